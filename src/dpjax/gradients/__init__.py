@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clipped sum of per-example gradients: one function, several engines.
+
+`clipped_grad` joins three free axes: the *rule* (how norms become factors), the
+*partition* (which leaves are clipped together) and the *engine* (how the sum is
+computed).  An engine means speed only: all engines give the same `ClippedSum`.
+
+Engines live in `engines`, a row each in one table; `microbatch` chooses how many examples
+are on the chip at once.  Nothing here knows of noise, sampling or epsilon.
+"""
+
+from dpjax.gradients.clipped import clipped_grad
+from dpjax.gradients.engines import ENGINES
+from dpjax.gradients.microbatch import microbatch_size
+
+__all__ = ["ENGINES", "clipped_grad", "microbatch_size"]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`clipped_grad`: checks what it is given, picks an engine, returns the clipped sum.
+
+The counterpart of `jax.grad` for private training.  Where `jax.grad` returns the
+gradient of a batch, this returns the sum of each example's own, clipped by the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpjax import trees
+from dpjax.gradients.engines import ENGINES
+from dpjax.gradients.microbatch import microbatch_size as choose_microbatch_size
+from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+
+__all__ = ["check_loss", "clipped_grad"]
+
+
+def clipped_grad(
+    loss: LossFn,
+    rule: Clipping,
+    engine: str = "auto",
+    microbatch_size: int | None = None,
+    has_aux: bool = False,
+) -> Callable[..., ClippedSum]:
+    r"""The clipped sum of the gradients of a loss, over a batch.
+
+    $$ \sum_i \mathrm{mask}_i \, f_i \odot \nabla_\theta\, \ell(\theta, x_i) $$
+
+    Args:
+      loss: ``loss(params, example) -> scalar``, a pure function of *one* example (the
+        leaves of ``batch`` without their leading axis).
+      rule: A `dpjax.clipping` rule.
+      engine: ``"vmap"`` (all examples at once), ``"scan"`` (microbatches, bounded
+        memory) or ``"auto"``.  Speed only.
+      microbatch_size: How many examples are differentiated at once; by default as many
+        as fit.  Speed only.
+      has_aux: Whether the loss returns ``(scalar, aux)``.
+
+    Returns:
+      A function ``(params, batch, mask=None) -> ClippedSum``.
+
+    Sensitivity:
+      ``rule.sensitivity``, for a loss in which examples do not see each other.
+
+    | batch | result |
+    |---|---|
+    | no examples | zeros |
+    | all masked | zeros |
+    | an example with a NaN or infinite gradient | contributes exactly 0 |
+    | bfloat16 or float16 parameters | norms and sums are float32 |
+
+    Example:
+      >>> import dpjax
+      >>> def loss(w, x):
+      ...     return 0.5 * jnp.sum((w - x) ** 2)
+      >>> clipped = clipped_grad(loss, dpjax.clipping.flat(bound=2.5))
+      >>> clipped(jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])).value
+      Array([-3.5], dtype=float32)
+    """
+    if not callable(loss):
+        raise TypeError(
+            f"clipped_grad: loss is {type(loss).__name__}, expected a function "
+            "loss(params, example) -> scalar. Usually the loss of a batch was already "
+            "computed; per-example gradients need the function itself."
+        )
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(
+            f"clipped_grad: engine={engine!r}; expected 'auto' or one of "
+            f"{sorted(ENGINES)}. Engines differ in speed alone."
+        )
+    if microbatch_size is not None and microbatch_size < 1:
+        raise ValueError(
+            f"clipped_grad: microbatch_size={microbatch_size}; expected at least 1."
+        )
+
+    def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
+        return loss(params, example) if has_aux else (loss(params, example), None)
+
+    def clipped(params: PyTree, batch: PyTree, mask: Any = None) -> ClippedSum:
+        size = trees.leading_size(batch)
+        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        check_loss(with_aux, params, example)
+        real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
+        if real.shape != (size,):
+            raise ValueError(
+                f"clipped_grad: mask has shape {real.shape}, the batch {size} examples; "
+                "expected one entry per example, 1 for real and 0 for padding."
+            )
+        micro = microbatch_size or choose_microbatch_size(loss, params, example, size)
+        name = engine if engine != "auto" else ("vmap" if size <= micro else "scan")
+        return ENGINES[name](with_aux, rule, params, batch, real, micro)
+
+    return clipped
+
+
+def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
+    """Raises unless ``loss(params, example)`` is one real number and params are params."""
+    if any("batch_stats" in name.split("/") for name in trees.leaf_names(params)):
+        raise ValueError(
+            "clipped_grad: the parameters hold a 'batch_stats' collection. Batch "
+            "normalisation mixes the examples of a batch, so clipping one example's "
+            "gradient no longer bounds its influence. Use GroupNorm or LayerNorm, and "
+            "pass variables['params'] alone."
+        )
+    value, _ = jax.eval_shape(loss, params, example)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"clipped_grad: the loss of one example is {value}; expected a real scalar. "
+            "Usually the loss was written for a batch, or returns (loss, aux) without "
+            "has_aux=True. dpjax passes one example, without batch axis: return its own "
+            "loss and do not average."
+        )

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: what was really spent, what one more step would cost, and refusal.
+
+A `Ledger` is part of a run's state.  It holds the multiplier of every step that ran, in
+order, equal neighbours in one row.  `admit` is called before a step: it refuses, *before
+any gradient is computed*, a step beyond the plan and a step that would pass the budget,
+and otherwise writes the step down.  What a run reports is composed from these rows, so a
+run that stopped early reports what it spent and not what it planned.
+
+The multipliers are fixed in advance, so the stopping time does not depend on the data
+and ordinary composition is enough.  This file must never look at params or data.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from dpjax import accounting
+from dpjax.mechanism import Mechanism
+
+__all__ = [
+    "Budget",
+    "Ledger",
+    "Refused",
+    "admit",
+    "affordable",
+    "empty",
+    "epsilon",
+    "require",
+]
+
+
+class Refused(ValueError):
+    """A step was refused before it computed anything; the state is as it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most that a run may spend.
+
+    Args:
+      epsilon: The largest epsilon.
+      delta: At this delta.
+      method: By this `dpjax.accounting` method; one that is proved.
+
+    Example:
+      >>> Budget(epsilon=3.0, delta=1e-5).method
+      'rdp'
+    """
+
+    epsilon: float
+    delta: float
+    method: str = "rdp"
+
+    def __post_init__(self) -> None:
+        """Refuses budgets that mean nothing."""
+        if not self.epsilon > 0:
+            raise ValueError(
+                f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no "
+                "step fits."
+            )
+        # An empty computation costs 0: this only asks accounting to check the words.
+        accounting.epsilon(accounting.compose(), self.delta, self.method)
+        if not accounting.METHODS[self.method].proven:
+            raise ValueError(
+                f"Budget(method={self.method!r}): this method is an estimate, and a budget "
+                "needs a bound. Use 'rdp' or 'pld'."
+            )
+
+
+class Ledger(NamedTuple):
+    """The multipliers of the steps that ran, run-length encoded, in order."""
+
+    multipliers: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        """How many steps ran."""
+        return int(self.counts.sum())
+
+    def expand(self) -> np.ndarray:
+        """The multiplier of each step, ``[steps]``."""
+        return np.repeat(self.multipliers, self.counts)
+
+
+def empty() -> Ledger:
+    """Nothing spent yet."""
+    return Ledger(np.zeros(0, np.float64), np.zeros(0, np.int64))
+
+
+def admit(ledger: Ledger, mechanism: Mechanism, budget: Budget | None = None) -> Ledger:
+    """Writes the next step down, or refuses it.
+
+    Args:
+      ledger: What was spent so far.
+      mechanism: What is run; the ledger must be a beginning of it.
+      budget: What may not be passed.
+
+    Returns:
+      The ledger with the next step in it.  Call it before the step runs.
+
+    Raises:
+      Refused: The step is not planned, or would pass the budget, or the ledger is of
+        another mechanism.
+    """
+    require(ledger, mechanism, 1, budget)
+    return _record(ledger, _multipliers(mechanism)[ledger.steps])
+
+
+def require(
+    ledger: Ledger, mechanism: Mechanism, steps: int, budget: Budget | None = None
+) -> None:
+    """Refuses, before anything runs, unless this many more steps fit."""
+    done, planned = ledger.steps, mechanism.steps
+    if not np.array_equal(ledger.expand(), _multipliers(mechanism)[:done]):
+        raise Refused(
+            "ledger: the steps in this state ran with other noise multipliers than this "
+            "mechanism's. Usually a state was handed to an algorithm built from another "
+            "mechanism; continue it with its own, or start a fresh state."
+        )
+    if done + steps > planned:
+        raise Refused(
+            f"ledger: step {done + steps} of {planned} planned steps; the epsilon that was "
+            "stated covers no more. Plan more steps in the Mechanism and account for them."
+        )
+    fits = affordable(mechanism, budget)
+    if budget is not None and done + steps > fits:
+        cost = _prefix_epsilon(mechanism, done + steps, budget.delta, budget.method)
+        what = "this step" if steps == 1 else f"these {steps} steps"
+        raise Refused(
+            f"ledger: {what} would bring epsilon to {cost:.4g} at "
+            f"delta={budget.delta:g}; the budget is {budget.epsilon:.4g} "
+            f"({budget.method}). {fits} of {planned} steps fit."
+        )
+
+
+def affordable(mechanism: Mechanism, budget: Budget | None = None) -> int:
+    """How many steps of a mechanism run before one would pass the plan or the budget.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(60_000, 256),
+      ...     clipping=dpjax.clipping.flat(1.0), noise_multiplier=1.1, steps=14_063)
+      >>> affordable(mechanism, Budget(epsilon=2.0, delta=1e-5))
+      8642
+    """
+    if budget is None:
+        return mechanism.steps
+    return _affordable(mechanism, budget)
+
+
+@functools.lru_cache(maxsize=128)
+def _affordable(mechanism: Mechanism, budget: Budget) -> int:
+    """Bisects: a longer prefix of the same steps never costs less."""
+    low, high = 0, mechanism.steps
+    while low < high:
+        middle = (low + high + 1) // 2
+        cost = _prefix_epsilon(mechanism, middle, budget.delta, budget.method)
+        low, high = (middle, high) if cost <= budget.epsilon else (low, middle - 1)
+    return low
+
+
+def _prefix_epsilon(mechanism: Mechanism, steps: int, delta: float, method: str) -> float:
+    event = mechanism.event_of(_multipliers(mechanism)[:steps])
+    return accounting.epsilon(event, delta, method, mechanism.neighbours)
+
+
+def epsilon(
+    ledger: Ledger, mechanism: Mechanism, delta: float, method: str = "rdp"
+) -> float:
+    """The epsilon of the steps that really ran."""
+    event = mechanism.event_of(ledger.expand())
+    return accounting.epsilon(event, delta, method, mechanism.neighbours)
+
+
+@functools.lru_cache(maxsize=128)
+def _multipliers(mechanism: Mechanism) -> np.ndarray:
+    return mechanism.multipliers
+
+
+def _record(ledger: Ledger, multiplier: float) -> Ledger:
+    """Appends one step; equal neighbours share a row."""
+    values, counts = ledger
+    if len(values) and values[-1] == multiplier:
+        counts = counts.copy()
+        counts[-1] += 1
+        return Ledger(values, counts)
+    return Ledger(np.append(values, multiplier), np.append(counts, 1))

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mechanism: the private computation, described once.
+
+`Mechanism` holds the sampler, the rule, the noise multiplier and the number of steps.
+From that one description comes the Optax link that is run (`privatize`), the event that
+is accounted (`event`, `epsilon`), the scale that meets a budget (`calibrate`) and the
+words that are printed (`dpjax.statement`).  There is no second place to type a number.
+
+This file must never know a model, a loss or a data set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting as dp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpjax import accounting, noise
+from dpjax.types import (
+    Clipping,
+    Key,
+    Neighbours,
+    NoiseMultiplier,
+    PyTree,
+    Sampler,
+)
+
+__all__ = ["Mechanism"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    r"""A private computation: ``steps`` times sample, clip, sum, add noise, divide.
+
+    Args:
+      sampling: Which examples each step sees; a `dpjax.sampling` sampler.
+      clipping: How much each may contribute; a `dpjax.clipping` rule.
+      noise_multiplier: Noise standard deviation / sensitivity: a number, an Optax
+        schedule of the step, or one number per group of the rule.
+      steps: How many steps are planned; none runs beyond them.
+      neighbours: ``"replace-one"`` asks for the stronger relation.  By default the one
+        for which the sampler's event is proved (add-or-remove for Poisson).
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=60_000, batch_size=256),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=1.1,
+      ...     steps=14_063,
+      ... )
+      >>> round(mechanism.epsilon(delta=1e-5), 2)
+      2.6
+    """
+
+    sampling: Sampler
+    clipping: Clipping
+    noise_multiplier: NoiseMultiplier
+    steps: int
+    neighbours: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the description, and settles the neighbouring relation."""
+        if isinstance(self.steps, bool) or int(self.steps) != self.steps or self.steps < 0:
+            raise ValueError(
+                f"Mechanism(steps={self.steps}): expected a whole number of steps. For "
+                "epochs: round(epochs * examples / batch_size)."
+            )
+        proved = self.sampling.neighbours
+        neighbours = Neighbours(self.neighbours or proved)
+        if proved == Neighbours.REPLACE_ONE and neighbours != proved:
+            raise ValueError(
+                f"Mechanism(neighbours={neighbours.value!r}): {self.sampling.name} batches "
+                f"are proved for {proved.value!r} neighbours only. Leave neighbours out, or "
+                "sample with sampling.poisson."
+            )
+        if proved == Neighbours.ZERO_OUT and neighbours == Neighbours.ADD_OR_REMOVE:
+            neighbours = proved
+        object.__setattr__(self, "neighbours", neighbours)
+        noise.check_multiplier(self.noise_multiplier, self.clipping)
+        if not np.all(self.multipliers >= 0):
+            raise ValueError(
+                "Mechanism(noise_multiplier=schedule): the schedule is negative or NaN at "
+                f"step {int(np.argmin(self.multipliers >= 0))} of {self.steps}; it must be "
+                "at least 0 at every planned step."
+            )
+
+    @property
+    def multipliers(self) -> np.ndarray:
+        """The (effective) noise multiplier of each planned step, ``[steps]``.
+
+        One multiplier per group is worth ``(sum m_g^-2)^-1/2``, before any sampling.
+        """
+        multiplier = self.noise_multiplier
+        if isinstance(multiplier, tuple):
+            multiplier = accounting.effective_multiplier(multiplier)
+        if not callable(multiplier):
+            return np.full(self.steps, multiplier, np.float64)
+        values = jax.vmap(lambda t: jnp.asarray(multiplier(t)))(jnp.arange(self.steps))
+        return np.asarray(values, np.float64)
+
+    @property
+    def event(self) -> dp.DpEvent:
+        """The privacy event of all planned steps, as proved for this sampler."""
+        return self.event_of(self.multipliers)
+
+    def event_of(self, multipliers: np.ndarray) -> dp.DpEvent:
+        """The privacy event of steps that ran with these multipliers, in this order."""
+        if np.isinf(self.clipping.sensitivity) and len(multipliers):
+            return dp.NonPrivateDpEvent()
+        return self.sampling.event(multipliers)
+
+    def epsilon(self, delta: float, method: str = "rdp") -> float:
+        """The epsilon of the whole computation at ``delta``.
+
+        Args:
+          delta: The probability of more; smaller than 1 / examples.
+          method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp".
+        """
+        return accounting.epsilon(self.event, delta, method, self.neighbours)
+
+    def delta(self, epsilon: float, method: str = "rdp") -> float:
+        """The delta of the whole computation at ``epsilon``."""
+        return accounting.delta(self.event, epsilon, method, self.neighbours)
+
+    def calibrate(self, epsilon: float, delta: float, method: str = "rdp") -> Mechanism:
+        """This mechanism with its noise scaled so that it costs at most ``epsilon``.
+
+        A number is scaled, and so is a whole schedule or every group's multiplier: its
+        shape stays and one factor is found.
+
+        Returns:
+          A new mechanism; its epsilon is at most the target and within about 1e-4 of it.
+        """
+        if not np.all(self.multipliers > 0):
+            raise ValueError(
+                "Mechanism.calibrate: the noise multiplier is 0 at some step, and no "
+                "factor makes that private. Start from any positive multiplier or schedule."
+            )
+
+        def event(factor: float) -> dp.DpEvent:
+            return self.scaled(factor).event
+
+        factor = accounting.calibrate(event, epsilon, delta, method, self.neighbours)
+        return self.scaled(factor)
+
+    def scaled(self, factor: float) -> Mechanism:
+        """This mechanism with all its noise multiplied by ``factor``."""
+        scaled = _scaled(self.noise_multiplier, factor)
+        return dataclasses.replace(self, noise_multiplier=scaled)
+
+    def privatize(self, key: Key) -> optax.GradientTransformationExtraArgs:
+        """The Optax link from a clipped sum to a private mean.
+
+        Adds the noise of the step to the *sum*, then divides by the expected batch size,
+        a public constant; the size of the batch that was drawn is never used.
+
+        Args:
+          key: The root key of the run, consumed by it; see `dpjax.noise.secret_key`.
+
+        Returns:
+          A link whose state counts the steps.  Past the planned steps it raises, or,
+          inside ``jit`` where nothing can be raised, returns NaN: a step that was not
+          accounted releases nothing.
+        """
+        link = noise.gaussian(self.noise_multiplier, self.clipping, key=key)
+
+        def update(
+            updates: PyTree,
+            state: noise.GaussianState,
+            params: PyTree | None = None,
+            **extra: Any,
+        ) -> tuple[PyTree, noise.GaussianState]:
+            del params, extra
+            step = state.step
+            if not isinstance(step, jax.core.Tracer) and step >= self.steps:
+                raise ValueError(
+                    f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned; "
+                    "this step was never accounted. Plan more steps in the Mechanism."
+                )
+            noisy, state = link.update(updates, state)
+            scale = jnp.where(step < self.steps, 1 / self.sampling.batch_size, jnp.nan)
+            return jax.tree.map(lambda x: x * scale.astype(x.dtype), noisy), state
+
+        return optax.GradientTransformationExtraArgs(link.init, update)
+
+
+def _scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
+    """The same noise, ``factor`` times as large."""
+    if callable(multiplier):
+        schedule = multiplier
+        return lambda step: schedule(step) * factor
+    if isinstance(multiplier, tuple):
+        return tuple(m * factor for m in multiplier)
+    return multiplier * factor

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise: the link after which a gradient may be released.
+
+Its scale is a *multiplier* times the rule's sensitivity, so the number that is accounted
+is the number that is drawn.  Noise is drawn in float32 or wider from a sampler that has
+its tails: a float32 inverse-CDF sampler ends at 5.4 standard deviations and a bfloat16
+one at 2.9, and beyond its end an attacker who sees a value knows that no noise made it.
+
+Keys are explicit.  There is no default key: `secret_key` asks the operating system.  The
+noise of step t comes from ``fold_in(fold_in(root, NOISE), t)``, and a link that was given
+a key is used for one run.
+
+Privacy: float32 arithmetic and the threefry generator are not a hardened source of
+randomness; see README.  This file must never know how a gradient was made.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from dpjax import trees
+from dpjax.types import Clipping, Key, NoiseMultiplier, Purpose, PyTree
+
+__all__ = [
+    "GaussianState",
+    "check_multiplier",
+    "gaussian",
+    "secret_key",
+    "standard_normal",
+]
+
+
+class GaussianState(NamedTuple):
+    """What the noise needs to go on: the root key and the number of steps taken.
+
+    Privacy: the key is a secret.  Checkpoints keep it; releases never contain it.
+    """
+
+    key: Key
+    step: Int[Array, ""]
+
+
+def gaussian(
+    noise_multiplier: NoiseMultiplier,
+    rule: Clipping,
+    *,
+    key: Key,
+    replay: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The Optax link that adds Gaussian noise to a clipped sum.
+
+    $$ s + \mathcal{N}\bigl(0,\ (m_t \, \Delta)^2 I\bigr) $$
+
+    Args:
+      noise_multiplier: $m_t$: a number, an Optax schedule of the step, or a tuple with
+        one number per group.  A tuple is relative to each group's own bound (standard
+        deviation $m_g C_g$ in group $g$), and is worth $(\sum_g m_g^{-2})^{-1/2}$.
+      rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
+      key: The root key of this run, consumed by it.
+      replay: Allow the same link to start a second run *with the same noise*.  Two
+        released models with equal noise give away their difference exactly.
+
+    Returns:
+      A link on sums (not means).  One step, one draw: it refuses to sit under
+      `optax.MultiSteps`, which would feed it means of several sums.
+
+    Privacy:
+      With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier
+      $m_t$.  Release what comes out of this link or later, never what goes in.
+
+    | multiplier | bound | noise |
+    |---|---|---|
+    | 0 | any | none: the identity, not private |
+    | positive | infinite | refused |
+    | negative or NaN | | refused |
+
+    Example:
+      >>> import dpjax
+      >>> rule = dpjax.clipping.flat(bound=1.0)
+      >>> link = gaussian(1.1, rule, key=secret_key())
+      >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
+    """
+    check_multiplier(noise_multiplier, rule)
+    runs: list[Any] = []
+
+    def init(params: PyTree) -> GaussianState:
+        _refuse_multi_steps()
+        # A traced init (eval_shape, jit) makes no noise of its own, so it does not count.
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, key))):
+            if runs and not replay:
+                raise ValueError(
+                    "noise.gaussian: this link has already started a run with its key; a "
+                    "second one would draw the same noise, and the difference of the two "
+                    "results would be free of it. Build a new link with a new key "
+                    "(noise.secret_key()), or pass replay=True to repeat a run on purpose."
+                )
+            runs.append(None)
+        return GaussianState(key, jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: PyTree, state: GaussianState, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, GaussianState]:
+        del params, extra
+        deviations = _deviations(noise_multiplier, rule, state.step)
+        groups = rule.partition.assign(updates)
+        draws = trees.random_like(
+            standard_normal, trees.step_key(state.key, Purpose.NOISE, state.step), updates
+        )
+        leaves, structure = jax.tree.flatten(updates)
+        noisy = [
+            leaf.astype(z.dtype) + deviations[group] * z
+            for leaf, z, group in zip(leaves, jax.tree.leaves(draws), groups, strict=True)
+        ]
+        return structure.unflatten(noisy), GaussianState(state.key, state.step + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _deviations(
+    noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any
+) -> list[Any]:
+    """The standard deviation of the noise in each group at a step."""
+    if isinstance(noise_multiplier, tuple):
+        pairs = zip(noise_multiplier, rule.bounds, strict=True)
+        return [_product(multiplier, bound) for multiplier, bound in pairs]
+    multiplier = noise_multiplier(step) if callable(noise_multiplier) else noise_multiplier
+    return [_product(multiplier, rule.sensitivity)] * rule.partition.size
+
+
+def _product(multiplier: Any, bound: float) -> Any:
+    """multiplier * bound, where no noise is no noise even if the bound is infinite."""
+    return 0.0 if math.isinf(bound) else multiplier * bound
+
+
+def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
+    """Raises if this noise cannot go with this rule."""
+    if callable(noise_multiplier):
+        multipliers: tuple[Any, ...] = ()
+    elif isinstance(noise_multiplier, tuple):
+        multipliers = noise_multiplier
+        if len(multipliers) != rule.partition.size:
+            raise ValueError(
+                f"noise.gaussian: {len(multipliers)} multipliers for a rule with "
+                f"{rule.partition.size} groups ({', '.join(rule.partition.names)}); give "
+                "one number, a schedule, or one number per group."
+            )
+    else:
+        multipliers = (noise_multiplier,)
+    for multiplier in multipliers:
+        if not multiplier >= 0:
+            raise ValueError(
+                f"noise.gaussian(noise_multiplier={multiplier}): expected a number >= 0; "
+                "it is the noise's standard deviation divided by the sensitivity."
+            )
+    if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
+        raise ValueError(
+            "noise.gaussian: the rule's bound is infinite, so no finite noise hides one "
+            "example. Give the rule a finite bound, or switch the noise off as well "
+            "(noise_multiplier=0.0) for a run that is not private."
+        )
+
+
+def _refuse_multi_steps() -> None:
+    """Raises if a caller is `optax.MultiSteps`, which averages sums before the noise."""
+    frame = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
+            raise ValueError(
+                "noise.gaussian: refused under optax.MultiSteps. It hands on the *mean* of "
+                "several sums, for which this noise is too large, and noise belongs once to "
+                "a whole batch. Use a larger batch with microbatches "
+                "(dpjax.dpsgd or dpjax.clipped_grad(..., microbatch_size=...)) instead: "
+                "the sum is exact and the memory is bounded."
+            )
+        frame = frame.f_back
+
+
+def standard_normal(
+    key: Key, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> Float[Array, "..."]:
+    r"""Standard normal numbers with full tails; consumes the key.
+
+    Pairs by Box and Muller, $r (\cos\theta, \sin\theta)$ with $r^2 = -2 \log u$, where
+    $u$ has 40 random bits: the support reaches 7.5 standard deviations on both sides
+    (``jax.random.normal`` in float32 ends at 5.4 and 5.2), beyond which a true normal has
+    a mass of 6e-14.
+
+    Args:
+      key: Consumed.
+      shape: Any shape, empty ones too.
+      dtype: float32 or float64; nothing narrower is drawn.
+
+    Example:
+      >>> standard_normal(jax.random.key(0), (2, 3)).shape
+      (2, 3)
+
+    References:
+      Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958.
+    """
+    if trees.wide(dtype) != jnp.dtype(dtype):
+        raise ValueError(
+            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): noise is never drawn "
+            "in less than float32; a narrow type has few distinct values and no tail. "
+            "Draw in float32 and cast the noisy sum."
+        )
+    count = math.prod(shape)
+    words = jax.random.bits(key, (2, (count + 1) // 2), jnp.uint32)
+    return jnp.concatenate(_box_muller(*words, dtype=dtype))[:count].reshape(shape)
+
+
+def _box_muller(
+    first: Array, second: Array, *, dtype: Any = jnp.float32
+) -> tuple[Array, Array]:
+    """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
+    # u = (first + low / 2^8) / 2^32 in (0, 1).  Its upper half is held as 1 - u, so that
+    # both ends keep the full relative precision of a float.
+    low = second >> 24
+    upper = first >= jnp.uint32(1 << 31)
+    first, low = jnp.where(upper, ~first, first), jnp.where(upper, 255 - low, low)
+    tail = (first.astype(dtype) + (low.astype(dtype) + 0.5) * 2.0**-8) * 2.0**-32
+    radius = jnp.sqrt(-2 * jnp.where(upper, jnp.log1p(-tail), jnp.log(tail)))
+    # A direction within an eighth of a turn of the axis, then one of four quarter turns:
+    # there a short Taylor series is exact, and six times as fast as jnp.cos and jnp.sin.
+    eighth = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
+    cosine, sine = _cos_sin(eighth * (math.pi * 2.0**-23))
+    radius = jnp.where(second & (1 << 22), -radius, radius)
+    quarter = (second & (1 << 23)) != 0
+    along, across = radius * cosine, radius * sine
+    return jnp.where(quarter, -across, along), jnp.where(quarter, along, across)
+
+
+def _cos_sin(angle: Array) -> tuple[Array, Array]:
+    """Cosine and sine for angles up to pi / 4, to the last digit of float64."""
+    square = angle * angle
+    cosine = sine = jnp.ones_like(angle)
+    for k in range(8, 0, -1):
+        cosine = 1 - cosine * square / (2 * k * (2 * k - 1))
+        sine = 1 - sine * square / (2 * k * (2 * k + 1))
+    return cosine, angle * sine
+
+
+def secret_key() -> Key:
+    """A root key from the operating system's randomness: the one to release with."""
+    return jax.random.wrap_key_data(
+        jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32)), impl="threefry2x32"
+    )

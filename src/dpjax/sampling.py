@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers: which examples a step sees, and what not being seen is worth.
+
+Each function builds a `Sampler` that holds both the draw and the privacy event proved
+for that very draw, so one cannot be trained and another accounted.  A draw is a pure
+function of ``(key, step)``: nothing has to be replayed to resume, and any step can be
+drawn again.  The list of chosen examples is secret; sizes and rates are public.
+
+This file must never know what is done with the examples, nor turn an event into an
+epsilon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dp_accounting as dp
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dpjax import trees
+from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
+
+__all__ = ["curriculum", "fixed", "full", "poisson", "shuffled"]
+
+_WORDS = 2**32
+
+
+def poisson(examples: int, batch_size: float) -> Sampler:
+    r"""Every example joins every batch by a coin of its own: exact Poisson sampling.
+
+    Nothing is truncated, resampled or padded away: a draw may hold any number of
+    examples, none and all included.  Coins have 32 bits, and the rate is rounded down to
+    them, so the rate that runs is never above $q = \mathrm{batch\_size}/\mathrm{examples}$.
+
+    Args:
+      examples: Size of the data set.
+      batch_size: The *expected* number of examples a step; sums are divided by it.
+
+    Privacy:
+      With add-or-remove neighbours: the Poisson-subsampled Gaussian mechanism.
+
+    Example:
+      >>> sampler = poisson(examples=60_000, batch_size=256)
+      >>> round(sampler.sampling_rate, 5)
+      0.00427
+
+    References:
+      Abadi et al., "Deep Learning with Differential Privacy", 2016; Zhu and Wang,
+      "Poisson Subsampled Renyi Differential Privacy", 2019.
+    """
+    _check("poisson", examples, batch_size)
+    rate = batch_size / examples
+    largest = math.floor(rate * _WORDS) - 1
+    if largest < 0:
+        raise ValueError(
+            f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate "
+            f"{rate:.2e} is below the 2^-32 that a coin can show. Usually batch_size was "
+            "given as a rate; it is an expected number of examples."
+        )
+
+    def draw(key: Key, step: Any) -> Draw:
+        coins = jax.random.bits(
+            trees.step_key(key, Purpose.SAMPLING, step), (examples,), jnp.uint32
+        )
+        chosen = coins <= jnp.uint32(largest)
+        count = jnp.sum(chosen, dtype=jnp.int32)
+        return Draw(jnp.nonzero(chosen, size=examples, fill_value=0)[0], count)
+
+    def event(multipliers: np.ndarray) -> dp.DpEvent:
+        return _runs(
+            multipliers, lambda z: dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z))
+        )
+
+    return Sampler(
+        name="poisson",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=examples,
+        draw=draw,
+        event=event if rate < 1 else _gaussians,
+        claim="exact Poisson sampling; amplification by sampling is proved and counted",
+    )
+
+
+def full(examples: int) -> Sampler:
+    """Every step sees the whole data set; nothing is amplified and nothing is hidden.
+
+    Example:
+      >>> full(1279).sampling_rate
+      1.0
+    """
+    _check("full", examples, examples)
+    everything = jnp.arange(examples)
+    return Sampler(
+        name="full",
+        examples=examples,
+        batch_size=examples,
+        capacity=examples,
+        draw=lambda key, step: Draw(everything, jnp.asarray(examples, jnp.int32)),
+        event=_gaussians,
+        claim="every step uses every example; plain composition of Gaussians",
+    )
+
+
+def fixed(examples: int, batch_size: int) -> Sampler:
+    """Every step sees a fresh uniform subset of exactly ``batch_size`` examples.
+
+    Privacy:
+      Proved for replace-one neighbours, under which the sum moves by twice the
+      sensitivity; `dpjax.accounting` converts the multiplier itself.
+    """
+    _check("fixed", examples, batch_size, whole=True)
+
+    def draw(key: Key, step: Any) -> Draw:
+        order = jax.random.permutation(
+            trees.step_key(key, Purpose.SAMPLING, step), examples
+        )
+        return Draw(order[:batch_size], jnp.asarray(batch_size, jnp.int32))
+
+    def event(multipliers: np.ndarray) -> dp.DpEvent:
+        return _runs(
+            multipliers,
+            lambda z: dp.SampledWithoutReplacementDpEvent(
+                examples, batch_size, dp.GaussianDpEvent(z)
+            ),
+        )
+
+    return Sampler(
+        name="fixed",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=batch_size,
+        draw=draw,
+        event=event,
+        neighbours=Neighbours.REPLACE_ONE,
+        claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
+    )
+
+
+def shuffled(examples: int, batch_size: int) -> Sampler:
+    """A fresh shuffle every epoch, cut into batches; what is left over is skipped.
+
+    Privacy:
+      Shuffling is *not* Poisson sampling, and reporting the Poisson epsilon for it
+      claims too much.  What is proved, for zero-out neighbours: an example is in at most
+      one batch an epoch, so each epoch is one Gaussian, of the epoch's smallest
+      multiplier, without amplification.
+    """
+    _check("shuffled", examples, batch_size, whole=True)
+
+    def order(key: Key, epoch: Any) -> Int[Array, " examples"]:
+        return jax.random.permutation(
+            trees.step_key(key, Purpose.SAMPLING, epoch), examples
+        )
+
+    return _epochs(
+        "shuffled",
+        examples,
+        batch_size,
+        order,
+        "shuffled batches; no amplification is proved: one Gaussian an epoch",
+    )
+
+
+def curriculum(
+    order: Sequence[int] | np.ndarray, batch_size: int, *, public: bool = False
+) -> Sampler:
+    """The same batches in the same order every epoch: easy examples first, say.
+
+    Args:
+      order: A permutation of the examples.
+      batch_size: Examples a step; what is left over is skipped.
+      public: Whether the order was made *without looking at the private data*, by a
+        public scorer with one fixed place per example.
+
+    Privacy:
+      An order computed from the private data is itself a release without noise, and
+      moving one example moves many others between batches: its epsilon is infinite.  A
+      public order is worth what `shuffled` is worth.
+    """
+    indices = np.asarray(order)
+    if not np.array_equal(np.sort(indices), np.arange(indices.size)):
+        raise ValueError(
+            "sampling.curriculum: order must hold every index of the data set once "
+            f"(0 to {indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
+        )
+    _check("curriculum", indices.size, batch_size, whole=True)
+    fixed_order = jnp.asarray(indices, jnp.int32)
+    sampler = _epochs(
+        "curriculum",
+        indices.size,
+        batch_size,
+        lambda key, epoch: fixed_order,
+        "a public fixed order; no amplification is proved: one Gaussian an epoch",
+    )
+    if public:
+        return sampler
+    return dataclasses.replace(
+        sampler,
+        event=lambda multipliers: dp.NonPrivateDpEvent(),
+        claim="the order comes from the private data without noise: not private",
+    )
+
+
+def _epochs(
+    name: str,
+    examples: int,
+    batch_size: int,
+    order: Callable[[Key, Any], Int[Array, " examples"]],
+    claim: str,
+) -> Sampler:
+    """A sampler that walks through one order of the examples per epoch."""
+    steps = examples // batch_size
+
+    def draw(key: Key, step: Any) -> Draw:
+        start = (step % steps) * batch_size
+        chosen = jax.lax.dynamic_slice_in_dim(order(key, step // steps), start, batch_size)
+        return Draw(chosen, jnp.asarray(batch_size, jnp.int32))
+
+    def event(multipliers: np.ndarray) -> dp.DpEvent:
+        # An example is in one batch an epoch, nobody knows which: count the worst one.
+        starts = np.arange(0, len(multipliers), steps)
+        worst = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
+        return _gaussians(worst)
+
+    return Sampler(
+        name=name,
+        examples=examples,
+        batch_size=batch_size,
+        capacity=batch_size,
+        draw=draw,
+        event=event,
+        neighbours=Neighbours.ZERO_OUT,
+        claim=claim,
+    )
+
+
+def _gaussians(multipliers: np.ndarray) -> dp.DpEvent:
+    """One unamplified Gaussian per multiplier."""
+    return _runs(multipliers, dp.GaussianDpEvent)
+
+
+def _runs(
+    multipliers: np.ndarray, event: Callable[[float], dp.DpEvent]
+) -> dp.DpEvent:
+    """Composes the event of each step, equal multipliers grouped into one entry."""
+    values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
+    runs = [
+        dp.SelfComposedDpEvent(event(float(value)), int(count))
+        for value, count in zip(values, counts, strict=True)
+    ]
+    return dp.ComposedDpEvent(runs) if runs else dp.NoOpDpEvent()
+
+
+def _check(name: str, examples: int, batch_size: float, *, whole: bool = False) -> None:
+    if examples < 1:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}): expected the size of the data set, at "
+            "least 1."
+        )
+    if not 0 < batch_size <= examples:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}, batch_size={batch_size}): batch_size "
+            "is the expected number of examples a step, more than 0 and at most all of "
+            "them. Usually the two arguments were swapped, or the batch size was tuned "
+            "for a larger data set."
+        )
+    if whole and int(batch_size) != batch_size:
+        raise ValueError(
+            f"sampling.{name}(batch_size={batch_size}): expected a whole number; only "
+            "sampling.poisson has an expected size."
+        )

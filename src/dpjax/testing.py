@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laws of private training, as functions to run on your own rules, losses and chains.
+
+Other libraries test their parts; what makes training private is their composition.
+Each function here takes the real thing, measures the conserved quantity and raises
+`LawBroken` with what was found: one example's influence on the sum, the agreement of
+engines, the noise that really comes out of a chain, and the separation of two
+neighbouring data sets after a whole private step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpjax import clipping, trees
+from dpjax.gradients import ENGINES, clipped_grad
+from dpjax.mechanism import Mechanism
+from dpjax.types import Clipping, Key, LossFn, PyTree
+
+__all__ = [
+    "LawBroken",
+    "assert_engines_agree",
+    "assert_noise",
+    "assert_sensitivity",
+    "audit_step",
+    "influence",
+]
+
+
+class LawBroken(AssertionError):
+    """A guarantee was measured and did not hold."""
+
+
+def influence(rule: Clipping, gradients: PyTree) -> float:
+    """How far the clipped sum moves, at most, when one of these examples is removed.
+
+    Args:
+      rule: The rule.
+      gradients: Per-example gradients ``(batch, ...)``; hostile ones are welcome.
+
+    Example:
+      >>> influence(clipping.flat(1.0), {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])})
+      1.0
+    """
+    size = trees.leading_size(gradients)
+    everyone = np.ones(size, bool)
+    whole = _vector(clipping.clip(rule, gradients, everyone)[0])
+    moves = [
+        np.linalg.norm(
+            whole - _vector(clipping.clip(rule, gradients, np.arange(size) != i)[0])
+        )
+        for i in range(size)
+    ]
+    return float(max(moves, default=0.0))
+
+
+def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
+    """Raises unless no example moves the sum by more than ``rule.sensitivity``.
+
+    Allows for float32: a relative 2e-6 of the sum's own size.
+    """
+    found = influence(rule, gradients)
+    total = _vector(clipping.clip(rule, gradients)[0])
+    rounding = 2e-6 * (rule.sensitivity + float(np.linalg.norm(total)))
+    if not found <= rule.sensitivity + rounding:
+        raise LawBroken(
+            f"{rule.name}: one example moved the sum by {found:.6g}; its sensitivity is "
+            f"stated as {rule.sensitivity:.6g}, and noise is scaled to that."
+        )
+
+
+def assert_engines_agree(
+    loss: LossFn,
+    rule: Clipping,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    mask: Any = None,
+    engines: Sequence[str] = tuple(ENGINES),
+    microbatch_sizes: Sequence[int] = (1, 3),
+    tolerance: float = 1e-5,
+) -> None:
+    """Raises unless every engine gives the sum, losses, norms and factors of ``vmap``."""
+    want = clipped_grad(loss, rule, "vmap")(params, batch, mask)
+    for engine in engines:
+        for size in microbatch_sizes:
+            got = clipped_grad(loss, rule, engine, size)(params, batch, mask)
+            for name in ("value", "losses", "norms", "factors"):
+                a, b = _vector(getattr(want, name)), _vector(getattr(got, name))
+                scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
+                if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+                    raise LawBroken(
+                        f"engine {engine!r} with microbatches of {size} gives other "
+                        f"{name} than 'vmap': largest difference {np.max(np.abs(a - b)):.3g}."
+                    )
+
+
+def assert_noise(
+    link: optax.GradientTransformation,
+    params: PyTree,
+    deviation: float,
+    *,
+    tolerance: float = 0.005,
+) -> None:
+    """Raises unless a link (or a whole chain) adds noise of this standard deviation.
+
+    Args:
+      link: Started and run once on zeros.
+      params: A tree of the sums' shapes; 1e6 numbers or more for the default tolerance.
+      deviation: The standard deviation expected of what comes out.
+      tolerance: Relative.
+    """
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    noise, _ = link.update(zeros, link.init(params), params)
+    found = float(np.std(_vector(noise)))
+    if not abs(found - deviation) <= tolerance * deviation:
+        raise LawBroken(
+            f"the noise has standard deviation {found:.6g}, expected {deviation:.6g} "
+            f"(off by {found / max(deviation, 1e-30) - 1:+.2%})."
+        )
+
+
+def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key) -> float:
+    r"""White-box audit of one private step: the separation of two neighbouring batches.
+
+    $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
+
+    with the noise measured rather than believed.  A step with multiplier $m$ whose
+    canary fills the rule's bounds has $\mu = 1 / m$; more means that the guarantee is
+    broken, less that noise is wasted.
+
+    Args:
+      mechanism: Its first step is audited, sampling left out.
+      gradients: Per-example gradients of the batch ``(batch, ...)``; large leaves, so
+        that the noise of each can be measured.
+      canary: One example's gradient, without batch axis.
+      key: Root key of the audited steps.
+    """
+    both = jax.tree.map(
+        lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
+    )
+    like = jax.tree.map(lambda g: jnp.zeros(g.shape[1:], trees.wide(g.dtype)), gradients)
+
+    def privatized(summed: PyTree) -> PyTree:
+        link = mechanism.privatize(key)
+        return link.update(summed, link.init(like))[0]
+
+    with_canary = privatized(clipping.clip(mechanism.clipping, both)[0])
+    without = privatized(clipping.clip(mechanism.clipping, gradients)[0])
+    noise = privatized(like)
+    shift = [
+        np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / np.std(n)
+        for a, b, n in zip(*map(jax.tree.leaves, (with_canary, without, noise)), strict=True)
+    ]
+    return float(np.linalg.norm(shift))
+
+
+def _vector(tree: PyTree) -> np.ndarray:
+    """All leaves as one float64 vector."""
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)]
+    return np.concatenate(leaves) if leaves else np.zeros(0)

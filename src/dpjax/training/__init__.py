@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training: private algorithms as ``(init, step)``, and the loop that drives any of them.
+
+`dpsgd` joins a loss, an Optax optimizer, a `Mechanism` and data into an `Algorithm`.
+`fit` drives an algorithm: progress, evaluation, refusal before a budget is passed.
+`average_parameters` is an Optax link that keeps a running mean of the parameters, which
+is free of privacy cost and worth several points of accuracy under noise.
+"""
+
+from dpjax.training.averaging import average_parameters, averaged
+from dpjax.training.dpsgd import Info, State, dpsgd
+from dpjax.training.fit import fit
+
+__all__ = ["Info", "State", "average_parameters", "averaged", "dpsgd", "fit"]

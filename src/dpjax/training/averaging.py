@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running average of the parameters, as the last link of an Optax chain.
+
+Noise moves parameters to and fro around where they should be; their average over the
+last steps lies closer.  It is computed from parameters that are already private, so it
+costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from dpjax.types import PyTree
+
+__all__ = ["AverageState", "average_parameters", "averaged"]
+
+
+class AverageState(NamedTuple):
+    """The weighted sum of past parameters and the sum of the weights."""
+
+    total: PyTree
+    weight: Float[Array, ""]
+
+
+def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
+    r"""Keeps an exponential average of the parameters; updates pass through unchanged.
+
+    $$ \bar\theta_t = \Bigl(\sum_{s \le t} d^{\,t-s}\,\theta_s\Bigr)
+       \Big/ \sum_{s \le t} d^{\,t-s} $$
+
+    The division makes it right from the first step on (no bias towards the start).
+
+    Args:
+      decay: $d$; the average looks back over about $1 / (1 - d)$ steps.
+
+    Returns:
+      A link for the end of a chain; read the average with `averaged`.
+
+    Privacy:
+      Post-processing of private parameters: free.
+
+    Example:
+      >>> optimizer = optax.chain(optax.sgd(0.1), average_parameters(0.9))
+      >>> params = jnp.array(1.0)
+      >>> updates, state = optimizer.update(params, optimizer.init(params), params)
+      >>> print(averaged(state))
+      0.9
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"average_parameters(decay={decay}): expected a number from 0 up to, not "
+            "including, 1; 0.99 averages over about 100 steps."
+        )
+
+    def init(params: PyTree) -> AverageState:
+        return AverageState(jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
+
+    def update(
+        updates: PyTree, state: AverageState, params: PyTree | None = None
+    ) -> tuple[PyTree, AverageState]:
+        if params is None:
+            raise ValueError(
+                "average_parameters: update needs the parameters: "
+                "optimizer.update(updates, state, params)."
+            )
+        after = optax.apply_updates(params, updates)
+        total = jax.tree.map(lambda s, p: decay * s + p, state.total, after)
+        return updates, AverageState(total, decay * state.weight + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged(optimizer_state: Any) -> PyTree:
+    """The averaged parameters inside an optimizer's (or a whole run's) state."""
+    nodes = jax.tree.leaves(
+        optimizer_state, is_leaf=lambda node: isinstance(node, AverageState)
+    )
+    for node in nodes:
+        if isinstance(node, AverageState):
+            return jax.tree.map(lambda s: s / node.weight, node.total)
+    raise ValueError(
+        "averaged: no average is kept in this state. End the optimizer with "
+        "dpjax.training.average_parameters(): optax.chain(optax.sgd(0.1), "
+        "average_parameters(0.99))."
+    )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DP-SGD, for any loss and any Optax optimizer.
+
+Read `step` from top to bottom: the ledger admits, the sampler draws, microbatches are
+gathered and clipped and summed, noise is added once, the optimizer moves.  Each is one
+call into the room that owns it; this file only joins them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from dpjax import ledger, trees
+from dpjax.gradients import clipped_grad, microbatch_size as choose_microbatch_size
+from dpjax.mechanism import Mechanism
+from dpjax.types import Algorithm, ClippedSum, Draw, Key, LossFn, PyTree
+
+__all__ = ["Info", "State", "dpsgd"]
+
+
+class State(NamedTuple):
+    """What the next step needs.
+
+    Privacy: ``params`` may be released, and so may anything computed from them.  ``key``
+    (also inside ``optimizer``) may not: who holds it can subtract the noise.
+    """
+
+    params: PyTree
+    optimizer: PyTree
+    key: Key
+    ledger: ledger.Ledger
+
+
+class Info(NamedTuple):
+    """What a step saw, **before** any noise.
+
+    Privacy: computed from private data without noise.  Look at it, do not publish it.
+    """
+
+    loss: Float[Array, ""]
+    """Mean loss of the drawn examples; NaN for an empty draw."""
+    examples: Int[Array, ""]
+    """How many examples were drawn."""
+    norm: Float[Array, " groups"]
+    """Mean gradient norm per group, before clipping."""
+    clipped: Float[Array, " groups"]
+    """Fraction of the drawn examples whose norm is above the bound, per group."""
+
+
+def dpsgd(
+    loss: LossFn,
+    optimizer: optax.GradientTransformation,
+    mechanism: Mechanism,
+    data: PyTree,
+    engine: str = "auto",
+    *,
+    microbatch_size: int | None = None,
+    budget: ledger.Budget | None = None,
+) -> Algorithm:
+    """Differentially private stochastic gradient descent.
+
+    Args:
+      loss: ``loss(params, example) -> scalar`` for one example.
+      optimizer: Any Optax optimizer; it receives private mean gradients.
+      mechanism: What is run and accounted.
+      data: A tree of arrays with a leading axis of ``mechanism.sampling.examples``.
+      engine: How the clipped sum is computed; see `dpjax.clipped_grad`.  Speed only.
+      microbatch_size: Examples on the chip at once; by default what fits.  Speed only.
+      budget: A `dpjax.ledger.Budget` that no step may pass.
+
+    Returns:
+      An `Algorithm`: ``init(key, params) -> state``, ``step(state) -> (state, info)``.
+      ``step`` is compiled inside; do not ``jit`` it, the ledger looks before each step.
+
+    Privacy:
+      ``state.params`` after n steps are private with ``ledger.epsilon`` of these steps.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
+      ...     clipping=dpjax.clipping.flat(bound=1.0), noise_multiplier=1.0, steps=5)
+      >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
+      >>> algorithm = dpsgd(loss, optax.sgd(0.1), mechanism, data=jnp.ones((100, 3)))
+      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
+      >>> state, info = algorithm.step(state)
+      >>> state.ledger.steps
+      1
+    """
+    _check_data(data, mechanism)
+    data = jax.tree.map(jnp.asarray, data)
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
+
+    def init(key: Key, params: PyTree) -> State:
+        noise_state = mechanism.privatize(key).init(params)
+        return State(params, (noise_state, optimizer.init(params)), key, ledger.empty())
+
+    def step(state: State) -> tuple[State, Info]:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+            raise TypeError(
+                "dpsgd.step: called inside a JAX transformation. The step is compiled "
+                "already, and the ledger has to look before every one: call it directly."
+            )
+        spent = ledger.admit(state.ledger, mechanism, budget)
+        params, moved, info = compiled(state.params, state.optimizer, state.key, data)
+        return State(params, moved, state.key, spent), info
+
+    @jax.jit
+    def compiled(
+        params: PyTree, optimizer_state: Any, key: Key, data: PyTree
+    ) -> tuple[PyTree, Any, Info]:
+        noise_state, inner = optimizer_state
+        draw = mechanism.sampling.draw(key, noise_state.step)
+        size = microbatch_size or _microbatch(loss, params, example, mechanism)
+        clipped = clipped_grad(loss, mechanism.clipping, engine, size)
+        summed, info = _sum_microbatches(clipped, mechanism, params, data, draw, size)
+        mean, noise_state = mechanism.privatize(key).update(summed, noise_state)
+        updates, inner = optimizer.update(mean, inner, params)
+        return optax.apply_updates(params, updates), (noise_state, inner), info
+
+    return Algorithm(init, step, mechanism, budget)
+
+
+def _sum_microbatches(
+    clipped: Any,
+    mechanism: Mechanism,
+    params: PyTree,
+    data: PyTree,
+    draw: Draw,
+    size: int,
+) -> tuple[PyTree, Info]:
+    """The clipped sum of a draw of any size: a device loop with as many trips as it takes."""
+    bounds = jnp.asarray(mechanism.clipping.bounds)
+    # The list of indices is padded so that the last microbatch is never shifted back.
+    indices = jnp.pad(draw.indices, (0, size))
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        start, total, losses, norms, over = carry
+        rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
+        mask = start + jnp.arange(size) < draw.count
+        batch = jax.tree.map(lambda x: x[rows], data)
+        part: ClippedSum = clipped(params, batch, mask)
+        return (
+            start + size,
+            jax.tree.map(jnp.add, total, part.value),
+            losses + jnp.sum(part.losses, dtype=jnp.float32),
+            norms + jnp.sum(part.norms, axis=0, dtype=jnp.float32),
+            over + jnp.sum(part.norms > bounds, axis=0, dtype=jnp.float32),
+        )
+
+    nothing, zeros = jnp.zeros((), jnp.float32), jnp.zeros(bounds.shape, jnp.float32)
+    first = (jnp.zeros((), jnp.int32), trees.zeros_wide(params), nothing, zeros, zeros)
+    carry = jax.lax.while_loop(lambda carry: carry[0] < draw.count, body, first)
+    _, total, losses, norms, over = carry
+    count = draw.count
+    return total, Info(losses / count, count, norms / count, over / count)
+
+
+def _microbatch(
+    loss: LossFn, params: PyTree, example: PyTree, mechanism: Mechanism
+) -> int:
+    """What fits in memory, but no more than nearly every draw needs."""
+    sampler = mechanism.sampling
+    mean, rate = sampler.batch_size, sampler.sampling_rate
+    spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
+    usual = min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8)
+    return choose_microbatch_size(loss, params, example, max(1, usual))
+
+
+def _check_data(data: PyTree, mechanism: Mechanism) -> None:
+    size, expected = trees.leading_size(data, name="dpsgd data"), mechanism.sampling.examples
+    if size != expected:
+        raise ValueError(
+            f"dpsgd: the data hold {size} examples, the mechanism's sampler {expected}; the "
+            "sampling rate would not be what is accounted. Build the sampler from this "
+            f"data set: dpjax.sampling.poisson(examples={size}, batch_size=...)."
+        )

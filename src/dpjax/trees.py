@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic on trees of arrays: group norms, scaled sums, keys and random trees.
+
+Everything is computed in float32 or wider, whatever the dtype of the leaves: a norm
+taken in float16 underflows to 0 and then nothing is clipped, and a sum kept in bfloat16
+stops growing at 256.  Sums over examples are products and reductions rather than matrix
+products, because accelerators round the inputs of matrix products.
+
+This file must never know what a gradient is for: no rules, no bounds, no noise scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dpjax.types import Key, Purpose, PyTree
+
+__all__ = [
+    "expand",
+    "group_norms",
+    "leading_size",
+    "leaf_names",
+    "random_like",
+    "scaled_sum",
+    "step_key",
+    "wide",
+    "zeros_wide",
+]
+
+
+def wide(dtype: Any) -> jnp.dtype:
+    """The dtype in which numbers of ``dtype`` are summed: float32, or wider.
+
+    Example:
+      >>> wide(jnp.bfloat16), wide(jnp.float32)
+      (dtype('float32'), dtype('float32'))
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. "
+            "Usually a step counter, an integer or a complex array sits among the "
+            "parameters: keep it out of the tree that is differentiated."
+        )
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def leaf_names(tree: PyTree) -> tuple[str, ...]:
+    """The path of each leaf, in the order of ``jax.tree.leaves``.
+
+    Example:
+      >>> leaf_names({"dense": {"bias": 0.0, "kernel": 1.0}})
+      ('dense/bias', 'dense/kernel')
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return tuple(
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
+    )
+
+
+def leading_size(tree: PyTree, *, name: str = "batch") -> int:
+    """The length of the leading axis that all leaves share.
+
+    Example:
+      >>> leading_size({"image": jnp.zeros((8, 28, 28)), "label": jnp.zeros(8)})
+      8
+    """
+    sizes = {
+        leaf: jnp.shape(value)[:1]
+        for leaf, value in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    }
+    if len(set(sizes.values())) == 1 and next(iter(sizes.values())):
+        return next(iter(sizes.values()))[0]
+    found = {leaf or "(the array)": size or "no axis" for leaf, size in sizes.items()}
+    raise ValueError(
+        f"{name}: every leaf needs a leading axis of one length, one row an example; "
+        f"found {found}. Usually a single example was passed without its batch axis, "
+        "or a constant rides along with the data: close the loss over the constant."
+    )
+
+
+def expand(rows: Float[Array, " batch"], like: Array) -> Array:
+    """Gives a value per example the rank of ``like``, so that they broadcast."""
+    return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
+
+
+def zeros_wide(tree: PyTree) -> PyTree:
+    """Zeros of the same shapes, in the dtypes that sums are kept in."""
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(x.dtype)), tree)
+
+
+def group_norms(
+    gradients: PyTree, groups: tuple[int, ...], size: int
+) -> Float[Array, "batch size"]:
+    r"""The norm of each example's gradient within each group.
+
+    $$ n_{ig} = \sqrt{\sum_{l:\, \mathrm{group}(l) = g} \lVert g_{il} \rVert^2} $$
+
+    Args:
+      gradients: Per-example gradients; every leaf ``(batch, ...)``.
+      groups: The group of each leaf.
+      size: How many groups there are.
+
+    Returns:
+      Norms ``[batch, groups]`` in float32 or wider.  Entries below about 1e-19 square
+      to 0 in float32, above about 1e19 to infinity.
+
+    Example:
+      >>> gradients = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([[0.0, 10.0]])}
+      >>> group_norms(gradients, (0, 1), 2)
+      Array([[ 5., 10.]], dtype=float32)
+    """
+    leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]
+    squares = [jnp.sum(x * x, axis=tuple(range(1, x.ndim))) for x in leaves]
+    batch = leaves[0].shape[:1]
+    totals = [
+        sum((s for s, g in zip(squares, groups, strict=True) if g == group), jnp.zeros(batch))
+        for group in range(size)
+    ]
+    return jnp.sqrt(jnp.stack(totals, axis=-1))
+
+
+def scaled_sum(
+    gradients: PyTree, factors: Float[Array, "batch groups"], groups: tuple[int, ...]
+) -> PyTree:
+    """Sums gradients over the batch, each example's groups scaled by its factors.
+
+    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN
+    or infinite.
+
+    Args:
+      gradients: Per-example gradients; every leaf ``(batch, ...)``.
+      factors: One scale per example and group.
+      groups: The group of each leaf.
+
+    Returns:
+      The sum; every leaf has lost its leading axis and is float32 or wider.
+    """
+
+    def total(leaf: Array, group: int) -> Array:
+        scale = expand(factors[:, group], leaf).astype(wide(leaf.dtype))
+        return jnp.sum(jnp.where(scale != 0, leaf * scale, 0), axis=0)
+
+    leaves, structure = jax.tree.flatten(gradients)
+    return structure.unflatten(total(leaf, group) for leaf, group in zip(leaves, groups, strict=True))
+
+
+def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
+    """The key of one step's randomness for one purpose.
+
+    ``fold_in(fold_in(root, purpose), step)``: one root key serves a whole run, every
+    step can be drawn again alone, and no two purposes ever share a stream.
+    """
+    return jax.random.fold_in(jax.random.fold_in(root, purpose), step)
+
+
+def random_like(
+    sample: Callable[[Key, tuple[int, ...], Any], Array], key: Key, tree: PyTree
+) -> PyTree:
+    """A tree of independent draws; consumes the key, one fold per leaf.
+
+    Args:
+      sample: ``(key, shape, dtype) -> array``.
+      key: Consumed.
+      tree: Gives structure and shapes.
+
+    Returns:
+      Draws of ``tree``'s shapes, in float32 or wider.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        sample(jax.random.fold_in(key, i), jnp.shape(leaf), wide(leaf.dtype))
+        for i, leaf in enumerate(leaves)
+    )

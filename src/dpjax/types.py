@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of dpjax: what flows between its rooms, and nothing that computes.
+
+Every other file imports from here, so a reader who knows these few shapes knows the
+grammar of the library.  `Clipping` says how much one example may move a sum,
+`ClippedSum` is that sum before any noise, `Sampler` says which examples a step sees
+and what that is worth to the privacy of each, and `Algorithm` is anything that runs.
+
+Glossary.  *bound*: largest L2 norm that one example may contribute, per group.
+*sensitivity*: how far the sum moves when one example joins or leaves.
+*noise_multiplier*: standard deviation of the noise on the sum / sensitivity.
+*batch_size*: the **expected** size of a batch.  *mask*: 1 for a real example, 0 for
+padding.  *norms*, *factors*: arrays ``[batch, groups]``.
+
+This file must never know how anything is computed, drawn or accounted.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from dp_accounting import DpEvent
+from jaxtyping import Array, Float, Int
+
+__all__ = [
+    "Algorithm",
+    "ClippedSum",
+    "Clipping",
+    "Draw",
+    "Key",
+    "LossFn",
+    "Neighbours",
+    "NoiseMultiplier",
+    "Partition",
+    "PyTree",
+    "Purpose",
+    "Sampler",
+    "Schedule",
+]
+
+PyTree: TypeAlias = Any
+Key: TypeAlias = Any
+LossFn: TypeAlias = Callable[..., Any]
+Schedule: TypeAlias = Callable[[Any], Any]
+NoiseMultiplier: TypeAlias = float | Schedule | tuple[float, ...]
+
+
+class Neighbours(enum.StrEnum):
+    """Which two data sets a guarantee compares.
+
+    * ``add-or-remove``: one example more or less.
+    * ``zero-out``: one example replaced by an empty one that contributes nothing (the
+      number of examples is public).
+    * ``replace-one``: one example replaced by any other; the sum moves twice as far.
+    """
+
+    ADD_OR_REMOVE = "add-or-remove"
+    ZERO_OUT = "zero-out"
+    REPLACE_ONE = "replace-one"
+
+
+class Purpose(enum.IntEnum):
+    """What a random stream is for; folded into the root key so that no two meet."""
+
+    NOISE = 1
+    SAMPLING = 2
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which group each leaf of a parameter tree belongs to.
+
+    Args:
+      names: One word per group.
+      assign: Maps a tree (parameters, or gradients with any leading axes) to the group
+        number of each of its leaves, in the order of ``jax.tree.leaves``.
+    """
+
+    names: tuple[str, ...]
+    assign: Callable[[PyTree], tuple[int, ...]]
+
+    @property
+    def size(self) -> int:
+        """The number of groups."""
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    r"""A clipping rule: the most that one example may contribute, and how it is scaled.
+
+    The rule says by which factor it *wishes* to scale each group of an example's
+    gradient; the `Clipping` holds every wish to the bound, so that no rule, yours
+    included, can break the guarantee:
+
+    $$ f_{ig} = \min(w_{ig},\ C_g / \lVert g_{ig} \rVert), \qquad w_{ig} \ge 0. $$
+
+    Args:
+      partition: Which group each leaf is in.
+      bounds: The largest norm that one example may contribute, per group.
+      factors: The wish: norms ``[batch, groups]`` -> factors ``[batch, groups]``.
+      name: How reports call the rule.
+
+    Sensitivity:
+      Adding or removing one example moves the sum of scaled gradients by at most
+      ``sqrt(sum(bound ** 2 for bound in bounds))``, because groups are orthogonal.
+
+    | one example's norms | its factors |
+    |---|---|
+    | 0 in a group | whatever the rule wishes, at most bound / tiny; the product is 0 |
+    | NaN or infinite in any group (float32 overflow included) | 0 in every group |
+    | finite, bound infinite | the wish, unlimited |
+    | finite, bound 0 | 0 |
+    """
+
+    partition: Partition
+    bounds: tuple[float, ...]
+    factors: Callable[[Float[Array, "batch groups"]], Float[Array, "batch groups"]]
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        """Checks the bounds, and holds the rule's factors to them from here on."""
+        if len(self.bounds) != self.partition.size:
+            raise ValueError(
+                f"{self.name}: {len(self.bounds)} bounds were given for "
+                f"{self.partition.size} groups ({', '.join(self.partition.names)}); "
+                "every group needs exactly one bound. Usually the partition was built "
+                "for another model: print partition.names."
+            )
+        for bound in self.bounds:
+            if not bound >= 0:
+                raise ValueError(
+                    f"{self.name}(bound={bound}): bound must be positive; it is the "
+                    "most that one example can move the sum. (0 silences every "
+                    "example and inf switches clipping off: both are legal.)"
+                )
+        object.__setattr__(self, "factors", _hold_to(self.bounds, self.factors))
+
+    @property
+    def sensitivity(self) -> float:
+        """How far the clipped sum moves when one example joins or leaves."""
+        return math.hypot(*self.bounds)
+
+
+def _hold_to(
+    bounds: tuple[float, ...], wish: Callable[[Array], Array]
+) -> Callable[[Array], Array]:
+    """Caps a rule's factors so that factor * norm <= bound; silences bad examples."""
+
+    def factors(norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
+        limit = jnp.asarray(bounds, norms.dtype) / jnp.maximum(
+            norms, jnp.finfo(norms.dtype).tiny
+        )
+        finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
+        return jnp.where(finite, jnp.clip(wish(norms), 0, limit), 0)
+
+    return factors
+
+
+class ClippedSum(NamedTuple):
+    """The clipped sum of a batch's gradients, **before** any noise.
+
+    Privacy: none of these fields is private yet.  Only what `dpjax.noise` returns may
+    be released.
+    """
+
+    value: PyTree
+    """Sum over the batch of scaled gradients, in float32 or wider."""
+    losses: Float[Array, " batch"]
+    """Loss of each example; 0 for padding."""
+    norms: Float[Array, "batch groups"]
+    """Gradient norm of each example and group before clipping; 0 for padding."""
+    factors: Float[Array, "batch groups"]
+    """What each group of each example was scaled by; 0 for padding."""
+    aux: PyTree = None
+    """Whatever else the loss returned, stacked over the batch."""
+
+
+class Draw(NamedTuple):
+    """The examples of one step: the first ``count`` of ``indices``."""
+
+    indices: Int[Array, " capacity"]
+    count: Int[Array, ""]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Which examples each step sees, and what that is worth.
+
+    Args:
+      name: How reports call it.
+      examples: The number of examples in the data set; public.
+      batch_size: The expected size of a batch; public; what sums are divided by.
+      capacity: The largest size that a draw can have.
+      draw: ``(key, step) -> Draw``; a pure function, so that any step of any run can be
+        drawn again without the steps before it.
+      event: Multipliers of the steps that ran, ``[steps]`` -> the privacy event that is
+        *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
+      neighbours: The neighbouring relation for which ``event`` holds.
+      claim: In words, what is proved.
+    """
+
+    name: str
+    examples: int
+    batch_size: float
+    capacity: int
+    draw: Callable[[Key, Any], Draw]
+    event: Callable[[np.ndarray], DpEvent]
+    neighbours: Neighbours = Neighbours.ADD_OR_REMOVE
+    claim: str
+
+    @property
+    def sampling_rate(self) -> float:
+        """The fraction of the data that a batch is expected to hold."""
+        return self.batch_size / self.examples
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Anything that runs: ``state = init(key, params)``; ``state, info = step(state)``.
+
+    Privacy:
+      ``state.params`` is after the noise and may be released.  ``info`` is computed
+      before the noise and may not.  Keys live in the state and are never released.
+
+    It unpacks: ``init, step = dpjax.dpsgd(...)``.
+    """
+
+    init: Callable[[Key, PyTree], Any]
+    step: Callable[[Any], tuple[Any, Any]]
+    mechanism: Any = None
+    """The `dpjax.Mechanism` that is both run and accounted."""
+    budget: Any = None
+    """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        """Yields ``init`` and ``step``."""
+        yield self.init
+        yield self.step
+
+
