@@ -26,6 +26,7 @@ from dpjax import trees
 from dpjax.types import Clipping, Partition, PyTree
 
 __all__ = [
+    "ClipState",
     "automatic",
     "balanced",
     "by_layer",
@@ -137,9 +138,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
     return Clipping(partition, tuple(map(float, bounds)), jnp.ones_like, "per_group")
 
 
-def automatic(
-    bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1
-) -> Clipping:
+def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) -> Clipping:
     r"""Scales every gradient to nearly ``bound``: small ones up, large ones down.
 
     $$ \bar g_i = g_i \, C / (\lVert g_i \rVert + \gamma) $$
@@ -192,9 +191,7 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
     return _rule("normalized", bound, groups, wish)
 
 
-def hard_threshold(
-    bound: float, screen: float | None = None, *, groups: Groups = 1
-) -> Clipping:
+def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups = 1) -> Clipping:
     r"""Keeps short gradients and drops long ones ("global clipping").
 
     $$ \bar g_i = (C / Z) \, g_i \ \text{ if } \lVert g_i \rVert \le Z, \text{ else } 0 $$
@@ -231,9 +228,7 @@ def hard_threshold(
     return _rule("hard_threshold", bound, groups, wish)
 
 
-def _rule(
-    name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms]
-) -> Clipping:
+def _rule(name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms]) -> Clipping:
     """A rule that gives every group of the partition the same bound."""
     partition = _partition(groups)
     return Clipping(partition, (float(bound),) * partition.size, wish, name)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpjax import accounting
-from dpjax.mechanism import Mechanism
+from dpjax.types import Plan
 
 __all__ = [
     "Budget",
@@ -60,8 +60,7 @@ class Budget:
         """Refuses budgets that mean nothing."""
         if not self.epsilon > 0:
             raise ValueError(
-                f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no "
-                "step fits."
+                f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
             )
         # An empty computation costs 0: this only asks accounting to check the words.
         accounting.epsilon(accounting.compose(), self.delta, self.method)
@@ -93,7 +92,7 @@ def empty() -> Ledger:
     return Ledger(np.zeros(0, np.float64), np.zeros(0, np.int64))
 
 
-def admit(ledger: Ledger, mechanism: Mechanism, budget: Budget | None = None) -> Ledger:
+def admit(ledger: Ledger, mechanism: Plan, budget: Budget | None = None) -> Ledger:
     """Writes the next step down, or refuses it.
 
     Args:
@@ -112,9 +111,7 @@ def admit(ledger: Ledger, mechanism: Mechanism, budget: Budget | None = None) ->
     return _record(ledger, _multipliers(mechanism)[ledger.steps])
 
 
-def require(
-    ledger: Ledger, mechanism: Mechanism, steps: int, budget: Budget | None = None
-) -> None:
+def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
     """Refuses, before anything runs, unless this many more steps fit."""
     done, planned = ledger.steps, mechanism.steps
     if not np.array_equal(ledger.expand(), _multipliers(mechanism)[:done]):
@@ -139,14 +136,17 @@ def require(
         )
 
 
-def affordable(mechanism: Mechanism, budget: Budget | None = None) -> int:
+def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
     """How many steps of a mechanism run before one would pass the plan or the budget.
 
     Example:
       >>> import dpjax
       >>> mechanism = dpjax.Mechanism(
       ...     sampling=dpjax.sampling.poisson(60_000, 256),
-      ...     clipping=dpjax.clipping.flat(1.0), noise_multiplier=1.1, steps=14_063)
+      ...     clipping=dpjax.clipping.flat(1.0),
+      ...     noise_multiplier=1.1,
+      ...     steps=14_063,
+      ... )
       >>> affordable(mechanism, Budget(epsilon=2.0, delta=1e-5))
       8642
     """
@@ -156,7 +156,7 @@ def affordable(mechanism: Mechanism, budget: Budget | None = None) -> int:
 
 
 @functools.lru_cache(maxsize=128)
-def _affordable(mechanism: Mechanism, budget: Budget) -> int:
+def _affordable(mechanism: Plan, budget: Budget) -> int:
     """Bisects: a longer prefix of the same steps never costs less."""
     low, high = 0, mechanism.steps
     while low < high:
@@ -166,21 +166,17 @@ def _affordable(mechanism: Mechanism, budget: Budget) -> int:
     return low
 
 
-def _prefix_epsilon(mechanism: Mechanism, steps: int, delta: float, method: str) -> float:
-    event = mechanism.event_of(_multipliers(mechanism)[:steps])
-    return accounting.epsilon(event, delta, method, mechanism.neighbours)
+def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> float:
+    return mechanism.epsilon_of(_multipliers(mechanism)[:steps], delta, method)
 
 
-def epsilon(
-    ledger: Ledger, mechanism: Mechanism, delta: float, method: str = "rdp"
-) -> float:
+def epsilon(ledger: Ledger, mechanism: Plan, delta: float, method: str = "rdp") -> float:
     """The epsilon of the steps that really ran."""
-    event = mechanism.event_of(ledger.expand())
-    return accounting.epsilon(event, delta, method, mechanism.neighbours)
+    return mechanism.epsilon_of(ledger.expand(), delta, method)
 
 
 @functools.lru_cache(maxsize=128)
-def _multipliers(mechanism: Mechanism) -> np.ndarray:
+def _multipliers(mechanism: Plan) -> np.ndarray:
     return mechanism.multipliers
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpjax import accounting, noise
+from dpjax import accounting, noise, schedules
 from dpjax.types import (
     Clipping,
     Key,
@@ -83,6 +83,8 @@ class Mechanism:
         if proved == Neighbours.ZERO_OUT and neighbours == Neighbours.ADD_OR_REMOVE:
             neighbours = proved
         object.__setattr__(self, "neighbours", neighbours)
+        if isinstance(self.noise_multiplier, list):
+            object.__setattr__(self, "noise_multiplier", tuple(self.noise_multiplier))
         noise.check_multiplier(self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
@@ -102,8 +104,7 @@ class Mechanism:
             multiplier = accounting.effective_multiplier(multiplier)
         if not callable(multiplier):
             return np.full(self.steps, multiplier, np.float64)
-        values = jax.vmap(lambda t: jnp.asarray(multiplier(t)))(jnp.arange(self.steps))
-        return np.asarray(values, np.float64)
+        return np.asarray(schedules.values(multiplier, self.steps), np.float64)
 
     @property
     def event(self) -> dp.DpEvent:
@@ -123,7 +124,11 @@ class Mechanism:
           delta: The probability of more; smaller than 1 / examples.
           method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp".
         """
-        return accounting.epsilon(self.event, delta, method, self.neighbours)
+        return self.epsilon_of(self.multipliers, delta, method)
+
+    def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
+        """The epsilon of steps that ran with these multipliers, in this order."""
+        return accounting.epsilon(self.event_of(multipliers), delta, method, self.neighbours)
 
     def delta(self, epsilon: float, method: str = "rdp") -> float:
         """The delta of the whole computation at ``epsilon``."""

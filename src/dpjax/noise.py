@@ -125,9 +125,7 @@ def gaussian(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _deviations(
-    noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any
-) -> list[Any]:
+def _deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
     """The standard deviation of the noise in each group at a step."""
     if isinstance(noise_multiplier, tuple):
         pairs = zip(noise_multiplier, rule.bounds, strict=True)
@@ -137,7 +135,7 @@ def _deviations(
 
 
 def _product(multiplier: Any, bound: float) -> Any:
-    """multiplier * bound, where no noise is no noise even if the bound is infinite."""
+    """Multiplier * bound, where no noise is no noise even if the bound is infinite."""
     return 0.0 if math.isinf(bound) else multiplier * bound
 
 
@@ -217,9 +215,7 @@ def standard_normal(
     return jnp.concatenate(_box_muller(*words, dtype=dtype))[:count].reshape(shape)
 
 
-def _box_muller(
-    first: Array, second: Array, *, dtype: Any = jnp.float32
-) -> tuple[Array, Array]:
+def _box_muller(first: Array, second: Array, *, dtype: Any = jnp.float32) -> tuple[Array, Array]:
     """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
     # u = (first + low / 2^8) / 2^32 in (0, 1).  Its upper half is held as 1 - u, so that
     # both ends keep the full relative precision of a float.

@@ -94,7 +94,10 @@ def statement(
       >>> import dpjax
       >>> mechanism = dpjax.Mechanism(
       ...     sampling=dpjax.sampling.poisson(examples=1000, batch_size=10),
-      ...     clipping=dpjax.clipping.flat(bound=1.0), noise_multiplier=1.0, steps=100)
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=1.0,
+      ...     steps=100,
+      ... )
       >>> print(statement(mechanism, delta=1e-5))  # doctest: +ELLIPSIS
       Privacy statement
       ...
@@ -229,8 +232,8 @@ def card(
         "clipping": {
             "name": rule.name,
             "groups": list(rule.partition.names),
-            "bounds": list(rule.bounds),
-            "sensitivity": rule.sensitivity,
+            "bounds": [_number(bound) for bound in rule.bounds],
+            "sensitivity": _number(rule.sensitivity),
         },
         "noise": {
             "distribution": "gaussian",
@@ -243,15 +246,21 @@ def card(
         "planned_steps": mechanism.steps,
         "delta": delta,
         "epsilon": {
-            method: {"value": float(value), "proven": accounting.METHODS[method].proven}
+            method: {"value": _number(value), "proven": accounting.METHODS[method].proven}
             for method, value in _epsilons(mechanism, multipliers, delta)
         },
         "seed_published": seed,
         "versions": {
-            name: metadata.version(name)
-            for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
+            name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed: run from its sources"
 
 
 def _multipliers(mechanism: Mechanism, ledger: Ledger | None) -> np.ndarray:
@@ -270,6 +279,11 @@ def _epsilons(
         except ValueError:  # this method proves nothing for this sampler and relation
             continue
         yield method, value
+
+
+def _number(value: float) -> float | str:
+    """A number as strict JSON knows it: infinity is a word."""
+    return float(value) if math.isfinite(value) else "inf"
 
 
 def _range(values: np.ndarray) -> str:

@@ -73,9 +73,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         return Draw(jnp.nonzero(chosen, size=examples, fill_value=0)[0], count)
 
     def event(multipliers: np.ndarray) -> dp.DpEvent:
-        return _runs(
-            multipliers, lambda z: dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z))
-        )
+        return _runs(multipliers, lambda z: dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z)))
 
     return Sampler(
         name="poisson",
@@ -118,9 +116,7 @@ def fixed(examples: int, batch_size: int) -> Sampler:
     _check("fixed", examples, batch_size, whole=True)
 
     def draw(key: Key, step: Any) -> Draw:
-        order = jax.random.permutation(
-            trees.step_key(key, Purpose.SAMPLING, step), examples
-        )
+        order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, step), examples)
         return Draw(order[:batch_size], jnp.asarray(batch_size, jnp.int32))
 
     def event(multipliers: np.ndarray) -> dp.DpEvent:
@@ -155,9 +151,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     _check("shuffled", examples, batch_size, whole=True)
 
     def order(key: Key, epoch: Any) -> Int[Array, " examples"]:
-        return jax.random.permutation(
-            trees.step_key(key, Purpose.SAMPLING, epoch), examples
-        )
+        return jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
 
     return _epochs(
         "shuffled",
@@ -246,9 +240,7 @@ def _gaussians(multipliers: np.ndarray) -> dp.DpEvent:
     return _runs(multipliers, dp.GaussianDpEvent)
 
 
-def _runs(
-    multipliers: np.ndarray, event: Callable[[float], dp.DpEvent]
-) -> dp.DpEvent:
+def _runs(multipliers: np.ndarray, event: Callable[[float], dp.DpEvent]) -> dp.DpEvent:
     """Composes the event of each step, equal multipliers grouped into one entry."""
     values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
     runs = [
@@ -261,8 +253,7 @@ def _runs(
 def _check(name: str, examples: int, batch_size: float, *, whole: bool = False) -> None:
     if examples < 1:
         raise ValueError(
-            f"sampling.{name}(examples={examples}): expected the size of the data set, at "
-            "least 1."
+            f"sampling.{name}(examples={examples}): expected the size of the data set, at least 1."
         )
     if not 0 < batch_size <= examples:
         raise ValueError(

@@ -52,9 +52,7 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
     everyone = np.ones(size, bool)
     whole = _vector(clipping.clip(rule, gradients, everyone)[0])
     moves = [
-        np.linalg.norm(
-            whole - _vector(clipping.clip(rule, gradients, np.arange(size) != i)[0])
-        )
+        np.linalg.norm(whole - _vector(clipping.clip(rule, gradients, np.arange(size) != i)[0]))
         for i in range(size)
     ]
     return float(max(moves, default=0.0))

@@ -57,9 +57,7 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
       ('dense/bias', 'dense/kernel')
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple(
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
-    )
+    return tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
 
 
 def leading_size(tree: PyTree, *, name: str = "batch") -> int:
@@ -146,7 +144,9 @@ def scaled_sum(
         return jnp.sum(jnp.where(scale != 0, leaf * scale, 0), axis=0)
 
     leaves, structure = jax.tree.flatten(gradients)
-    return structure.unflatten(total(leaf, group) for leaf, group in zip(leaves, groups, strict=True))
+    return structure.unflatten(
+        total(leaf, group) for leaf, group in zip(leaves, groups, strict=True)
+    )
 
 
 def step_key(root: Key, purpose: Purpose, step: Any) -> Key:

@@ -21,7 +21,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +38,9 @@ __all__ = [
     "Neighbours",
     "NoiseMultiplier",
     "Partition",
-    "PyTree",
+    "Plan",
     "Purpose",
+    "PyTree",
     "Sampler",
     "Schedule",
 ]
@@ -148,15 +149,11 @@ class Clipping:
         return math.hypot(*self.bounds)
 
 
-def _hold_to(
-    bounds: tuple[float, ...], wish: Callable[[Array], Array]
-) -> Callable[[Array], Array]:
+def _hold_to(bounds: tuple[float, ...], wish: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """Caps a rule's factors so that factor * norm <= bound; silences bad examples."""
 
     def factors(norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
-        limit = jnp.asarray(bounds, norms.dtype) / jnp.maximum(
-            norms, jnp.finfo(norms.dtype).tiny
-        )
+        limit = jnp.asarray(bounds, norms.dtype) / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
         return jnp.where(finite, jnp.clip(wish(norms), 0, limit), 0)
 
@@ -183,10 +180,10 @@ class ClippedSum(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """The examples of one step: the first ``count`` of ``indices``."""
+    """The examples of one step: the first ``size`` of ``indices``."""
 
     indices: Int[Array, " capacity"]
-    count: Int[Array, ""]
+    size: Int[Array, ""]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +218,21 @@ class Sampler:
         return self.batch_size / self.examples
 
 
+class Plan(Protocol):
+    """What is planned, as far as accounting is concerned; `dpjax.Mechanism` is one."""
+
+    steps: int
+
+    @property
+    def multipliers(self) -> np.ndarray:
+        """The noise multiplier of each planned step, ``[steps]``."""
+        ...
+
+    def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str) -> float:
+        """The epsilon of steps that ran with these multipliers, in this order."""
+        ...
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """Anything that runs: ``state = init(key, params)``; ``state, info = step(state)``.
@@ -234,7 +246,7 @@ class Algorithm:
 
     init: Callable[[Key, PyTree], Any]
     step: Callable[[Any], tuple[Any, Any]]
-    mechanism: Any = None
+    mechanism: Plan | None = None
     """The `dpjax.Mechanism` that is both run and accounted."""
     budget: Any = None
     """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
@@ -243,5 +255,3 @@ class Algorithm:
         """Yields ``init`` and ``step``."""
         yield self.init
         yield self.step
-
-

@@ -75,9 +75,7 @@ def clipped_grad(
             f"{sorted(ENGINES)}. Engines differ in speed alone."
         )
     if microbatch_size is not None and microbatch_size < 1:
-        raise ValueError(
-            f"clipped_grad: microbatch_size={microbatch_size}; expected at least 1."
-        )
+        raise ValueError(f"clipped_grad: microbatch_size={microbatch_size}; expected at least 1.")
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         return loss(params, example) if has_aux else (loss(params, example), None)

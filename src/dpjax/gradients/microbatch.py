@@ -22,9 +22,7 @@ __all__ = ["bytes_per_example", "microbatch_size"]
 _CPU_BYTES = 64 * 2**20
 
 
-def microbatch_size(
-    loss: LossFn, params: PyTree, example: PyTree, batch_size: int
-) -> int:
+def microbatch_size(loss: LossFn, params: PyTree, example: PyTree, batch_size: int) -> int:
     """The number of examples whose gradients are held at once.
 
     Args:
@@ -51,9 +49,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree) -> int:
 
     All intermediate values of the gradient program, as if none were ever freed.
     """
-    program = jax.make_jaxpr(lambda p, x: jax.vjp(lambda q: loss(q, x), p)[0])(
-        params, example
-    )
+    program = jax.make_jaxpr(lambda p, x: jax.vjp(lambda q: loss(q, x), p)[0])(params, example)
     gradient = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     return 2 * gradient + 2 * _program_bytes(program.jaxpr)
 

@@ -77,12 +77,10 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
 
 def averaged(optimizer_state: Any) -> PyTree:
     """The averaged parameters inside an optimizer's (or a whole run's) state."""
-    nodes = jax.tree.leaves(
-        optimizer_state, is_leaf=lambda node: isinstance(node, AverageState)
-    )
-    for node in nodes:
-        if isinstance(node, AverageState):
-            return jax.tree.map(lambda s: s / node.weight, node.total)
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, AverageState))
+    kept = next((node for node in nodes if isinstance(node, AverageState)), None)
+    if kept is not None:
+        return jax.tree.map(lambda total: total / kept.weight, kept.total)
     raise ValueError(
         "averaged: no average is kept in this state. End the optimizer with "
         "dpjax.training.average_parameters(): optax.chain(optax.sgd(0.1), "

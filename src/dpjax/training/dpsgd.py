@@ -16,7 +16,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from dpjax import ledger, trees
-from dpjax.gradients import clipped_grad, microbatch_size as choose_microbatch_size
+from dpjax.gradients import clipped_grad
+from dpjax.gradients import microbatch_size as choose_microbatch_size
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, ClippedSum, Draw, Key, LossFn, PyTree
 
@@ -84,7 +85,10 @@ def dpsgd(
       >>> import dpjax
       >>> mechanism = dpjax.Mechanism(
       ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
-      ...     clipping=dpjax.clipping.flat(bound=1.0), noise_multiplier=1.0, steps=5)
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=1.0,
+      ...     steps=5,
+      ... )
       >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
       >>> algorithm = dpsgd(loss, optax.sgd(0.1), mechanism, data=jnp.ones((100, 3)))
       >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
@@ -142,7 +146,7 @@ def _sum_microbatches(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         start, total, losses, norms, over = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
-        mask = start + jnp.arange(size) < draw.count
+        mask = start + jnp.arange(size) < draw.size
         batch = jax.tree.map(lambda x: x[rows], data)
         part: ClippedSum = clipped(params, batch, mask)
         return (
@@ -155,15 +159,13 @@ def _sum_microbatches(
 
     nothing, zeros = jnp.zeros((), jnp.float32), jnp.zeros(bounds.shape, jnp.float32)
     first = (jnp.zeros((), jnp.int32), trees.zeros_wide(params), nothing, zeros, zeros)
-    carry = jax.lax.while_loop(lambda carry: carry[0] < draw.count, body, first)
+    carry = jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, first)
     _, total, losses, norms, over = carry
-    count = draw.count
+    count = draw.size
     return total, Info(losses / count, count, norms / count, over / count)
 
 
-def _microbatch(
-    loss: LossFn, params: PyTree, example: PyTree, mechanism: Mechanism
-) -> int:
+def _microbatch(loss: LossFn, params: PyTree, example: PyTree, mechanism: Mechanism) -> int:
     """What fits in memory, but no more than nearly every draw needs."""
     sampler = mechanism.sampling
     mean, rate = sampler.batch_size, sampler.sampling_rate

@@ -61,7 +61,7 @@ def fit(
     planned = mechanism.steps - state.ledger.steps
     steps = planned if steps is None else steps
     ledger.require(state.ledger, mechanism, steps, algorithm.budget)
-    every = evaluate_every or max(1, steps // 20)
+    every = evaluate_every or -(-steps // 20) or 1
     show, log = Progress(steps, enabled=progress), _Log(directory)
     history: list[dict[str, Any]] = []
     seen: list[Any] = []

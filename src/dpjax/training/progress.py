@@ -19,23 +19,25 @@ class Progress:
       stream: Where to; standard error by default, so that results can be piped.
     """
 
-    def __init__(
-        self, steps: int, *, enabled: bool = True, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr
         self.steps, self.enabled = steps, enabled
         self.live = enabled and self.stream.isatty()
-        self.started = self.shown = time.monotonic()
+        self.shown = time.monotonic()
+        self.mark, self.speed = (0, self.shown), 0.0
         self.text = ""
 
     def rate(self, step: int) -> float:
-        """Steps per second so far, compilation included."""
-        return step / max(1e-9, time.monotonic() - self.started)
+        """Steps per second since the last call; the first includes compilation."""
+        now = time.monotonic()
+        (before, then), self.mark = self.mark, (step, now)
+        self.speed = (step - before) / max(1e-9, now - then)
+        return self.speed
 
     def tick(self, step: int) -> None:
         """Moves the step counter of a live line, a few times a second at most."""
         now = time.monotonic()
-        if self.live and now - self.shown > 0.2:
+        if self.live and self.speed and now - self.shown > 0.2:
             self.shown = now
             self._draw(step)
 
@@ -57,7 +59,7 @@ class Progress:
             print(file=self.stream, flush=True)
 
     def _draw(self, step: int) -> None:
-        left = (self.steps - step) / self.rate(step)
+        left = (self.steps - step) / max(1e-9, self.speed)
         text = f"step {step}/{self.steps}  {self.text}  {left:.0f} s left"
         start, end = ("\r", "\x1b[K") if self.live else ("", "")
         print(f"{start}{text}{end}", end="", file=self.stream, flush=True)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs, in .venv, from a package index alone.
+# `make demo` installs what running needs; the other targets add the tools of development.
+
+# A choice of interpreter: `make test PYTHON=/path/to/python3.12`.
+PYTHON ?=
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all format lint types bench clean rebuild
+.DELETE_ON_ERROR:
+
+help: ## say what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/ready-run ## train a small private model and write its report to runs/demo
+	$(PY) experiments/train.py --out runs/demo $(ARGS)
+
+test: $(VENV)/ready-dev ## run the tests and the examples in the documentation
+	$(PY) -m pytest -n auto --dist worksteal -q $(ARGS)
+
+test-all: $(VENV)/ready-dev ## the same, with the slow ones
+	$(PY) -m pytest -n auto --dist worksteal -q -m "" $(ARGS)
+
+format: $(VENV)/ready-dev ## rewrite the code in the house format
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+lint: $(VENV)/ready-dev ## check format, lint and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+types: $(VENV)/ready-dev ## check types
+	$(PY) -m pyright --pythonpath $(PY)
+
+bench: $(VENV)/ready-run ## time a training step
+	$(PY) experiments/benchmarks/steps.py $(ARGS)
+
+clean: ## remove the environment and the caches, keep runs/
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the environment -------------------------------------------------------------------------
+# A stamp is written only after everything before it has worked, so an interrupted set-up is
+# simply done again. An environment that no longer runs, or that belongs to another folder (a
+# moved or copied checkout), is caught here and built anew.
+
+PROBE := import importlib.util as u, os; \
+  assert os.path.samefile(u.find_spec("dpjax").origin, "src/dpjax/__init__.py"); \
+  tools = ["pytest", "xdist", "hypothesis", "ruff", "pyright"] * os.path.exists("$(VENV)/ready-dev"); \
+  assert all(map(u.find_spec, ["pip", "jax", "jaxlib", "flax", "optax", "dp_accounting", *tools]))
+ifneq ($(wildcard $(VENV)),)
+  ifneq ($(shell $(PY) -I -c '$(PROBE)' 2>/dev/null && echo sound),sound)
+    BROKEN := rebuild
+  endif
+endif
+
+$(VENV)/ready-run: pyproject.toml .ci/lock.txt $(BROKEN)
+	@$(call create)
+	@echo "dpjax: installing what dpjax runs with (a minute or so, the first time)"
+	@$(PIP) install -q -c .ci/lock.txt -e '.[data,plots,checkpoints,progress]'
+	@touch $@
+
+$(VENV)/ready-dev: $(VENV)/ready-run
+	@echo "dpjax: installing the tools for tests, lint and types"
+	@$(PIP) install -q -c .ci/lock.txt -e '.[dev]'
+	@touch $@
+
+rebuild:
+
+define create
+set -e; \
+if [ -n "$(BROKEN)" ] || [ ! -x $(PY) ]; then \
+  $(call find_python); \
+  echo "dpjax: creating $(VENV) with $$python"; \
+  rm -rf $(VENV); "$$python" -m venv $(VENV); \
+fi
+endef
+
+# Takes the first Python that is new enough and can make environments; else says what was found.
+define find_python
+python=; found=; \
+for candidate in $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3.14 python3 python); do \
+  command -v "$$candidate" >/dev/null 2>&1 || continue; \
+  version=$$("$$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || version=broken; \
+  if ! "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+    found="$$found $$candidate ($$version)"; \
+  elif ! "$$candidate" -c 'import ensurepip, venv' 2>/dev/null; then \
+    found="$$found $$candidate ($$version, without venv: on Debian or Ubuntu, install python$$version-venv)"; \
+  else python=$$candidate; break; fi; \
+done; \
+if [ -z "$$python" ]; then \
+  echo "dpjax: needs Python 3.11 or newer, with its venv module. Found:$${found:- no Python$(if $(PYTHON), at $(PYTHON))}." >&2; \
+  echo "       Install one (python.org, your package manager, or conda), or name one:" >&2; \
+  echo "       make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; \
+  exit 1; \
+fi
+endef

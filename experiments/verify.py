@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recomputes the epsilon of a privacy card, without dpjax.
+
+  command   python experiments/verify.py RUN/privacy.json
+  result    one line per claim, and exit status 1 if one is too small
+
+The card says how examples were drawn, how much noise each step had and how many steps
+ran.  This file hands those facts to Google's dp-accounting and nothing else, so it checks
+dpjax's own accounting as well as the card's arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import dp_accounting as dp
+import numpy as np
+from absl import app, logging
+
+RELATION = {
+    "add-or-remove": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "zero-out": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,  # the same for a sum
+    "replace-one": dp.NeighboringRelation.REPLACE_ONE,
+}
+
+
+def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
+    """The privacy event that a card describes.
+
+    ``halve``: dp-accounting's RDP does not double the sensitivity for replace-one
+    neighbours, so the noise it is told of is halved instead.
+    """
+    sampling = card["sampling"]
+    runs = [(z / 2 if halve else z, n) for z, n in card["noise"]["multiplier_and_steps"]]
+    if sampling["name"] == "curriculum" and "not private" in sampling["claim"]:
+        return dp.NonPrivateDpEvent()
+    if math.isinf(float(card["clipping"]["sensitivity"])) and runs:
+        return dp.NonPrivateDpEvent()
+    if sampling["name"] in ("shuffled", "curriculum"):
+        steps = sampling["examples"] // sampling["batch_size"]
+        each = np.repeat([z for z, _ in runs], [n for _, n in runs])
+        runs = [(min(each[i : i + steps]), 1) for i in range(0, len(each), steps)]
+    return dp.ComposedDpEvent(
+        [dp.SelfComposedDpEvent(step_event(sampling, float(z)), n) for z, n in runs]
+    )
+
+
+def step_event(sampling: dict[str, Any], multiplier: float) -> dp.DpEvent:
+    """One step, as this sampler's claim allows it to be counted."""
+    noise = dp.GaussianDpEvent(multiplier)
+    if sampling["name"] == "poisson" and sampling["sampling_rate"] < 1:
+        return dp.PoissonSampledDpEvent(sampling["sampling_rate"], noise)
+    if sampling["name"] == "fixed":
+        return dp.SampledWithoutReplacementDpEvent(
+            sampling["examples"], int(sampling["batch_size"]), noise
+        )
+    return noise
+
+
+def recompute(card: dict[str, Any], method: str) -> float:
+    """The epsilon of a card by one of dp-accounting's accountants."""
+    relation = RELATION[card["neighbours"]]
+    halve = method == "rdp" and card["neighbours"] == "replace-one"
+    if halve and card["sampling"]["name"] != "fixed":
+        relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    accountant = (
+        dp.pld.PLDAccountant(relation)
+        if method == "pld"
+        else dp.rdp.RdpAccountant(neighboring_relation=relation)
+    )
+    accountant.compose(event_of(card, halve=halve))
+    return float(accountant.get_epsilon(card["delta"]))
+
+
+def check(card: dict[str, Any], tolerance: float = 0.005) -> Iterator[tuple[str, float, float]]:
+    """Yields (method, claimed, proved) for every claim; one that is too small has no room.
+
+    ``proved`` is the smallest upper bound that dp-accounting gives by any method: what it
+    proves by one accountant holds whichever accountant the claim was made with.
+    """
+    bounds = [recompute(card, method) for method in ("rdp", "pld") if method in card["epsilon"]]
+    for method in ("rdp", "pld", "rdp-classic"):
+        if method in card["epsilon"]:
+            yield method, float(card["epsilon"][method]["value"]), min(bounds) * (1 - tolerance)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) != 2:
+        raise app.UsageError("expected one privacy card: verify.py RUN/privacy.json")
+    logging.set_verbosity(logging.FATAL)  # the library reports orders that do not converge
+    card = json.loads(pathlib.Path(argv[1]).read_text())
+    results = list(check(card))
+    for method, claimed, proved in results:
+        verdict = "holds" if claimed >= proved else "DOES NOT HOLD"
+        print(
+            f"{method:12} claims epsilon {claimed:.4f} at delta={card['delta']:g}; "
+            f"recomputed {proved:.4f}: {verdict}"
+        )
+    sys.exit(not (results and all(claimed >= proved for _, claimed, proved in results)))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dpjax: training with differential privacy in JAX, where what is accounted is what runs.
+
+A map of the house; every room is a module, every module a word:
+
+  `clipping`    how much one example may contribute        `clip_and_sum`
+  `noise`       what makes a sum releasable
+  `schedules`   noise that changes over time
+  `sampling`    which examples a step sees
+  `accounting`  from events to epsilon and delta
+  `mechanism`   the private computation, described once    `Mechanism`
+  `ledger`      what was really spent; refusal
+  `gradients`   the clipped sum, by several engines        `clipped_grad`
+  `training`    algorithms, and the loop that drives them  `dpsgd`, `fit`
+  `reports`     the promise in words and as a file         `statement`
+  `testing`     the laws, to run on your own rules and losses
+  `models`, `activations`, `losses`, `metrics`, `data`     what to train, and on what
+  `types`, `trees`                                         the words and the arithmetic
+
+Read in this order: `types`, `clipping`, `noise`, `mechanism`, `training.dpsgd`.
+"""
+
+from dpjax import (
+    accounting,
+    activations,
+    clipping,
+    data,
+    gradients,
+    ledger,
+    losses,
+    mechanism,
+    metrics,
+    models,
+    noise,
+    reports,
+    sampling,
+    schedules,
+    testing,
+    training,
+    trees,
+    types,
+)
+from dpjax.clipping import clip_and_sum
+from dpjax.gradients import clipped_grad
+from dpjax.mechanism import Mechanism
+from dpjax.reports import statement
+from dpjax.training import dpsgd, fit
+
+__all__ = [
+    "Mechanism",
+    "accounting",
+    "activations",
+    "clip_and_sum",
+    "clipped_grad",
+    "clipping",
+    "data",
+    "dpsgd",
+    "fit",
+    "gradients",
+    "ledger",
+    "losses",
+    "mechanism",
+    "metrics",
+    "models",
+    "noise",
+    "reports",
+    "sampling",
+    "schedules",
+    "statement",
+    "testing",
+    "training",
+    "trees",
+    "types",
+]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a private computation costs: events, their composition, epsilon and delta.
+
+An *event* (dp_accounting's `DpEvent`) says which noisy queries run, on which random samples, how
+often. `epsilon`, `delta`, `calibrate` and `largest_steps` read events and nothing else: this room
+has never heard of gradients, models or data. Four methods answer: RDP (the default), PLD
+(tighter, slower), and, so that papers' figures can be printed, RDP with its first conversion and
+the CLT estimate of Gaussian DP.
+
+One convention rules: a noise multiplier in an event is relative to the *add-or-remove*
+sensitivity (one example joins or leaves). Asking for `neighbours="replace-one"` doubles the
+sensitivity, and that is converted here, once. Read `events`, then `leaves`, `rdp`, `pld`, `gdp`,
+and last `methods` and `search`, which join them.
+"""
+
+from dpjax.accounting.events import (
+    compose,
+    effective_multiplier,
+    gaussian,
+    scheduled_gaussian,
+    subsampled_gaussian,
+)
+from dpjax.accounting.gdp import Estimate
+from dpjax.accounting.leaves import NEIGHBOURS
+from dpjax.accounting.methods import METHODS, Method, delta, epsilon
+from dpjax.accounting.rdp import ORDERS, renyi_divergence
+from dpjax.accounting.search import calibrate, largest_steps
+
+__all__ = [
+    "METHODS",
+    "NEIGHBOURS",
+    "ORDERS",
+    "Estimate",
+    "Method",
+    "calibrate",
+    "compose",
+    "delta",
+    "effective_multiplier",
+    "epsilon",
+    "gaussian",
+    "largest_steps",
+    "renyi_divergence",
+    "scheduled_gaussian",
+    "subsampled_gaussian",
+]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: sentences that say what was run, in dp_accounting's grammar.
+
+DP-SGD is one sentence: `steps` times, a Poisson sample of the data, then a Gaussian on its
+clipped sum. A noise schedule is the same sentence with a multiplier for every step; equal ones
+are gathered, for nothing about the total depends on their order. Grouped clipping is several
+Gaussians on *one* sample, whose multipliers join by `effective_multiplier` before the sampling is
+put around them (the other way round would promise too much).
+
+Multipliers are relative to the add-or-remove sensitivity, always. Nothing here computes an
+epsilon.
+"""
+
+import math
+
+import dp_accounting
+import numpy as np
+from dp_accounting import DpEvent
+from numpy.typing import ArrayLike
+
+__all__ = [
+    "compose",
+    "effective_multiplier",
+    "gaussian",
+    "scheduled_gaussian",
+    "subsampled_gaussian",
+]
+
+
+def _check_multiplier(value: float, who: str) -> float:
+    value = float(value)
+    if math.isnan(value) or value < 0:
+        raise ValueError(
+            f"{who}: noise_multiplier must be zero or more; got {value}. It is the standard "
+            "deviation of the noise on the sum divided by how far one example can move that sum."
+        )
+    return value
+
+
+def _check_rate(value: float, who: str) -> float:
+    value = float(value)
+    if not 0 <= value <= 1:
+        raise ValueError(
+            f"{who}: sampling_rate must be a probability in [0, 1]; got {value}. A number above 1 "
+            "is usually the batch size itself: divide it by the number of examples."
+        )
+    return value
+
+
+def _check_steps(value: int, who: str) -> int:
+    if not math.isfinite(value) or int(value) != value or value < 0:
+        raise ValueError(
+            f"{who}: steps must be a whole number, zero or more; got {value}. Epochs are turned "
+            "into steps by epochs * examples / batch_size, rounded."
+        )
+    return int(value)
+
+
+def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
+    """The Gaussian mechanism on the whole data set, `steps` times: nothing is amplified.
+
+    Args:
+      noise_multiplier: noise standard deviation over add-or-remove sensitivity.
+      steps: how often it runs.
+
+    Returns:
+      The event; `steps` runs cost as much as one with `noise_multiplier / sqrt(steps)`.
+
+    Example:
+      >>> gaussian(2.0, steps=4)
+      SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=2.0), count=4)
+    """
+    return subsampled_gaussian(noise_multiplier, 1.0, steps)
+
+
+def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: int) -> DpEvent:
+    """DP-SGD: `steps` times, a Poisson sample of the data, then a Gaussian on its clipped sum.
+
+    Args:
+      noise_multiplier: noise standard deviation over add-or-remove sensitivity.
+      sampling_rate: probability with which each example joins a step, on its own coin.
+      steps: how many steps run.
+
+    Returns:
+      The event.
+
+      | given | event |
+      |---|---|
+      | `steps == 0` or `sampling_rate == 0` | no operation: costs nothing |
+      | `sampling_rate == 1` | plain Gaussians, no sampling around them |
+      | `noise_multiplier == 0` | kept; its epsilon is infinite |
+
+    Example:
+      >>> subsampled_gaussian(1.1, 0.01, 1)
+      PoissonSampledDpEvent(sampling_probability=0.01, event=GaussianDpEvent(noise_multiplier=1.1))
+      >>> subsampled_gaussian(1.1, 0.01, 0)
+      NoOpDpEvent()
+
+    References:
+      Abadi et al., *Deep learning with differential privacy*, 2016, algorithm 1.
+    """
+    who = "accounting.subsampled_gaussian"
+    noise_multiplier = _check_multiplier(noise_multiplier, who)
+    rate, steps = _check_rate(sampling_rate, who), _check_steps(steps, who)
+    if steps == 0 or rate == 0:
+        return dp_accounting.NoOpDpEvent()
+    event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
+    if rate < 1:
+        event = dp_accounting.PoissonSampledDpEvent(rate, event)
+    return event if steps == 1 else dp_accounting.SelfComposedDpEvent(event, steps)
+
+
+def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEvent:
+    """DP-SGD whose noise multiplier, and if need be sampling rate, changes with the step.
+
+    Args:
+      multipliers: `[steps]`, the multiplier of every step, chosen before training and not from
+        the data.
+      sampling_rate: one rate, or one for every step.
+
+    Returns:
+      The composition with equal steps gathered. Order does not matter: a schedule and its reverse
+      cost the same.
+
+    Example:
+      >>> event = scheduled_gaussian([2.0] * 50 + [1.0] * 50, sampling_rate=0.02)
+      >>> [part.count for part in event.events]
+      [50, 50]
+    """
+    rates, zs = np.broadcast_arrays(
+        np.asarray(sampling_rate, np.float64), np.asarray(multipliers, np.float64)
+    )
+    pairs, counts = np.unique(
+        np.stack([rates.ravel(), zs.ravel()], axis=-1), axis=0, return_counts=True
+    )
+    return compose(
+        *(subsampled_gaussian(z, q, int(n)) for (q, z), n in zip(pairs, counts, strict=True))
+    )
+
+
+def compose(*events: DpEvent) -> DpEvent:
+    """All of `events`, one after the other; each may depend on what the ones before it released.
+
+    Args:
+      *events: any number of events; those that cost nothing are left out.
+
+    Returns:
+      No operation for none, the event itself for one, their composition for more.
+
+    Example:
+      >>> compose(gaussian(8.0), subsampled_gaussian(1.0, 0.0, 10))
+      GaussianDpEvent(noise_multiplier=8.0)
+    """
+    parts = [event for event in events if not isinstance(event, dp_accounting.NoOpDpEvent)]
+    if not parts:
+        return dp_accounting.NoOpDpEvent()
+    return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
+
+
+def effective_multiplier(noise_multipliers: ArrayLike) -> float:
+    """The one multiplier that costs as much as several on one sample: `(sum_g m_g^-2)^-1/2`.
+
+    Args:
+      noise_multipliers: one a group, each relative to that group's own bound.
+
+    Returns:
+      The joint multiplier.
+
+      | given | returns |
+      |---|---|
+      | any multiplier 0 | 0.0: that group is released bare |
+      | no multipliers, or all infinite | infinity |
+
+    Example:
+      >>> round(effective_multiplier([2.0, 1.5]), 12)
+      1.2
+
+    References:
+      McMahan et al., *A general approach to adding differential privacy to iterative training
+      procedures*, 2018, §3.
+    """
+    zs = [
+        _check_multiplier(z, "accounting.effective_multiplier") for z in np.ravel(noise_multipliers)
+    ]
+    if any(z == 0 for z in zs):
+        return 0.0
+    precision = sum(z**-2 for z in zs)
+    return precision**-0.5 if precision else math.inf

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Epsilon and delta of an event, by the method you name.
+
+Four rows in one table: how each method is called, whether its answer is proven, and its two
+functions. `epsilon` and `delta` check what they are given, sort the event once, settle the cases
+that need no method (nothing was run; something was released bare) and look the row up. A new
+method joins by adding a row.
+
+This page does no arithmetic of its own, and does not search: `search` next door inverts what is
+here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from dp_accounting import DpEvent
+
+from dpjax.accounting import gdp, pld, renyi
+from dpjax.accounting.leaves import Parts, relation, split
+
+__all__ = ["METHODS", "Method", "delta", "epsilon", "method_named"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to account.
+
+    Attributes:
+      name: what users type.
+      proven: whether its answer is an upper bound; if not, it may be shown but nothing may rest
+        on it.
+      words: one line for reports.
+      epsilon: `(parts, delta, neighbours) -> epsilon`.
+      delta: `(parts, epsilon, neighbours) -> delta`.
+    """
+
+    name: str
+    proven: bool
+    words: str
+    epsilon: Callable[[Parts, float, str], float] = dataclasses.field(repr=False)
+    delta: Callable[[Parts, float, str], float] = dataclasses.field(repr=False)
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            name="rdp",
+            proven=True,
+            words="Rényi divergences with the improved conversion: an upper bound, fast",
+            epsilon=renyi.rdp_epsilon,
+            delta=renyi.rdp_delta,
+        ),
+        Method(
+            name="pld",
+            proven=True,
+            words="privacy loss distributions, rounded pessimistically: the tightest bound here",
+            epsilon=pld.pld_epsilon,
+            delta=pld.pld_delta,
+        ),
+        Method(
+            name="rdp-classic",
+            proven=True,
+            words="Rényi divergences with the first conversion: looser, as older papers print",
+            epsilon=renyi.classic_epsilon,
+            delta=renyi.classic_delta,
+        ),
+        Method(
+            name="gdp",
+            proven=False,
+            words="central limit of Gaussian DP: an estimate, not a bound; often too small",
+            epsilon=gdp.clt_epsilon,
+            delta=gdp.clt_delta,
+        ),
+    )
+}
+
+
+def epsilon(
+    event: DpEvent, delta: float, method: str = "rdp", neighbours: str = "add-or-remove"
+) -> float:
+    """The epsilon that `event` costs at this delta.
+
+    Args:
+      event: what was run; multipliers relative to the add-or-remove sensitivity.
+      delta: the probability beside epsilon, in (0, 1); below one over the number of examples.
+      method: "rdp", "pld", "rdp-classic", or "gdp" (an estimate).
+      neighbours: "add-or-remove", "zero-out" (same arithmetic), or "replace-one" (sensitivity
+        doubled here).
+
+    Returns:
+      Epsilon, never negative; an `Estimate` if the method is not proven.
+
+      | event | epsilon |
+      |---|---|
+      | no steps, or rate 0 | 0 |
+      | multiplier 0, or a non-private part | infinity |
+      | Poisson, replace-one | "pld" only |
+      | without replacement | "rdp" with "replace-one" only |
+
+    Example:
+      >>> from dpjax import accounting
+      >>> event = accounting.subsampled_gaussian(1.1, sampling_rate=256 / 60_000, steps=14_063)
+      >>> round(accounting.epsilon(event, delta=1e-5), 4)
+      2.5967
+      >>> accounting.epsilon(event, delta=1e-5, method="gdp")
+      Estimate(2.324..., not a bound)
+    """
+    _check_delta(delta, "accounting.epsilon")
+    row, parts = method_named(method), _sorted(event, neighbours)
+    if not parts.private or parts.empty:
+        return _as(row, 0.0 if parts.private else math.inf)
+    return _as(row, max(0.0, row.epsilon(parts, delta, neighbours)))
+
+
+def delta(
+    event: DpEvent, epsilon: float, method: str = "rdp", neighbours: str = "add-or-remove"
+) -> float:
+    """The delta that `event` costs at this epsilon: `epsilon`'s inverse.
+
+    Args:
+      event: what was run; multipliers relative to the add-or-remove sensitivity.
+      epsilon: zero or more.
+      method: as for `epsilon`.
+      neighbours: as for `epsilon`.
+
+    Returns:
+      Delta in [0, 1]; an `Estimate` if the method is not proven.
+
+    Example:
+      >>> from dpjax import accounting
+      >>> event = accounting.gaussian(3**0.5, steps=3)
+      >>> round(accounting.delta(event, epsilon=1.0, method="pld"), 5)
+      0.12694
+    """
+    if not epsilon >= 0:
+        raise ValueError(
+            f"accounting.delta(epsilon={epsilon}): epsilon must be zero or more. It is usually "
+            "between 0.1 and 10; a negative one often means that its logarithm was given."
+        )
+    row, parts = method_named(method), _sorted(event, neighbours)
+    if not parts.private or parts.empty:
+        return _as(row, 0.0 if parts.private else 1.0)
+    return _as(row, 0.0 if math.isinf(epsilon) else row.delta(parts, epsilon, neighbours))
+
+
+def method_named(name: str) -> Method:
+    """The row of `METHODS`, or an error that lists them."""
+    if name not in METHODS:
+        rows = "; ".join(f"{row.name!r}: {row.words}" for row in METHODS.values())
+        raise ValueError(f"accounting: method={name!r} is not known. There are: {rows}.")
+    return METHODS[name]
+
+
+def _sorted(event: DpEvent, neighbours: str) -> Parts:
+    relation(neighbours)  # an unknown name is an error even where nothing was run
+    return split(event)
+
+
+def _as(row: Method, value: float) -> float:
+    return float(value) if row.proven else gdp.Estimate(value)
+
+
+def _check_delta(delta: float, who: str) -> None:
+    if 0 < delta < 1:
+        return
+    meaning = (
+        "a delta of 1 or more usually means that epsilon and delta were swapped, or that it was "
+        "given in per cent"
+        if delta >= 1
+        else "with delta 0 Gaussian noise has no finite epsilon"
+    )
+    raise ValueError(
+        f"{who}(delta={delta}): delta must lie strictly between 0 and 1; {meaning}. Choose it "
+        "well below one over the number of examples, 1e-5 for 60,000."
+    )

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accounting backwards: the least noise, or the most steps, that a budget allows.
+
+Both are one root of one monotone function. `calibrate` looks for the smallest parameter (a noise
+multiplier, or the scale of a whole schedule) whose epsilon does not exceed the target;
+`largest_steps` for the largest number of steps. Both return the end of the bracket that *keeps*
+the promise, checked by the same call that a report would make. The slow method starts from the
+fast one's answer.
+
+Only proven methods may be inverted: noise chosen by an estimate would promise what nobody has
+shown.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+
+from dp_accounting import DpEvent
+from scipy.optimize import root_scalar
+
+from dpjax.accounting.methods import epsilon as epsilon_of
+from dpjax.accounting.methods import method_named
+
+__all__ = ["calibrate", "largest_steps"]
+
+_TIGHTNESS = {"rdp": 1e-6, "rdp-classic": 1e-6, "pld": 1e-4}
+
+
+def calibrate(
+    make_event: Callable[[float], DpEvent],
+    epsilon: float,
+    delta: float,
+    method: str = "rdp",
+    neighbours: str = "add-or-remove",
+) -> float:
+    """The smallest parameter whose event costs at most `epsilon`.
+
+    Args:
+      make_event: from a positive number to an event that costs less the larger the number is; for
+        instance
+        a noise multiplier, or the factor on a whole schedule.
+      epsilon: the target, above 0.
+      delta: the probability beside it, in (0, 1).
+      method: a proven method.
+      neighbours: as for `accounting.epsilon`.
+
+    Returns:
+      The parameter. Its epsilon is at most the target, exactly; the parameter is within 1e-6 of
+      the smallest
+      such (relative; 1e-4 for "pld").
+
+    Privacy:
+      The parameter must be chosen before training: nothing here may have seen the data.
+
+    Example:
+      >>> from dpjax import accounting
+      >>> make = lambda z: accounting.subsampled_gaussian(
+      ...     z, sampling_rate=256 / 60_000, steps=14_063
+      ... )
+      >>> round(accounting.calibrate(make, epsilon=2.0, delta=1e-5), 4)
+      1.2953
+    """
+    _check(epsilon, method, "accounting.calibrate")
+
+    @functools.cache
+    def spent(value: float) -> float:
+        return epsilon_of(make_event(value), delta, method, neighbours)
+
+    start, factor = 1.0, 2.0
+    if method == "pld":
+        with contextlib.suppress(ValueError):  # RDP may have no proof here, and PLD have one
+            start, factor = calibrate(make_event, epsilon, delta, "rdp", neighbours), 1.2
+    low, high = _bracket(spent, epsilon, start, factor)
+    tight = _TIGHTNESS[method]
+    root = _crossing(
+        lambda x: spent(math.exp(x)), epsilon, math.log(low), math.log(high), tight / 4
+    )
+    value = math.exp(root)
+    while spent(value) > epsilon:
+        value *= 1 + tight / 2
+    return min(value, high)
+
+
+def largest_steps(
+    make_event: Callable[[int], DpEvent],
+    epsilon: float,
+    delta: float,
+    method: str = "rdp",
+    neighbours: str = "add-or-remove",
+    maximum: int = 10_000_000,
+) -> int:
+    """The largest number of steps whose event costs at most `epsilon`.
+
+    Args:
+      make_event: from a number of steps to an event that costs more the larger the number is.
+      epsilon: the target, above 0.
+      delta: the probability beside it, in (0, 1).
+      method: a proven method.
+      neighbours: as for `accounting.epsilon`.
+      maximum: where to stop looking.
+
+    Returns:
+      The number: 0 if not even one step fits, `maximum` if that fits.
+
+    Example:
+      >>> from dpjax import accounting
+      >>> make = lambda steps: accounting.subsampled_gaussian(3.0, sampling_rate=0.1, steps=steps)
+      >>> accounting.largest_steps(make, epsilon=2.0, delta=1e-6)
+      133
+    """
+    _check(epsilon, method, "accounting.largest_steps")
+
+    @functools.cache
+    def spent(steps: int) -> float:
+        return epsilon_of(make_event(steps), delta, method, neighbours) if steps else 0.0
+
+    low, high = 0, 1
+    if method == "pld":
+        with contextlib.suppress(ValueError):
+            low = largest_steps(make_event, epsilon, delta, "rdp", neighbours, maximum)
+        high = min(maximum, low + max(1, low // 4))
+    while high <= maximum and spent(high) <= epsilon:
+        if high == maximum:
+            return maximum
+        low, high = high, min(maximum, 2 * high)
+    steps = int(_crossing(lambda x: spent(int(x)), epsilon, low, high, 0.5))
+    while spent(steps) > epsilon:
+        steps -= 1
+    while spent(steps + 1) <= epsilon:
+        steps += 1
+    return min(steps, maximum)
+
+
+def _bracket(
+    spent: Callable[[float], float], target: float, start: float, factor: float
+) -> tuple[float, float]:
+    """Two parameters, the first too small, the second large enough."""
+    high = low = start
+    while spent(high) > target:
+        low, high = high, high * factor
+        if high > 1e9:
+            raise ValueError(
+                f"accounting.calibrate(epsilon={target}): not reachable; even at parameter "
+                f"{low:.3g} epsilon is {spent(low):.4g}. Some part of the event does not depend "
+                "on the parameter and costs that much: make that part cheaper, or allow a larger "
+                "epsilon or delta."
+            )
+    while spent(low) <= target:
+        low, high = low / factor, low
+        if low < 1e-9:
+            raise ValueError(
+                f"accounting.calibrate(epsilon={target}): epsilon is {spent(high):.4g} even at "
+                f"parameter {high:.3g}, so there is nothing to calibrate. make_event usually "
+                "ignores its argument then, or runs no steps."
+            )
+    return low, high
+
+
+def _crossing(
+    spent: Callable[[float], float], target: float, low: float, high: float, tolerance: float
+) -> float:
+    """Where epsilon passes the target; its logarithm is nearly straight, as Brent likes."""
+
+    def excess(x: float) -> float:
+        return min(50.0, max(-50.0, math.log(max(spent(x), 1e-300) / target))) or -1e-300
+
+    found = root_scalar(excess, bracket=(low, high), method="brentq", xtol=tolerance, rtol=1e-15)
+    return float(found.root)
+
+
+def _check(target: float, method: str, who: str) -> None:
+    if not method_named(method).proven:
+        raise ValueError(
+            f"{who}(method={method!r}): refused. It is {method_named(method).words}, and noise or "
+            "steps chosen by it would promise what is not proven. Use 'rdp' or 'pld', and print "
+            "the estimate beside them."
+        )
+    if not target > 0:
+        raise ValueError(
+            f"{who}(epsilon={target}): the target must be above 0; at epsilon 0 nothing about the "
+            "data is learnt."
+        )

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good predictions are, and how well they know it.
+
+Accuracy in total, by class and as a confusion table; the negative log-likelihood; and
+calibration, which compares the confidence of predictions with how often they are right.
+All are functions of logits and labels, on arrays, fit for `jax.jit`.
+
+These numbers look at examples without any noise: on training data they are private.
+This room must never know what made the logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+__all__ = [
+    "Reliability",
+    "accuracy",
+    "confusion",
+    "ece",
+    "mce",
+    "nll",
+    "per_class_accuracy",
+    "reliability",
+]
+
+
+class Reliability(NamedTuple):
+    """Predictions sorted into bins of confidence: a reliability diagram as numbers.
+
+    Attributes:
+      counts: How many predictions fall into each bin.
+      confidence: Their mean confidence; 0 in an empty bin.
+      accuracy: Which part of them is right; 0 in an empty bin.
+    """
+
+    counts: Float[Array, " bins"]
+    confidence: Float[Array, " bins"]
+    accuracy: Float[Array, " bins"]
+
+
+def accuracy(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
+) -> Float[Array, ""]:
+    """The part of the examples whose largest logit is at their label.
+
+    Args:
+      logits: Scores of each class.
+      labels: The right classes.
+
+    Returns:
+      A number from 0 to 1; the first of equal logits counts.
+
+    Example:
+      >>> float(accuracy(jnp.eye(4), jnp.array([0, 1, 2, 0])))
+      0.75
+    """
+    _expect_batch("accuracy", logits, labels)
+    return jnp.mean(logits.argmax(axis=-1) == labels)
+
+
+def confusion(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
+) -> Int[Array, "classes classes"]:
+    """Counts how often the class of each row was predicted as the class of each column.
+
+    Args:
+      logits: Scores of each class.
+      labels: The right classes.
+
+    Returns:
+      Counts ``[right class, predicted class]``.
+
+    Example:
+      >>> confusion(jnp.eye(2), jnp.array([0, 0]))
+      Array([[1, 1],
+             [0, 0]], dtype=int32)
+    """
+    _expect_batch("confusion", logits, labels)
+    classes = logits.shape[-1]
+    counts = jnp.zeros((classes, classes), jnp.int32)
+    return counts.at[labels, logits.argmax(axis=-1)].add(1)
+
+
+def per_class_accuracy(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
+) -> Float[Array, " classes"]:
+    """The accuracy among the examples of each class.
+
+    Privacy costs rare and hard classes the most, which the total hides.
+
+    Args:
+      logits: Scores of each class.
+      labels: The right classes.
+
+    Returns:
+      One number for each class; NaN for a class without examples.
+
+    Example:
+      >>> per_class_accuracy(jnp.eye(2), jnp.array([0, 0]))
+      Array([0.5, nan], dtype=float32)
+    """
+    table = confusion(logits, labels)
+    return jnp.diagonal(table) / table.sum(axis=1)
+
+
+def nll(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> Float[Array, ""]:
+    r"""The mean negative log-likelihood, :math:`-\frac1n \sum_i \log p_i[y_i]`, in nats.
+
+    Args:
+      logits: Scores of each class.
+      labels: The right classes.
+
+    Returns:
+      A number of at least 0; log(classes) is what guessing gives.
+
+    Example:
+      >>> round(float(nll(jnp.zeros((3, 10)), jnp.array([0, 1, 2]))), 4)
+      2.3026
+    """
+    _expect_batch("nll", logits, labels)
+    scores = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
+
+
+def reliability(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"], *, bins: int = 15
+) -> Reliability:
+    """Sorts predictions by their confidence, the largest probability, into equal bins.
+
+    Bin b of n holds the confidences in (b/n, (b+1)/n].
+
+    Args:
+      logits: Scores of each class.
+      labels: The right classes.
+      bins: How many bins of equal width divide the confidences from 0 to 1.
+
+    Returns:
+      Count, mean confidence and accuracy of every bin.
+
+    Example:
+      >>> logits = jnp.log(jnp.array([[0.9, 0.1], [0.3, 0.7]]))
+      >>> reliability(logits, jnp.array([0, 0]), bins=2).accuracy
+      Array([0. , 0.5], dtype=float32)
+    """
+    _expect_batch("reliability", logits, labels)
+    if bins < 1:
+        raise ValueError(
+            f"metrics.reliability(bins={bins}): expected at least one bin; 15 is usual."
+        )
+    confidence = jax.nn.softmax(logits).max(axis=-1)
+    right = (logits.argmax(axis=-1) == labels).astype(confidence.dtype)
+    place = jnp.clip(jnp.ceil(confidence * bins).astype(jnp.int32) - 1, 0, bins - 1)
+    rows = jnp.stack([jnp.ones_like(confidence), confidence, right], axis=-1)
+    counts, *sums = jax.ops.segment_sum(rows, place, num_segments=bins).T
+    filled = jnp.maximum(counts, 1)
+    return Reliability(counts, sums[0] / filled, sums[1] / filled)
+
+
+def ece(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"], *, bins: int = 15
+) -> Float[Array, ""]:
+    r"""The expected calibration error: how far confidence is from accuracy, on average.
+
+    .. math:: \sum_b \frac{n_b}{n} \, | \text{accuracy}_b - \text{confidence}_b |
+
+    Args:
+      logits: Scores of each class.
+      labels: The right classes.
+      bins: As in `reliability`.
+
+    Returns:
+      A number from 0 to 1.
+
+    Example:
+      >>> logits = jnp.log(jnp.array([[0.75, 0.25]] * 4))
+      >>> round(float(ece(logits, jnp.array([0, 0, 0, 1]))), 4)
+      0.0
+
+    References:
+      Guo, Pleiss, Sun and Weinberger, "On Calibration of Modern Neural Networks", 2017,
+      equation 3.
+    """
+    table = reliability(logits, labels, bins=bins)
+    return jnp.sum(table.counts * jnp.abs(table.accuracy - table.confidence)) / labels.size
+
+
+def mce(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"], *, bins: int = 15
+) -> Float[Array, ""]:
+    """The maximum calibration error: the gap of `ece` in the worst bin that is not empty.
+
+    Args:
+      logits: Scores of each class.
+      labels: The right classes.
+      bins: As in `reliability`.
+
+    Returns:
+      A number from 0 to 1, at least `ece`.
+
+    Example:
+      >>> logits = jnp.log(jnp.array([[0.75, 0.25]] * 4))
+      >>> round(float(mce(logits, jnp.array([0, 0, 1, 1]))), 4)
+      0.25
+
+    References:
+      Guo, Pleiss, Sun and Weinberger, "On Calibration of Modern Neural Networks", 2017,
+      equation 5.
+    """
+    table = reliability(logits, labels, bins=bins)
+    return jnp.max(jnp.abs(table.accuracy - table.confidence))
+
+
+def _expect_batch(name: str, logits: Array, labels: Array) -> None:
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size:
+        raise ValueError(
+            f"metrics.{name}: got logits of shape {logits.shape} and labels of shape "
+            f"{labels.shape}; expected [batch, classes] and [batch], with at least one example. "
+            "Labels are whole numbers: for one-hot rows, pass labels.argmax(-1)."
+        )

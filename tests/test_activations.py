@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations: closed forms, far tails, names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpjax import activations
+
+POINTS = np.concatenate([np.linspace(-20, 20, 401), [0.0, 1e-8, -1e-8, 1e4, -1e4]])
+
+
+def test_the_default_is_tanh_to_the_last_bit():
+    x = jnp.asarray(POINTS, jnp.float32)
+    assert jnp.array_equal(activations.tempered_sigmoid()(x), jnp.tanh(x))
+    slope = jax.vmap(jax.grad(activations.tempered_sigmoid()))(x)
+    assert jnp.array_equal(slope, jax.vmap(jax.grad(jnp.tanh))(x))
+
+
+@given(
+    scale=st.floats(0.1, 5.0),
+    inverse_temperature=st.floats(0.1, 5.0),
+    offset=st.floats(-3.0, 3.0),
+)
+def test_equals_the_formula(scale, inverse_temperature, offset):
+    expected = scale / (1 + np.exp(-np.clip(inverse_temperature * POINTS, -500, 500))) - offset
+    phi = activations.tempered_sigmoid(scale, inverse_temperature, offset)
+    np.testing.assert_allclose(phi(jnp.asarray(POINTS, jnp.float32)), expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("x", [-1e4, 1e4, -np.inf, np.inf])
+def test_far_tails_are_flat_and_finite(x):
+    phi = activations.tempered_sigmoid(3.0, 2.5, 0.5)
+    value, slope = jax.value_and_grad(phi)(jnp.float32(x))
+    assert value == pytest.approx(2.5 if x > 0 else -0.5)
+    assert slope == 0.0
+
+
+def test_the_dtype_is_kept():
+    assert activations.tempered_sigmoid()(jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"scale": 0.0}, "scale must be positive"),
+        ({"inverse_temperature": -1.0}, "inverse_temperature must be positive"),
+        ({"offset": float("nan")}, "offset must be finite"),
+    ],
+)
+def test_impossible_parameters_are_refused(arguments, word):
+    with pytest.raises(ValueError, match=word):
+        activations.tempered_sigmoid(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tanh", np.tanh(0.5)),
+        ("tempered_sigmoid", np.tanh(0.5)),
+        ("sigmoid", 1 / (1 + np.exp(-0.5))),
+        ("relu", 0.5),
+        ("elu", 0.5),
+        ("identity", 0.5),
+        ("softplus", np.log1p(np.exp(0.5))),
+        ("silu", 0.5 / (1 + np.exp(-0.5))),
+    ],
+)
+def test_names(name, expected):
+    assert activations.by_name(name)(jnp.float32(0.5)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'tahn'.*relu.*tanh.*pass the function itself"):
+        activations.by_name("tahn")

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of the house, held by tests: floors, public names, documentation."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import pkgutil
+
+import pytest
+
+import dpjax
+
+ROOT = pathlib.Path(dpjax.__file__).parent
+
+# A file imports only from floors with a smaller number.
+FLOORS = {
+    "types": 0,
+    "trees": 1,
+    "schedules": 1,
+    **dict.fromkeys(
+        [
+            "clipping",
+            "noise",
+            "sampling",
+            "losses",
+            "activations",
+            "models",
+            "data",
+            "metrics",
+            "accounting",
+        ],
+        2,
+    ),
+    "mechanism": 3,
+    "ledger": 3,
+    "gradients": 3,
+    "training": 4,
+    "testing": 4,
+    "reports": 4,
+}
+
+MODULES = sorted(
+    f"dpjax.{name}" if not package else name
+    for package in ("", *[f"dpjax.{m.name}" for m in pkgutil.iter_modules([str(ROOT)]) if m.ispkg])
+    for name in (
+        [m.name for m in pkgutil.iter_modules([str(ROOT)])]
+        if not package
+        else [
+            f"{package}.{m.name}"
+            for m in pkgutil.iter_modules(importlib.import_module(package).__path__)
+        ]
+    )
+)
+
+
+def room(module):
+    return module.split(".")[1]
+
+
+def imports(path):
+    """The dpjax rooms that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dpjax":
+            if node.module == "dpjax":
+                yield from (alias.name for alias in node.names)
+            else:
+                yield room(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (room(a.name) for a in node.names if a.name.startswith("dpjax."))
+
+
+def test_every_room_has_a_floor():
+    assert {room(module) for module in MODULES} == set(FLOORS)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"), ids=str
+)
+def test_imports_come_from_floors_above(path):
+    here = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for imported in set(imports(path)) - {here}:
+        assert FLOORS[imported] < FLOORS[here], f"{here} imports {imported}"
+
+
+@pytest.mark.parametrize("module", ["dpjax", *MODULES])
+def test_what_is_exported_is_documented_and_the_other_way_round(module):
+    loaded = importlib.import_module(module)
+    assert len(inspect.getdoc(loaded) or "") > 60, "a file opens with an essay"
+    exported = loaded.__all__
+    assert list(exported) == sorted(set(exported), key=exported.index)
+    for name in exported:
+        assert hasattr(loaded, name), f"{module}.__all__ names {name}, which does not exist"
+    tree = ast.parse(pathlib.Path(loaded.__file__).read_text())
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        assert node.name.startswith("_") == (node.name not in exported), (
+            f"{module}.{node.name}: public names are in __all__, private ones begin with _"
+        )
+        if not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{module}.{node.name} is not documented"
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                assert node.returns is not None
+                assert all(a.annotation is not None for a in arguments)
+
+
+def test_the_six_names():
+    for name in ("Mechanism", "clipped_grad", "clip_and_sum", "dpsgd", "fit", "statement"):
+        assert name in dpjax.__all__
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=str)
+def test_files_are_licensed_and_hold_one_idea(path):
+    text = path.read_text()
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    for word in ("type: ignore", "pyright: ignore", "noqa"):
+        assert word not in text, f"{path.name} silences a tool with {word!r}"
+
+
+def test_optional_packages_are_not_imported_at_the_top():
+    optional = {"sklearn", "matplotlib", "orbax", "tensorflow_datasets", "PIL", "tqdm", "rich"}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not optional & {name.split(".")[0] for name in names}, path
+
+
+def test_each_room_has_its_tests():
+    here = pathlib.Path(__file__).parent
+    for name in FLOORS:
+        assert (here / f"test_{name}.py").exists(), f"tests/test_{name}.py is missing"

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules, partitions and the Optax link, on cases worked out by hand."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax import clipping, types
+
+inf = math.inf
+
+# One record with a gradient of norm 3, one of .5, one of 0; R = 1.
+FACTORS = [
+    ("flat", clipping.flat(1.0), [1.0, 0.5, 0.0]),
+    ("automatic", clipping.automatic(1.0, 0.01), [0.996678, 0.980392, 0.0]),
+    ("normalized", clipping.normalized(1.0), [1.0, 1.0, 0.0]),
+    ("hard threshold", clipping.hard_threshold(1.0), [0.0, 0.5, 0.0]),
+    ("hard threshold, Z=6", clipping.hard_threshold(1.0, 6.0), [0.5, 0.083333, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("name", "rule", "lengths"), FACTORS)
+def test_length_after_clipping(name, rule, lengths):
+    for length, want in zip([3.0, 0.5, 0.0], lengths, strict=True):
+        gradient = {"a": jnp.array([[length * 0.6, 0.0]]), "b": jnp.array([[length * 0.8]])}
+        summed, _, _ = clipping.clip(rule, gradient)
+        found = math.hypot(*np.concatenate([summed["a"], summed["b"]]))
+        assert found == pytest.approx(want, abs=1e-5), name
+
+
+# 0.5 * |w - x|^2 at w = [1, 2 | 3]: four examples, gradients worked out by hand.
+W = (jnp.array([1.0, 2.0]), jnp.array([3.0]))
+X = (
+    jnp.array([[3.0, 6.0], [5.0, 6.0], [4.0, 8.0], [-1.0, 0.0]]),
+    jnp.array([[8.0], [2.0], [3.0], [1.0]]),
+)
+
+
+def quadratic(w, x):
+    return sum(0.5 * jnp.sum((a - b) ** 2) for a, b in zip(w, x, strict=True))
+
+
+SUMS = [
+    ("flat", clipping.flat(2.5), [-2.16079087, -4.02418085, 0.01517983]),
+    ("automatic", clipping.automatic(1.0, 0.01), [-0.86365874, -1.60790528, 0.00521702]),
+    ("normalized", clipping.normalized(1.0), [-0.86431635, -1.60967234, 0.00607193]),
+    ("global", clipping.hard_threshold(6.0), [-2, -2, 3]),
+    ("global, Z", clipping.hard_threshold(2.5, 6.0), [-0.83333333, -0.83333333, 1.25]),
+    ("grouped", clipping.grouped(2.5, 2), [-2.23606798, -4.47213595, 0.5]),
+    ("grouped, total", clipping.grouped(total=2.5, groups=2), [-1.58113883, -3.16227766, 1.0]),
+]
+
+
+@pytest.mark.parametrize("engine", ["vmap", "scan"])
+@pytest.mark.parametrize(("name", "rule", "want"), SUMS)
+def test_sums_of_the_quadratic(name, rule, want, engine):
+    result = dpjax.clipped_grad(quadratic, rule, engine, 3)(W, X)
+    np.testing.assert_allclose(np.concatenate(result.value), want, rtol=2e-6, atol=2e-7)
+    if rule.name == "flat":
+        np.testing.assert_allclose(
+            result.norms[:, 0], [6.70820393, 5.74456265, 6.70820393, 3.46410162], rtol=1e-6
+        )
+
+
+def test_sensitivities():
+    assert clipping.grouped(2.5, 2).sensitivity == pytest.approx(3.53553391)
+    assert clipping.grouped(total=2.5, groups=2).sensitivity == pytest.approx(2.5)
+    assert clipping.per_group((1, 15), 2).sensitivity == pytest.approx(15.0333, abs=1e-4)
+    assert clipping.per_group((2, 5), 2).sensitivity == pytest.approx(math.sqrt(29))
+    assert clipping.hard_threshold(1.0, screen=6.0).sensitivity == 1.0
+    assert clipping.automatic(2.0).sensitivity == 2.0
+
+
+def test_a_large_clip_leaves_the_plain_mean():
+    x = (jnp.array([[3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [-1.0, 0.0]]), X[1])
+    result = dpjax.clipped_grad(quadratic, clipping.flat(100.0))(W, x)
+    np.testing.assert_allclose(np.concatenate(result.value) / 4, [-2.5, -2.5, -0.5])
+
+
+@pytest.mark.parametrize("microbatch", [None, 1, 3])
+@pytest.mark.parametrize("jit", [False, True])
+def test_scalar_regression(microbatch, jit):
+    """Per-example gradients 1, -2, -5 at p = 2."""
+    wrap = jax.jit if jit else lambda f: f
+    for rule, all_rows, first_masked in [
+        (clipping.flat(2.5), -3.5, 1.0),
+        (clipping.normalized(1.0), -1.0, 1.0),
+    ]:
+        clipped = wrap(
+            dpjax.clipped_grad(
+                lambda p, x: 0.5 * jnp.mean((p - x) ** 2), rule, microbatch_size=microbatch
+            )
+        )
+        p, x = jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])
+        assert float(clipped(p, x).value[0]) == pytest.approx(all_rows)
+        assert float(clipped(p, x, jnp.array([1, 0, 0])).value[0]) == pytest.approx(first_masked)
+        assert float(clipped(p, x, jnp.zeros(3)).value[0]) == 0.0
+
+
+GRADIENTS = {"w": jnp.array([[0.0, 0, 0], [0, 3, 4], [4, 0, 3], [3, 4, 0]])}
+
+
+@pytest.mark.parametrize(
+    ("bound", "want", "clipped"),
+    [(1.25, [1.75] * 3, 3), (inf, [7.0] * 3, 0), (0.0, [0.0] * 3, 3)],
+)
+def test_bounds_at_their_edges(bound, want, clipped):
+    summed, norms, _ = clipping.clip(clipping.flat(bound), GRADIENTS)
+    np.testing.assert_allclose(summed["w"], want, rtol=1e-6)
+    assert int(jnp.sum(norms > bound)) == clipped
+
+
+def test_examples_of_all_i():
+    shapes = [(2, 3, 4), (), (6, 7)]
+    gradients = [jnp.stack([jnp.full(s, float(i)) for i in range(8)]) for s in shapes]
+    count = sum(int(np.prod(s)) for s in shapes)
+    rule = clipping.flat(4.0)
+    link = dpjax.clip_and_sum(rule)
+    summed, _ = link.update(gradients, link.init([jnp.zeros(s) for s in shapes]))
+    want = sum(i / max(i * math.sqrt(count) / 4.0, 1.0) for i in range(8))
+    for leaf in summed:
+        np.testing.assert_allclose(leaf, np.full(leaf.shape, want), rtol=1e-5)
+
+
+def test_groups_of_the_worked_example():
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    rule = clipping.per_group({"a": 1.0, "b": 15.0}, clipping.by_leaf(params))
+    gradients = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([[0.0, 10.0]])}
+    summed, norms, _ = clipping.clip(rule, gradients)
+    np.testing.assert_allclose(norms, [[5.0, 10.0]])
+    np.testing.assert_allclose(summed["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(summed["b"], [0.0, 10.0])
+
+    layers = {
+        "l1": {"b": jnp.zeros(1), "w": jnp.zeros(2)},
+        "l2": {"b": jnp.zeros(1), "w": jnp.zeros(2)},
+    }
+    rule = clipping.per_group((2.0, 5.0), clipping.by_layer(layers))
+    gradients = {
+        "l1": {"b": jnp.array([[4.0]]), "w": jnp.array([[0.0, 3.0]])},
+        "l2": {"b": jnp.array([[6.0]]), "w": jnp.array([[0.0, 8.0]])},
+    }
+    summed, _, _ = clipping.clip(rule, gradients)
+    np.testing.assert_allclose(summed["l1"]["w"], [0.0, 1.2], rtol=1e-6)
+    np.testing.assert_allclose(summed["l1"]["b"], [1.6], rtol=1e-6)
+    np.testing.assert_allclose(summed["l2"]["w"], [0.0, 4.0], rtol=1e-6)
+    np.testing.assert_allclose(summed["l2"]["b"], [3.0], rtol=1e-6)
+
+
+def test_float16_gradients_do_not_underflow():
+    gradients = {"w": jnp.full((1, 1_000_000), 1e-4, jnp.float16)}
+    summed, _, _ = clipping.clip(clipping.flat(0.01), gradients)
+    assert float(jnp.linalg.norm(summed["w"])) <= 0.01 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("microbatch", [1, 32, None])
+def test_bfloat16_sums_do_not_saturate(microbatch):
+    clipped = dpjax.clipped_grad(
+        lambda w, x: jnp.sum(w * x), clipping.flat(1.0), microbatch_size=microbatch
+    )
+    result = clipped(jnp.zeros(1, jnp.bfloat16), jnp.ones((1024, 1), jnp.bfloat16))
+    assert float(result.value[0]) == 1024.0
+
+
+def test_clipping_is_per_example():
+    """Eight records with gradient 10 e_0, R = 1: their sum is 8, not 1."""
+    gradients = {"w": jnp.zeros((8, 5)).at[:, 0].set(10.0)}
+    rule = clipping.flat(1.0)
+    whole = clipping.clip(rule, gradients)[0]["w"]
+    np.testing.assert_allclose(whole, [8, 0, 0, 0, 0])
+    flipped = {"w": gradients["w"].at[3, 0].set(-1e6)}
+    assert float(jnp.linalg.norm(clipping.clip(rule, flipped)[0]["w"] - whole)) <= 2.0
+    masked = clipping.clip(rule, gradients, jnp.arange(8) != 3)[0]["w"]
+    assert float(jnp.linalg.norm(masked - whole)) <= 1.0
+
+
+def test_partitions():
+    params = {
+        "conv": {"bias": jnp.zeros(16), "kernel": jnp.zeros((8, 8, 1, 16))},
+        "dense": {"bias": jnp.zeros(10), "kernel": jnp.zeros((512, 10))},
+    }
+    assert clipping.by_leaf(params).size == 4
+    assert clipping.by_layer(params).names == ("conv", "dense")
+    by_path = clipping.by_path(params, {"bias$": "biases", "conv": "conv", ".*": "rest"})
+    assert by_path.assign(params) == (0, 1, 0, 2)
+    assert clipping.balanced(2).assign(params) == (0, 0, 0, 1)
+    for groups in range(1, 5):
+        assigned = clipping.balanced(groups).assign(params)
+        assert sorted(set(assigned)) == list(range(groups))
+        assert list(assigned) == sorted(assigned)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balanced_groups_are_as_equal_as_they_can_be(seed):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 60, rng.integers(3, 9))
+    leaves = [jnp.zeros(int(n)) for n in sizes]
+
+    def best(start, groups):  # the smallest largest group, by trying every cut
+        if groups == 1:
+            return sizes[start:].sum()
+        ends = range(start + 1, len(sizes) - groups + 2)
+        return min(max(sizes[start:end].sum(), best(end, groups - 1)) for end in ends)
+
+    for groups in range(1, min(5, len(sizes)) + 1):
+        assigned = np.array(clipping.balanced(groups).assign(leaves))
+        assert sorted(set(assigned)) == list(range(groups))
+        largest = max(sizes[assigned == g].sum() for g in range(groups))
+        assert largest == best(0, groups)
+
+
+def test_a_rule_of_ones_own_cannot_break_its_bound():
+    greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)
+    norms = jnp.array([[0.0], [1e-20], [0.5], [1.0], [1e10]])
+    assert float(jnp.max(greedy.factors(norms) * norms)) <= 1.0 + 1e-6
+    negative = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: -norms)
+    assert float(jnp.min(negative.factors(norms))) >= 0.0
+
+
+TEACHES = [
+    (lambda: clipping.flat(-1.0), "bound must be positive; it is the most that one example"),
+    (lambda: clipping.flat(math.nan), "bound must be positive"),
+    (lambda: clipping.grouped(1.0, 2, total=1.0), "give one of them"),
+    (lambda: clipping.grouped(groups=2), "give one of them"),
+    (lambda: clipping.grouped(1.0, 0), "positive number of groups"),
+    (lambda: clipping.grouped(1.0, 2.5), "positive number of groups"),
+    (lambda: clipping.per_group((1.0, 2.0, 3.0), 2), "3 bounds were given for 2 groups"),
+    (lambda: clipping.per_group({"x": 1.0}, 1), "every group needs exactly one bound"),
+    (lambda: clipping.automatic(1.0, -0.1), "gamma must not be negative"),
+    (lambda: clipping.hard_threshold(1.0, 0.0), "screen must be"),
+    (lambda: clipping.balanced(3).assign({"a": jnp.zeros(2)}), "only 1 leaves"),
+    (lambda: clipping.by_path({"a": jnp.zeros(2)}, {"b": 0}), "no pattern"),
+    (
+        lambda: clipping.by_leaf({"a": jnp.zeros(2)}).assign({"b": jnp.zeros(2)}),
+        "this partition was made for the leaves",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), TEACHES)
+def test_errors_teach(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
+BATCH = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
+
+
+class TestClipAndSum:
+    @pytest.mark.parametrize(
+        "gradients",
+        [
+            {"w": jnp.ones(3), "b": jnp.ones(())},
+            {"w": jnp.ones((2, 3)), "b": jnp.ones(())},
+            {"w": jnp.ones((2, 4)), "b": jnp.ones(2)},
+        ],
+        ids=["averaged over the batch", "one leaf averaged", "another model"],
+    )
+    @pytest.mark.parametrize("give_params", [True, False])
+    def test_refuses_unbatched_gradients(self, gradients, give_params):
+        link = dpjax.clip_and_sum(clipping.flat(1.0))
+        state = link.init(PARAMS)
+        with pytest.raises(ValueError, match="one gradient per example"):
+            link.update(gradients, state, PARAMS if give_params else None)
+
+    def test_refuses_rows_that_do_not_match(self):
+        link = dpjax.clip_and_sum(clipping.flat(1.0))
+        ragged = {"w": jnp.ones((2, 3)), "b": jnp.ones(5)}
+        with pytest.raises(ValueError, match="leading axis"):
+            link.update(ragged, link.init(PARAMS))
+
+    def test_mask_goes_through_a_chain(self):
+        link = optax.chain(dpjax.clip_and_sum(clipping.flat(inf)), optax.scale(2.0))
+        out, _ = link.update(BATCH, link.init(PARAMS), PARAMS, mask=jnp.array([1, 0]))
+        np.testing.assert_allclose(out["w"], [2.0, 2.0, 2.0])
+
+    def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing(self):
+        link = dpjax.clip_and_sum(clipping.flat(1.0))
+        gradients = jax.tree.map(lambda g: g.at[1].set(100.0), BATCH)
+        out, _ = link.update(gradients, link.init(PARAMS), mask=jnp.array([0, 0]))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(out))

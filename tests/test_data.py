@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data: every format, from small files made here; the real sets where a folder has them."""
+
+import builtins
+import importlib.util
+import io
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dpjax import data
+
+RNG = np.random.default_rng(0)
+REAL = os.environ.get("DPJAX_DATA_DIR")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_but_what_a_test_gives(monkeypatch):
+    monkeypatch.delenv("DPJAX_DATA_DIR", raising=False)
+
+
+@pytest.fixture
+def without_tfds(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "tensorflow_datasets" else real(name, *rest),
+    )
+
+
+def arrays(dtype=np.uint8, shape=(28, 28, 1)):
+    def images(count):
+        x = RNG.integers(0, 256, (count, *shape))
+        return x.astype(np.uint8) if dtype == np.uint8 else (x / 255).astype(dtype)
+
+    return {
+        "x_train": images(6),
+        "y_train": RNG.integers(0, 10, 6, dtype=np.uint8),
+        "x_test": images(3),
+        "y_test": RNG.integers(0, 10, 3, dtype=np.uint8),
+    }
+
+
+def test_digits():
+    digits = data.load("digits")
+    (x, y), (x_test, y_test) = digits.train, digits.test
+    assert x.shape == (1437, 8, 8, 1)
+    assert x_test.shape == (360, 8, 8, 1)
+    assert (x.dtype, y.dtype) == (np.float32, np.int32)
+    assert (x.min(), x.max()) == (0.0, 1.0)
+    assert set(y) == set(y_test) == set(range(10))
+    assert digits.classes == 10
+    again = data.load("digits")
+    assert np.array_equal(x, again.train[0])
+    assert np.array_equal(y_test, again.test[1])
+
+
+def test_digits_are_each_in_one_part_only():
+    from sklearn.datasets import load_digits
+
+    digits = data.load("digits")
+    together = np.concatenate([digits.train[0], digits.test[0]]).reshape(-1, 64) * 16
+    assert sorted(map(bytes, together)) == sorted(map(bytes, load_digits().data.astype(np.float32)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
+@pytest.mark.parametrize("shape", [(28, 28, 1), (28, 28)])
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_npz(tmp_path, name, dtype, shape):
+    stored = arrays(dtype, shape)
+    np.savez(tmp_path / f"{name}.npz", **stored)
+    loaded = data.load(name, directory=tmp_path)
+    x, y = loaded.train
+    scale = 255 if dtype == np.uint8 else 1
+    np.testing.assert_allclose(x[..., 0], stored["x_train"].reshape(6, 28, 28) / scale, rtol=1e-6)
+    assert np.array_equal(y, stored["y_train"])
+    assert loaded.test[0].shape == (3, 28, 28, 1)
+    assert (x.dtype, y.dtype) == (np.float32, np.int32)
+    assert (loaded.name, loaded.classes, loaded.note) == (name, 10, "")
+
+
+def test_the_folder_may_come_from_the_environment(tmp_path, monkeypatch):
+    np.savez(tmp_path / "mnist.npz", **arrays())
+    monkeypatch.setenv("DPJAX_DATA_DIR", str(tmp_path))
+    assert data.load("mnist").train[0].shape == (6, 28, 28, 1)
+
+
+def test_jpeg_streams(tmp_path):
+    stored = {}
+    for part, shades in (("train", [0, 100, 255]), ("test", [50])):
+        pieces = []
+        for shade in shades:
+            stream = io.BytesIO()
+            Image.new("RGB", (32, 32), (shade, shade, shade)).save(stream, "jpeg")
+            pieces.append(stream.getvalue())
+        stored[f"jpeg_{part}"] = np.frombuffer(b"".join(pieces), np.uint8)
+        stored[f"offsets_{part}"] = np.cumsum([0, *map(len, pieces)])
+        stored[f"y_{part}"] = np.arange(len(shades), dtype=np.uint8)
+    np.savez(tmp_path / "cifar10.npz", **stored)
+    loaded = data.load("cifar10", directory=tmp_path)
+    assert loaded.train[0].shape == (3, 32, 32, 3)
+    np.testing.assert_allclose(loaded.train[0][:, 5, 5, 0] * 255, [0, 100, 255], atol=2)
+    assert loaded.test[1].tolist() == [0]
+    assert "JPEG" in loaded.note
+
+
+def table(name, rows):
+    columns, separator = (8, ",") if name == "california_housing" else (11, ";")
+    values = RNG.normal(size=(rows, columns)).round(4)
+    values = np.column_stack([values, values.sum(axis=1).round(4)])
+    lines = [separator.join(f'"c{i}"' for i in range(columns + 1))]
+    return "\n".join([*lines, *(separator.join(map(str, row)) for row in values)]), values
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "test_size"),
+    [
+        ("california_housing", "california_housing.csv", 2064),
+        ("wine_quality", "wine_quality_red.csv", 320),
+    ],
+)
+def test_tables(tmp_path, name, file, test_size):
+    text, values = table(name, test_size + 50)
+    (tmp_path / file).write_text(text)
+    loaded = data.load(name, directory=tmp_path)
+    (x, y), (x_test, y_test) = loaded.train, loaded.test
+    assert (len(x), len(x_test)) == (50, test_size)
+    assert loaded.classes is None
+    assert (x.dtype, y.dtype) == (np.float32, np.float32)
+    np.testing.assert_allclose(x.sum(axis=1), y, atol=1e-3)  # rows and targets stay together
+    np.testing.assert_allclose(
+        np.sort(np.concatenate([y, y_test])), np.sort(values[:, -1]), rtol=1e-5
+    )
+    assert not np.allclose(y[:20], values[:20, -1])  # shuffled
+
+
+def test_standardize():
+    x = np.array([[1.0, 10.0], [3.0, 30.0]])
+    got = data.standardize(x, mean=[2.0, 20.0], scale=[1.0, 10.0])
+    assert got.dtype == np.float32
+    assert np.array_equal(got, [[-1, -1], [1, 1]])
+    with pytest.raises(ValueError, match="every scale must be positive"):
+        data.standardize(x, mean=0.0, scale=[1.0, 0.0])
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'minst'.*digits, mnist, fashion_mnist.*wine_quality"):
+        data.load("minst")
+    assert data.NAMES[0] == "digits"
+
+
+@pytest.mark.usefixtures("without_tfds")
+@pytest.mark.parametrize("name", data.NAMES[1:])
+def test_a_missing_file_is_answered_with_what_to_do(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR.*dpjax\[tfds\]") as error:
+        data.load(name, directory=tmp_path)
+    assert str(tmp_path) in str(error.value)
+    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR"):
+        data.load(name)
+
+
+@pytest.mark.parametrize(("name", "package"), [("digits", "sklearn"), ("cifar10", "PIL")])
+def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, name, package):
+    real = builtins.__import__
+
+    def refuse(module, *rest):
+        if module.split(".")[0] == package:
+            raise ImportError(module)
+        return real(module, *rest)
+
+    np.savez(tmp_path / "cifar10.npz", jpeg_train=np.zeros(1, np.uint8))
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r"dpjax\[data\]"):
+        data.load(name, directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"x_test": None}, "another data set"),
+        ({"x_train": np.full((6, 28, 28), 2.0)}, r"numbers in \[0, 1\]"),
+        ({"x_train": np.zeros((6, 28, 28), np.int64)}, "expected bytes"),
+    ],
+)
+def test_wrong_contents_are_refused(tmp_path, change, word):
+    stored = {k: v for k, v in (arrays() | change).items() if v is not None}
+    np.savez(tmp_path / "mnist.npz", **stored)
+    with pytest.raises(ValueError, match=word):
+        data.load("mnist", directory=tmp_path)
+
+
+def test_a_table_that_was_cut_off_is_refused(tmp_path):
+    (tmp_path / "wine_quality_red.csv").write_text(table("wine_quality", 320)[0])
+    with pytest.raises(ValueError, match="cut off"):
+        data.load("wine_quality", directory=tmp_path)
+
+
+# --- TensorFlow Datasets ----------------------------------------------------------------------
+
+
+def fake_tfds(monkeypatch, contents, *, offline=True, tensorflow=False):
+    """Puts a module in the place of TFDS that serves `contents`, and records how it is asked."""
+    asked = []
+
+    def serve(name, *, data_dir, download, **rest):
+        asked.append((name, data_dir, download))
+        if not (offline or download) or contents is None:
+            raise AssertionError("not prepared")
+        return contents
+
+    module = types.SimpleNamespace(data_source=serve, load=serve, as_numpy=lambda batch: batch)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", module)
+    real, known = importlib.util.find_spec, {"tensorflow_datasets": True, "tensorflow": tensorflow}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: known[name] or None if name in known else real(name, *rest),
+    )
+    return asked
+
+
+def rows(count):
+    x = RNG.integers(0, 256, (count, 28, 28, 1), dtype=np.uint8)
+    return [{"image": image, "label": i} for i, image in enumerate(x)]
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_tfds_serves_what_no_file_has_and_downloads_only_if_it_must(tmp_path, monkeypatch, offline):
+    contents = {"train": rows(5), "test": rows(2)}
+    asked = fake_tfds(monkeypatch, contents, offline=offline)
+    loaded = data.load("mnist", directory=tmp_path)
+    np.testing.assert_allclose(loaded.train[0][3] * 255, contents["train"][3]["image"], rtol=1e-6)
+    assert loaded.test[1].tolist() == [0, 1]
+    assert loaded.test[1].dtype == np.int32
+    attempts = [("mnist", str(tmp_path), False), ("mnist", str(tmp_path), True)]
+    assert asked == attempts[: 1 if offline else 2]
+
+
+def test_a_file_is_preferred_to_tfds(tmp_path, monkeypatch):
+    asked = fake_tfds(monkeypatch, None)
+    np.savez(tmp_path / "mnist.npz", **arrays())
+    data.load("mnist", directory=tmp_path)
+    assert not asked
+
+
+# The columns of the wine table as its file has them.
+WINE = """fixed acidity;volatile acidity;citric acid;residual sugar;chlorides;free sulfur dioxide;
+total sulfur dioxide;density;pH;sulphates;alcohol""".replace("\n", "")
+
+
+def test_tfds_tables_keep_the_order_of_the_columns(monkeypatch):
+    features = {name: np.full(400, float(i)) for i, name in enumerate(WINE.split(";"))}
+    shuffled = dict(sorted(features.items(), reverse=True))
+    quality = np.arange(400)
+    contents = {"train": {"features": shuffled, "quality": quality}}
+    asked = fake_tfds(monkeypatch, contents, tensorflow=True)
+    loaded = data.load("wine_quality")
+    assert asked == [("wine_quality/red", None, False)]
+    assert loaded.train[0].shape == (80, 11)
+    assert loaded.train[0][0].tolist() == list(range(11))
+
+
+def test_tfds_without_the_data_is_answered_with_what_to_do(monkeypatch):
+    fake_tfds(monkeypatch, None)
+    with pytest.raises(FileNotFoundError, match=r"mnist.*Without a network.*DPJAX_DATA_DIR"):
+        data.load("mnist")
+    with pytest.raises(FileNotFoundError, match=r"does not have it.*california_housing\.csv"):
+        data.load("california_housing")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_real_tfds_data_set_on_the_disk(tmp_path):
+    pytest.importorskip("importlib_resources")
+    tfds = pytest.importorskip("tensorflow_datasets")
+    stored = rows(4)
+
+    def png(image):
+        stream = io.BytesIO()
+        Image.fromarray(image[..., 0]).save(stream, "png")
+        stream.seek(0)
+        return stream
+
+    class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        name = "mnist"
+        VERSION = tfds.core.Version("3.0.1")
+
+        def _info(self):
+            features = {
+                "image": tfds.features.Image(shape=(28, 28, 1)),
+                "label": tfds.features.ClassLabel(num_classes=10),
+            }
+            features = tfds.features.FeaturesDict(features)
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, manager):
+            del manager
+            return {part: self._generate_examples() for part in ("train", "test")}
+
+        def _generate_examples(self):
+            for row in stored:
+                yield row["label"], {"image": png(row["image"]), "label": row["label"]}
+
+    Mnist(data_dir=tmp_path, file_format="array_record").download_and_prepare()
+    loaded = data.load("mnist", directory=tmp_path)
+    for image, label in zip(*loaded.train, strict=True):
+        np.testing.assert_allclose(image * 255, stored[label]["image"], rtol=1e-6)
+    assert sorted(loaded.test[1]) == [0, 1, 2, 3]
+
+
+# --- the real sets ----------------------------------------------------------------------------
+
+real = pytest.mark.skipif(REAL is None, reason="DPJAX_DATA_DIR is not set")
+
+
+@real
+@pytest.mark.parametrize(
+    ("name", "mean", "deviation"), [("mnist", 0.1307, 0.3081), ("fashion_mnist", 0.2860, 0.3530)]
+)
+def test_real_images(name, mean, deviation):
+    x, y = data.load(name, directory=REAL).train
+    assert (x.shape, y.shape) == ((60_000, 28, 28, 1), (60_000,))
+    assert x.mean(dtype=np.float64) == pytest.approx(mean, abs=1e-4)
+    assert x.std(dtype=np.float64) == pytest.approx(deviation, abs=1e-4)
+
+
+@real
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("california_housing", ((18_576, 8), (2_064, 8))),
+        ("wine_quality", ((1_279, 11), (320, 11))),
+    ],
+)
+def test_real_tables(name, shapes):
+    loaded = data.load(name, directory=REAL)
+    assert (loaded.train[0].shape, loaded.test[0].shape) == shapes
+    assert all(np.isfinite(part).all() for part in (*loaded.train, *loaded.test))
+
+
+@real
+@pytest.mark.slow
+def test_real_jpeg_copies():
+    loaded = data.load("cifar10", directory=REAL)
+    assert loaded.train[0].shape == (50_000, 32, 32, 3)
+    mean = loaded.train[0].mean(axis=(0, 1, 2), dtype=np.float64)
+    np.testing.assert_allclose(mean, [0.4913, 0.4821, 0.4465], atol=1e-3)
+    assert "JPEG" in loaded.note

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: what is written down, what fits, what is refused."""
+
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import clipping, ledger, sampling
+
+
+def make(multiplier=1.1, steps=14_063):
+    return dpjax.Mechanism(
+        sampling=sampling.poisson(60_000, 256),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=multiplier,
+        steps=steps,
+    )
+
+
+def walk(mechanism, steps, budget=None):
+    book = ledger.empty()
+    for _ in range(steps):
+        book = ledger.admit(book, mechanism, budget)
+    return book
+
+
+@pytest.mark.parametrize(("epsilon", "last"), [(1.0, 1709), (2.0, 8642), (3.0, 18_338)])
+def test_the_last_step_that_fits(epsilon, last):
+    budget = ledger.Budget(epsilon=epsilon, delta=1e-5)
+    fits = ledger.affordable(make(steps=25_000), budget)
+    assert fits == pytest.approx(last, rel=0.003)
+
+
+def test_the_last_step_that_fits_by_pld():
+    budget = ledger.Budget(epsilon=2.0, delta=1e-5, method="pld")
+    assert ledger.affordable(make(), budget) == pytest.approx(10_206, rel=0.003)
+
+
+def test_steps_that_fit_at_sampling_rate_one_tenth():
+    """2.0 at delta 1e-6 with multiplier 3 lasts 155 steps (PLD)."""
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(1000, 100),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=3.0,
+        steps=512,
+    )
+    budget = ledger.Budget(epsilon=2.0, delta=1e-6, method="pld")
+    assert ledger.affordable(mechanism, budget) == 155
+
+
+def test_equal_steps_share_a_row_and_order_is_kept():
+    book = walk(make(lambda t: 3.0 - t // 2, steps=6), 5)
+    np.testing.assert_array_equal(book.multipliers, [3.0, 2.0, 1.0])
+    np.testing.assert_array_equal(book.counts, [2, 2, 1])
+    np.testing.assert_array_equal(book.expand(), [3, 3, 2, 2, 1])
+    assert book.steps == 5
+
+
+def test_what_ran_costs_what_was_planned_and_less_if_it_stopped():
+    mechanism = make(steps=30)
+    full, half = walk(mechanism, 30), walk(mechanism, 15)
+    assert ledger.epsilon(full, mechanism, 1e-5) == mechanism.epsilon(1e-5)
+    assert 0 < ledger.epsilon(half, mechanism, 1e-5) < mechanism.epsilon(1e-5)
+    assert ledger.epsilon(ledger.empty(), mechanism, 1e-5) == 0.0
+
+
+def test_admitting_leaves_the_old_ledger_alone():
+    mechanism = make(steps=5)
+    one = walk(mechanism, 1)
+    two = ledger.admit(one, mechanism)
+    assert (one.steps, two.steps) == (1, 2)
+
+
+def test_the_step_after_the_last_is_refused():
+    mechanism = make(steps=3)
+    with pytest.raises(ledger.Refused, match="step 4 of 3 planned steps"):
+        ledger.admit(walk(mechanism, 3), mechanism)
+
+
+def test_the_step_that_would_pass_the_budget_is_refused_in_words():
+    mechanism = make(lambda t: 1.0 + 0 * t, steps=1000)
+    budget = ledger.Budget(epsilon=1.0, delta=1e-5)
+    fits = ledger.affordable(mechanism, budget)
+    assert mechanism.epsilon_of(mechanism.multipliers[:fits], 1e-5) <= 1.0
+    assert mechanism.epsilon_of(mechanism.multipliers[: fits + 1], 1e-5) > 1.0
+    book = walk(mechanism, fits, budget)
+    with pytest.raises(ledger.Refused, match=rf"the budget is 1 \(rdp\). {fits} of 1000 steps fit"):
+        ledger.admit(book, mechanism, budget)
+    with pytest.raises(ledger.Refused, match="these 1000 steps would bring epsilon"):
+        ledger.require(ledger.empty(), mechanism, 1000, budget)
+
+
+def test_a_ledger_of_another_mechanism_is_refused():
+    book = walk(make(2.0, steps=5), 2)
+    with pytest.raises(ledger.Refused, match="other noise multipliers"):
+        ledger.admit(book, make(1.0, steps=5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": 0.0, "delta": 1e-5}, "positive epsilon"),
+        ({"epsilon": 1.0, "delta": 1.0}, "delta"),
+        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, "an estimate"),
+        ({"epsilon": 1.0, "delta": 1e-5, "method": "best"}, "best"),
+    ],
+)
+def test_budgets_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ledger.Budget(**options)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses: closed forms, finite differences, edges, and the step from model to loss."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from scipy import special
+
+from dpjax import losses, models
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+LOGITS = np.array([2.0, -1.0, 0.5, 3.0], np.float32)
+PREDICTION = np.array([3.0, -0.25, 0.0], np.float32)
+TARGET = np.array([1.0, 0.25, 0.5], np.float32)
+
+
+@pytest.mark.parametrize("label", range(4))
+def test_cross_entropy_and_its_gradient(label):
+    value, slope = jax.value_and_grad(losses.cross_entropy)(jnp.asarray(LOGITS), jnp.array(label))
+    assert value == pytest.approx(-special.log_softmax(LOGITS)[label], rel=1e-6)
+    np.testing.assert_allclose(slope, special.softmax(LOGITS) - np.eye(4)[label], atol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, 5.0])
+@pytest.mark.parametrize("label", range(4))
+def test_focal(gamma, label):
+    p = special.softmax(LOGITS.astype(np.float64))[label]
+    value = losses.focal(gamma)(jnp.asarray(LOGITS), jnp.array(label))
+    assert value == pytest.approx(-((1 - p) ** gamma) * np.log(p), rel=1e-5)
+
+
+def test_focal_without_gamma_is_the_cross_entropy():
+    x, y = jnp.asarray(LOGITS), jnp.array(1)
+    focal, plain = (jax.value_and_grad(f)(x, y) for f in (losses.focal(0.0), losses.cross_entropy))
+    np.testing.assert_allclose(focal[0], plain[0], rtol=1e-6)
+    np.testing.assert_allclose(focal[1], plain[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "value", "slope"),
+    [
+        (losses.squared_error, (4 + 0.25 + 0.25) / 2, [2.0, -0.5, -0.5]),
+        (losses.absolute, 3.0, [1.0, -1.0, -1.0]),
+        (losses.huber(1.0), 1.5 + 0.125 + 0.125, [1.0, -0.5, -0.5]),
+        (losses.huber(0.25), 0.25 * (2 - 0.125) + 2 * 0.25 * (0.5 - 0.125), [0.25, -0.25, -0.25]),
+        (losses.huber(1e9), 2.25, [2.0, -0.5, -0.5]),
+    ],
+)
+def test_regression_losses(loss, value, slope):
+    got = jax.value_and_grad(loss)(jnp.asarray(PREDICTION), jnp.asarray(TARGET))
+    assert got[0] == pytest.approx(value, rel=1e-6)
+    np.testing.assert_allclose(got[1], slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal(0.5), losses.focal(3.0)])
+def test_finite_differences_of_classification(loss):
+    check_grads(lambda x: loss(x, jnp.array(2)), (jnp.asarray(LOGITS),), 1, ("rev",), eps=1e-2)
+
+
+@pytest.mark.parametrize("loss", [losses.squared_error, losses.absolute, losses.huber(0.3)])
+def test_finite_differences_of_regression(loss):
+    check_grads(
+        lambda x: loss(x, jnp.asarray(TARGET)), (jnp.asarray(PREDICTION),), 1, ("rev",), eps=1e-2
+    )
+
+
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal(0.5), losses.focal(2.0)])
+@pytest.mark.parametrize("label", [0, 1])
+def test_huge_logits_stay_finite(loss, label):
+    value, slope = jax.value_and_grad(loss)(jnp.array([1e4, -1e4, 0.0]), jnp.array(label))
+    assert value == pytest.approx([0.0, 2e4][label])
+    assert jnp.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal()])
+@pytest.mark.parametrize("label", [-1, 4, 300])
+def test_a_label_outside_the_classes_has_no_loss_and_no_gradient(loss, label):
+    value, slope = jax.value_and_grad(loss)(jnp.asarray(LOGITS), jnp.array(label))
+    assert jnp.isnan(value)
+    assert not slope.any()
+
+
+def test_a_perfect_prediction_has_no_gradient():
+    same = jnp.asarray(TARGET)
+    for loss in (losses.squared_error, losses.absolute, losses.huber()):
+        assert not jax.grad(loss)(same, same).any()
+
+
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal()])
+def test_half_precision_is_summed_in_float32(loss):
+    assert loss(jnp.asarray(LOGITS, jnp.bfloat16), jnp.array(0)).dtype == jnp.float32
+
+
+def test_one_number_may_meet_a_scalar_target():
+    assert losses.squared_error(jnp.array([3.0]), jnp.array(1.0)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2, int)), "jax.vmap"),
+        (lambda: losses.cross_entropy(jnp.zeros(3), jnp.zeros(3)), "one whole number"),
+        (lambda: losses.squared_error(jnp.zeros(3), jnp.array(1)), "one_hot"),
+        (lambda: losses.squared_error(jnp.zeros((5, 1)), jnp.zeros(5)), "same shape"),
+        (lambda: losses.focal(-1.0), "gamma must be at least 0"),
+        (lambda: losses.huber(0.0), "delta must be positive"),
+    ],
+)
+def test_errors_teach(call, word):
+    with pytest.raises(ValueError, match=word):
+        call()
+
+
+def some_params(model, x):
+    """Parameters of the right shapes without compiling an initialiser."""
+    shapes = jax.eval_shape(model.init, KEY, x)["params"]
+    return jax.tree.map(lambda leaf: RNG.normal(size=leaf.shape).astype("f4"), shapes)
+
+
+def test_of_is_the_loss_of_the_output():
+    model = models.MLP(features=(4,), classes=3)
+    x, y = RNG.normal(size=5).astype("f4"), jnp.array(2)
+    params = some_params(model, x)
+    loss = losses.of(model, losses.cross_entropy)
+    expected = losses.cross_entropy(model.apply({"params": params}, x), y)
+    assert loss(params, (x, y)) == expected
+
+
+def test_of_gives_per_example_gradients_under_vmap():
+    model = models.MLP(features=(), classes=3)
+    x, y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
+    params = some_params(model, x[0])
+    grad = jax.grad(losses.of(model, losses.cross_entropy))
+    grads = jax.jit(jax.vmap(grad, (None, 0)))(params, (x, y))
+    error = jax.nn.softmax(model.apply({"params": params}, x)) - jax.nn.one_hot(y, 3)
+    np.testing.assert_allclose(
+        grads["Dense_0"]["kernel"], x[:, :, None] * error[:, None], atol=1e-6
+    )
+
+
+class Normalised(nn.Module):
+    """A model that mixes the examples of a batch."""
+
+    @nn.compact
+    def __call__(self, x, average=False):
+        return nn.BatchNorm(use_running_average=average)(nn.Dense(3)(x))
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_of_refuses_batch_statistics(average):
+    shapes = jax.eval_shape(lambda x: Normalised().init(KEY, x, average=average), np.zeros(5))
+    variables = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
+    loss = losses.of(Normalised(), losses.cross_entropy, average=average)
+    for params in (variables, variables["params"]):
+        with pytest.raises(ValueError, match=r"Batch statistics mix.*GroupNorm"):
+            loss(params, (jnp.zeros(5), jnp.array(0)))
+
+
+def test_of_refuses_the_whole_dictionary_of_variables():
+    model = models.MLP()
+    with pytest.raises(ValueError, match=r"inner tree: model.init\(...\)\[\"params\"\]"):
+        losses.of(model, losses.cross_entropy)(
+            {"params": some_params(model, np.zeros(5))}, (np.zeros(5), np.array(0))
+        )
+
+
+def test_of_passes_options_on():
+    loss = losses.of(Dropped(), losses.squared_error, train=False)
+    assert loss({}, (jnp.ones(3), jnp.zeros(3))) == 1.5
+
+
+class Dropped(nn.Module):
+    """A model that behaves otherwise in training."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.5)(x, deterministic=not train)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mechanism: one description, run and accounted."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax import clipping, sampling, schedules
+
+
+def make(**changes):
+    description = {
+        "sampling": sampling.poisson(60_000, 600),
+        "clipping": clipping.flat(1.0),
+        "noise_multiplier": 1.0,
+        "steps": 2000,
+        **changes,
+    }
+    return dpjax.Mechanism(**description)
+
+
+CURRICULA = [
+    ("exponential-down", 2.6130),
+    ("exponential-up", 2.6130),
+    ("piecewise-down", 1.6398),
+    ("piecewise-up", 1.6398),
+    ("linear-down", 1.3994),
+    ("linear-up", 1.3994),
+    ("quadratic-down", 1.3213),
+    ("quadratic-up", 1.6949),
+    ("logarithmic-up", 1.2859),
+]
+
+
+@pytest.mark.parametrize(("name", "want"), CURRICULA)
+def test_the_noise_curricula_cost_what_the_paper_printed(name, want):
+    mechanism = make(noise_multiplier=schedules.CURRICULA[name]())
+    assert mechanism.epsilon(1e-5) == pytest.approx(want, abs=0.001)
+
+
+def test_group_multipliers_are_joined_before_sampling():
+    """k groups share one sample: the joint multiplier is amplified, not each group's."""
+    mechanism = make(
+        sampling=sampling.poisson(60_000, 256),
+        clipping=clipping.grouped(1.0, 8),
+        noise_multiplier=(1.1 * math.sqrt(8),) * 8,
+        steps=14_063,
+    )
+    assert mechanism.epsilon(1e-5) == pytest.approx(2.5967, rel=0.002)
+    small = make(
+        sampling=sampling.poisson(1000, 20),
+        clipping=clipping.grouped(1.0, 2),
+        noise_multiplier=(2.0, 1.5),
+        steps=100,
+    )
+    assert small.epsilon(1e-5, "pld") == pytest.approx(0.9354, rel=0.005)
+
+
+def test_the_papers_own_grouped_noise_is_reported_honestly():
+    """Noise of 1.1 bounds on 8 groups is a multiplier of .3889, whatever it is called."""
+    mechanism = make(
+        sampling=sampling.poisson(60_000, 256),
+        clipping=clipping.grouped(1.0, 8),
+        noise_multiplier=(1.1,) * 8,
+        steps=14_063,
+    )
+    assert mechanism.multipliers[0] == pytest.approx(0.3889, abs=1e-4)
+    assert mechanism.epsilon(1e-5, "pld") == pytest.approx(58.0176, rel=0.005)
+
+
+def test_heterogeneous_noise_is_not_averaged():
+    mechanism = make(
+        sampling=sampling.poisson(1000, 20),
+        noise_multiplier=lambda t: jnp.where(t < 50, 2.0, 1.0),
+        steps=100,
+    )
+    assert mechanism.epsilon(1e-5, "pld") == pytest.approx(1.1698, rel=0.005)
+    assert mechanism.epsilon(1e-5) == pytest.approx(1.6291, rel=0.002)
+
+
+def test_calibration():
+    base = make(sampling=sampling.poisson(60_000, 256), steps=14_063)
+    calibrated = base.calibrate(2.0, 1e-5)
+    assert calibrated.noise_multiplier == pytest.approx(1.2953, abs=0.001)
+    assert calibrated.epsilon(1e-5) <= 2.0
+    linear = make(noise_multiplier=schedules.linear_down()).calibrate(2.0, 1e-5)
+    assert linear.multipliers[0] / 5 == pytest.approx(0.8600, abs=0.002)
+    assert linear.multipliers[-1] * 5 == pytest.approx(linear.multipliers[0], rel=1e-6)
+
+
+def test_delta_of_epsilon():
+    mechanism = make()
+    assert mechanism.delta(mechanism.epsilon(1e-5)) == pytest.approx(1e-5, rel=1e-3)
+
+
+def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
+    mechanism = make(
+        sampling=sampling.poisson(60_000, 256),
+        clipping=clipping.flat(3.0),
+        noise_multiplier=0.0,
+    )
+    link = mechanism.privatize(jax.random.key(0))
+    out, _ = link.update(jnp.full(3, 256.0), link.init(jnp.zeros(3)))
+    np.testing.assert_allclose(out, 1.0)
+
+
+class TestHorizon:
+    def test_a_step_past_the_plan_raises(self):
+        link = make(steps=2).privatize(jax.random.key(0))
+        state = link.init(jnp.zeros(3))
+        for _ in range(2):
+            _, state = link.update(jnp.zeros(3), state)
+        with pytest.raises(ValueError, match="step 3 of 2 planned"):
+            link.update(jnp.zeros(3), state)
+
+    def test_inside_jit_it_releases_nothing(self):
+        link = make(steps=2).privatize(jax.random.key(0))
+        update, state = jax.jit(link.update), link.init(jnp.zeros(3))
+        for _ in range(2):
+            out, state = update(jnp.zeros(3), state)
+            assert np.all(np.isfinite(out))
+        out, _ = update(jnp.zeros(3), state)
+        assert np.all(np.isnan(out))
+
+
+def test_privatize_chains_with_any_optimizer():
+    chain = optax.chain(make().privatize(jax.random.key(0)), optax.adam(1e-3))
+    params = {"w": jnp.zeros(3)}
+    updates, _ = chain.update(params, chain.init(params), params)
+    assert np.all(np.isfinite(updates["w"]))
+
+
+def test_runs_without_noise_or_bound_are_reported_as_not_private():
+    assert make(noise_multiplier=0.0).epsilon(1e-5) == math.inf
+    unbounded = make(clipping=clipping.flat(math.inf), noise_multiplier=0.0)
+    assert unbounded.epsilon(1e-5) == math.inf
+    assert make(steps=0).epsilon(1e-5) == 0.0
+
+
+def test_replace_one_is_asked_for_and_doubled():
+    full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
+    assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)
+    replaced = make(
+        sampling=sampling.full(100), noise_multiplier=2.0, steps=1, neighbours="replace-one"
+    )
+    assert replaced.epsilon(1e-5, "pld") == pytest.approx(4.377, rel=0.005)
+    assert replaced.epsilon(1e-5) == pytest.approx(4.7285, rel=0.002)
+    with pytest.raises(ValueError, match="pld"):
+        make(neighbours="replace-one").epsilon(1e-5)
+
+
+TEACHES = [
+    ({"steps": 1.5}, "whole number of steps"),
+    ({"steps": -1}, "whole number of steps"),
+    ({"noise_multiplier": -1.0}, "standard deviation divided by the sensitivity"),
+    ({"noise_multiplier": lambda t: 1.0 - t}, "negative or NaN at step 2"),
+    ({"noise_multiplier": (1.0, 2.0)}, "2 multipliers"),
+    ({"clipping": clipping.flat(math.inf)}, "no finite noise"),
+    ({"neighbours": "someone"}, "someone"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), TEACHES)
+def test_errors_teach(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_zero_noise_cannot_be_calibrated():
+    with pytest.raises(ValueError, match="no factor makes that private"):
+        make(noise_multiplier=0.0).calibrate(1.0, 1e-5)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise: tails, dtypes, keys, schedules, and what it refuses."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+
+import dpjax
+from dpjax import clipping, noise, schedules, trees, types
+
+RULE = clipping.flat(1.0)
+
+
+def run(link, tree, steps=1):
+    state, outs = link.init(tree), []
+    for _ in range(steps):
+        out, state = link.update(tree, state)
+        outs.append(out)
+    return outs
+
+
+def test_the_support_reaches_beyond_seven_on_both_sides():
+    """The transform itself, at the extreme words that a generator can give."""
+    word = lambda *values: jnp.array(values, jnp.uint32)  # noqa: E731
+    smallest = word(0, 0, 0, 0)
+    axes = word(*((1 << 21) + quarter * (1 << 22) for quarter in range(4)))
+    along, across = noise._box_muller(smallest, axes)
+    for values in (along, across):
+        assert float(jnp.max(values)) > 7.0
+        assert float(jnp.min(values)) < -7.0
+    for words in (word(0, 2**32 - 1, 2**31, 2**31 - 1), word(0, 2**32 - 1, 12345, 2**31)):
+        for a in words:
+            for b in words:
+                assert np.all(np.isfinite(noise._box_muller(a[None], b[None])))
+
+
+def test_the_distribution_is_normal():
+    z = np.asarray(noise.standard_normal(jax.random.key(0), (2_000_001,)), np.float64)
+    assert z.shape == (2_000_001,)
+    assert scipy.stats.kstest(z, "norm").pvalue > 1e-3
+    assert z.mean() == pytest.approx(0, abs=0.004)
+    assert z.var() == pytest.approx(1, abs=0.005)
+    assert scipy.stats.skew(z) == pytest.approx(0, abs=0.01)
+    assert scipy.stats.kurtosis(z) == pytest.approx(0, abs=0.02)
+    for edge in (2.0, 3.0, 4.0):
+        expected = 2 * scipy.stats.norm.sf(edge) * z.size
+        found = np.sum(np.abs(z) > edge)
+        assert abs(found - expected) < 5 * math.sqrt(expected)
+    # The two halves of each Box-Muller pair know nothing of each other.
+    along, across = z[:1_000_000], z[1_000_001:]
+    for f in (lambda x: x, np.abs, lambda x: x**2):
+        assert abs(np.corrcoef(f(along), f(across))[0, 1]) < 0.005
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 3)])
+def test_any_shape(shape):
+    assert noise.standard_normal(jax.random.key(0), shape).shape == shape
+
+
+def test_float64_noise_is_drawn_in_float64():
+    with jax.enable_x64(True):
+        z = noise.standard_normal(jax.random.key(0), (1000,), jnp.float64)
+        assert z.dtype == jnp.float64
+        assert np.any(np.asarray(z) != np.asarray(z).astype(np.float32))
+
+
+def test_narrow_noise_is_refused_and_narrow_leaves_get_wide_noise():
+    with pytest.raises(ValueError, match="never drawn in less than float32"):
+        noise.standard_normal(jax.random.key(0), (3,), jnp.bfloat16)
+    link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
+    (out,) = run(link, {"w": jnp.zeros(1_000_000, jnp.bfloat16)})
+    assert out["w"].dtype == jnp.float32
+    assert float(jnp.max(jnp.abs(out["w"]))) >= 4.3
+    assert np.unique(out["w"]).size >= 500_000
+    assert np.unique(out["w"].astype(jnp.bfloat16)).size >= 2000
+
+
+@pytest.mark.parametrize(("bound", "multiplier"), [(3, 2), (1, 5), (100, 4), (1, 90)])
+def test_the_deviation_is_multiplier_times_bound(bound, multiplier):
+    link = noise.gaussian(multiplier, clipping.flat(bound), key=jax.random.key(1))
+    (out,) = run(link, jnp.zeros(1_000_000))
+    assert np.std(out) == pytest.approx(bound * multiplier, rel=0.005)
+
+
+def test_the_noise_follows_its_schedule_step_by_step():
+    schedule = schedules.linear_down(epochs=5, steps_per_epoch=2)
+    link = noise.gaussian(schedule, clipping.flat(2.0), key=jax.random.key(0))
+    deviations = [np.std(out) / 2 for out in run(link, jnp.zeros(400_000), steps=12)]
+    np.testing.assert_allclose(deviations, [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1, 1], rtol=0.01)
+
+
+def test_the_stream_is_a_function_of_root_purpose_and_step():
+    root, like = jax.random.key(9), {"w": jnp.zeros(5)}
+    outs = run(noise.gaussian(1.0, RULE, key=root), like, steps=3)
+    for step, out in enumerate(outs):
+        key = jax.random.fold_in(jax.random.fold_in(root, types.Purpose.NOISE), step)
+        want = trees.random_like(noise.standard_normal, key, like)
+        np.testing.assert_array_equal(out["w"], want["w"])
+
+
+def test_update_is_a_pure_function_of_its_state():
+    link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
+    state = link.init(jnp.zeros(5))
+    first, _ = link.update(jnp.zeros(5), state)
+    again, _ = jax.jit(link.update)(jnp.zeros(5), state)
+    np.testing.assert_allclose(first, again, rtol=1e-6)
+
+
+class TestKeys:
+    def test_there_is_no_default_key(self):
+        with pytest.raises(TypeError, match="key"):
+            noise.gaussian(1.0, RULE)
+
+    def test_secret_keys_differ(self):
+        keys = {tuple(np.asarray(jax.random.key_data(noise.secret_key()))) for _ in range(64)}
+        assert len(keys) == 64
+
+    def test_a_link_starts_one_run(self):
+        link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
+        link.init(jnp.zeros(3))
+        with pytest.raises(ValueError, match="already started a run"):
+            link.init(jnp.zeros(3))
+
+    def test_a_replay_is_asked_for(self):
+        link = noise.gaussian(1.0, RULE, key=jax.random.key(0), replay=True)
+        (first,), (second,) = run(link, jnp.zeros(3)), run(link, jnp.zeros(3))
+        np.testing.assert_allclose(first, second, rtol=0)
+
+    def test_shapes_can_be_asked_for_without_starting(self):
+        link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
+        jax.eval_shape(link.init, jnp.zeros(3))
+        link.init(jnp.zeros(3))
+
+    def test_old_style_keys_work(self):
+        (out,) = run(noise.gaussian(1.0, RULE, key=jax.random.PRNGKey(0)), jnp.zeros(3))
+        (new,) = run(noise.gaussian(1.0, RULE, key=jax.random.key(0)), jnp.zeros(3))
+        np.testing.assert_array_equal(out, new)
+
+
+class TestMultiSteps:
+    def test_it_is_refused(self):
+        link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
+        accumulated = optax.MultiSteps(optax.chain(link, optax.sgd(0.1)), every_k_schedule=4)
+        with pytest.raises(ValueError, match=r"MultiSteps.*microbatch_size"):
+            accumulated.init(jnp.zeros(3))
+
+    def test_it_is_refused_as_a_transformation_and_inside_a_mechanism(self):
+        mechanism = dpjax.Mechanism(
+            sampling=dpjax.sampling.full(4), clipping=RULE, noise_multiplier=1.0, steps=3
+        )
+        link = optax.chain(mechanism.privatize(jax.random.key(0)), optax.sgd(0.1))
+        with pytest.raises(ValueError, match="MultiSteps"):
+            optax.MultiSteps(link, 2).gradient_transformation().init(jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "rule", "message"),
+    [
+        (-1.0, RULE, "expected a number >= 0"),
+        (math.nan, RULE, "expected a number >= 0"),
+        ((1.0, 2.0), RULE, "2 multipliers for a rule with 1 groups"),
+        ((1.0, -2.0), clipping.grouped(1.0, 2), "expected a number >= 0"),
+        (1.0, clipping.flat(math.inf), "no finite noise hides one example"),
+        (schedules.linear_down(), clipping.flat(math.inf), "no finite noise"),
+    ],
+)
+def test_errors_teach(multiplier, rule, message):
+    with pytest.raises(ValueError, match=message):
+        noise.gaussian(multiplier, rule, key=jax.random.key(0))

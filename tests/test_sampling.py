@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers: events and claims.  How draws behave is among the laws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax import clipping, sampling, schedules
+
+LINEAR = schedules.linear_down(epochs=20, steps_per_epoch=100)
+
+
+def epsilon(sampler, multiplier, steps, method="rdp", delta=1e-5, **options):
+    return dpjax.Mechanism(
+        sampling=sampler,
+        clipping=clipping.flat(1.0),
+        noise_multiplier=multiplier,
+        steps=steps,
+        **options,
+    ).epsilon(delta, method)
+
+
+def test_poisson_is_amplified():
+    assert epsilon(sampling.poisson(60_000, 600), 1.0, 2000, "pld") == pytest.approx(
+        2.5839, rel=0.005
+    )
+
+
+@pytest.mark.parametrize(("multiplier", "want"), [(1.0, 28.3735), (1.38, 18.4369)])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        sampling.shuffled(60_000, 600),
+        sampling.curriculum(np.arange(60_000), 600, public=True),
+    ],
+    ids=["shuffled", "public order"],
+)
+def test_shuffled_and_fixed_orders_are_one_gaussian_an_epoch(sampler, multiplier, want):
+    assert epsilon(sampler, multiplier, 2000, "pld") == pytest.approx(want, rel=0.005)
+
+
+def test_an_epoch_is_counted_by_its_worst_step():
+    within = epsilon(sampling.shuffled(1000, 10), lambda t: 4.0 - 3.0 * (t % 100 == 50), 200)
+    constant = epsilon(sampling.shuffled(1000, 10), 1.0, 200)
+    assert within == pytest.approx(constant)
+    assert epsilon(sampling.shuffled(60_000, 600), LINEAR, 2000, "pld") == pytest.approx(
+        10.5353, rel=0.005
+    )
+
+
+def test_shuffled_neighbours_are_zero_out_and_replace_one_doubles():
+    sampler = sampling.shuffled(60_000, 600)
+    assert epsilon(sampler, 1.38, 2000, "pld", neighbours="replace-one") == pytest.approx(
+        47.8798, rel=0.005
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampler", "multiplier", "steps", "want"),
+    [
+        (sampling.fixed(60_000, 600), 1.0, 2000, 31.8475),
+        (sampling.fixed(10_000, 100), 2.0, 1000, 3.576),
+        (sampling.fixed(10_000, 100), 1.0, 1000, 20.99),
+    ],
+)
+def test_fixed_batches_are_accounted_for_replace_one(sampler, multiplier, steps, want):
+    assert epsilon(sampler, multiplier, steps) == pytest.approx(want, rel=0.002)
+    with pytest.raises(ValueError, match="replace-one"):
+        epsilon(sampler, multiplier, steps, neighbours="add-or-remove")
+
+
+def test_an_order_made_from_private_data_is_not_private():
+    scores = jax.random.normal(jax.random.key(0), (100,))
+    sampler = sampling.curriculum(np.argsort(scores), 10)
+    assert epsilon(sampler, 5.0, 10) == np.inf
+    assert "not private" in sampler.claim
+
+
+def test_full_batches_are_plain_gaussians():
+    assert epsilon(sampling.full(1279), 35.0, 2000, "pld", delta=1 / (1.1 * 1279)) == pytest.approx(
+        4.3959, rel=0.002
+    )
+    assert epsilon(sampling.poisson(1279, 1279), 35.0, 2000) == epsilon(
+        sampling.full(1279), 35.0, 2000
+    )
+
+
+def test_a_rate_of_one_draws_everyone():
+    draw = sampling.poisson(50, 50).draw(jax.random.key(0), 3)
+    assert int(draw.size) == 50
+
+
+def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted():
+    """Coins are whole numbers below 2^32; the threshold is rounded down, never up."""
+    for examples, batch in [(3, 1), (7, 2.5), (60_000, 256), (10**6, 0.001)]:
+        sampler = sampling.poisson(examples, batch)
+        threshold = int(np.floor(sampler.sampling_rate * 2**32))
+        assert threshold / 2**32 <= sampler.sampling_rate
+        assert threshold > 0
+
+
+@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
+def test_every_sampler_says_what_is_proved(name):
+    sampler = getattr(sampling, name)(100, 10)
+    assert len(sampler.claim) > 20
+    assert sampler.draw(jax.random.key(0), jnp.int32(2)).indices.shape == (sampler.capacity,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sampling.poisson(100, 101), "batch size was tuned for a larger data set"),
+        (lambda: sampling.poisson(100, 0), "more than 0"),
+        (lambda: sampling.poisson(0, 1), "at least 1"),
+        (lambda: sampling.poisson(2**31, 0.25), "expected number of examples"),
+        (lambda: sampling.shuffled(100, 2.5), "whole number"),
+        (lambda: sampling.fixed(10, 11), "swapped"),
+        (lambda: sampling.curriculum([0.3, 0.1], 1), "np.argsort"),
+    ],
+)
+def test_errors_teach(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic on trees: widths, norms, sums, keys."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import trees, types
+
+
+def test_wide():
+    assert trees.wide(jnp.float16) == trees.wide(jnp.bfloat16) == jnp.float32
+    assert trees.wide(jnp.float64) == jnp.float64
+    for dtype in (jnp.int32, jnp.complex64, jnp.bool_):
+        with pytest.raises(TypeError, match="real floating-point leaves"):
+            trees.wide(dtype)
+
+
+def test_norms_are_taken_within_groups():
+    gradients = [jnp.full((2, 4), 3.0), jnp.full((2, 1), 8.0), jnp.full((2, 2, 2), 1.0)]
+    norms = trees.group_norms(gradients, (0, 0, 1), 2)
+    np.testing.assert_allclose(norms, [[10.0, 2.0]] * 2)
+    assert trees.group_norms(gradients, (0, 0, 0), 1).shape == (2, 1)
+
+
+@pytest.mark.parametrize("value", [1e-4, 300.0])
+def test_norms_of_half_precision_are_those_of_single(value):
+    narrow = {"w": jnp.full((1, 4096), value, jnp.float16)}
+    want = float(jnp.float16(value)) * 64
+    assert float(trees.group_norms(narrow, (0,), 1)[0, 0]) == pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_factor_of_zero_silences_anything(bad):
+    gradients = {"w": jnp.array([[1.0, 2.0], [bad, bad]])}
+    total = trees.scaled_sum(gradients, jnp.array([[2.0], [0.0]]), (0,))
+    np.testing.assert_array_equal(total["w"], [2.0, 4.0])
+
+
+def test_keys_of_purposes_steps_and_leaves_differ():
+    root = jax.random.key(0)
+    keys = [trees.step_key(root, purpose, step) for purpose in types.Purpose for step in range(5)]
+    data = {tuple(np.asarray(jax.random.key_data(key))) for key in keys}
+    assert len(data) == 5 * len(types.Purpose)
+    tree = trees.random_like(
+        lambda key, shape, dtype: jax.random.normal(key, shape, dtype),
+        root,
+        {"a": jnp.zeros(3), "b": jnp.zeros(3, jnp.bfloat16)},
+    )
+    assert not np.any(np.asarray(tree["a"]) == np.asarray(tree["b"]))
+    assert tree["b"].dtype == jnp.float32
+
+
+def test_leading_size_teaches():
+    assert trees.leading_size((jnp.zeros((3, 2)), jnp.zeros(3))) == 3
+    for bad in ((jnp.zeros((3, 2)), jnp.zeros(4)), jnp.zeros(()), ()):
+        with pytest.raises(ValueError, match="leading axis of one length"):
+            trees.leading_size(bad)
