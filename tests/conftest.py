@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import tempfile
 
 import hypothesis
 import jax
@@ -22,4 +23,7 @@ hypothesis.settings.load_profile("dpjax")
 if expected := os.environ.get("DPJAX_TESTED_SOURCES"):
     assert pathlib.Path(dpjax.__file__).is_relative_to(expected), dpjax.__file__
 
-jax.config.update("jax_numpy_dtype_promotion", "standard")
+# Most of a test's time is compilation; programs are shared between tests, workers and runs.
+jax.config.update("jax_compilation_cache_dir", f"{tempfile.gettempdir()}/dpjax-tests-{os.getuid()}")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -142,6 +142,12 @@ def test_runs_without_noise_or_bound_are_reported_as_not_private():
     assert make(steps=0).epsilon(1e-5) == 0.0
 
 
+def test_an_infinite_bound_is_never_private():
+    """Whatever multiplier a ledger may hold, no noise hides an unbounded example."""
+    unbounded = make(clipping=clipping.flat(math.inf), noise_multiplier=0.0)
+    assert unbounded.epsilon_of(np.ones(10), 1e-5) == math.inf
+
+
 def test_replace_one_is_asked_for_and_doubled():
     full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
     assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)

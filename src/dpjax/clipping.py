@@ -15,12 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from dpjax import trees
 from dpjax.types import Clipping, Partition, PyTree
@@ -41,8 +42,8 @@ __all__ = [
     "per_group",
 ]
 
-Norms = Float[Array, "batch groups"]
-Groups = int | Partition
+Norms: TypeAlias = Float[Array, "batch groups"]
+Groups: TypeAlias = int | Partition
 
 
 # Rules ------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ def _partition(groups: Groups) -> Partition:
 
 
 def clip(
-    rule: Clipping, gradients: PyTree, mask: Bool[Array, " batch"] | None = None
+    rule: Clipping, gradients: PyTree, mask: ArrayLike | None = None
 ) -> tuple[PyTree, Norms, Norms]:
     """Clips per-example gradients and sums them.
 
@@ -419,17 +420,17 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
       [0.6, 1.3]
     """
 
-    def init(params: PyTree) -> ClipState:
+    def init(params: PyTree) -> Any:
         return ClipState(tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(params)))
 
     def update(
         updates: PyTree,
-        state: ClipState,
+        state: Any,
         params: PyTree | None = None,
         *,
-        mask: Bool[Array, " batch"] | None = None,
+        mask: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, ClipState]:
+    ) -> tuple[PyTree, Any]:
         del params, extra
         _refuse_unbatched(updates, state.shapes)
         return clip(rule, updates, mask)[0], state

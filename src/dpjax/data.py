@@ -253,7 +253,7 @@ def _tfds_splits(
     name: str, tfds_name: str, folder: str | os.PathLike[str] | None
 ) -> Mapping[str, Any]:
     """All columns of all splits; what is on the disk already is not downloaded again."""
-    import tensorflow_datasets as tfds
+    tfds = importlib.import_module("tensorflow_datasets")
 
     place = None if folder is None else os.fspath(folder)
     failure: Exception | None = None

@@ -12,6 +12,7 @@ This file must never know a model, a loss or a data set.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from dpjax import accounting, noise, schedules
 from dpjax.types import (
@@ -72,19 +74,14 @@ class Mechanism:
                 f"Mechanism(steps={self.steps}): expected a whole number of steps. For "
                 "epochs: round(epochs * examples / batch_size)."
             )
-        proved = self.sampling.neighbours
-        neighbours = Neighbours(self.neighbours or proved)
-        if proved == Neighbours.REPLACE_ONE and neighbours != proved:
-            raise ValueError(
-                f"Mechanism(neighbours={neighbours.value!r}): {self.sampling.name} batches "
-                f"are proved for {proved.value!r} neighbours only. Leave neighbours out, or "
-                "sample with sampling.poisson."
-            )
-        if proved == Neighbours.ZERO_OUT and neighbours == Neighbours.ADD_OR_REMOVE:
-            neighbours = proved
-        object.__setattr__(self, "neighbours", neighbours)
-        if isinstance(self.noise_multiplier, list):
+        if isinstance(self.noise_multiplier, Sequence):
             object.__setattr__(self, "noise_multiplier", tuple(self.noise_multiplier))
+        if self.sampling.neighbours == Neighbours.REPLACE_ONE != self.relation:
+            raise ValueError(
+                f"Mechanism(neighbours={self.neighbours!r}): {self.sampling.name} batches are "
+                "proved for 'replace-one' neighbours only. Leave neighbours out, or sample "
+                "with sampling.poisson."
+            )
         noise.check_multiplier(self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
@@ -94,17 +91,27 @@ class Mechanism:
             )
 
     @property
+    def relation(self) -> Neighbours:
+        """The neighbouring relation for which the guarantee is stated."""
+        return Neighbours(self.neighbours or self.sampling.neighbours)
+
+    @property
     def multipliers(self) -> np.ndarray:
         """The (effective) noise multiplier of each planned step, ``[steps]``.
 
         One multiplier per group is worth ``(sum m_g^-2)^-1/2``, before any sampling.
         """
         multiplier = self.noise_multiplier
-        if isinstance(multiplier, tuple):
+        if isinstance(multiplier, Sequence):
             multiplier = accounting.effective_multiplier(multiplier)
         if not callable(multiplier):
             return np.full(self.steps, multiplier, np.float64)
         return np.asarray(schedules.values(multiplier, self.steps), np.float64)
+
+    @property
+    def batch_size(self) -> float:
+        """The expected number of examples a step: what sums are divided by."""
+        return self.sampling.batch_size
 
     @property
     def event(self) -> dp.DpEvent:
@@ -128,11 +135,11 @@ class Mechanism:
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
-        return accounting.epsilon(self.event_of(multipliers), delta, method, self.neighbours)
+        return accounting.epsilon(self.event_of(multipliers), delta, method, self.relation)
 
     def delta(self, epsilon: float, method: str = "rdp") -> float:
         """The delta of the whole computation at ``epsilon``."""
-        return accounting.delta(self.event, epsilon, method, self.neighbours)
+        return accounting.delta(self.event, epsilon, method, self.relation)
 
     def calibrate(self, epsilon: float, delta: float, method: str = "rdp") -> Mechanism:
         """This mechanism with its noise scaled so that it costs at most ``epsilon``.
@@ -152,7 +159,7 @@ class Mechanism:
         def event(factor: float) -> dp.DpEvent:
             return self.scaled(factor).event
 
-        factor = accounting.calibrate(event, epsilon, delta, method, self.neighbours)
+        factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
         return self.scaled(factor)
 
     def scaled(self, factor: float) -> Mechanism:
@@ -178,19 +185,19 @@ class Mechanism:
 
         def update(
             updates: PyTree,
-            state: noise.GaussianState,
+            state: Any,
             params: PyTree | None = None,
             **extra: Any,
-        ) -> tuple[PyTree, noise.GaussianState]:
+        ) -> tuple[PyTree, Any]:
             del params, extra
             step = state.step
-            if not isinstance(step, jax.core.Tracer) and step >= self.steps:
+            if not isinstance(step, Tracer) and step >= self.steps:
                 raise ValueError(
                     f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned; "
                     "this step was never accounted. Plan more steps in the Mechanism."
                 )
             noisy, state = link.update(updates, state)
-            scale = jnp.where(step < self.steps, 1 / self.sampling.batch_size, jnp.nan)
+            scale = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
             return jax.tree.map(lambda x: x * scale.astype(x.dtype), noisy), state
 
         return optax.GradientTransformationExtraArgs(link.init, update)
@@ -201,6 +208,6 @@ def _scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
     if callable(multiplier):
         schedule = multiplier
         return lambda step: schedule(step) * factor
-    if isinstance(multiplier, tuple):
+    if isinstance(multiplier, Sequence):
         return tuple(m * factor for m in multiplier)
     return multiplier * factor

@@ -19,12 +19,14 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import trees
@@ -95,7 +97,7 @@ def gaussian(
     def init(params: PyTree) -> GaussianState:
         _refuse_multi_steps()
         # A traced init (eval_shape, jit) makes no noise of its own, so it does not count.
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, key))):
+        if not any(isinstance(x, Tracer) for x in jax.tree.leaves((params, key))):
             if runs and not replay:
                 raise ValueError(
                     "noise.gaussian: this link has already started a run with its key; a "
@@ -107,8 +109,8 @@ def gaussian(
         return GaussianState(key, jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree, state: GaussianState, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, GaussianState]:
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
         del params, extra
         deviations = _deviations(noise_multiplier, rule, state.step)
         groups = rule.partition.assign(updates)
@@ -127,7 +129,7 @@ def gaussian(
 
 def _deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
     """The standard deviation of the noise in each group at a step."""
-    if isinstance(noise_multiplier, tuple):
+    if isinstance(noise_multiplier, Sequence):
         pairs = zip(noise_multiplier, rule.bounds, strict=True)
         return [_product(multiplier, bound) for multiplier, bound in pairs]
     multiplier = noise_multiplier(step) if callable(noise_multiplier) else noise_multiplier
@@ -142,8 +144,8 @@ def _product(multiplier: Any, bound: float) -> Any:
 def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
     """Raises if this noise cannot go with this rule."""
     if callable(noise_multiplier):
-        multipliers: tuple[Any, ...] = ()
-    elif isinstance(noise_multiplier, tuple):
+        multipliers: Sequence[Any] = ()
+    elif isinstance(noise_multiplier, Sequence):
         multipliers = noise_multiplier
         if len(multipliers) != rule.partition.size:
             raise ValueError(

@@ -158,7 +158,7 @@ def _facts(
     mechanism: Mechanism, multipliers: np.ndarray, ledger: Ledger | None, delta: float
 ) -> Iterator[str]:
     sampling, rule = mechanism.sampling, mechanism.clipping
-    neighbours = Neighbours(mechanism.neighbours)
+    neighbours = mechanism.relation
     groups = rule.partition.size
     yield "  unit          one example"
     yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours]}"
@@ -221,7 +221,7 @@ def card(
     return {
         "format": "dpjax privacy card 1",
         "unit": "example",
-        "neighbours": Neighbours(mechanism.neighbours).value,
+        "neighbours": mechanism.relation.value,
         "sampling": {
             "name": sampling.name,
             "examples": sampling.examples,
@@ -275,7 +275,7 @@ def _epsilons(
     event = mechanism.event_of(multipliers)
     for method in accounting.METHODS:
         try:
-            value = accounting.epsilon(event, delta, method, mechanism.neighbours)
+            value = accounting.epsilon(event, delta, method, mechanism.relation)
         except ValueError:  # this method proves nothing for this sampler and relation
             continue
         yield method, value

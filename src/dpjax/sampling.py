@@ -243,7 +243,7 @@ def _gaussians(multipliers: np.ndarray) -> dp.DpEvent:
 def _runs(multipliers: np.ndarray, event: Callable[[float], dp.DpEvent]) -> dp.DpEvent:
     """Composes the event of each step, equal multipliers grouped into one entry."""
     values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
-    runs = [
+    runs: list[dp.DpEvent] = [
         dp.SelfComposedDpEvent(event(float(value)), int(count))
         for value, count in zip(values, counts, strict=True)
     ]

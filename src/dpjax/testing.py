@@ -10,6 +10,7 @@ neighbouring data sets after a whole private step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import optax
 from dpjax import clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.mechanism import Mechanism
-from dpjax.types import Clipping, Key, LossFn, PyTree
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 __all__ = [
     "LawBroken",
@@ -81,22 +82,25 @@ def assert_engines_agree(
     *,
     mask: Any = None,
     engines: Sequence[str] = tuple(ENGINES),
-    microbatch_sizes: Sequence[int] = (1, 3),
+    microbatch_sizes: Sequence[int] = (3,),
     tolerance: float = 1e-5,
 ) -> None:
     """Raises unless every engine gives the sum, losses, norms and factors of ``vmap``."""
-    want = clipped_grad(loss, rule, "vmap")(params, batch, mask)
-    for engine in engines:
-        for size in microbatch_sizes:
-            got = clipped_grad(loss, rule, engine, size)(params, batch, mask)
-            for name in ("value", "losses", "norms", "factors"):
-                a, b = _vector(getattr(want, name)), _vector(getattr(got, name))
-                scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
-                if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-                    raise LawBroken(
-                        f"engine {engine!r} with microbatches of {size} gives other "
-                        f"{name} than 'vmap': largest difference {np.max(np.abs(a - b)):.3g}."
-                    )
+
+    def run(engine: str, size: int | None) -> ClippedSum:
+        return jax.jit(clipped_grad(loss, rule, engine, size))(params, batch, mask)
+
+    want = run("vmap", None)
+    for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
+        got = run(engine, size)
+        for name in ("value", "losses", "norms", "factors"):
+            a, b = _vector(getattr(want, name)), _vector(getattr(got, name))
+            scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
+            if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+                raise LawBroken(
+                    f"engine {engine!r} with microbatches of {size} gives other {name} than "
+                    f"'vmap': largest difference {np.max(np.abs(a - b)):.3g}."
+                )
 
 
 def assert_noise(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -49,7 +49,7 @@ PyTree: TypeAlias = Any
 Key: TypeAlias = Any
 LossFn: TypeAlias = Callable[..., Any]
 Schedule: TypeAlias = Callable[[Any], Any]
-NoiseMultiplier: TypeAlias = float | Schedule | tuple[float, ...]
+NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 
 
 class Neighbours(enum.StrEnum):
@@ -221,7 +221,15 @@ class Sampler:
 class Plan(Protocol):
     """What is planned, as far as accounting is concerned; `dpjax.Mechanism` is one."""
 
-    steps: int
+    @property
+    def steps(self) -> int:
+        """How many steps are planned."""
+        ...
+
+    @property
+    def batch_size(self) -> float:
+        """The expected number of examples a step."""
+        ...
 
     @property
     def multipliers(self) -> np.ndarray:

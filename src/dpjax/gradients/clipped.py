@@ -107,8 +107,8 @@ def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
             "pass variables['params'] alone."
         )
     value, _ = jax.eval_shape(loss, params, example)
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+    scalar = getattr(value, "shape", None) == ()
+    if not scalar or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
             f"clipped_grad: the loss of one example is {value}; expected a real scalar. "
             "Usually the loss was written for a batch, or returns (loss, aux) without "

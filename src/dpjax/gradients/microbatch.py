@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many examples to differentiate at once.
 
-Per-example gradients cost memory in proportion to the microbatch, and on a CPU large
-temporaries are page-faulted in at every step, so a microbatch that fits the caches beats
-a larger one.  The estimate reads the shapes of the loss's own gradient program; it
-changes speed and memory, never a result.
+Per-example gradients cost memory in proportion to the microbatch.  The estimate reads the
+shapes of the loss's own gradient program and takes as many examples as a share of the
+memory holds; it changes speed and memory, never a result.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import jax
@@ -18,8 +18,8 @@ from dpjax.types import LossFn, PyTree
 
 __all__ = ["bytes_per_example", "microbatch_size"]
 
-# What a microbatch may take on a CPU: a little more than the caches of one core.
-_CPU_BYTES = 64 * 2**20
+# The share of the memory that one microbatch may take.
+_SHARE = 1 / 8
 
 
 def microbatch_size(loss: LossFn, params: PyTree, example: PyTree, batch_size: int) -> int:
@@ -70,6 +70,7 @@ def _budget() -> int:
     """Bytes that one microbatch may take on the default device."""
     device = jax.devices()[0]
     if device.platform == "cpu":
-        return _CPU_BYTES
-    limit = (device.memory_stats() or {}).get("bytes_limit", 8 * 2**30)
-    return limit // 4
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        total = (device.memory_stats() or {}).get("bytes_limit", 16 * 2**30)
+    return int(_SHARE * total)

@@ -61,7 +61,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         return AverageState(jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
 
     def update(
-        updates: PyTree, state: AverageState, params: PyTree | None = None
+        updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, AverageState]:
         if params is None:
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import ledger, trees
@@ -105,7 +106,7 @@ def dpsgd(
         return State(params, (noise_state, optimizer.init(params)), key, ledger.empty())
 
     def step(state: State) -> tuple[State, Info]:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             raise TypeError(
                 "dpsgd.step: called inside a JAX transformation. The step is compiled "
                 "already, and the ledger has to look before every one: call it directly."

@@ -58,17 +58,21 @@ def fit(
       dpjax.ledger.Refused: Before the first step, if not all steps fit.
     """
     mechanism = algorithm.mechanism
-    planned = mechanism.steps - state.ledger.steps
-    steps = planned if steps is None else steps
-    ledger.require(state.ledger, mechanism, steps, algorithm.budget)
-    every = evaluate_every or -(-steps // 20) or 1
-    show, log = Progress(steps, enabled=progress), _Log(directory)
+    if mechanism is None:
+        raise ValueError(
+            "fit: this algorithm has no mechanism, so nothing says what a step costs. Build it "
+            "as Algorithm(init, step, mechanism)."
+        )
+    count = mechanism.steps - state.ledger.steps if steps is None else steps
+    ledger.require(state.ledger, mechanism, count, algorithm.budget)
+    every = evaluate_every or -(-count // 20) or 1
+    show, log = Progress(count, enabled=progress), _Log(directory)
     history: list[dict[str, Any]] = []
     seen: list[Any] = []
-    for step in range(1, steps + 1):
+    for step in range(1, count + 1):
         state, info = algorithm.step(state)
         seen.append(info)
-        if step % every and step != steps:
+        if step % every and step != count:
             show.tick(step)
             continue
         row = {
@@ -76,7 +80,7 @@ def fit(
             "epsilon": ledger.epsilon(state.ledger, mechanism, delta),
             "delta": delta,
             **({} if evaluate is None else _numbers(evaluate(state))),
-            "examples_per_second": show.rate(step) * mechanism.sampling.batch_size,
+            "examples_per_second": show.rate(step) * mechanism.batch_size,
             "private": _means(seen),
         }
         seen.clear()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The binaries: each runs, in another process, and what it leaves behind can be checked."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
+
+
+def run(binary, *flags, status=0):
+    outcome = subprocess.run(
+        [sys.executable, EXPERIMENTS / binary, *map(str, flags)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
+    )
+    assert outcome.returncode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, run("train.py", "--out", folder)
+
+
+def test_the_demo_keeps_its_promise(demo):
+    folder, outcome = demo
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["accuracy"] >= 0.93
+    assert rows[-1]["epsilon"] <= 3.0
+    assert rows[-1]["delta"] == 1e-5
+    card = json.loads((folder / "privacy.json").read_text())
+    assert card["sampling"]["name"] == "poisson"
+    assert card["sampling"]["examples"] == 1437
+    assert card["epsilon"]["rdp"]["value"] <= 3.0
+    assert card["seed_published"] is None
+    assert "Privacy statement" in outcome.stdout
+    assert "Test accuracy" in outcome.stdout
+    assert str(folder) in outcome.stdout
+    assert (folder / "statement.txt").read_text() in outcome.stdout + "\n"
+    assert (folder / "params.msgpack").stat().st_size > 1000
+    # Progress and nothing else: no warnings, no noise of the libraries below.
+    assert all(line.startswith("step ") for line in outcome.stderr.splitlines())
+
+
+def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
+    folder, _ = demo
+    assert run("verify.py", folder / "privacy.json").stdout.count("holds") == 3
+    card = json.loads((folder / "privacy.json").read_text())
+    for claim in card["epsilon"].values():
+        claim["value"] *= 0.9
+    (tmp_path / "false.json").write_text(json.dumps(card))
+    outcome = run("verify.py", tmp_path / "false.json", status=1)
+    assert "DOES NOT HOLD" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--clipping=grouped", "--groups=4", "--noise_schedule=linear-down"],
+        ["--clipping=automatic", "--sampling=shuffled", "--noise_multiplier=1.5", "--seed=3"],
+        ["--clipping=hard_threshold", "--sampling=fixed", "--noise_multiplier=4"],
+    ],
+    ids=["grouped and scheduled", "automatic and shuffled", "threshold and fixed"],
+)
+def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
+    outcome = run("train.py", "--out", tmp_path, "--epochs=5", "--batch_size=256", *flags)
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    given = dict(flag.removeprefix("--").split("=") for flag in flags)
+    assert card["clipping"]["name"] == given["clipping"]
+    assert card["sampling"]["name"] == given.get("sampling", "poisson")
+    assert card["seed_published"] == (3 if "seed" in given else None)
+    assert ("not for release" in outcome.stdout) == ("seed" in given)
+    run("verify.py", tmp_path / "privacy.json")
+
+
+def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):
+    run("train.py", "--out", tmp_path, "--noise_multiplier=1000", "--epochs=5")
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["accuracy"] < 0.5
+
+
+def test_an_unknown_data_set_is_refused_by_name(tmp_path):
+    outcome = run("train.py", "--out", tmp_path, "--dataset=imagenet", status=1)
+    assert "digits" in outcome.stderr
+
+
+def test_the_benchmark_runs():
+    outcome = run("benchmarks/steps.py", "--smoke")
+    for word in ("plain", "vmap", "scan", "optax.contrib"):
+        assert word in outcome.stdout

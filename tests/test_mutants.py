@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants: single edits that break the guarantee, each of which a named fast test must kill.
+
+A library whose parts are all tested can still leak where they meet.  Each row edits one
+line of a copy of the sources and runs the tests it names against that copy; a mutant that
+survives is a hole in the tests.  A new room that touches the guarantee brings its rows.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+import dpjax
+
+SOURCES = pathlib.Path(dpjax.__file__).parent
+TESTS = pathlib.Path(__file__).parent
+
+
+class Mutant(NamedTuple):
+    """One edit: in this file, ``before`` becomes ``after``; ``killer`` must fail."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    killer: str
+
+
+LAWS, CLIP, NOISE = "test_laws.py::test_", "test_clipping.py::test_", "test_noise.py::test_"
+SAMPLE, MECHANISM, LEDGER = (f"test_{x}.py::test_" for x in ("sampling", "mechanism", "ledger"))
+ACCOUNT = "test_accounting.py::test_"
+
+MUTANTS = [
+    # Clipping and sensitivity
+    Mutant(
+        "clip at 2C",
+        "types.py",
+        "jnp.clip(wish(norms), 0, limit)",
+        "jnp.clip(wish(norms), 0, 2 * limit)",
+        CLIP + "clipping_is_per_example",
+    ),
+    Mutant(
+        "a rule's own wish is not held to the bound",
+        "types.py",
+        "jnp.clip(wish(norms), 0, limit)",
+        "wish(norms)",
+        CLIP + "a_rule_of_ones_own_cannot_break_its_bound",
+    ),
+    Mutant(
+        "sensitivity without sqrt(k)",
+        "types.py",
+        "math.hypot(*self.bounds)",
+        "max(self.bounds)",
+        CLIP + "sensitivities",
+    ),
+    Mutant(
+        "NaN let through by the factors",
+        "types.py",
+        "jnp.where(finite, jnp.clip(wish(norms), 0, limit), 0)",
+        "jnp.clip(wish(norms), 0, limit)",
+        LAWS + "an_example_that_is_not_finite_contributes_exactly_nothing[nan-flat-one group]",
+    ),
+    Mutant(
+        "NaN let through by the sum",
+        "trees.py",
+        "jnp.where(scale != 0, leaf * scale, 0)",
+        "leaf * scale",
+        LAWS + "an_example_that_is_not_finite_contributes_exactly_nothing[nan-flat-one group]",
+    ),
+    Mutant(
+        "total= not shared between the groups",
+        "clipping.py",
+        "total / size**0.5",
+        "total",
+        CLIP + "sensitivities",
+    ),
+    Mutant(
+        "padding not zeroed",
+        "clipping.py",
+        "jnp.where(real, factors, 0)",
+        "factors",
+        "test_clipping.py::TestClipAndSum::test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing",
+    ),
+    Mutant(
+        "norms in the gradient's own narrow dtype",
+        "trees.py",
+        "leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]",
+        "leaves = jax.tree.leaves(gradients)",
+        CLIP + "float16_gradients_do_not_underflow",
+    ),
+    Mutant(
+        "the last group's norm forgotten",
+        "trees.py",
+        "for group in range(size)",
+        "for group in [*range(size - 1), 0]",
+        CLIP + "groups_of_the_worked_example",
+    ),
+    Mutant(
+        "unbatched gradients accepted",
+        "clipping.py",
+        "        _refuse_unbatched(updates, state.shapes)\n",
+        "",
+        "test_clipping.py::TestClipAndSum::test_refuses_unbatched_gradients",
+    ),
+    # Engines and microbatches
+    Mutant(
+        "the last, smaller microbatch dropped",
+        "gradients/engines.py",
+        "trips = -(-size // microbatch_size)",
+        "trips = max(1, size // microbatch_size)",
+        LAWS + "engines_agree[flat-one group]",
+    ),
+    Mutant(
+        "a draw truncated to one microbatch",
+        "training/dpsgd.py",
+        "lambda carry: carry[0] < draw.size",
+        "lambda carry: carry[0] < jnp.minimum(draw.size, size)",
+        LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+    ),
+    Mutant(
+        "an example counted in two microbatches",
+        "training/dpsgd.py",
+        "            start + size,\n",
+        "            start + size - 1,\n",
+        LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+    ),
+    Mutant(
+        "padding of the draw takes part",
+        "training/dpsgd.py",
+        "mask = start + jnp.arange(size) < draw.size",
+        "mask = jnp.ones(size)",
+        LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+    ),
+    Mutant(
+        "realised instead of expected batch size",
+        "training/dpsgd.py",
+        "    return total, Info(",
+        "    total = jax.tree.map(lambda x: x * mechanism.batch_size / count, total)\n"
+        "    return total, Info(",
+        LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+    ),
+    Mutant(
+        "noise per microbatch",
+        "training/dpsgd.py",
+        "jax.tree.map(jnp.add, total, part.value)",
+        "jax.tree.map(lambda t, p: t + p + jax.random.normal(jax.random.key(0), p.shape), "
+        "total, part.value)",
+        LAWS + "noise_is_added_once_whatever_the_microbatches[5]",
+    ),
+    # Noise
+    Mutant(
+        "noise x 0.9",
+        "noise.py",
+        "deviations[group] * z",
+        "0.9 * deviations[group] * z",
+        LAWS + "the_noise_of_the_whole_chain_has_its_scale[constant]",
+    ),
+    Mutant(
+        "noise omitted by the link",
+        "noise.py",
+        "leaf.astype(z.dtype) + deviations[group] * z",
+        "leaf.astype(z.dtype)",
+        LAWS + "the_noise_of_the_whole_chain_has_its_scale[constant]",
+    ),
+    Mutant(
+        "noise omitted by the algorithm",
+        "training/dpsgd.py",
+        "mean, noise_state = mechanism.privatize(key).update(summed, noise_state)",
+        "mean = jax.tree.map(lambda x: x / mechanism.batch_size, summed)\n"
+        "        noise_state = noise_state._replace(step=noise_state.step + 1)",
+        LAWS + "what_ran_is_what_is_accounted",
+    ),
+    Mutant(
+        "noise scaled to one bound instead of the sensitivity",
+        "noise.py",
+        "_product(multiplier, rule.sensitivity)",
+        "_product(multiplier, rule.bounds[0])",
+        LAWS + "the_audit_of_one_step_measures_the_stated_multiplier[grouped bound-1.0]",
+    ),
+    Mutant(
+        "a group's multiplier without its bound",
+        "noise.py",
+        "[_product(multiplier, bound) for multiplier, bound in pairs]",
+        "[multiplier for multiplier, bound in pairs]",
+        LAWS + "a_tuple_of_multipliers_gives_each_group_its_own_noise",
+    ),
+    Mutant(
+        "noise after the mean",
+        "mechanism.py",
+        "noisy, state = link.update(updates, state)",
+        "noisy, state = link.update("
+        "jax.tree.map(lambda x: x / self.batch_size**2, updates), state)",
+        MECHANISM + "noise_is_scaled_to_the_sum_and_divided_by_the_expected_size",
+    ),
+    Mutant(
+        "sum-scaled noise on the mean, never divided",
+        "mechanism.py",
+        "1 / self.batch_size",
+        "1.0",
+        LAWS + "the_noise_of_a_mechanism_has_its_scale[constant]",
+    ),
+    Mutant(
+        "noise key never advances",
+        "noise.py",
+        "trees.step_key(state.key, Purpose.NOISE, state.step)",
+        "trees.step_key(state.key, Purpose.NOISE, 0)",
+        LAWS + "noise_is_independent_between_steps_leaves_and_runs",
+    ),
+    Mutant(
+        "noise step never advances",
+        "noise.py",
+        "GaussianState(state.key, state.step + 1)",
+        "GaussianState(state.key, state.step)",
+        LAWS + "noise_is_independent_between_steps_leaves_and_runs",
+    ),
+    Mutant(
+        "same key for each leaf",
+        "trees.py",
+        "sample(jax.random.fold_in(key, i), jnp.shape(leaf)",
+        "sample(key, jnp.shape(leaf)",
+        LAWS + "noise_is_independent_between_steps_leaves_and_runs",
+    ),
+    Mutant(
+        "noise and sampling share a stream",
+        "trees.py",
+        "jax.random.fold_in(jax.random.fold_in(root, purpose), step)",
+        "jax.random.fold_in(root, step)",
+        NOISE + "the_stream_is_a_function_of_root_purpose_and_step",
+    ),
+    Mutant(
+        "noise in bfloat16",
+        "trees.py",
+        "jnp.shape(leaf), wide(leaf.dtype))",
+        "jnp.shape(leaf), leaf.dtype)",
+        NOISE + "narrow_noise_is_refused_and_narrow_leaves_get_wide_noise",
+    ),
+    Mutant(
+        "noise without its tails",
+        "noise.py",
+        "(low.astype(dtype) + 0.5) * 2.0**-8",
+        "0.5",
+        NOISE + "the_support_reaches_beyond_seven_on_both_sides",
+    ),
+    Mutant(
+        "one link, two runs, the same noise",
+        "noise.py",
+        "if runs and not replay:",
+        "if False:",
+        "test_noise.py::TestKeys::test_a_link_starts_one_run",
+    ),
+    Mutant(
+        "accepted under MultiSteps",
+        "noise.py",
+        "        _refuse_multi_steps()\n",
+        "",
+        "test_noise.py::TestMultiSteps",
+    ),
+    # Sampling
+    Mutant(
+        "sampler at 2q",
+        "sampling.py",
+        "largest = math.floor(rate * _WORDS) - 1",
+        "largest = math.floor(2 * rate * _WORDS) - 1",
+        LAWS + "poisson_draws_of_a_small_set",
+    ),
+    Mutant(
+        "the same people at every step",
+        "sampling.py",
+        "trees.step_key(key, Purpose.SAMPLING, step), (examples,)",
+        "trees.step_key(key, Purpose.SAMPLING, 0), (examples,)",
+        LAWS + "draws_differ_between_steps_and_keys[poisson]",
+    ),
+    Mutant(
+        "the algorithm draws the first batch for ever",
+        "training/dpsgd.py",
+        "mechanism.sampling.draw(key, noise_state.step)",
+        "mechanism.sampling.draw(key, 0)",
+        LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+    ),
+    Mutant(
+        "accountant at q/2",
+        "sampling.py",
+        "dp.PoissonSampledDpEvent(rate,",
+        "dp.PoissonSampledDpEvent(rate / 2,",
+        LAWS + "the_mechanism_accounts_for_its_own_sampler_noise_and_steps",
+    ),
+    Mutant(
+        "shuffled batches claim amplification",
+        "sampling.py",
+        "        return _gaussians(worst)\n",
+        "        return _runs(multipliers, lambda z: dp.PoissonSampledDpEvent("
+        "batch_size / examples, dp.GaussianDpEvent(z)))\n",
+        SAMPLE + "shuffled_and_fixed_orders_are_one_gaussian_an_epoch[shuffled-1.0-28.3735]",
+    ),
+    Mutant(
+        "an epoch counted by its best step",
+        "sampling.py",
+        "np.minimum.reduceat",
+        "np.maximum.reduceat",
+        SAMPLE + "an_epoch_is_counted_by_its_worst_step",
+    ),
+    Mutant(
+        "fixed batches claim add-or-remove",
+        "sampling.py",
+        "neighbours=Neighbours.REPLACE_ONE",
+        "neighbours=Neighbours.ADD_OR_REMOVE",
+        SAMPLE + "fixed_batches_are_accounted_for_replace_one",
+    ),
+    Mutant(
+        "a private order claims to be public",
+        "sampling.py",
+        "    if public:\n",
+        "    if True:\n",
+        SAMPLE + "an_order_made_from_private_data_is_not_private",
+    ),
+    # Accounting of the mechanism
+    Mutant(
+        "half the steps",
+        "mechanism.py",
+        "np.full(self.steps, multiplier, np.float64)",
+        "np.full(self.steps // 2, multiplier, np.float64)",
+        LAWS + "the_mechanism_accounts_for_its_own_sampler_noise_and_steps",
+    ),
+    Mutant(
+        "an infinite bound is called private",
+        "mechanism.py",
+        "if np.isinf(self.clipping.sensitivity) and len(multipliers):",
+        "if False:",
+        MECHANISM + "an_infinite_bound_is_never_private",
+    ),
+    Mutant(
+        "replace-one asked for and forgotten",
+        "mechanism.py",
+        "return Neighbours(self.neighbours or self.sampling.neighbours)",
+        "return Neighbours(self.sampling.neighbours)",
+        MECHANISM + "replace_one_is_asked_for_and_doubled",
+    ),
+    Mutant(
+        "calibration scales the account and not the noise",
+        "mechanism.py",
+        "return lambda step: schedule(step) * factor",
+        "return schedule",
+        MECHANISM + "calibration",
+    ),
+    Mutant(
+        "steps past the plan are released",
+        "mechanism.py",
+        "jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)",
+        "jnp.where(step <= self.steps, 1 / self.batch_size, jnp.nan)",
+        "test_mechanism.py::TestHorizon",
+    ),
+    # The ledger
+    Mutant(
+        "the plan off by one",
+        "ledger.py",
+        "if done + steps > planned:",
+        "if done + steps > planned + 1:",
+        LEDGER + "the_step_after_the_last_is_refused",
+    ),
+    Mutant(
+        "the budget off by one",
+        "ledger.py",
+        "done + steps > fits:",
+        "done + steps > fits + 1:",
+        LEDGER + "the_step_that_would_pass_the_budget_is_refused_in_words",
+    ),
+    Mutant(
+        "the bisection ends one too high",
+        "ledger.py",
+        "if cost <= budget.epsilon else",
+        "if cost <= 1.001 * budget.epsilon else",
+        LEDGER + "the_step_that_would_pass_the_budget_is_refused_in_words",
+    ),
+    Mutant(
+        "equal steps written down once",
+        "ledger.py",
+        "counts[-1] += 1",
+        "counts[-1] += 0",
+        LEDGER + "what_ran_costs_what_was_planned_and_less_if_it_stopped",
+    ),
+    Mutant(
+        "another mechanism's ledger accepted",
+        "ledger.py",
+        "if not np.array_equal(ledger.expand(), _multipliers(mechanism)[:done]):",
+        "if False:",
+        LEDGER + "a_ledger_of_another_mechanism_is_refused",
+    ),
+    Mutant(
+        "the algorithm does not ask the ledger",
+        "training/dpsgd.py",
+        "spent = ledger.admit(state.ledger, mechanism, budget)",
+        "spent = state.ledger",
+        LAWS + "no_step_runs_beyond_the_plan",
+    ),
+]
+
+
+def test_there_are_enough_and_no_two_alike():
+    assert len(MUTANTS) >= 25
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_killed(mutant, tmp_path):
+    shutil.copytree(SOURCES, tmp_path / "dpjax", ignore=shutil.ignore_patterns("__pycache__"))
+    edited = tmp_path / "dpjax" / mutant.file
+    source = edited.read_text()
+    assert source.count(mutant.before) == 1, "the line to edit must be there, once"
+    edited.write_text(source.replace(mutant.before, mutant.after))
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        + [f"--rootdir={TESTS.parent}", "--no-header", f"{TESTS}/{mutant.killer}"],
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
+            "PYTHONPATH": str(tmp_path),
+            "DPJAX_TESTED_SOURCES": str(tmp_path),
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # 1: tests ran and failed.  Anything else (no such test, a crash) proves nothing.
+    assert outcome.returncode == 1, outcome.stdout[-3000:] + outcome.stderr[-1000:]
+    assert " failed" in outcome.stdout

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training: the algorithm's checks, the loop, its log, averaging."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax import clipping, ledger, sampling, training
+from dpjax.training.progress import Progress
+
+DATA = jnp.ones((50, 3))
+
+
+def loss(w, x):
+    return 0.5 * jnp.sum((w - x) ** 2)
+
+
+def make(steps=20, multiplier=1.0, optimizer=None, batch=10, **options):
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(50, batch),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=multiplier,
+        steps=steps,
+    )
+    return dpjax.dpsgd(loss, optimizer or optax.sgd(0.1), mechanism, DATA, **options)
+
+
+def start(algorithm, seed=0):
+    return algorithm.init(jax.random.key(seed), jnp.zeros(3))
+
+
+def test_fit_runs_what_is_planned_and_learns():
+    algorithm = make(steps=60, multiplier=0.01, batch=25)
+    state, history = dpjax.fit(
+        algorithm,
+        start(algorithm),
+        evaluate=lambda state: {"distance": jnp.linalg.norm(state.params - 1.0)},
+        progress=False,
+    )
+    assert state.ledger.steps == 60
+    assert len(history) == 20
+    assert history[-1]["distance"] < 0.1 < history[0]["distance"]
+    epsilons = [row["epsilon"] for row in history]
+    assert epsilons == sorted(epsilons)
+    assert epsilons[-1] == algorithm.mechanism.epsilon(1e-5)
+
+
+def test_fit_goes_on_where_it_stopped():
+    whole, parts = make(), make()
+    once, _ = dpjax.fit(whole, start(whole), progress=False)
+    half, _ = dpjax.fit(parts, start(parts), steps=9, progress=False)
+    twice, _ = dpjax.fit(parts, half, progress=False)
+    np.testing.assert_array_equal(once.params, twice.params)
+
+
+def test_fit_asks_the_ledger_before_it_begins():
+    algorithm = make()
+    with pytest.raises(ledger.Refused, match="step 21 of 20 planned"):
+        dpjax.fit(algorithm, start(algorithm), steps=21, progress=False)
+    budgeted = make(budget=ledger.Budget(epsilon=2.0, delta=1e-5))
+    with pytest.raises(ledger.Refused, match=r"these 20 steps would bring .* of 20 steps fit"):
+        dpjax.fit(budgeted, start(budgeted), progress=False)
+
+
+def test_the_log_keeps_the_two_doors_apart(tmp_path):
+    algorithm = make()
+    evaluate = lambda state: {"accuracy": jnp.float32(0.5)}  # noqa: E731
+    _, history = dpjax.fit(
+        algorithm, start(algorithm), evaluate=evaluate, directory=tmp_path, progress=False
+    )
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == history
+    assert rows[-1]["accuracy"] == 0.5
+    assert set(rows[-1]["private"]) == {"loss", "examples", "norm", "clipped"}
+    assert "loss" not in rows[-1]
+
+
+def test_empty_draws_leave_no_gap_in_the_log():
+    algorithm = make(batch=0.2)
+    _, history = dpjax.fit(algorithm, start(algorithm), progress=False)
+    text = json.dumps(history, allow_nan=False)
+    assert '"examples": 0.0' in text
+
+
+def test_progress_is_shown_and_can_be_silenced(capsys):
+    algorithm = make()
+    dpjax.fit(algorithm, start(algorithm), evaluate=lambda s: {"accuracy": 0.5})
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert len(lines) == 20
+    for word in ("step 20/20", "epsilon", "loss", "accuracy 0.500", "examples/s"):
+        assert word in lines[-1]
+    dpjax.fit(algorithm, start(algorithm), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_one_live_line():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    show = Progress(10, stream=Terminal())
+    show.rate(5)
+    show.line(5, {"epsilon": 1.0, "examples_per_second": 10.0, "private": {"loss": 0.3}})
+    show.shown -= 1
+    show.tick(6)
+    show.close()
+    text = show.stream.getvalue()
+    assert text.count("\n") == 1
+    assert text.count("\r") == 2
+    assert "step 6/10  epsilon 1.000  loss 0.300  10 examples/s" in text
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(1e-2),
+        optax.adamw(1e-2),
+        optax.adagrad(0.1),
+        optax.rmsprop(1e-2),
+        optax.sgd(optax.cosine_decay_schedule(0.1, 20), momentum=0.9, nesterov=True),
+    ],
+)
+def test_any_optax_optimizer(optimizer):
+    algorithm = make(optimizer=optimizer, steps=3)
+    state, _ = dpjax.fit(algorithm, start(algorithm), progress=False)
+    assert np.all(np.isfinite(state.params))
+
+
+def test_bfloat16_parameters_stay_bfloat16():
+    algorithm = make(steps=2)
+    state = algorithm.init(jax.random.key(0), jnp.zeros(3, jnp.bfloat16))
+    state, _ = algorithm.step(state)
+    assert state.params.dtype == jnp.bfloat16
+
+
+def test_the_step_is_not_to_be_traced():
+    algorithm = make()
+    with pytest.raises(TypeError, match="the ledger has to look before every one"):
+        jax.jit(algorithm.step)(start(algorithm))
+
+
+def test_two_inits_differ_by_their_keys_and_replay_with_one():
+    algorithm = make()
+    first, second, again = (algorithm.step(start(algorithm, s))[0].params for s in (0, 1, 0))
+    assert not np.any(first == second)
+    np.testing.assert_array_equal(first, again)
+
+
+def test_a_noise_multiplier_of_a_thousand_wrecks_training():
+    """Would have caught every example that trains without privacy by mistake."""
+    algorithm = make(multiplier=1000.0)
+    state, _ = dpjax.fit(algorithm, start(algorithm), progress=False)
+    assert np.linalg.norm(np.asarray(state.params) - 1.0) > 10
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (jnp.ones((49, 3)), "the data hold 49 examples, the mechanism's sampler 50"),
+        ((jnp.ones((50, 3)), jnp.ones(())), "leading axis"),
+    ],
+)
+def test_data_of_another_size_are_refused(data, message):
+    mechanism = make().mechanism
+    with pytest.raises(ValueError, match=message):
+        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data)
+
+
+def test_batch_statistics_are_refused_at_the_first_step():
+    mechanism = make().mechanism
+    algorithm = dpjax.dpsgd(lambda p, x: loss(p["params"], x), optax.sgd(0.1), mechanism, DATA)
+    params = {"params": jnp.zeros(3), "batch_stats": {"mean": jnp.zeros(3)}}
+    with pytest.raises(ValueError, match="Batch normalisation mixes"):
+        algorithm.step(algorithm.init(jax.random.key(0), params))
+
+
+class TestAveraging:
+    def test_the_average_is_that_of_the_formula(self):
+        link = optax.chain(optax.sgd(1.0), training.average_parameters(0.5))
+        params, state = jnp.array(0.0), link.init(jnp.array(0.0))
+        seen = []
+        for gradient in (1.0, -2.0, 3.0):
+            updates, state = link.update(jnp.array(gradient), state, params)
+            params = optax.apply_updates(params, updates)
+            seen.append(float(params))
+        weights = np.array([0.25, 0.5, 1.0])
+        want = np.dot(weights, seen) / weights.sum()
+        assert float(training.averaged(state)) == pytest.approx(want)
+
+    def test_it_changes_nothing_about_the_run(self):
+        plain, averaged = make(), make(
+            optimizer=optax.chain(optax.sgd(0.1), training.average_parameters(0.9))
+        )
+        one, _ = dpjax.fit(plain, start(plain), progress=False)
+        two, _ = dpjax.fit(averaged, start(averaged), progress=False)
+        np.testing.assert_array_equal(one.params, two.params)
+        assert training.averaged(two).shape == (3,)
+
+    def test_errors_teach(self):
+        with pytest.raises(ValueError, match="from 0 up to"):
+            training.average_parameters(1.0)
+        with pytest.raises(ValueError, match="no average is kept"):
+            training.averaged(optax.sgd(0.1).init(jnp.zeros(3)))
+        link = training.average_parameters(0.9)
+        with pytest.raises(ValueError, match="needs the parameters"):
+            link.update(jnp.zeros(3), link.init(jnp.zeros(3)))
