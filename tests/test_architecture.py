@@ -37,6 +37,7 @@ FLOORS = {
     "gradients": 3,
     "training": 4,
     "testing": 4,
+    "auditing": 4,
     "reports": 4,
 }
 

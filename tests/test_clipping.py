@@ -76,6 +76,26 @@ def test_sensitivities():
     assert clipping.automatic(2.0).sensitivity == 2.0
 
 
+def test_sensitivities_of_means():
+    """Of the mean over a public divisor, and doubled for replace-one."""
+    assert clipping.flat(2.0).sensitivity / 4 == 0.5
+    assert 2 * clipping.flat(2.0).sensitivity / 4 == 1.0
+    assert clipping.grouped(1.0, 3).sensitivity / 5 == pytest.approx(0.34641, abs=1e-5)
+    assert clipping.per_group((3, 4), 2).sensitivity / 2 == 2.5
+
+
+def test_a_user_of_several_examples_is_one_example():
+    """Two users with three records each: the loss of a user is the mean of theirs."""
+    users = jnp.arange(18.0).reshape(2, 3, 3)
+    w = jnp.array([1.0, 2.0, 3.0])
+
+    def of_user(w, records):
+        return jnp.mean(jax.vmap(lambda x: 0.5 * jnp.sum((w - x) ** 2))(records))
+
+    result = dpjax.clipped_grad(of_user, clipping.flat(1000.0))(w, users)
+    np.testing.assert_allclose(result.value / 2, w - users.reshape(6, 3).mean(axis=0), rtol=1e-6)
+
+
 def test_a_large_clip_leaves_the_plain_mean():
     x = (jnp.array([[3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [-1.0, 0.0]]), X[1])
     result = dpjax.clipped_grad(quadratic, clipping.flat(100.0))(W, x)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import dpjax
-from dpjax import accounting, clipping, ledger, noise, sampling, testing, trees, types
+from dpjax import accounting, auditing, clipping, ledger, noise, sampling, testing, trees, types
 
 PARAMS = {
     "first": {"bias": jnp.zeros(3), "kernel": jnp.zeros((4, 3))},
@@ -123,6 +123,22 @@ VALUES = st.one_of(
 @hypothesis.settings(max_examples=15)
 def test_no_example_moves_the_sum_by_more_than_the_sensitivity(rule, values):
     testing.assert_sensitivity(rule, hostile_gradients(values))
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE)
+@hypothesis.given(values=hnp.arrays(np.float32, (4, 23), elements=VALUES))
+@hypothesis.settings(max_examples=5)
+def test_replacing_an_example_moves_the_sum_by_at_most_twice_the_sensitivity(rule, values):
+    gradients = hostile_gradients(values)
+    other = jax.tree.map(lambda g: g.at[0].set(-g[1]), gradients)
+    one, two = clipping.clip(rule, gradients)[0], clipping.clip(rule, other)[0]
+    moved = math.sqrt(
+        sum(
+            float(np.sum((np.asarray(a, np.float64) - np.asarray(b, np.float64)) ** 2))
+            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+        )
+    )
+    assert moved <= 2 * rule.sensitivity * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE)
@@ -630,7 +646,7 @@ def test_the_audit_of_one_step_measures_the_stated_multiplier(make, bound):
     size = 1e4 / math.sqrt(8) if rule.name == "hard_threshold" else 1000.0
     canary = jax.tree.map(lambda x: x.at[0].set(size), WIDE)
     batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), WIDE)
-    separation = testing.audit_step(mechanism, batch, canary, jax.random.key(0))
+    separation = auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
     assert separation * 1.1 == pytest.approx(1.0, rel=0.02)
 
 
@@ -639,5 +655,5 @@ def test_the_audit_of_one_step_with_a_multiplier_per_group():
     mechanism = mechanism_for(rule, sampler=sampling.full(256), multiplier=(2.0, 1.5))
     canary = jax.tree.map(lambda x: x.at[0].set(1000.0), WIDE)
     batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), WIDE)
-    separation = testing.audit_step(mechanism, batch, canary, jax.random.key(0))
+    separation = auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
     assert separation * 1.2 == pytest.approx(1.0, rel=0.02)

@@ -354,6 +354,69 @@ MUTANTS = [
         "jnp.where(step <= self.steps, 1 / self.batch_size, jnp.nan)",
         "test_mechanism.py::TestHorizon",
     ),
+    Mutant(
+        "equal steps counted once",
+        "accounting/leaves.py",
+        "sampled[key] = sampled.get(key, 0) + count",
+        "sampled[key] = count",
+        ACCOUNT + "singletons_equal_grouped[rdp]",
+    ),
+    Mutant(
+        "RDP forgets to double for replace-one",
+        "accounting/renyi.py",
+        "(4 if swap else 1)",
+        "(1 if swap else 1)",
+        ACCOUNT + "neighbours",
+    ),
+    Mutant(
+        "fixed batches accounted without doubling",
+        "accounting/renyi.py",
+        "inner.unsampled_multiplier / 2)",
+        "inner.unsampled_multiplier)",
+        ACCOUNT + "neighbours",
+    ),
+    Mutant(
+        "RDP of Poisson claims replace-one",
+        "accounting/renyi.py",
+        "if swap and parts.sampled:",
+        "if False:",
+        ACCOUNT + "no_proof_no_number",
+    ),
+    Mutant(
+        "several multipliers count as their smallest",
+        "accounting/events.py",
+        "precision = sum(z**-2 for z in zs)",
+        "precision = max(z**-2 for z in zs)",
+        MECHANISM + "group_multipliers_are_joined_before_sampling",
+    ),
+    Mutant(
+        "divergences of a schedule not added up",
+        "accounting/renyi.py",
+        "counts @ curves(list(parts.sampled))",
+        "counts.mean() * curves(list(parts.sampled)).sum(axis=0)",
+        ACCOUNT + "figure[two-rates-rdp]",
+    ),
+    Mutant(
+        "multipliers rounded up for PLD",
+        "accounting/pld.py",
+        'np.searchsorted(multipliers, z, side="right") - 1',
+        'np.minimum(np.searchsorted(multipliers, z, side="right"), len(multipliers) - 1)',
+        ACCOUNT + "rounding_costs_no_less",
+    ),
+    Mutant(
+        "calibration ends a little above its target",
+        "accounting/search.py",
+        "    while spent(value) > epsilon:\n        value *= 1 + tight / 2\n",
+        "    value *= 0.999\n",
+        ACCOUNT + "calibrate_rdp",
+    ),
+    Mutant(
+        "the CLT estimate claims to be proven",
+        "accounting/methods.py",
+        "proven=False",
+        "proven=True",
+        LEDGER + "budgets_that_mean_nothing_are_refused",
+    ),
     # The ledger
     Mutant(
         "the plan off by one",
@@ -412,9 +475,9 @@ def test_mutant_is_killed(mutant, tmp_path):
     source = edited.read_text()
     assert source.count(mutant.before) == 1, "the line to edit must be there, once"
     edited.write_text(source.replace(mutant.before, mutant.after))
+    pytest_quietly = "-m pytest -q -x --no-header -p no:cacheprovider -p no:xdist".split()
     outcome = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        + [f"--rootdir={TESTS.parent}", "--no-header", f"{TESTS}/{mutant.killer}"],
+        [sys.executable, *pytest_quietly, f"--rootdir={TESTS.parent}", TESTS / mutant.killer],
         env={
             **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
             "PYTHONPATH": str(tmp_path),

@@ -106,12 +106,16 @@ def test_a_delta_above_one_over_n_is_pointed_out():
 
 def test_the_card_is_complete_and_strict_json():
     mechanism = make(noise_multiplier=schedules.piecewise_down(epochs=5, steps_per_epoch=2))
-    card = reports.card(dpjax.Mechanism(
-        sampling=mechanism.sampling,
-        clipping=clipping.grouped(1.0, 4),
-        noise_multiplier=mechanism.noise_multiplier,
-        steps=9,
-    ), 1e-5, seed=3)
+    card = reports.card(
+        dpjax.Mechanism(
+            sampling=mechanism.sampling,
+            clipping=clipping.grouped(1.0, 4),
+            noise_multiplier=mechanism.noise_multiplier,
+            steps=9,
+        ),
+        1e-5,
+        seed=3,
+    )
     again = json.loads(json.dumps(card, allow_nan=False))
     assert again == card
     assert card["noise"]["multiplier_and_steps"] == [[5, 2], [4, 2], [3, 2], [2, 2], [1, 1]]

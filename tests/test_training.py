@@ -154,6 +154,16 @@ def test_two_inits_differ_by_their_keys_and_replay_with_one():
     np.testing.assert_array_equal(first, again)
 
 
+def test_two_fits_draw_different_batches():
+    algorithm = make(batch=25)
+    sampler = algorithm.mechanism.sampling
+    state, _ = dpjax.fit(algorithm, start(algorithm), steps=5, progress=False)
+    state, _ = dpjax.fit(algorithm, state, steps=5, progress=False)
+    assert int(state.optimizer[0].step) == 10
+    drawn = [tuple(np.asarray(sampler.draw(state.key, t).indices)) for t in range(10)]
+    assert len(set(drawn)) == 10
+
+
 def test_a_noise_multiplier_of_a_thousand_wrecks_training():
     """Would have caught every example that trains without privacy by mistake."""
     algorithm = make(multiplier=1000.0)
@@ -196,8 +206,9 @@ class TestAveraging:
         assert float(training.averaged(state)) == pytest.approx(want)
 
     def test_it_changes_nothing_about_the_run(self):
-        plain, averaged = make(), make(
-            optimizer=optax.chain(optax.sgd(0.1), training.average_parameters(0.9))
+        plain, averaged = (
+            make(),
+            make(optimizer=optax.chain(optax.sgd(0.1), training.average_parameters(0.9))),
         )
         one, _ = dpjax.fit(plain, start(plain), progress=False)
         two, _ = dpjax.fit(averaged, start(averaged), progress=False)

@@ -14,6 +14,7 @@ A map of the house; every room is a module, every module a word:
   `training`    algorithms, and the loop that drives them  `dpsgd`, `fit`
   `reports`     the promise in words and as a file         `statement`
   `testing`     the laws, to run on your own rules and losses
+  `auditing`    what an attacker can really tell, measured
   `models`, `activations`, `losses`, `metrics`, `data`     what to train, and on what
   `types`, `trees`                                         the words and the arithmetic
 
@@ -23,6 +24,7 @@ Read in this order: `types`, `clipping`, `noise`, `mechanism`, `training.dpsgd`.
 from dpjax import (
     accounting,
     activations,
+    auditing,
     clipping,
     data,
     gradients,
@@ -50,6 +52,7 @@ __all__ = [
     "Mechanism",
     "accounting",
     "activations",
+    "auditing",
     "clip_and_sum",
     "clipped_grad",
     "clipping",

@@ -4,8 +4,8 @@
 Other libraries test their parts; what makes training private is their composition.
 Each function here takes the real thing, measures the conserved quantity and raises
 `LawBroken` with what was found: one example's influence on the sum, the agreement of
-engines, the noise that really comes out of a chain, and the separation of two
-neighbouring data sets after a whole private step.
+engines, the noise that really comes out of a chain.  `dpjax.auditing` looks at whole
+steps and whole runs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ import optax
 
 from dpjax import clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
-from dpjax.mechanism import Mechanism
-from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
+from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = [
     "LawBroken",
     "assert_engines_agree",
     "assert_noise",
     "assert_sensitivity",
-    "audit_step",
     "influence",
 ]
 
@@ -46,8 +44,8 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
       gradients: Per-example gradients ``(batch, ...)``; hostile ones are welcome.
 
     Example:
-      >>> influence(clipping.flat(1.0), {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])})
-      1.0
+      >>> influence(clipping.flat(2.0), {"w": jnp.array([[3.0, 0.0], [0.0, 1.0]])})
+      2.0
     """
     size = trees.leading_size(gradients)
     everyone = np.ones(size, bool)
@@ -126,41 +124,6 @@ def assert_noise(
             f"the noise has standard deviation {found:.6g}, expected {deviation:.6g} "
             f"(off by {found / max(deviation, 1e-30) - 1:+.2%})."
         )
-
-
-def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key) -> float:
-    r"""White-box audit of one private step: the separation of two neighbouring batches.
-
-    $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
-
-    with the noise measured rather than believed.  A step with multiplier $m$ whose
-    canary fills the rule's bounds has $\mu = 1 / m$; more means that the guarantee is
-    broken, less that noise is wasted.
-
-    Args:
-      mechanism: Its first step is audited, sampling left out.
-      gradients: Per-example gradients of the batch ``(batch, ...)``; large leaves, so
-        that the noise of each can be measured.
-      canary: One example's gradient, without batch axis.
-      key: Root key of the audited steps.
-    """
-    both = jax.tree.map(
-        lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
-    )
-    like = jax.tree.map(lambda g: jnp.zeros(g.shape[1:], trees.wide(g.dtype)), gradients)
-
-    def privatized(summed: PyTree) -> PyTree:
-        link = mechanism.privatize(key)
-        return link.update(summed, link.init(like))[0]
-
-    with_canary = privatized(clipping.clip(mechanism.clipping, both)[0])
-    without = privatized(clipping.clip(mechanism.clipping, gradients)[0])
-    noise = privatized(like)
-    shift = [
-        np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / np.std(n)
-        for a, b, n in zip(*map(jax.tree.leaves, (with_canary, without, noise)), strict=True)
-    ]
-    return float(np.linalg.norm(shift))
 
 
 def _vector(tree: PyTree) -> np.ndarray:
