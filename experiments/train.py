@@ -39,7 +39,6 @@ from dpjax import (
     schedules,
     training,
 )
-from dpjax.ledger import Budget
 from dpjax.reports import card
 
 _DATASET = flags.DEFINE_enum("dataset", "digits", data.NAMES, "What to learn.")
@@ -114,8 +113,8 @@ def train(
     momentum: float,
     average: float,
     delta: float,
+    method: str,
     key: Any,
-    budget: Budget | None = None,
     directory: str | pathlib.Path | None = None,
     progress: bool = True,
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
@@ -125,7 +124,7 @@ def train(
         training.average_parameters(average),
     )
     loss = losses.of(model, losses.cross_entropy)
-    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, dataset.train, budget=budget)
+    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, dataset.train)
     params = model.init(jax.random.key(0), jnp.asarray(dataset.train[0][0]))["params"]
 
     @jax.jit
@@ -138,6 +137,7 @@ def train(
         algorithm.init(key, params),
         evaluate=lambda state: {"accuracy": accuracy(training.averaged(state.optimizer))},
         delta=delta,
+        method=method,
         directory=directory,
         progress=progress,
     )
@@ -167,6 +167,7 @@ def main(_: list[str]) -> None:
         momentum=_MOMENTUM.value,
         average=_AVERAGE.value,
         delta=_DELTA.value,
+        method=_METHOD.value,
         key=noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value),
         directory=folder,
     )

@@ -341,6 +341,13 @@ MUTANTS = [
         MECHANISM + "replace_one_is_asked_for_and_doubled",
     ),
     Mutant(
+        "any neighbours for any sampler",
+        "mechanism.py",
+        "if _STRENGTH.index(self.relation) < _STRENGTH.index(self.sampling.neighbours):",
+        "if False:",
+        SAMPLE + "no_sampler_claims_more_neighbours_than_are_proved",
+    ),
+    Mutant(
         "calibration scales the account and not the noise",
         "mechanism.py",
         "return lambda step: schedule(step) * factor",
@@ -475,9 +482,16 @@ def test_mutant_is_killed(mutant, tmp_path):
     source = edited.read_text()
     assert source.count(mutant.before) == 1, "the line to edit must be there, once"
     edited.write_text(source.replace(mutant.before, mutant.after))
-    pytest_quietly = "-m pytest -q -x --no-header -p no:cacheprovider -p no:xdist".split()
+    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
     outcome = subprocess.run(
-        [sys.executable, *pytest_quietly, f"--rootdir={TESTS.parent}", TESTS / mutant.killer],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            f"--rootdir={TESTS.parent}",
+            TESTS / mutant.killer,
+        ],
         env={
             **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
             "PYTHONPATH": str(tmp_path),

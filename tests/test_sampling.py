@@ -71,6 +71,13 @@ def test_fixed_batches_are_accounted_for_replace_one(sampler, multiplier, steps,
         epsilon(sampler, multiplier, steps, neighbours="add-or-remove")
 
 
+@pytest.mark.parametrize("name", ["shuffled", "fixed"])
+def test_no_sampler_claims_more_neighbours_than_are_proved(name):
+    """Cut points shift when an example joins, so shuffled batches have no add-or-remove."""
+    with pytest.raises(ValueError, match=f"{name} batches are proved for"):
+        epsilon(getattr(sampling, name)(100, 10), 1.0, 10, neighbours="add-or-remove")
+
+
 def test_an_order_made_from_private_data_is_not_private():
     scores = jax.random.normal(jax.random.key(0), (100,))
     sampler = sampling.curriculum(np.argsort(scores), 10)

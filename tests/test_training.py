@@ -68,6 +68,21 @@ def test_fit_asks_the_ledger_before_it_begins():
         dpjax.fit(budgeted, start(budgeted), progress=False)
 
 
+def test_fit_refuses_an_accountant_without_an_answer_before_it_begins():
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(50, 10),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=2,
+        neighbours="replace-one",
+    )
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
+    with pytest.raises(ValueError, match="Use method='pld'"):
+        dpjax.fit(algorithm, start(algorithm), progress=False)
+    _, history = dpjax.fit(algorithm, start(algorithm), progress=False, method="pld")
+    assert history[-1]["epsilon"] == mechanism.epsilon(1e-5, "pld")
+
+
 def test_the_log_keeps_the_two_doors_apart(tmp_path):
     algorithm = make()
     evaluate = lambda state: {"accuracy": jnp.float32(0.5)}  # noqa: E731

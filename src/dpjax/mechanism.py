@@ -35,6 +35,9 @@ from dpjax.types import (
 
 __all__ = ["Mechanism"]
 
+# A proof for one of these holds, with the conversion that accounting makes, for those after it.
+_STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
@@ -68,7 +71,7 @@ class Mechanism:
     neighbours: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the description, and settles the neighbouring relation."""
+        """Refuses descriptions that mean nothing or claim too much."""
         if isinstance(self.steps, bool) or int(self.steps) != self.steps or self.steps < 0:
             raise ValueError(
                 f"Mechanism(steps={self.steps}): expected a whole number of steps. For "
@@ -76,11 +79,12 @@ class Mechanism:
             )
         if isinstance(self.noise_multiplier, Sequence):
             object.__setattr__(self, "noise_multiplier", tuple(self.noise_multiplier))
-        if self.sampling.neighbours == Neighbours.REPLACE_ONE != self.relation:
+        object.__setattr__(self, "steps", int(self.steps))
+        if _STRENGTH.index(self.relation) < _STRENGTH.index(self.sampling.neighbours):
             raise ValueError(
                 f"Mechanism(neighbours={self.neighbours!r}): {self.sampling.name} batches are "
-                "proved for 'replace-one' neighbours only. Leave neighbours out, or sample "
-                "with sampling.poisson."
+                f"proved for {self.sampling.neighbours.value!r} neighbours only. Leave "
+                "neighbours out, or sample with sampling.poisson."
             )
         noise.check_multiplier(self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):

@@ -35,6 +35,7 @@ def fit(
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
     delta: float = 1e-5,
+    method: str = "rdp",
     directory: str | pathlib.Path | None = None,
     progress: bool = True,
 ) -> tuple[Any, list[dict[str, Any]]]:
@@ -47,6 +48,7 @@ def fit(
       evaluate: ``state -> {name: number}``, for example the accuracy on test data.
       evaluate_every: Evaluate after this many steps; by default twenty times a run.
       delta: The delta at which epsilon is shown.
+      method: The `dpjax.accounting` method by which it is.
       directory: Where ``metrics.jsonl`` is written, a line an evaluation.
       progress: Whether to show a live line.
 
@@ -65,6 +67,8 @@ def fit(
         )
     count = mechanism.steps - state.ledger.steps if steps is None else steps
     ledger.require(state.ledger, mechanism, count, algorithm.budget)
+    # What accounting cannot answer had better be refused before the first step.
+    mechanism.epsilon_of(mechanism.multipliers[: state.ledger.steps + count], delta, method)
     every = evaluate_every or -(-count // 20) or 1
     show, log = Progress(count, enabled=progress), _Log(directory)
     history: list[dict[str, Any]] = []
@@ -77,7 +81,7 @@ def fit(
             continue
         row = {
             "step": state.ledger.steps,
-            "epsilon": ledger.epsilon(state.ledger, mechanism, delta),
+            "epsilon": ledger.epsilon(state.ledger, mechanism, delta, method),
             "delta": delta,
             **({} if evaluate is None else _numbers(evaluate(state))),
             "examples_per_second": show.rate(step) * mechanism.batch_size,
