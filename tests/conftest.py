@@ -10,18 +10,22 @@ import jax
 
 import dpjax
 
+# The mutant runner points this at its edited copy.
+MUTANT = os.environ.get("DPJAX_TESTED_SOURCES")
+if MUTANT:  # a mutant that is not loaded is no test
+    assert pathlib.Path(dpjax.__file__).is_relative_to(MUTANT), dpjax.__file__
+
+PHASES = set(hypothesis.Phase)
 hypothesis.settings.register_profile(
     "dpjax",
     deadline=None,
     derandomize=True,
     max_examples=50,
+    # Nobody reads why a mutant failed, so nothing is made shorter for a reader.
+    phases=PHASES - {hypothesis.Phase.shrink, hypothesis.Phase.explain} if MUTANT else PHASES,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("dpjax")
-
-# The mutant runner points this at its edited copy: a mutant that is not loaded is no test.
-if expected := os.environ.get("DPJAX_TESTED_SOURCES"):
-    assert pathlib.Path(dpjax.__file__).is_relative_to(expected), dpjax.__file__
 
 # Most of a test's time is compilation; programs are shared between tests, workers and runs.
 jax.config.update("jax_compilation_cache_dir", f"{tempfile.gettempdir()}/dpjax-tests-{os.getuid()}")

@@ -255,7 +255,7 @@ def balanced(groups: int) -> Partition:
 
     Example:
       >>> balanced(2).assign([jnp.zeros(6), jnp.zeros(1), jnp.zeros(2), jnp.zeros(4)])
-      (0, 1, 1, 1)
+      (0, 0, 1, 1)
     """
     if isinstance(groups, bool) or int(groups) != groups or groups < 1:
         raise ValueError(

@@ -37,9 +37,8 @@ def calibrate(
     """The smallest parameter whose event costs at most `epsilon`.
 
     Args:
-      make_event: from a positive number to an event that costs less the larger the number is; for
-        instance
-        a noise multiplier, or the factor on a whole schedule.
+      make_event: from a positive number to an event that costs less the larger the number is;
+        for instance a noise multiplier, or the factor on a whole schedule.
       epsilon: the target, above 0.
       delta: the probability beside it, in (0, 1).
       method: a proven method.
@@ -47,8 +46,7 @@ def calibrate(
 
     Returns:
       The parameter. Its epsilon is at most the target, exactly; the parameter is within 1e-6 of
-      the smallest
-      such (relative; 1e-4 for "pld").
+      the smallest such (relative; 1e-4 for "pld").
 
     Privacy:
       The parameter must be chosen before training: nothing here may have seen the data.

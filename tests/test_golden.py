@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Golden behaviours: what a key, a step and a seed give, written down once.
+
+A stored run is resumed by drawing its next step again from (key, step).  If any figure
+here changes, old checkpoints go on with other batches or other noise: change it on
+purpose, say so in BUILD_NOTES.md, or find out what went wrong.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax import clipping, noise, sampling
+
+
+def test_the_noise_of_a_key():
+    link = noise.gaussian(2.0, clipping.flat(0.5), key=jax.random.key(0))
+    like = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    state = link.init(like)
+    for a, b in [
+        ([0.70688, 0.21979, 0.66318], [-0.80118, -0.19827]),
+        ([1.58608, -1.41749, 2.11646], [-0.16203, 0.02502]),
+    ]:
+        out, state = link.update(like, state)
+        np.testing.assert_allclose(out["a"], a, atol=1e-5)
+        np.testing.assert_allclose(out["b"], b, atol=1e-5)
+
+
+DRAWS = [
+    (sampling.poisson(1000, 5), 0, [427, 491, 873, 941]),
+    (sampling.poisson(1000, 5), 1, [209, 520, 582, 807, 841]),
+    (sampling.poisson(1000, 5), 25, [13, 112, 183, 190, 259, 369, 552]),
+    (sampling.shuffled(100, 5), 0, [50, 7, 89, 13, 20]),
+    (sampling.shuffled(100, 5), 25, [84, 61, 89, 55, 0]),
+    (sampling.fixed(100, 5), 1, [31, 91, 56, 97, 90]),
+    (sampling.fixed(100, 5), 25, [83, 8, 35, 28, 66]),
+]
+
+
+@pytest.mark.parametrize(("sampler", "step", "want"), DRAWS)
+def test_the_draws_of_a_key(sampler, step, want):
+    draw = sampler.draw(jax.random.key(7), step)
+    assert np.asarray(draw.indices)[: int(draw.size)].tolist() == want
+
+
+def test_ten_steps_on_the_digits():
+    digits = dpjax.data.load("digits")
+    model = dpjax.models.MLP(features=(16,), classes=10)
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(1437, 100),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=10,
+    )
+    algorithm = dpjax.dpsgd(
+        dpjax.losses.of(model, dpjax.losses.cross_entropy),
+        optax.sgd(0.5, momentum=0.9),
+        mechanism,
+        digits.train,
+    )
+    params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)))["params"]
+    state = algorithm.init(jax.random.key(1), params)
+    infos = []
+    for _ in range(10):
+        state, info = algorithm.step(state)
+        infos.append(info)
+    assert [int(infos[i].examples) for i in (0, 9)] == [102, 94]
+    np.testing.assert_allclose([infos[i].loss for i in (0, 9)], [2.467423, 1.788596], rtol=1e-3)
+    np.testing.assert_allclose([infos[i].norm[0] for i in (0, 9)], [3.81605, 3.48352], rtol=1e-3)
+    assert optax.tree.norm(state.params) == pytest.approx(5.995740, rel=1e-3)
+    assert mechanism.epsilon(1e-5) == pytest.approx(2.671722, rel=1e-5)
+    assert mechanism.epsilon(1e-5, "pld") == pytest.approx(2.145836, rel=1e-3)
+
+
+def test_the_statement_word_for_word():
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(examples=60_000, batch_size=256),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.1,
+        steps=14_063,
+    )
+    head = dpjax.statement(mechanism, 1e-5).split("\n\nReferences")[0]
+    assert head == STATEMENT
+
+
+STATEMENT = """\
+Privacy statement
+
+  (2.382, 1e-05)-differentially private, as proved by the best accountant.
+
+  unit          one example
+  neighbours    add-or-remove: data sets that differ by one example added or removed
+  sampler       poisson: 256 of 60,000 examples a step (rate 0.00427)
+                exact Poisson sampling; amplification by sampling is proved and counted
+  clipping      flat, 1 group: one example moves the sum by at most 1
+  noise         multiplier 1.1 x sensitivity, on the sum
+                = standard deviation 0.004297 on the mean
+  steps         14,063
+  delta         1e-05
+
+  epsilon          2.597   rdp: upper bound by Rényi divergences, improved conversion
+  epsilon          2.382   pld: tightest upper bound, by privacy loss distributions
+  epsilon          3.008   rdp-classic: looser upper bound, as older papers print
+  epsilon          2.324   gdp: an estimate, not a bound: central limit of Gaussian DP
+
+Not covered
+  - choosing hyper-parameters or a checkpoint by looking at the private data
+  - per-step info (losses, norms, clipped fractions): computed before the noise
+  - examples that belong together: the unit is one example, not one person
+  - models or data in which examples see each other (batch statistics)
+  - attacks on float32 arithmetic or on the pseudo-random generator"""
