@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -152,7 +152,9 @@ _NAMED: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
 )
 
 
-def by_name(name: str, classes: int, *, activation: Activation = jnp.tanh) -> nn.Module:
+def by_name(
+    name: str, classes: int, *, activation: Activation = jnp.tanh, **options: Any
+) -> nn.Module:
     """Finds a model by the word that users type on a command line.
 
     Args:
@@ -160,6 +162,7 @@ def by_name(name: str, classes: int, *, activation: Activation = jnp.tanh) -> nn
         or ``"cifar_cnn"`` (32x32 images).
       classes: Number of outputs.
       activation: Of the hidden layers.
+      **options: Further fields of the module, such as ``features`` of an MLP.
 
     Returns:
       The module, not yet initialised.
@@ -173,7 +176,7 @@ def by_name(name: str, classes: int, *, activation: Activation = jnp.tanh) -> nn
             f"models.by_name({name!r}): expected one of {', '.join(_NAMED)}. "
             "A module of your own needs no name: pass it to losses.of."
         )
-    return _NAMED[name](classes=classes, activation=activation)
+    return _NAMED[name](classes=classes, activation=activation, **options)
 
 
 def _expect_image(name: str, x: Array, *, smallest: int) -> None:
