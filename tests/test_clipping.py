@@ -56,7 +56,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["vmap", "scan"])
+@pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize(("name", "rule", "want"), SUMS)
 def test_sums_of_the_quadratic(name, rule, want, engine):
     result = dpjax.clipped_grad(quadratic, rule, engine, 3)(W, X)

@@ -200,7 +200,7 @@ def test_engines_agree_in_float64():
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
 
-@pytest.mark.parametrize("engine", ["vmap", "scan"])
+@pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize("rule", [p for p in EVERY_RULE if p.id.endswith(("group", "layer"))])
 def test_order_padding_and_emptiness(rule, engine):
     params, (x, y) = some_params(), some_batch(5)

@@ -33,7 +33,7 @@ class Mutant(NamedTuple):
 
 LAWS, CLIP, NOISE = "test_laws.py::test_", "test_clipping.py::test_", "test_noise.py::test_"
 SAMPLE, MECHANISM, LEDGER = (f"test_{x}.py::test_" for x in ("sampling", "mechanism", "ledger"))
-ACCOUNT = "test_accounting.py::test_"
+ACCOUNT, GHOST = "test_accounting.py::test_", "test_ghost.py::test_ghost_"
 
 MUTANTS = [
     # Clipping and sensitivity
@@ -151,6 +151,83 @@ MUTANTS = [
         "jax.tree.map(lambda t, p: t + p + jax.random.normal(jax.random.key(0), p.shape), "
         "total, part.value)",
         LAWS + "noise_is_added_once_whatever_the_microbatches[5]",
+    ),
+    Mutant(
+        "ghost: tied weights without their cross term",
+        "gradients/walk.py",
+        "if found.count(leaf) > 1:",
+        "if found.count(leaf) > 9:",
+        GHOST + "is_the_definition[tied weights]",
+    ),
+    Mutant(
+        "ghost: a view that is not a rearrangement taken for one",
+        "gradients/walk.py",
+        'view.isometry and equation.primitive.name not in ("broadcast_in_dim",)',
+        "view.isometry",
+        GHOST + "is_the_definition[broadcast matrix]",
+    ),
+    Mutant(
+        "ghost: the Gram rule forgets to multiply",
+        "gradients/rules.py",
+        '_product("bsk,btk->bst", x, x) * _product("bsk,btk->bst", g, g)',
+        '_product("bsk,btk->bst", x, x)',
+        GHOST + "is_the_definition[wide, few positions]",
+    ),
+    Mutant(
+        "ghost: several positions taken for one",
+        "gradients/rules.py",
+        "if positions == 1:",
+        "if positions >= 1:",
+        GHOST + "is_the_definition[few outputs, many positions]",
+    ),
+    Mutant(
+        "ghost: the sum forgets its factors",
+        "gradients/rules.py",
+        "scaled = cotangent * trees.expand(factors, cotangent)",
+        "scaled = cotangent",
+        LAWS + "engines_agree[flat-one group]",
+    ),
+    Mutant(
+        "ghost: every leaf takes the factors of the first group",
+        "gradients/ghost.py",
+        "factor = factors[:, groups[site.leaf]]",
+        "factor = factors[:, 0]",
+        LAWS + "engines_agree[per_group-by layer]",
+    ),
+    Mutant(
+        "ghost: a leaf's norm in the wrong group",
+        "gradients/ghost.py",
+        "squares[groups[site.leaf]] = squares[groups[site.leaf]] + square",
+        "squares[0] = squares[0] + square",
+        LAWS + "engines_agree[per_group-by layer]",
+    ),
+    Mutant(
+        "ghost: materialised leaves left out of the norm",
+        "gradients/ghost.py",
+        "squares[groups[i]] = squares[groups[i]] + square",
+        "pass",
+        GHOST + "is_the_definition[not linear]",
+    ),
+    Mutant(
+        "ghost: padding takes part",
+        "gradients/ghost.py",
+        "factors = jnp.where(real, rule.factors(norms), 0)",
+        "factors = rule.factors(norms)",
+        GHOST + "is_the_definition[wide, few positions]",
+    ),
+    Mutant(
+        "ghost: NaN reaches the sum",
+        "gradients/rules.py",
+        "return jnp.where(trees.expand(keep, x), x, filling)",
+        "return x",
+        "test_ghost.py::test_a_broken_example_contributes_nothing",
+    ),
+    Mutant(
+        "a convolution's cotangent shifted by one",
+        "gradients/primitives.py",
+        "low = reach - parameters",
+        "low = reach - 1 - parameters",
+        GHOST + "is_the_definition[conv strided]",
     ),
     # Noise
     Mutant(

@@ -36,8 +36,9 @@ def clipped_grad(
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example (the
         leaves of ``batch`` without their leading axis).
       rule: A `dpjax.clipping` rule.
-      engine: ``"vmap"`` (all examples at once), ``"scan"`` (microbatches, bounded
-        memory) or ``"auto"``.  Speed only.
+      engine: ``"ghost"`` (book-keeping: no per-example gradients; what ``"auto"`` takes),
+        ``"vmap"`` (all examples at once) or ``"scan"`` (the same in microbatches).  Speed
+        only.
       microbatch_size: How many examples are differentiated at once; by default as many
         as fit.  Speed only.
       has_aux: Whether the loss returns ``(scalar, aux)``.
@@ -91,7 +92,8 @@ def clipped_grad(
                 "expected one entry per example, 1 for real and 0 for padding."
             )
         micro = microbatch_size or choose_microbatch_size(loss, params, example, size)
-        name = engine if engine != "auto" else ("vmap" if size <= micro else "scan")
+        # Shapes are worked out from examples; where there are none, any engine gives zeros.
+        name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
         return ENGINES[name](with_aux, rule, params, batch, real, micro)
 
     return clipped

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from dpjax import clipping, trees
+from dpjax.gradients.ghost import ghost
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
-__all__ = ["ENGINES", "Engine", "scan", "vmap"]
+__all__ = ["ENGINES", "Engine", "microbatched", "vmap"]
 
 Mask = Bool[Array, " batch"]
 Engine = Callable[[LossFn, Clipping, PyTree, PyTree, Mask, int], ClippedSum]
@@ -39,33 +40,43 @@ def vmap(
     return ClippedSum(value, jnp.where(mask, losses, 0), norms, factors, aux)
 
 
-def scan(
-    loss: LossFn,
-    rule: Clipping,
-    params: PyTree,
-    batch: PyTree,
-    mask: Mask,
-    microbatch_size: int,
-) -> ClippedSum:
+def microbatched(engine: Engine) -> Engine:
     """Microbatch after microbatch: memory of one, the sum of all, one compiled body."""
-    size = mask.shape[0]
-    trips = -(-size // microbatch_size)
 
-    def fold(x: Array) -> Array:
-        padding = [(0, trips * microbatch_size - size)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, padding).reshape((trips, microbatch_size, *x.shape[1:]))
+    def loop(
+        loss: LossFn,
+        rule: Clipping,
+        params: PyTree,
+        batch: PyTree,
+        mask: Mask,
+        microbatch_size: int,
+    ) -> ClippedSum:
+        size = mask.shape[0]
+        if size <= microbatch_size:
+            return engine(loss, rule, params, batch, mask, microbatch_size)
+        trips = -(-size // microbatch_size)
 
-    def unfold(x: Array) -> Array:
-        return x.reshape((trips * microbatch_size, *x.shape[2:]))[:size]
+        def fold(x: Array) -> Array:
+            padding = [(0, trips * microbatch_size - size)] + [(0, 0)] * (x.ndim - 1)
+            return jnp.pad(x, padding).reshape((trips, microbatch_size, *x.shape[1:]))
 
-    def body(total: PyTree, inputs: tuple[PyTree, Mask]) -> tuple[PyTree, ClippedSum]:
-        part = vmap(loss, rule, params, *inputs, microbatch_size)
-        total = jax.tree.map(jnp.add, total, part.value)
-        return total, part._replace(value=None)
+        def unfold(x: Array) -> Array:
+            return x.reshape((trips * microbatch_size, *x.shape[2:]))[:size]
 
-    folded = jax.tree.map(fold, (batch, mask))
-    total, parts = jax.lax.scan(body, trees.zeros_wide(params), folded)
-    return jax.tree.map(unfold, parts)._replace(value=total)
+        def body(total: PyTree, inputs: tuple[PyTree, Mask]) -> tuple[PyTree, ClippedSum]:
+            part = engine(loss, rule, params, *inputs, microbatch_size)
+            total = jax.tree.map(jnp.add, total, part.value)
+            return total, part._replace(value=None)
+
+        folded = jax.tree.map(fold, (batch, mask))
+        total, parts = jax.lax.scan(body, trees.zeros_wide(params), folded)
+        return jax.tree.map(unfold, parts)._replace(value=total)
+
+    return loop
 
 
-ENGINES: dict[str, Engine] = {"vmap": vmap, "scan": scan}
+ENGINES: dict[str, Engine] = {
+    "vmap": vmap,
+    "scan": microbatched(vmap),
+    "ghost": microbatched(ghost),
+}

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The book-keeping engine against the definition, on every way a parameter can enter."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from dpjax import clipped_grad, clipping, gradients, losses, testing
+
+KEY = jax.random.key(0)
+
+
+def array(*shape, seed=0, scale=0.5):
+    return scale * jax.random.normal(jax.random.fold_in(KEY, seed), shape)
+
+
+def squared(model):
+    """A loss of one example that reaches every output of a model."""
+
+    def loss(params, x):
+        y = model(params, x)
+        return jnp.sum(jnp.tanh(y) * jnp.arange(1.0, y.size + 1).reshape(y.shape) / y.size)
+
+    return loss
+
+
+def linen(module, shape, batch=5, integer=False):
+    x = (
+        jax.random.randint(KEY, (batch, *shape), 0, 7)
+        if integer
+        else array(batch, *shape, seed=3, scale=1.0)
+    )
+    params = module.init(jax.random.key(1), x[0])["params"]
+    return squared(lambda p, x: module.apply({"params": p}, x)), params, x
+
+
+def conv(x_shape, k_shape, batch=5, **options):
+    def model(params, x):
+        y = lax.conv_general_dilated(x, params["kernel"], **options)
+        return y + params["bias"]
+
+    out = jax.eval_shape(
+        lambda x, k: lax.conv_general_dilated(x, k, **options), jnp.ones(x_shape), jnp.ones(k_shape)
+    )
+    # One more layer below, so that the input's cotangent matters too.
+    params = {"kernel": array(*k_shape), "bias": array(*out.shape[1:]), "first": array(*x_shape)}
+    model_of = lambda p, x: model(p, jnp.tanh(x * p["first"]))  # noqa: E731
+    return squared(model_of), params, array(batch, *x_shape, seed=4)
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(7, 8)(tokens) + self.param("position", nn.initializers.normal(1.0), (6, 8))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+        x = x + nn.Dense(8)(nn.gelu(nn.Dense(16)(nn.LayerNorm()(x))))
+        return nn.Dense(3)(x.mean(axis=0))
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.GroupNorm(2)(nn.Conv(4, (3, 3), strides=2)(x)))
+        x = nn.RMSNorm()(nn.max_pool(nn.Conv(4, (3, 3))(x), (2, 2), (2, 2)))
+        return nn.Dense(3)(x.reshape(-1))
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.RNN(nn.LSTMCell(4))(x)[-1])
+
+
+class Remat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.remat(nn.Dense)(8)(jnp.tanh(nn.Dense(6)(x))))
+
+
+def plain(model, params, shape, batch=5):
+    return squared(model), params, array(batch, *shape, seed=5, scale=1.0)
+
+
+CASES = {
+    "attention": lambda: linen(Attention(), (6,), integer=True),
+    "norms and pools": lambda: linen(Normed(), (8, 8, 2)),
+    "lstm": lambda: linen(Recurrent(), (5, 3)),
+    "remat": lambda: linen(Remat(), (4,)),
+    "weight norm": lambda: linen(nn.WeightNorm(nn.Dense(3)), (4,)),
+    "einsum": lambda: plain(
+        lambda p, x: jnp.einsum("td,dhk->htk", x, p["w"]), {"w": array(3, 2, 4)}, (5, 3)
+    ),
+    "matrix on the left": lambda: plain(
+        lambda p, x: p["w"] @ x + p["b"][:, None], {"w": array(4, 3), "b": array(4)}, (3, 5)
+    ),
+    "few outputs, many positions": lambda: plain(
+        lambda p, x: x @ p["w"], {"w": array(3, 2)}, (40, 3)
+    ),
+    "wide, few positions": lambda: plain(lambda p, x: x @ p["w"], {"w": array(30, 40)}, (2, 30)),
+    "batched heads": lambda: plain(
+        lambda p, x: jnp.einsum("htd,hdk->htk", x, p["w"]), {"w": array(2, 3, 4)}, (2, 5, 3)
+    ),
+    "transposed view": lambda: plain(lambda p, x: x @ p["w"].T, {"w": array(4, 3)}, (3,)),
+    "tied weights": lambda: plain(
+        lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, {"w": array(3, 4)}, (3,)
+    ),
+    "used twice on the same input": lambda: plain(
+        lambda p, x: x @ p["w"] + 2 * (x @ p["w"]), {"w": array(3, 4)}, (3,)
+    ),
+    "not linear": lambda: plain(
+        lambda p, x: x @ jnp.exp(p["w"]) * p["s"] ** 2, {"w": array(3, 4), "s": array()}, (3,)
+    ),
+    "two parameters meet": lambda: plain(
+        lambda p, x: x @ (p["a"] * p["b"]), {"a": array(3, 4), "b": array(3, 4, seed=1)}, (3,)
+    ),
+    "standardised weights": lambda: plain(
+        lambda p, x: x @ ((p["w"] - p["w"].mean()) / p["w"].std()), {"w": array(3, 4)}, (3,)
+    ),
+    "broadcast bias": lambda: plain(
+        lambda p, x: x * p["scale"] + p["bias"] - p["shift"] / 3,
+        {"scale": array(3), "bias": array(), "shift": array(5, 1)},
+        (5, 3),
+    ),
+    "broadcast matrix": lambda: plain(
+        lambda p, x: x @ jnp.broadcast_to(p["w"][:, None], (3, 4)), {"w": array(3)}, (3,)
+    ),
+    "divided by the input": lambda: plain(
+        lambda p, x: p["w"] / (2 + jnp.tanh(x)) - p["v"], {"w": array(3), "v": array(3)}, (3,)
+    ),
+    "gathered by the input": lambda: plain(
+        lambda p, x: p["table"][jnp.argsort(x)] * x[:, None], {"table": array(4, 2)}, (4,)
+    ),
+    "unused and constant": lambda: plain(
+        lambda p, x: jnp.tanh(x @ p["w"]), {"w": array(3, 2), "unused": array(4)}, (3,)
+    ),
+    "jit inside": lambda: plain(
+        lambda p, x: jax.jit(lambda w, x: jnp.tanh(x @ w))(p["w"], x), {"w": array(3, 2)}, (3,)
+    ),
+    "cond on a parameter": lambda: plain(
+        lambda p, x: lax.cond(x[0] > 0, lambda w: x @ w, lambda w: x @ w**2, p["w"]),
+        {"w": array(3, 2)},
+        (3,),
+    ),
+    "scan over layers": lambda: plain(
+        lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0],
+        {"w": array(4, 3, 3)},
+        (3,),
+    ),
+    "custom derivative of a parameter": lambda: plain(
+        lambda p, x: x * jax.nn.relu(p["w"]), {"w": array(3)}, (3,)
+    ),
+    "conv same": lambda: conv(
+        (1, 7, 6, 3), (3, 3, 3, 4), window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
+    ),
+    "conv strided": lambda: conv(
+        (1, 9, 8, 2), (4, 3, 2, 5), window_strides=(2, 3), padding="VALID", dimension_numbers=NHWC
+    ),
+    "conv uneven padding": lambda: conv(
+        (1, 8, 8, 2),
+        (3, 3, 2, 4),
+        window_strides=(2, 2),
+        padding=((2, 0), (0, 3)),
+        dimension_numbers=NHWC,
+    ),
+    "conv dilated": lambda: conv(
+        (1, 9, 9, 2),
+        (3, 2, 2, 4),
+        window_strides=(2, 1),
+        padding="SAME",
+        rhs_dilation=(2, 3),
+        dimension_numbers=NHWC,
+    ),
+    "conv transposed": lambda: conv(
+        (1, 5, 5, 2),
+        (3, 3, 2, 4),
+        window_strides=(1, 1),
+        padding=((2, 1), (1, 2)),
+        lhs_dilation=(2, 2),
+        dimension_numbers=NHWC,
+    ),
+    "conv grouped": lambda: conv(
+        (1, 6, 6, 4),
+        (3, 3, 2, 6),
+        window_strides=(1, 1),
+        padding="SAME",
+        feature_group_count=2,
+        dimension_numbers=NHWC,
+    ),
+    "conv depthwise": lambda: conv(
+        (1, 6, 6, 3),
+        (3, 3, 1, 3),
+        window_strides=(2, 2),
+        padding="SAME",
+        feature_group_count=3,
+        dimension_numbers=NHWC,
+    ),
+    "conv channels first": lambda: conv(
+        (1, 2, 7, 7), (4, 2, 3, 3), window_strides=(2, 2), padding="SAME"
+    ),
+    "conv 1-D, several images": lambda: conv(
+        (3, 9, 2),
+        (4, 2, 5),
+        window_strides=(2,),
+        padding="VALID",
+        dimension_numbers=("NWC", "WIO", "NWC"),
+    ),
+    "conv 3-D": lambda: conv(
+        (1, 4, 5, 4, 2),
+        (2, 3, 2, 2, 3),
+        window_strides=(1, 2, 1),
+        padding="SAME",
+        dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+    ),
+}
+
+RULES = {
+    "flat": lambda params: clipping.flat(0.2),
+    "by leaf": lambda params: clipping.grouped(0.1, clipping.by_leaf(params)),
+    "automatic": lambda params: clipping.automatic(0.5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ghost_is_the_definition(name):
+    loss, params, batch = CASES[name]()
+    for rule in RULES.values():
+        testing.assert_engines_agree(
+            loss,
+            rule(params),
+            params,
+            batch,
+            mask=jnp.array([1, 1, 0, 1, 1]),
+            engines=("ghost",),
+            microbatch_sizes=(2, 8) if rule is RULES["flat"] else (8,),
+            tolerance=2e-5,
+        )
+
+
+@pytest.mark.parametrize("name", ["attention", "norms and pools", "conv dilated"])
+def test_ghost_is_the_definition_in_float64(name):
+    with jax.enable_x64(True):
+        loss, params, batch = CASES[name]()
+        wide = functools.partial(
+            jax.tree.map,
+            lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        )
+        testing.assert_engines_agree(
+            loss,
+            clipping.flat(0.2),
+            wide(params),
+            wide(batch),
+            engines=("ghost",),
+            microbatch_sizes=(8,),
+            tolerance=1e-11,
+        )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["norms and pools", "conv same", "matrix on the left"])
+def test_a_broken_example_contributes_nothing(name, bad):
+    loss, params, batch = CASES[name]()
+    spoilt = batch.at[(1, *(0,) * (batch.ndim - 1))].set(bad)
+    keep = jnp.array([1, 0, 1, 1, 1])
+    want = clipped_grad(loss, clipping.flat(0.2), "ghost")(params, batch, keep).value
+    got = clipped_grad(loss, clipping.flat(0.2), "ghost")(params, spoilt).value
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_bfloat16_models_keep_float32_norms_and_sums():
+    module = nn.Sequential([nn.Dense(16, dtype=jnp.bfloat16), jnp.tanh, nn.Dense(3)])
+    loss, params, batch = linen(module, (6,))
+    result = clipped_grad(loss, clipping.flat(0.2), "ghost")(params, batch)
+    want = clipped_grad(loss, clipping.flat(0.2), "vmap")(params, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(result.value)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(result.norms, want.norms, rtol=0.02)
+    for a, b in zip(jax.tree.leaves(result.value), jax.tree.leaves(want.value), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.02)
+
+
+def test_aux_goes_through():
+    def loss(w, x):
+        return jnp.sum((x @ w) ** 2), {"logits": x @ w, "first": x[0]}
+
+    batch = array(5, 3)
+    result = clipped_grad(loss, clipping.flat(1.0), "ghost", 2, has_aux=True)(array(3, 2), batch)
+    assert result.aux["logits"].shape == (5, 2)
+    np.testing.assert_allclose(result.aux["first"], batch[:, 0])
+
+
+def test_explain_names_every_leaf():
+    model = nn.Sequential([nn.Conv(4, (3, 3)), lambda x: x.reshape(-1), nn.Dense(3)])
+    params = model.init(KEY, jnp.zeros((8, 8, 1)))["params"]
+    words = gradients.explain(
+        losses.of(model, losses.cross_entropy), params, (jnp.zeros((8, 8, 1)), jnp.int32(0))
+    )
+    assert [line.split()[1] for line in words.splitlines()] == [
+        "add",
+        "conv_general_dilated",
+        "add",
+        "dot_general",
+    ]
+    loss, params, batch = CASES["tied weights"]()
+    assert "materialised: used at 2 places" in gradients.explain(loss, params, batch[0])
