@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`clipped_grad`: what it returns, what it refuses, whose models it takes."""
 
+import functools
+
 import equinox
 import flax.linen as linen
 import jax
@@ -12,6 +14,7 @@ from flax import nnx
 
 import dpjax
 from dpjax import clipping, gradients, losses, testing
+from dpjax.gradients.microbatch import bytes_per_example
 
 RULE = clipping.flat(1.0)
 
@@ -42,14 +45,21 @@ def test_norms_are_those_before_clipping():
 
 def test_microbatches_are_chosen_from_the_shapes():
     example = jax.ShapeDtypeStruct((784,), jnp.float32)
-    small = gradients.microbatch_size(loss, jnp.zeros(784), example, 4096)
-    large_params = {"w": jax.ShapeDtypeStruct((784, 65_536), jnp.float32)}
-    large = gradients.microbatch_size(
-        lambda p, x: jnp.sum((x @ p["w"]) ** 2), large_params, example, 4096
+    params = {"w": jax.ShapeDtypeStruct((784, 65_536), jnp.float32)}
+
+    def matrix(p, x):
+        return jnp.sum((x @ p["w"]) ** 2), None
+
+    small = gradients.microbatch_size(
+        lambda w, x: (loss(w, x), None), jnp.zeros(784), example, 4096, "vmap"
     )
+    large = gradients.microbatch_size(matrix, params, example, 4096, "vmap")
     assert small == 4096
     assert 1 <= large < small
-    assert gradients.microbatch_size(loss, jnp.zeros(784), example, 3) == 3
+    # Book-keeping holds activations; the matrix never has a gradient per example.
+    held = functools.partial(bytes_per_example, matrix, params, example)
+    assert held("ghost") < held("vmap") / 50
+    assert gradients.microbatch_size(matrix, params, example, 3, "ghost") == 3
 
 
 def test_jit_vmap_and_grad_compose_with_it():

@@ -91,9 +91,9 @@ def clipped_grad(
                 f"clipped_grad: mask has shape {real.shape}, the batch {size} examples; "
                 "expected one entry per example, 1 for real and 0 for padding."
             )
-        micro = microbatch_size or choose_microbatch_size(loss, params, example, size)
         # Shapes are worked out from examples; where there are none, any engine gives zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
+        micro = microbatch_size or choose_microbatch_size(with_aux, params, example, size, name)
         return ENGINES[name](with_aux, rule, params, batch, real, micro)
 
     return clipped

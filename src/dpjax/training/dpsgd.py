@@ -121,7 +121,7 @@ def dpsgd(
     ) -> tuple[PyTree, Any, Info]:
         noise_state, inner = optimizer_state
         draw = mechanism.sampling.draw(key, noise_state.step)
-        size = microbatch_size or _microbatch(loss, params, example, mechanism)
+        size = microbatch_size or _microbatch(loss, params, example, mechanism, engine)
         clipped = clipped_grad(loss, mechanism.clipping, engine, size)
         summed, info = _sum_microbatches(clipped, mechanism, params, data, draw, size)
         mean, noise_state = mechanism.privatize(key).update(summed, noise_state)
@@ -166,13 +166,18 @@ def _sum_microbatches(
     return total, Info(losses / count, count, norms / count, over / count)
 
 
-def _microbatch(loss: LossFn, params: PyTree, example: PyTree, mechanism: Mechanism) -> int:
+def _microbatch(
+    loss: LossFn, params: PyTree, example: PyTree, mechanism: Mechanism, engine: str
+) -> int:
     """What fits in memory, but no more than nearly every draw needs."""
     sampler = mechanism.sampling
     mean, rate = sampler.batch_size, sampler.sampling_rate
     spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
     usual = min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8)
-    return choose_microbatch_size(loss, params, example, max(1, usual))
+    name = "ghost" if engine == "auto" else engine
+    return choose_microbatch_size(
+        lambda p, x: (loss(p, x), None), params, example, max(1, usual), name
+    )
 
 
 def _check_data(data: PyTree, mechanism: Mechanism) -> None:
