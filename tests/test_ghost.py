@@ -276,6 +276,25 @@ def test_a_broken_example_contributes_nothing(name, bad):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("left_over", [0.0, 1e-4, 1e-3, 3e-3, 1e-2, 1.0])
+def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
+    """Two huge gradients, opposite but for a little: Gram matrices lose what is left."""
+    rng = np.random.default_rng(0)
+    row, up, aside = rng.normal(size=30), rng.normal(size=40), rng.normal(size=40)
+    x = jnp.asarray(np.stack([row, row])[None] * 100, jnp.float32)
+    c = jnp.asarray(np.stack([up + left_over * aside, -up])[None] * 100, jnp.float32)
+
+    def loss(w, example):
+        x, c = example
+        return jnp.sum(c * (x @ w))
+
+    assert "dot_general" in gradients.explain(loss, jnp.zeros((30, 40)), (x[0], c[0]))
+    for bound in (0.1, 10.0, 1e4):
+        rule = clipping.flat(bound)
+        moved = clipped_grad(loss, rule, "ghost")(jnp.zeros((30, 40)), (x, c)).value
+        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+
+
 def test_bfloat16_models_keep_float32_norms_and_sums():
     module = nn.Sequential([nn.Dense(16, dtype=jnp.bfloat16), jnp.tanh, nn.Dense(3)])
     loss, params, batch = linen(module, (6,))

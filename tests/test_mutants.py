@@ -174,6 +174,13 @@ MUTANTS = [
         GHOST + "is_the_definition[wide, few positions]",
     ),
     Mutant(
+        "ghost: Gram matrices not rounded up",
+        "gradients/rules.py",
+        "axis=(1, 2)), 0) + rounding",
+        "axis=(1, 2)), 0)",
+        "test_ghost.py::test_positions_that_cancel_do_not_slip_past_the_bound",
+    ),
+    Mutant(
         "ghost: several positions taken for one",
         "gradients/rules.py",
         "if positions == 1:",

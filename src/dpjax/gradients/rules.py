@@ -85,7 +85,8 @@ def _dot_general(
     r"""The gradient of a matrix is $x^\top g$, over the positions of one example.
 
     One position: $\lVert x \rVert^2 \lVert g \rVert^2$.  Several: the Gram matrices of
-    positions, or the product itself, whichever takes fewer operations.
+    positions, or the product itself, whichever takes fewer operations.  Gram matrices
+    square what cancels between positions, so their answer is rounded up.
     """
     (contract, batch) = site.equation.params["dimension_numbers"]
     if batch[0]:
@@ -107,7 +108,10 @@ def _dot_general(
     depth = g.shape[-1]
     if positions * (width + depth) < width * depth:
         grams = _product("bsk,btk->bst", x, x) * _product("bsk,btk->bst", g, g)
-        return jnp.maximum(jnp.sum(grams, axis=(1, 2)), 0)
+        # Positions that cancel leave rounding behind; a norm may be too long, never too short.
+        lengths = jnp.sqrt(jnp.sum(x * x, axis=-1) * jnp.sum(g * g, axis=-1))
+        rounding = jnp.finfo(x.dtype).eps * jnp.sum(lengths, axis=1) ** 2
+        return jnp.maximum(jnp.sum(grams, axis=(1, 2)), 0) + rounding
     return _square(_product("bsk,bsd->bkd", x, g))
 
 
