@@ -224,21 +224,11 @@ def exponential_up(
 ) -> optax.Schedule:
     """`exponential_down` backwards: `(L-a) e^t + a`, `a = (L e^(T-1) - H) / (e^(T-1) - 1)`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(exponential_up()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '1.0000 1.0000 1.0000 5.0000'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("explosive", low, high, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
@@ -248,21 +238,11 @@ def piecewise_down(
 ) -> optax.Schedule:
     """Five treads down: `H - (H-L)/4 floor(5t/T)`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(piecewise_down()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '5.0000 5.0000 5.0000 1.0000'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("piecewise", high, low, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
@@ -272,21 +252,11 @@ def piecewise_up(
 ) -> optax.Schedule:
     """Five treads up: `L + (H-L)/4 floor(5t/T)`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(piecewise_up()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '1.0000 1.0000 1.0000 5.0000'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("piecewise", low, high, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
@@ -296,21 +266,11 @@ def linear_down(
 ) -> optax.Schedule:
     """Straight down: `H - (H-L) t/(T-1)`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(linear_down()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '5.0000 4.7895 4.5789 1.0000'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("linear", high, low, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
@@ -320,21 +280,11 @@ def linear_up(
 ) -> optax.Schedule:
     """Straight up: `L + (H-L) t/(T-1)`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(linear_up()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '1.0000 1.2105 1.4211 5.0000'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("linear", low, high, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
@@ -344,21 +294,11 @@ def quadratic_down(
 ) -> optax.Schedule:
     """Down, ever faster: `H - (H-L) (t/(T-1))^2`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(quadratic_down()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '5.0000 4.9889 4.9557 1.0000'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("quadratic", high, low, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
@@ -368,21 +308,11 @@ def quadratic_up(
 ) -> optax.Schedule:
     """Up, ever faster: `L + (H-L) (t/(T-1))^2`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(quadratic_up()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '1.0000 1.0111 1.0443 5.0000'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("quadratic", low, high, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
@@ -392,21 +322,11 @@ def logarithmic_up(
 ) -> optax.Schedule:
     """Up, ever slower, stopping short of `H`: `L + (H-L) log(t+1)/log(T+1)`.
 
-    Args:
-      epochs: T, counted t = 0 .. T-1.
-      steps_per_epoch: steps that share a value.
-      high: H, the largest multiplier.
-      low: L, the smallest.
-
-    Returns:
-      A schedule, step -> float32 scalar. The defaults are the paper's run.
+    Arguments and result as of `exponential_down`.
 
     Example:
       >>> " ".join(f"{float(logarithmic_up()(100 * t)):.4f}" for t in (0, 1, 2, 19))
       '1.0000 1.9107 2.4434 4.9359'
-
-    References:
-      An, Shi, *Differentially private stochastic gradient descent with curricula*, 2021, table 1.
     """
     return curriculum("logarithmic", low, high, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
