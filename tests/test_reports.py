@@ -57,6 +57,14 @@ def test_the_statement_of_what_ran():
     assert f"{ledger.epsilon(book, mechanism, 1e-5):8.4g}   rdp" in words
 
 
+def test_the_statement_cites_what_was_used():
+    grouped = dpjax.statement(make(clipping=clipping.grouped(1.0, 4), steps=20), 1e-5)
+    assert all(key in grouped for key in ("abadi2016", "mironov2017", "doroshenko2022", "liu2021"))
+    assert "liu2021" not in dpjax.statement(make(steps=20), 1e-5)
+    fixed = make(sampling=sampling.fixed(10_000, 100), steps=20)
+    assert "doroshenko2022" not in dpjax.statement(fixed, 1e-5)
+
+
 def test_a_published_seed_is_not_for_release():
     assert "Seed published (7): not for release" in dpjax.statement(make(), 1e-5, seed=7)
 

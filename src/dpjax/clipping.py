@@ -101,8 +101,9 @@ def grouped(
       (0.5, 0.5, 0.5, 0.5)
 
     References:
-      Liu et al., "DPL-GGC", 2021, states a sensitivity of ``bound`` (theorem 2); that
-      does not hold for two groups or more: gradient (5, 5), bound 1, moves it by sqrt 2.
+      Liu, "Differentially Private Learning with Grouped Gradient Clipping", 2021, states a
+      sensitivity of ``bound`` (theorem 2); that does not hold for two groups or more: the
+      gradient (5, 5) at bound 1 moves the sum by the square root of 2.
     """
     if (bound is None) == (total is None):
         raise ValueError(

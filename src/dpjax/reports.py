@@ -64,10 +64,18 @@ _REFERENCES = {
   year    = {2022}
 }""",
     "grouped": """\
-@article{liu2021dplggc,
-  title = {DPL-GGC: grouped gradient clipping for differentially private learning},
-  author = {Liu and others},
-  year  = {2021}
+@article{liu2021grouped,
+  title  = {Differentially Private Learning with Grouped Gradient Clipping},
+  author = {Liu, Haolin and others},
+  year   = {2021}
+}""",
+    "automatic": """\
+@inproceedings{bu2023automatic,
+  title     = {Automatic Clipping: Differentially Private Deep Learning Made Easier and
+               Stronger},
+  author    = {Bu, Zhiqi and Wang, Yu-Xiang and Zha, Sheng and Karypis, George},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2023}
 }""",
 }
 
@@ -119,9 +127,16 @@ def statement(
         _NOT_COVERED,
         "",
         "References",
-        *(_REFERENCES[key] for key in ("dpsgd", "rdp", "pld")),
+        *_references(mechanism, epsilons),
     ]
     return "\n".join(lines)
+
+
+def _references(mechanism: Mechanism, epsilons: dict[str, float]) -> Iterator[str]:
+    """BibTeX of what was used: the algorithm, the accountants, the rule."""
+    for key in ("dpsgd", *epsilons, mechanism.clipping.name):
+        if key in _REFERENCES:
+            yield _REFERENCES[key]
 
 
 def _verdict(
