@@ -353,6 +353,13 @@ MUTANTS = [
         LAWS + "poisson_draws_of_a_small_set",
     ),
     Mutant(
+        "coins rounded up",
+        "sampling.py",
+        "largest = math.floor(rate * _WORDS) - 1",
+        "largest = math.floor(rate * _WORDS)",
+        SAMPLE + "the_rate_that_runs_is_never_above_the_rate_that_is_accounted",
+    ),
+    Mutant(
         "the same people at every step",
         "sampling.py",
         "trees.step_key(key, Purpose.SAMPLING, step), (examples,)",

@@ -3,7 +3,7 @@
 
 XLA on CPU rewrites convolutions to its fast form only at the top of a program.  Inside the
 body of a loop, where microbatches live, the cotangents that autodiff writes are compiled
-to naive loops, forty times slower; forward convolutions stay fast there.  So the cotangent
+to naive loops, many times slower; forward convolutions stay fast there.  So the cotangent
 of the input is written here as one more forward convolution.
 """
 
