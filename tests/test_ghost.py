@@ -136,6 +136,45 @@ CASES = {
     "divided by the input": lambda: plain(
         lambda p, x: p["w"] / (2 + jnp.tanh(x)) - p["v"], {"w": array(3), "v": array(3)}, (3,)
     ),
+    "embedding": lambda: plain(
+        lambda p, x: p["table"][jnp.int32(8 * jnp.abs(x)) % 2] * jnp.arange(6.0)[:, None],
+        {"table": array(40, 3)},
+        (6,),
+    ),
+    "ids outside the table": lambda: plain(
+        lambda p, x: jnp.take(p["table"], jnp.int32(4 * x), axis=0, fill_value=0),
+        {"table": array(3, 4)},
+        (6,),
+    ),
+    "tied embedding": lambda: plain(
+        lambda p, x: jnp.tanh(p["table"][jnp.int32(8 * jnp.abs(x))]) @ p["table"].T,
+        {"table": array(64, 16)},
+        (2,),
+    ),
+    "used twice, plainly and scaled": lambda: plain(
+        lambda p, x: x @ p["w"] + jnp.sum(x) * (x @ jnp.sin(p["w"])), {"w": array(3, 4)}, (3,)
+    ),
+    "class token": lambda: plain(
+        lambda p, x: jnp.concatenate([p["token"][None], x]) @ p["w"],
+        {"token": array(3), "w": array(3, 4)},
+        (5, 3),
+    ),
+    "layers of a scan, a shared bias": lambda: plain(
+        lambda p, x: lax.scan(
+            lambda h, w: (jnp.tanh(h @ (w / jnp.std(w)) + p["b"]), None), x, p["w"]
+        )[0],
+        {"w": array(4, 3, 3), "b": array(3)},
+        (2, 3),
+    ),
+    "a scan in a scan": lambda: plain(
+        lambda p, x: lax.scan(
+            lambda h, w: (lax.scan(lambda g, _: (jnp.tanh(g @ w), None), h, None, 2)[0], None),
+            x,
+            p["w"],
+        )[0],
+        {"w": array(3, 4, 4)},
+        (4,),
+    ),
     "gathered by the input": lambda: plain(
         lambda p, x: p["table"][jnp.argsort(x)] * x[:, None], {"table": array(4, 2)}, (4,)
     ),
@@ -329,4 +368,6 @@ def test_explain_names_every_leaf():
         "dot_general",
     ]
     loss, params, batch = CASES["tied weights"]()
-    assert "materialised: used at 2 places" in gradients.explain(loss, params, batch[0])
+    assert "2 x dot_general  gram" in gradients.explain(loss, params, batch[0])
+    loss, params, batch = CASES["cond on a parameter"]()
+    assert "materialised: enters cond" in gradients.explain(loss, params, batch[0])

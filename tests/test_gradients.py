@@ -2,6 +2,8 @@
 """`clipped_grad`: what it returns, what it refuses, whose models it takes."""
 
 import functools
+import subprocess
+import sys
 
 import equinox
 import flax.linen as linen
@@ -13,7 +15,7 @@ import pytest
 from flax import nnx
 
 import dpjax
-from dpjax import clipping, gradients, losses, testing
+from dpjax import clipped_grad, clipping, gradients, losses, testing
 from dpjax.gradients.microbatch import bytes_per_example
 
 RULE = clipping.flat(1.0)
@@ -171,3 +173,83 @@ def test_models_of_any_library_train_privately(case):
     state, info = algorithm.step(state)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     assert info.norm.shape == (1,)
+
+
+def test_weights_are_held_to_one():
+    """Weights scale what is already clipped, per example or per group, and never up."""
+    params, batch = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, jnp.arange(1.0, 6.0)
+
+    def loss(p, x):
+        return x * (jnp.sum(p["a"]) + jnp.sum(p["b"]))
+
+    rule = clipping.grouped(0.5, clipping.by_leaf(params))
+    weights = jnp.array([0.25, 1.0, 7.0, -3.0, jnp.nan])
+    held = jnp.array([0.25, 1.0, 1.0, 0.0, 0.0])
+    for engine in gradients.ENGINES:
+        clipped = clipped_grad(loss, rule, engine, 2)
+        every, by_group = clipped(params, batch), jnp.stack([weights, jnp.ones(5)], axis=1)
+        result = clipped(params, batch, weights=weights)
+        np.testing.assert_allclose(result.factors, every.factors * held[:, None], rtol=1e-6)
+        np.testing.assert_allclose(jnp.linalg.norm(result.value["a"]), 0.5 * 2.25, rtol=1e-6)
+        grouped = clipped(params, batch, weights=by_group).value
+        np.testing.assert_allclose(grouped["a"], result.value["a"], rtol=1e-6)
+        np.testing.assert_allclose(grouped["b"], every.value["b"], rtol=1e-6)
+    with pytest.raises(ValueError, match="weights have shape"):
+        clipped_grad(loss, rule)(params, batch, weights=jnp.ones(4))
+
+
+TWO_DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import numpy as np
+from dpjax import clipped_grad, clipping
+from dpjax.gradients import plain_grad
+
+assert jax.local_device_count() == 2
+loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)
+w, x = jax.random.normal(jax.random.key(0), (3, 2)), jax.random.normal(jax.random.key(1), (7, 3))
+mask = jnp.array([1, 1, 0, 1, 1, 1, 1])
+for engine in ("vmap", "ghost"):
+    one, two = (
+        jax.jit(clipped_grad(loss, clipping.flat(0.3), engine, 2, devices=n))(w, x, mask)
+        for n in (1, None)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
+mean = jax.grad(lambda w: jnp.mean(jax.vmap(loss, (None, 0))(w, x)))(w)
+np.testing.assert_allclose(plain_grad(loss, devices=2)(w, x), mean, rtol=1e-5)
+"""
+
+
+def test_two_devices_are_one():
+    subprocess.run([sys.executable, "-c", TWO_DEVICES], check=True, timeout=120)
+
+
+def test_plain_grad_is_the_gradient_of_the_mean():
+    module = linen.Sequential([linen.Conv(4, (3, 3)), linen.tanh, jnp.ravel, linen.Dense(3)])
+    batch = jax.random.normal(jax.random.key(0), (5, 6, 6, 1))
+    params = module.init(jax.random.key(1), batch[0])
+
+    def loss(p, x):
+        return jnp.sum(module.apply(p, x) ** 2)
+
+    want = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
+    got = jax.jit(gradients.plain_grad(loss))(params, batch)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_leaves_have_no_site():
+    """What is closed over, or stopped, costs nothing: it is not even looked at."""
+    base = jnp.ones((3, 3))
+
+    def loss(p, x):
+        return jnp.sum(x @ (base + p["down"] @ p["up"]) @ jax.lax.stop_gradient(p["stopped"]))
+
+    params = {"down": jnp.ones((3, 1)), "stopped": jnp.ones((3, 2)), "up": jnp.ones((1, 3))}
+    words = gradients.explain(loss, params, jnp.ones(3)).splitlines()
+    assert [line.split(maxsplit=1)[1].split()[0] for line in words] == [
+        "dot_general",
+        "not",
+        "dot_general",
+    ]

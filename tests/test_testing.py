@@ -26,8 +26,8 @@ def test_a_broken_rule_is_caught():
 
 
 def test_a_broken_engine_is_caught(monkeypatch):
-    def forgetful(loss, rule, params, batch, mask, size):
-        return gradients.ENGINES["vmap"](loss, rule, params, batch, mask.at[0].set(False), size)
+    def forgetful(loss, rule, params, batch, mask, *rest):
+        return gradients.ENGINES["vmap"](loss, rule, params, batch, mask.at[0].set(False), *rest)
 
     monkeypatch.setitem(gradients.ENGINES, "forgetful", forgetful)
     with pytest.raises(testing.LawBroken, match="engine 'forgetful'"):

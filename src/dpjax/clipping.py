@@ -367,7 +367,10 @@ def _partition(groups: Groups) -> Partition:
 
 
 def clip(
-    rule: Clipping, gradients: PyTree, mask: ArrayLike | None = None
+    rule: Clipping,
+    gradients: PyTree,
+    mask: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
 ) -> tuple[PyTree, Norms, Norms]:
     """Clips per-example gradients and sums them.
 
@@ -375,6 +378,8 @@ def clip(
       rule: The rule.
       gradients: Per-example gradients; every leaf ``(batch, ...)``.
       mask: Nonzero for a real example, 0 for padding, which contributes exactly 0.
+      weights: Further factors ``[batch, groups]``; only in [0, 1] is the sensitivity kept,
+        and `dpjax.clipped_grad` sees to that.
 
     Returns:
       The clipped sum, the norms and the factors ``[batch, groups]`` (0 for padding).
@@ -388,6 +393,8 @@ def clip(
     if mask is not None:
         real = jnp.asarray(mask)[:, None] != 0
         norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
+    if weights is not None:
+        factors = factors * jnp.asarray(weights, factors.dtype)
     return trees.scaled_sum(gradients, factors, groups), norms, factors
 
 

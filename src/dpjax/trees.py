@@ -3,8 +3,8 @@
 
 Everything is computed in float32 or wider, whatever the dtype of the leaves: a norm
 taken in float16 underflows to 0 and then nothing is clipped, and a sum kept in bfloat16
-stops growing at 256.  Sums over examples are products and reductions rather than matrix
-products, because accelerators round the inputs of matrix products.
+stops growing at 256.  Sums over examples are products at the highest precision, because
+accelerators otherwise round the inputs of products.
 
 This file must never know what a gradient is for: no rules, no bounds, no noise scale.
 """
@@ -140,8 +140,9 @@ def scaled_sum(
     """
 
     def total(leaf: Array, group: int) -> Array:
-        scale = expand(factors[:, group], leaf).astype(wide(leaf.dtype))
-        return jnp.sum(jnp.where(scale != 0, leaf * scale, 0), axis=0)
+        scale = factors[:, group].astype(wide(leaf.dtype))
+        kept = jnp.where(expand(scale, leaf) != 0, leaf.astype(scale.dtype), 0)
+        return jnp.einsum("b,b...->...", scale, kept, precision=jax.lax.Precision.HIGHEST)
 
     leaves, structure = jax.tree.flatten(gradients)
     return structure.unflatten(

@@ -5,15 +5,17 @@
 *partition* (which leaves are clipped together) and the *engine* (how the sum is
 computed).  An engine means speed only: all engines give the same `ClippedSum`.
 
-Engines live in `engines`, a row each in one table; `ghost` is the fast one, `walk` finds
-where a loss uses its parameters and `rules` makes norms and sums of it; `explain` says
-what was found.  `microbatch` chooses how many examples are on the chip at once.  Nothing
-here knows of noise, sampling or epsilon.
+Engines live in `engines`, a row each in one table.  `ghost` is the fast one: `walk` finds
+where a loss uses its parameters, `forms` writes what happens there as outer products,
+`rules` makes norms and sums of them, and `explain` says what was found.  `primitives`,
+`convolution` and `pooling` keep single equations fast.  `microbatch` chooses how many
+examples are on the chip at once.  Nothing here knows of noise, sampling or epsilon.
 """
 
 from dpjax.gradients.clipped import clipped_grad
 from dpjax.gradients.engines import ENGINES
-from dpjax.gradients.ghost import explain
-from dpjax.gradients.microbatch import microbatch_size
+from dpjax.gradients.explaining import explain
+from dpjax.gradients.microbatch import device_count, microbatch_size
+from dpjax.gradients.plain import plain_grad
 
-__all__ = ["ENGINES", "clipped_grad", "explain", "microbatch_size"]
+__all__ = ["ENGINES", "clipped_grad", "device_count", "explain", "microbatch_size", "plain_grad"]

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients.engines import ENGINES
+from dpjax.gradients.engines import ENGINES, spread
+from dpjax.gradients.microbatch import device_count as choose_devices
 from dpjax.gradients.microbatch import microbatch_size as choose_microbatch_size
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -27,10 +29,11 @@ def clipped_grad(
     engine: str = "auto",
     microbatch_size: int | None = None,
     has_aux: bool = False,
+    devices: int | None = None,
 ) -> Callable[..., ClippedSum]:
     r"""The clipped sum of the gradients of a loss, over a batch.
 
-    $$ \sum_i \mathrm{mask}_i \, f_i \odot \nabla_\theta\, \ell(\theta, x_i) $$
+    $$ \sum_i \mathrm{mask}_i \, w_i \, f_i \odot \nabla_\theta\, \ell(\theta, x_i) $$
 
     Args:
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example (the
@@ -42,17 +45,23 @@ def clipped_grad(
       microbatch_size: How many examples are differentiated at once; by default as many
         as fit.  Speed only.
       has_aux: Whether the loss returns ``(scalar, aux)``.
+      devices: How many of this process's devices share the batch; by default all host
+        devices (``jax_num_cpu_devices``) where a batch takes several microbatches, and one
+        otherwise.  Speed only.
 
     Returns:
-      A function ``(params, batch, mask=None) -> ClippedSum``.
+      A function ``(params, batch, mask=None, weights=None) -> ClippedSum``.  Weights
+      ``[batch]`` or ``[batch, groups]`` multiply the factors; they are held to [0, 1].
 
     Sensitivity:
-      ``rule.sensitivity``, for a loss in which examples do not see each other.
+      ``rule.sensitivity``, for a loss in which examples do not see each other, and weights
+      of which each depends on its own example and on nothing else that is private.
 
     | batch | result |
     |---|---|
     | no examples | zeros |
     | all masked | zeros |
+    | a weight above 1, below 0, or NaN | taken as 1, 0 and 0 |
     | an example with a NaN or infinite gradient | contributes exactly 0 |
     | bfloat16 or float16 parameters | norms and sums are float32 |
 
@@ -81,7 +90,7 @@ def clipped_grad(
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         return loss(params, example) if has_aux else (loss(params, example), None)
 
-    def clipped(params: PyTree, batch: PyTree, mask: Any = None) -> ClippedSum:
+    def clipped(params: PyTree, batch: PyTree, mask: Any = None, weights: Any = None) -> ClippedSum:
         size = trees.leading_size(batch)
         example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         check_loss(with_aux, params, example)
@@ -91,12 +100,29 @@ def clipped_grad(
                 f"clipped_grad: mask has shape {real.shape}, the batch {size} examples; "
                 "expected one entry per example, 1 for real and 0 for padding."
             )
+        held = _held_weights(weights, size, rule.partition.size)
         # Shapes are worked out from examples; where there are none, any engine gives zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
         micro = microbatch_size or choose_microbatch_size(with_aux, params, example, size, name)
-        return ENGINES[name](with_aux, rule, params, batch, real, micro)
+        count = devices or choose_devices(size, micro)
+        run = ENGINES[name] if count == 1 or size == 0 else spread(ENGINES[name], count)
+        return run(with_aux, rule, params, batch, real, held, micro)
 
     return clipped
+
+
+def _held_weights(weights: Any, size: int, groups: int) -> Array:
+    """Weights ``[batch, groups]`` in [0, 1]: above 1 they would undo the clipping."""
+    if weights is None:
+        return jnp.ones((size, groups), jnp.float32)
+    weights = jnp.asarray(weights, trees.wide(jnp.result_type(float)))
+    if weights.shape not in ((size,), (size, groups)):
+        raise ValueError(
+            f"clipped_grad: weights have shape {weights.shape}; expected one entry per example, "
+            f"({size},), or per example and group, ({size}, {groups})."
+        )
+    rows = weights.reshape(size, -1)
+    return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
 
 
 def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:

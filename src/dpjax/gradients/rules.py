@@ -1,190 +1,280 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules: a leaf's per-example gradient norms and clipped sum, from one site.
+r"""Rules: a leaf's per-example gradient norms and its clipped sum, from its sites.
 
-Each rule sees the site's other inputs and the cotangent of its output, both with a batch
-axis.  `norms` is a table by primitive; what has no row, or does not fit its row, takes
-the generic rule, which instantiates one example's gradient by the equation's own
-derivative.  The sum needs no table: it is the derivative of the batched equation at the
-cotangents scaled by the factors, one matrix product for most sites.
+Four ways lead to a norm, and `choose` takes the cheapest that fits:
+
+* *product*: a single position, $\lVert x g^\top \rVert = \lVert x \rVert \lVert g \rVert$;
+* *gram*: $\lVert \sum_s x_s g_s^\top \rVert^2 = \sum_{st} \langle x_s, x_t \rangle
+  \langle g_s, g_t \rangle$, also across the sites of tied weights;
+* *instantiate*: the gradient of each example, as one batched product, kept for the sum if
+  it is no larger than what is kept anyway;
+* *derivative*: the same by the equation's own derivative, for what has no form.
+
+Everything is float32 or wider at the highest precision, whatever the model computes in:
+clipping trusts these norms.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax import trees
+from dpjax.gradients.forms import Outer, form_of
 from dpjax.gradients.walk import Site
 
-__all__ = ["NORM_RULES", "square_norms", "weighted_sum"]
+__all__ = ["Choice", "Entry", "Total", "choose", "foresee", "norms", "scaled", "weighted_sum"]
 
 Squares = Float[Array, " batch"]
-Rule = Callable[[Site, Array, Sequence[Array], Array], "Squares | None"]
+Shape = jax.ShapeDtypeStruct
+Total = Callable[[Squares, bool], Array]
+
+# Writing and squaring one number, or scaling it, in multiplications of a matrix product.
+_TRAFFIC = 8
+# An instantiated gradient is kept while it is at most so many times its site's own data.
+_ROOM = 4
 
 
-def square_norms(
-    site: Site, leaf: Array, others: Sequence[Array], cotangent: Array
-) -> Float[Array, " batch"]:
-    """The squared norm of each example's gradient of a leaf.
+class Entry(NamedTuple):
+    """A site, and what the backward pass brought of it for a batch."""
+
+    site: Site
+    data: Sequence[Array]
+    cotangent: Array
+
+    def scaled(self, factors: Squares, careful: bool) -> Entry:
+        """Scaled cotangents; with care, an example with factor 0 is wiped out, NaN and all."""
+        data, cotangent = self.data, self.cotangent
+        if careful:
+            # With a cotangent of 0 any finite data give 0; 1 may also be divided by.
+            data = [_wiped(x, factors != 0, 1) for x in data]
+            cotangent = _wiped(cotangent, factors != 0, 0)
+        return self._replace(data=data, cotangent=cotangent * trees.expand(factors, cotangent))
+
+    @property
+    def form(self) -> Outer | None:
+        """What it says about the gradient of the view."""
+        return form_of(self.site, self.data, self.cotangent)
+
+
+class Choice(NamedTuple):
+    """How the gradient of a leaf is dealt with.
 
     Args:
-      site: Where the leaf is used.
-      leaf: Its value (or shape).
-      others: The site's other inputs, with a batch axis.
-      cotangent: Of the site's output, with a batch axis.
+      rule: "product", "gram", "instantiate" or "derivative".
+      keep: Whether per-example gradients are kept for the sum.
+      operations: Multiplications for one example's norm, about.
+      numbers: How many are written for it, beside the data and cotangents themselves.
     """
-    others, cotangent = _widened(others), _widened([cotangent])[0]
-    rule = NORM_RULES.get(site.equation.primitive.name)
-    found = rule(site, leaf, others, cotangent) if rule and site.isometry else None
-    return _instantiated(site, leaf, others, cotangent) if found is None else found
+
+    rule: str
+    keep: bool
+    operations: int
+    numbers: int
+
+
+def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> Choice:
+    """Takes the cheapest rule that fits; by shapes alone."""
+    outers = [form for form in forms if form is not None]
+    if len(outers) < len(sites):
+        return Choice("derivative", True, _TRAFFIC * leaf.size, leaf.size)
+    blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
+    width = max(1 if o.chosen else o.x.shape[2] for o in outers)
+    depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
+    keep = leaf.size <= _ROOM * sum(
+        math.prod(o.x.shape[1:]) + math.prod(o.g.shape[1:]) for o in outers
+    )
+    product = 0 if rows else blocks * positions * width * depth
+    copied = sum(math.prod(o.x.shape[1:]) for o in outers if o.copied)
+    again = product + _TRAFFIC * copied
+    gram = blocks * positions**2 * (width + depth)
+    instantiate = product + _TRAFFIC * leaf.size
+    after = _TRAFFIC * leaf.size if rows or keep else again
+    one_form = all(site.isometry for site in sites) and _alike(outers) is not None
+    if one_form and positions == 1 and not rows:
+        return Choice("product", False, blocks * (width + depth), copied)
+    if one_form and gram + again < instantiate + after:
+        return Choice("gram", False, gram, copied + 2 * blocks * positions**2)
+    rule = "derivative" if rows else "instantiate"
+    return Choice(rule, keep, instantiate, copied + leaf.size)
+
+
+def foresee(leaf: Shape, sites: Sequence[Site]) -> Choice:
+    """What will be chosen for a leaf, from shapes alone."""
+    found: list[Choice] = []
+
+    def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
+        entries = map(Entry, sites, data, cotangents)
+        found.append(choose(leaf, sites, [entry.form for entry in entries]))
+
+    def batched(x: Shape) -> Shape:
+        return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+
+    jax.eval_shape(
+        on_shapes,
+        [[batched(x) for x in site.data] for site in sites],
+        [batched(site.output) for site in sites],
+    )
+    return found[0]
+
+
+def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple[Squares, Total]:
+    """Squared norms of each example's gradient of a leaf, and the way to its weighted sum.
+
+    Args:
+      leaf: Which leaf.
+      entries: All its sites.
+      leaves: All leaves, in full precision.
+
+    Returns:
+      Squared norms, and a function ``(factors, careful)`` to the sum of the examples'
+      gradients, each times its factor.  Care is needed where some norm is not finite: then
+      an example with factor 0 contributes exactly 0, whatever its data and cotangent.
+    """
+    forms = [entry.form for entry in entries]
+    choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
+    outers = _alike([form for form in forms if form is not None])
+    anew = functools.partial(weighted_sum, leaf, entries, leaves)
+    if choice.rule == "product" and outers is not None:
+        return _product_norms(outers[0]), anew
+    if choice.rule == "gram" and outers is not None:
+        return _gram_norms(outers), anew
+    if choice.rule == "instantiate" and len(entries) == 1 and entries[0].site.isometry:
+        place, gradients = _placed(leaf, entries[0], forms[0], leaves)
+    else:
+        place, gradients = (lambda x: x), _instantiated(leaf, entries, forms, leaves)
+    if not choice.keep:
+        return _square(gradients), anew
+    return _square(gradients), lambda f, careful: place(scaled(gradients, f, careful))
+
+
+def scaled(gradients: Array, factors: Squares, careful: bool) -> Array:
+    """The sum of per-example gradients, each times its factor."""
+    if careful:
+        return trees.scaled_sum([gradients], factors[:, None], (0,))[0]
+    return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
 
 
 def weighted_sum(
-    site: Site, leaf: Array, others: Sequence[Array], cotangent: Array, factors: Squares
+    leaf: int,
+    entries: Sequence[Entry],
+    leaves: Sequence[Array],
+    factors: Squares,
+    careful: bool,
 ) -> Array:
-    """The sum of the examples' gradients of a leaf, each times its factor.
+    """The sum of the examples' gradients of a leaf, each times its factor, site by site."""
+    total = jnp.zeros_like(leaves[leaf])
+    for entry in (entry.scaled(factors, careful) for entry in entries):
+        form = entry.form
+        if form is None or form.chosen:
+            run = jax.vmap(entry.site.apply, (None, 0))
+            part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
+        else:
+            summed = _product("bhks,bhsd->hkd", form.x, form.g)
+            part = _pulled(leaf, leaves, entry.site.of)(form.place(summed))
+        total = total + part
+    return total
 
-    An example with factor 0 contributes exactly 0, whatever its inputs and cotangent.
+
+def _product_norms(form: Outer) -> Squares:
+    """One position: the norm of an outer product is the product of norms."""
+    return jnp.sum(jnp.sum(form.x**2, axis=(2, 3)) * jnp.sum(form.g**2, axis=(2, 3)), axis=1)
+
+
+def _gram_norms(forms: Sequence[Outer]) -> Squares:
+    """Inner products between positions, within each site and between any two.
+
+    Gram matrices square what cancels between positions, so that their sum carries an error
+    of the uncancelled lengths.  It is rounded up by that much: a norm may be too long, and
+    then clipping is a little too strong, but never too short.
     """
-    # With a cotangent of 0 any finite input gives 0; 1 is one that may also be divided by.
-    others = [_silenced(x, factors != 0, 1) for x in _widened(others)]
-    cotangent = _silenced(_widened([cotangent])[0], factors != 0, 0)
-    scaled = cotangent * trees.expand(factors, cotangent)
-    wide = jnp.zeros(leaf.shape, trees.wide(leaf.dtype))
-    if site.equation.primitive.name == "conv_general_dilated" and _fits_patches(site):
-        patches, g = _patches_and_cotangent(site, leaf, others, scaled)
-        kernel = _kernel(site, leaf, _product("bks,bcs->kc", patches, g))
-        return jax.vjp(site.view, wide)[1](kernel)[0]
-
-    def outputs(w: Array) -> Array:
-        return jax.vmap(lambda *x: site.apply(w, x))(*others)
-
-    return jax.vjp(outputs, wide)[1](scaled)[0]
+    total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
+    for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
+        p, q = forms[a], forms[b]
+        gram = _inner(p, q) * _product("bhsd,bhtd->bhst", p.g, q.g)
+        total = total + (1 if a == b else 2) * jnp.sum(gram, axis=(1, 2, 3))
+    lengths = sum(
+        jnp.sum(jnp.sqrt(jnp.sum(f.g**2, axis=3) * (1 if f.chosen else jnp.sum(f.x**2, axis=2))), 2)
+        for f in forms
+    )
+    rounding = jnp.finfo(total.dtype).eps * jnp.sum(lengths**2, axis=1)
+    return jnp.maximum(total, 0) + rounding
 
 
-def _instantiated(site: Site, leaf: Array, others: Sequence[Array], cotangent: Array) -> Squares:
-    """The generic rule: each example's gradient by the equation's own derivative."""
-    wide = jnp.zeros(leaf.shape, trees.wide(leaf.dtype))
-
-    def square(cotangent: Array, *others: Array) -> Array:
-        gradient = jax.vjp(lambda w: site.apply(w, others), wide)[1](cotangent)[0]
-        return jnp.sum(gradient * gradient)
-
-    return jax.vmap(square)(cotangent, *others)
-
-
-def _dot_general(
-    site: Site, leaf: Array, others: Sequence[Array], cotangent: Array
-) -> Squares | None:
-    r"""The gradient of a matrix is $x^\top g$, over the positions of one example.
-
-    One position: $\lVert x \rVert^2 \lVert g \rVert^2$.  Several: the Gram matrices of
-    positions, or the product itself, whichever takes fewer operations.  Gram matrices
-    square what cancels between positions, so their answer is rounded up.
-    """
-    (contract, batch) = site.equation.params["dimension_numbers"]
-    if batch[0]:
-        return None
-    (x,), side = others, 1 - site.operand
-    inner = [d + 1 for d in contract[side]]
-    free = [d for d in range(1, x.ndim) if d not in inner]
-    size = x.shape[0]
-    positions = math.prod(x.shape[d] for d in free)
-    width = math.prod(x.shape[d] for d in inner)
-    x = jnp.transpose(x, (0, *free, *inner)).reshape(size, positions, width)
-    # The output has the free axes of the left operand first, then those of the right.
-    if side == 0:
-        g = cotangent.reshape(size, positions, -1)
-    else:
-        g = jnp.swapaxes(cotangent.reshape(size, -1, positions), 1, 2)
-    if positions == 1:
-        return _square(x) * _square(g)
-    depth = g.shape[-1]
-    if positions * (width + depth) < width * depth:
-        grams = _product("bsk,btk->bst", x, x) * _product("bsk,btk->bst", g, g)
-        # Positions that cancel leave rounding behind; a norm may be too long, never too short.
-        lengths = jnp.sqrt(jnp.sum(x * x, axis=-1) * jnp.sum(g * g, axis=-1))
-        rounding = jnp.finfo(x.dtype).eps * jnp.sum(lengths, axis=1) ** 2
-        return jnp.maximum(jnp.sum(grams, axis=(1, 2)), 0) + rounding
-    return _square(_product("bsk,bsd->bkd", x, g))
+def _inner(p: Outer, q: Outer) -> Array:
+    """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
+    if p.chosen and q.chosen:
+        return (p.x[:, :, :, None] == q.x[:, :, None, :]).astype(p.g.dtype)
+    if q.chosen:
+        return jnp.swapaxes(jnp.take_along_axis(p.x, q.x[:, :, :, None], axis=2), 2, 3)
+    if p.chosen:
+        return jnp.swapaxes(_inner(q, p), 2, 3)
+    return _product("bhks,bhkt->bhst", p.x, q.x)
 
 
-def _convolution(
-    site: Site, leaf: Array, others: Sequence[Array], cotangent: Array
-) -> Squares | None:
-    """The gradient of a kernel is patches times cotangents, over the positions."""
-    if not _fits_patches(site):
-        return None
-    patches, g = _patches_and_cotangent(site, leaf, others, cotangent)
-    return _square(_product("bks,bcs->bkc", patches, g))
+def _alike(forms: Sequence[Outer]) -> list[Outer] | None:
+    """The forms of one leaf, turned so that inputs meet inputs; None if they do not."""
+    first = forms[0] if forms else None
+    if first is None or len(forms) == 1:
+        return list(forms)
+    turned = []
+    for form in forms:
+        if first.axes is None or form.axes is None or form.axes[0] != first.axes[0]:
+            return None
+        if form.axes == first.axes:
+            turned.append(form)
+        elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
+            turned.append(form._replace(x=jnp.swapaxes(form.g, 2, 3), g=jnp.swapaxes(form.x, 2, 3)))
+        else:
+            return None
+    return turned
 
 
-def _fits_patches(site: Site) -> bool:
-    p = site.equation.params
-    plain = p["feature_group_count"] == p["batch_group_count"] == 1
-    return site.operand == 1 and plain and site.isometry
+def _placed(
+    leaf: int, entry: Entry, form: Outer | None, leaves: Sequence[Array]
+) -> tuple[Callable[[Array], Array], Array]:
+    """Each example's gradient in the layout of its form, and the way from there to the leaf."""
+    assert form is not None
+    pull = _pulled(leaf, leaves, entry.site.of)
+    return lambda x: pull(form.place(x)), _product("bhks,bhsd->bhkd", form.x, form.g)
 
 
-def _patches_and_cotangent(
-    site: Site, leaf: Array, others: Sequence[Array], cotangent: Array
-) -> tuple[Array, Array]:
-    """Patches ``[batch, channels * kernel, positions]`` and the cotangent beside them.
+def _instantiated(
+    leaf: int, entries: Sequence[Entry], forms: Sequence[Outer | None], leaves: Sequence[Array]
+) -> Float[Array, "batch ..."]:
+    """Each example's gradient of a leaf, from all its sites."""
 
-    Patches are strided slices of the padded input, one for each entry of the kernel: a
-    copy, where a convolution with an identity kernel would be many multiplications by 0.
-    """
-    p = site.equation.params
-    (x,), numbers = others, p["dimension_numbers"]
-    x = jnp.transpose(x, (0, *(1 + d for d in numbers.lhs_spec)))
-    g = jnp.transpose(cotangent, (0, *(1 + d for d in numbers.out_spec)))
-    kernel = [site.view(leaf).shape[d] for d in numbers.rhs_spec[2:]]
-    edges = [
-        (low, high, spread - 1)
-        for (low, high), spread in zip(p["padding"], p["lhs_dilation"], strict=True)
-    ]
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + edges)
-    space = g.shape[3:]
+    def one(entry: Entry, form: Outer | None) -> Array:
+        if form is not None and not form.chosen:
+            place, gradients = _placed(leaf, entry, form, leaves)
+            return jax.vmap(place)(gradients)
 
-    def shifted(offset: tuple[int, ...]) -> Array:
-        starts = [o * d for o, d in zip(offset, p["rhs_dilation"], strict=True)]
-        ends = [
-            a + (n - 1) * stride + 1
-            for a, n, stride in zip(starts, space, p["window_strides"], strict=True)
-        ]
-        whole = list(x.shape[:3])
-        return jax.lax.slice(
-            x, [0, 0, 0, *starts], [*whole, *ends], [1, 1, 1, *p["window_strides"]]
-        )
+        def derivative(data: Sequence[Array], cotangent: Array) -> Array:
+            return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
 
-    offsets = itertools.product(*map(range, kernel))
-    patches = jnp.stack([shifted(offset) for offset in offsets], axis=3)
-    size, images, channels, entries = patches.shape[:4]
-    patches = patches.reshape(size, images, channels * entries, -1)
-    g = g.reshape(size, images, g.shape[2], -1)
-    # The images of one example are further positions.
-    patches = jnp.swapaxes(patches, 1, 2).reshape(size, channels * entries, -1)
-    return patches, jnp.swapaxes(g, 1, 2).reshape(size, g.shape[2], -1)
+        return jax.vmap(derivative)(entry.data, entry.cotangent)
+
+    parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
+    return sum(parts[1:], parts[0])
 
 
-def _kernel(site: Site, leaf: Array, product: Array) -> Array:
-    """From ``[channels * kernel, out]`` to the layout of the kernel."""
-    numbers = site.equation.params["dimension_numbers"]
-    shape = site.view(leaf).shape
-    out, channels, *space = (shape[d] for d in numbers.rhs_spec)
-    gradient = jnp.moveaxis(product.reshape(channels, *space, out), -1, 0)
-    return jnp.transpose(gradient, np.argsort(numbers.rhs_spec).tolist())
+def _pulled(
+    leaf: int, leaves: Sequence[Array], function: Callable[[Sequence[Array]], Array]
+) -> Callable[[Array], Array]:
+    """From the cotangent of a function of all leaves to that of one of them."""
 
+    def of_one(chosen: Array) -> Array:
+        return function([*leaves[:leaf], chosen, *leaves[leaf + 1 :]])
 
-NORM_RULES: dict[str, Rule] = {
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-}
+    output, pull = jax.vjp(of_one, leaves[leaf])
+    return lambda cotangent: pull(cotangent.astype(output.dtype))[0]
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:
@@ -195,16 +285,8 @@ def _square(x: Array) -> Squares:
     return jnp.sum(x * x, axis=tuple(range(1, x.ndim)))
 
 
-def _silenced(x: Array, keep: Array, filling: float) -> Array:
+def _wiped(x: Array, keep: Array, filling: float) -> Array:
     """A constant where an example takes no part, so that its NaN reaches nobody."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return jnp.where(trees.expand(keep, x), x, filling)
-
-
-def _widened(arrays: Sequence[Array]) -> list[Array]:
-    """Floats in float32 or wider; indices as they are."""
-    return [
-        x.astype(trees.wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for x in arrays
-    ]

@@ -1,36 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk: evaluates a loss's own program and finds where its parameters enter.
+"""The walk: evaluates a loss's own program and finds where its parameters meet the data.
 
-A parameter leaf is followed through reshapes, transposes and the like as a *view*.  Where
-an equation is linear in exactly one view, that is a *site*: a zero *tap* is added to the
-equation's output, whose cotangent is the cotangent of that output, and the equation's
-other inputs are noted down.  From inputs and cotangent the leaf's gradient follows
-without ever differentiating by the leaf.
+What depends on parameters alone is followed as a *view*: a leaf, its transpose, a kernel
+standardised by its own mean.  Where a view meets the data in an equation that is linear in
+it, there is a *site*: a zero *tap* is added to the equation's output, whose cotangent is
+the cotangent of that output, and the data that went in are noted down.  From data and
+cotangent the gradient of the view follows without ever differentiating by it, and from
+that the gradient of its leaves.
 
-A leaf that enters anywhere else, or at several sites, is *materialised*: differentiated
-like any argument.  That is always right and never approximate.  This file must never
-know what is done at a site.
+A leaf that meets the data in any other way is *materialised*: differentiated like any
+argument.  That is always right and never approximate.  This file must never know what is
+done at a site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
-from dpjax.gradients.primitives import convolution
+from dpjax import trees
+from dpjax.gradients.primitives import bind, bind_fast
 from dpjax.types import LossFn, PyTree
 
 __all__ = ["Program", "Site", "View", "trace"]
 
-# Rearrangements of a leaf's entries: its gradient's norm is not changed by them.
-_REARRANGE = {"reshape", "transpose", "squeeze", "expand_dims", "rev", "copy", "copy_p"}
-# Other linear maps of a leaf alone, which do change the norm of what flows back.
-_LINEAR_MAPS = {"broadcast_in_dim", "convert_element_type", "neg"}
-# Equations that are linear (or affine) in the operands named, given all others.
+# Equations that move entries about, and change no norm.
+_REARRANGE = {"reshape", "transpose", "squeeze", "expand_dims", "rev", "neg", "copy", "copy_p"}
+# Other equations of one input that mean the same in float32 as in a narrower dtype.
+_WIDEN = {"broadcast_in_dim", "convert_element_type", "reduce_sum", "slice", *_REARRANGE}
+# Equations that are linear (or affine) in these of their inputs, given all others.
+_ANY = tuple(range(100))
 _LINEAR_IN: dict[str, tuple[int, ...]] = {
     "add": (0, 1),
     "add_any": (0, 1),
@@ -41,52 +45,70 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
     "conv_general_dilated": (0, 1),
     "gather": (0,),
     "dynamic_slice": (0,),
-    "slice": (0,),
-    "reduce_sum": (0,),
+    "dynamic_update_slice": (0, 1),
+    "scatter-add": (0, 2),
+    "pad": (0, 1),
+    "concatenate": _ANY,
+    "select_n": _ANY[1:],
 }
+# Of these several inputs may be views at once: they are linear in all of them together.
+_TOGETHER = {"concatenate", "select_n", "pad", "dynamic_update_slice"}
+# Programs inside a program, and the parameter that holds them.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr"}
+
+Leaves = Sequence[Array]
+Memo = dict[int, list[Array]]
 
 
 class View(NamedTuple):
-    """A value that is a linear map of one parameter leaf and of nothing else."""
+    """A value that depends on parameters alone; on none at all, if it is a constant.
 
-    leaf: int
-    of: Callable[[Array], Array]
-    """From the leaf to this value."""
-    value: Array
-    isometry: bool
-    """Whether the map only rearranges entries."""
+    Args:
+      leaves: Which parameter leaves.
+      of: From all leaves to this value, in full precision; the memo keeps what several
+        views share from being computed twice.
+      value: The value, as the loss computes it.
+      isometry: Whether it only rearranges the entries of one leaf.
+      axes: The leaf's axis of each of its own, where it is a transpose of one leaf.
+    """
+
+    leaves: frozenset[int]
+    of: Callable[[Leaves, Memo], Array]
+    value: Any
+    isometry: bool = False
+    axes: tuple[int, ...] | None = None
 
 
 class Site(NamedTuple):
-    """An equation that is linear in one view of one leaf.
+    """An equation in which parameters meet the data, linearly.
 
     Args:
-      leaf: Which leaf.
+      leaves: Which leaves enter.
       equation: The equation, with its parameters.
-      operand: Which of its inputs is the view.
-      view: From the leaf to that input.
-      isometry: Whether the view only rearranges entries.
-      output: Shape and dtype of the equation's output, for one example.
+      operand: Which of its inputs is the view; the first, if several are.
+      shape: The shape of that input, in one round of the scans around it.
+      of: From all leaves to that input.
+      isometry: Whether that input rearranges the entries of one leaf, and is the only view.
+      axes: The leaf's axis of each axis of that input, where it is a transpose.
+      apply: ``(leaves, data) -> output`` in full precision.
+      data: Shapes and dtypes of the other inputs, for one example.
+      output: Shape and dtype of the output, for one example.
+      stacks: For each scan around the equation, outermost first: whether the view is sliced
+        by it (layer after layer) or is the same in every round.  Data, output and a sliced
+        view have a leading axis for it.
     """
 
-    leaf: int
+    leaves: frozenset[int]
     equation: JaxprEqn
     operand: int
-    view: Callable[[Array], Array]
+    shape: tuple[int, ...]
+    of: Callable[[Leaves], Array]
     isometry: bool
+    axes: tuple[int, ...] | None
+    apply: Callable[[Leaves, Sequence[Array]], Array]
+    data: tuple[jax.ShapeDtypeStruct, ...]
     output: jax.ShapeDtypeStruct
-
-    def apply(self, leaf: Array, others: Sequence[Array]) -> Array:
-        """The equation's output in full precision, as a function of the leaf."""
-        parameters = dict(self.equation.params)
-        if "precision" in parameters:
-            parameters["precision"] = (jax.lax.Precision.HIGHEST,) * 2
-        if "preferred_element_type" in parameters:
-            parameters["preferred_element_type"] = leaf.dtype
-        inputs = list(others)
-        inputs.insert(self.operand, self.view(leaf))
-        return self.equation.primitive.bind(*inputs, **parameters)
+    stacks: tuple[bool, ...] = ()
 
 
 class Program(NamedTuple):
@@ -95,8 +117,8 @@ class Program(NamedTuple):
     Args:
       sites: The sites, in the order of the program.
       materialised: For each leaf that is differentiated as a whole, why.
-      run: ``(taps, materialised leaves, leaves, example) -> (loss, (aux, other inputs of
-        each site))``.
+      run: ``(taps, materialised leaves, leaves, example) -> (loss, (aux, data of each
+        site))``.
     """
 
     sites: tuple[Site, ...]
@@ -105,13 +127,30 @@ class Program(NamedTuple):
 
 
 class _Book:
-    """What one walk finds: sites, and leaves to materialise."""
+    """What one walk finds: sites with their data, and leaves to materialise."""
 
-    def __init__(self, materialised: dict[int, str], taps: Sequence[Array] | None) -> None:
+    def __init__(self, materialised: dict[int, str], taps: Sequence[Array] | None = None) -> None:
         self.materialised = dict(materialised)
         self.taps = taps
         self.sites: list[Site] = []
-        self.others: list[tuple[Array, ...]] = []
+        self.data: list[tuple[Array, ...]] = []
+
+    def materialise(self, leaves: Iterable[int], why: str) -> None:
+        for leaf in leaves:
+            self.materialised.setdefault(leaf, why)
+
+    def record(self, site: Site, data: tuple[Array, ...]) -> None:
+        self.sites.append(site)
+        self.data.append(data)
+
+    def tap(self, output: Array) -> Array:
+        return output if self.taps is None else output + self.taps[len(self.sites)]
+
+    def views(self, leaves: Sequence[Array]) -> list[Any]:
+        """The leaves as they enter a program: views, but for those to materialise."""
+        return [
+            leaf if i in self.materialised else _entering(i, leaf) for i, leaf in enumerate(leaves)
+        ]
 
 
 def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
@@ -126,43 +165,39 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     structure = jax.tree.structure(shape)
 
     def walk(book: _Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
-        entering = [
-            leaf if i in book.materialised else View(i, lambda x: x, leaf, True)
-            for i, leaf in enumerate(leaves)
-        ]
-        return _values(_evaluate(closed.jaxpr, closed.consts, [*entering, *inputs], book), book)
+        entering = [*book.views(leaves), *inputs]
+        value, *aux = _evaluate(closed.jaxpr, closed.consts, entering, book)
+        return [*_plain([value], book, "the result"), *_plain(aux)]
 
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
-    first = _Book({}, None)
-    jax.eval_shape(lambda p, x: walk(first, p, x), leaves, inputs)
-    materialised = first.materialised
-    found = [site.leaf for site in first.sites]
-    for leaf in set(found):
-        if found.count(leaf) > 1:
-            materialised.setdefault(leaf, f"used at {found.count(leaf)} places")
-    second = _Book(materialised, None)
-    jax.eval_shape(lambda p, x: walk(second, p, x), leaves, inputs)
+    book, known = _Book({}), None
+    # A leaf that is materialised is data to the rest, which may then meet it in new ways.
+    while known != book.materialised.keys():
+        known = set(book.materialised)
+        book = _Book(book.materialised)
+        jax.eval_shape(lambda p, x, book=book: walk(book, p, x), leaves, inputs)
+    materialised = book.materialised
 
     def run(
         taps: Sequence[Array], chosen: dict[int, Array], leaves: Sequence[Array], example: PyTree
     ) -> tuple[Array, Any]:
-        book = _Book(materialised, taps)
+        tapped = _Book(materialised, taps)
         mixed = [chosen.get(i, leaf) for i, leaf in enumerate(leaves)]
-        value, aux = structure.unflatten(walk(book, mixed, jax.tree.leaves(example)))
-        return value, (aux, tuple(book.others))
+        value, aux = structure.unflatten(walk(tapped, mixed, jax.tree.leaves(example)))
+        return value, (aux, tuple(tapped.data))
 
-    return Program(tuple(second.sites), materialised, run)
+    return Program(tuple(book.sites), materialised, run)
 
 
 def _evaluate(
     jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], book: _Book
 ) -> list[Any]:
     """Evaluates a program whose values may be views."""
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_constant, constants), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else values[variable]
+        return _constant(variable.val) if isinstance(variable, Literal) else values[variable]
 
     for equation in jaxpr.eqns:
         outputs = _step(equation, [read(v) for v in equation.invars], book)
@@ -173,74 +208,210 @@ def _evaluate(
 def _step(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
     """One equation: a call is entered, a view stays one, a site is tapped."""
     name = equation.primitive.name
-    viewed = [i for i, x in enumerate(inputs) if isinstance(x, View)]
-    if viewed and name in _CALLS:
+    if name in _CALLS:
         inner = equation.params[_CALLS[name]]
-        if isinstance(inner, ClosedJaxpr):
-            return _evaluate(inner.jaxpr, inner.consts, inputs, book)
-        return _evaluate(inner, (), inputs, book)
-    if len(viewed) == 1 and inputs[viewed[0]].leaf not in book.materialised:
-        (operand,) = viewed
-        if len(inputs) == 1 and name in _REARRANGE | _LINEAR_MAPS:
-            return [_look(equation, inputs[0])]
-        if operand in _LINEAR_IN.get(name, ()) and len(equation.outvars) == 1:
-            return [_tap(equation, inputs, operand, book)]
-    for i in viewed:
-        book.materialised.setdefault(inputs[i].leaf, f"enters {name}")
-    return _bind(equation, _values(inputs, book))
+        inner, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+        return _evaluate(inner, constants, inputs, book)
+    if all(isinstance(x, View) for x in inputs):
+        return _derive(equation, inputs, book)
+    sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
+    if sources and name == "scan":
+        return _scan(equation, inputs, book)
+    together = len(sources) == 1 or name in _TOGETHER
+    if sources and together and set(sources) <= set(_LINEAR_IN.get(name, ())):
+        return [_site(equation, inputs, sources[0], book)]
+    return bind_fast(equation, _plain(inputs, book, name))
 
 
-def _look(equation: JaxprEqn, view: View) -> View:
-    """The view of a view."""
+def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
+    """The outputs of an equation of views alone are views."""
+    name = equation.primitive.name
+    frozen = name == "stop_gradient"
+    leaves = frozenset[int]().union(*(view.leaves for view in views if not frozen))
+    outputs = bind(equation, [view.value for view in views])
+    narrow = any(_narrow(x) for x in outputs) and not (len(views) == 1 and name in _WIDEN)
+    if narrow and leaves:
+        book.materialise(leaves, f"{name} in a narrow dtype")
+        return outputs
 
-    def onward(x: Array) -> Array:
-        parameters = dict(equation.params)
-        if "new_dtype" in parameters:  # in full precision a cast is no map at all
-            return x
-        return equation.primitive.bind(x, **parameters)
+    def compute(leaves: Leaves, memo: Memo) -> list[Array]:
+        if id(views) not in memo:
+            inputs = [view.of(leaves, memo) for view in views]
+            # In full precision a cast to a narrower dtype is no map at all.
+            cast = name == "convert_element_type" and _narrow(outputs[0])
+            memo[id(views)] = inputs if cast else bind(equation, inputs)
+        return memo[id(views)]
 
-    return View(
-        view.leaf,
-        lambda leaf: onward(view.of(leaf)),
-        equation.primitive.bind(view.value, **equation.params),
-        view.isometry and equation.primitive.name not in ("broadcast_in_dim",),
+    alone = len(views) == 1 and views[0].isometry
+    axes = views[0].axes if alone else None
+    if name == "transpose" and axes is not None:
+        axes = tuple(axes[i] for i in equation.params["permutation"])
+    elif name not in ("convert_element_type", "copy", "copy_p"):
+        axes = None
+    isometry = alone and name in {"convert_element_type", *_REARRANGE}
+    return [
+        View(leaves, lambda p, memo, i=i: compute(p, memo)[i], x, isometry, axes)
+        for i, x in enumerate(outputs)
+    ]
+
+
+def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: _Book) -> Array:
+    """Evaluates a site, adds its tap and notes its data."""
+    views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
+    sources = {i: view for i, view in views.items() if view.leaves}
+    view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
+
+    def apply(leaves: Leaves, data: Sequence[Array]) -> Array:
+        memo, rest = {}, iter(data)
+        mixed = [
+            views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
+        ]
+        wide = trees.wide(output.dtype)
+        mixed = [x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in mixed]
+        return equation.primitive.bind(*mixed, **_in_full_precision(equation.params, wide))
+
+    (output,) = bind_fast(equation, _plain(inputs))
+    tapped = book.tap(output)
+    site = Site(
+        leaves=frozenset[int]().union(*(view.leaves for view in sources.values())),
+        equation=equation,
+        operand=operand,
+        shape=view.value.shape,
+        of=lambda leaves: view.of(leaves, {}),
+        isometry=view.isometry and len(sources) == 1,
+        axes=view.axes if len(sources) == 1 else None,
+        apply=apply,
+        data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
+        output=jax.ShapeDtypeStruct(output.shape, output.dtype),
+    )
+    book.record(site, data)
+    return tapped
+
+
+def _scan(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
+    """A loop over layers or time: its body is walked, its sites are stacked.
+
+    Views that are sliced, and views that stay the same, enter the body as leaves of its
+    own; a view that the rounds carry along is materialised.
+    """
+    p, inner = equation.params, equation.params["jaxpr"]
+    first, last = p["num_consts"], p["num_consts"] + p["num_carry"]
+    inputs = [
+        *inputs[:first],
+        *_plain(inputs[first:last], book, "the carry of a scan"),
+        *inputs[last:],
+    ]
+    entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves}
+    views, sliced = list(entering.values()), [i >= last for i in entering]
+    values = [
+        jnp.asarray(x, _dtype(v)) for x, v in zip(_plain(inputs), equation.invars, strict=True)
+    ]
+    # Constants stay constants inside.
+    constants = [
+        x if isinstance(x, View) and not x.leaves else value
+        for x, value in zip(inputs[:first], values[:first], strict=True)
+    ]
+    carry, slices = values[first:last], values[last:]
+
+    def body(child: _Book, carry: Sequence[Array], slices: Sequence[Array]) -> list[Array]:
+        arguments: list[Any] = [*constants, *carry, *slices]
+        for i, view in zip(entering, child.views([arguments[i] for i in entering]), strict=True):
+            arguments[i] = view
+        outputs = _evaluate(inner.jaxpr, inner.consts, arguments, child)
+        return _plain(outputs, child, "the carry of a scan")
+
+    probe, known = _Book({}), None
+    while known != probe.materialised.keys():
+        known = set(probe.materialised)
+        probe = _Book(probe.materialised)
+        rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in slices]
+        jax.eval_shape(lambda c, s, probe=probe: body(probe, c, s), carry, rows)
+    for local, why in probe.materialised.items():
+        book.materialise(views[local].leaves, f"{why}, in a scan")
+
+    start, count = len(book.sites), len(probe.sites)
+    taps = None if book.taps is None else list(book.taps[start : start + count])
+
+    def round_(carry: Any, xs: Any) -> tuple[Any, Any]:
+        child = _Book(probe.materialised, xs[1])
+        outputs = body(child, carry, xs[0])
+        split = p["num_carry"]
+        return outputs[:split], (outputs[split:], tuple(child.data))
+
+    ended, (stacked, data) = jax.lax.scan(
+        round_, carry, (slices, taps), p["length"], p["reverse"], p["unroll"]
+    )
+    for site, noted in zip(probe.sites, data, strict=True):
+        book.record(_stacked(site, views, sliced, p["length"]), noted)
+    return [*ended, *stacked]
+
+
+def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> Site:
+    """A site inside a scan, as a site of the program around it."""
+    entering = sorted(site.leaves)
+    local = entering[0]
+    axis = {j: 0 if sliced[j] else None for j in entering}
+
+    def over_rounds(function: Callable[..., Array], leaves: Leaves, *data: Any) -> Array:
+        memo: Memo = {}
+        chosen = {j: views[j].of(leaves, memo) for j in entering}
+        if not data and not sliced[local]:
+            return function(_Sparse(chosen))
+        each = jax.vmap(lambda c, *d: function(_Sparse(c), *d), (axis, *(0 for _ in data)))
+        return each(chosen, *data)
+
+    outer, axes = views[local].axes, None
+    if site.axes is not None and outer is not None:
+        axes = tuple(outer[a + sliced[local]] for a in site.axes)
+        axes = (outer[0], *axes) if sliced[local] else axes
+    return site._replace(
+        leaves=frozenset[int]().union(*(views[j].leaves for j in entering)),
+        of=lambda leaves: over_rounds(site.of, leaves),
+        isometry=site.isometry and views[local].isometry,
+        axes=axes,
+        apply=lambda leaves, data: over_rounds(site.apply, leaves, data),
+        data=tuple(jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in site.data),
+        output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
+        stacks=(sliced[local], *site.stacks),
     )
 
 
-def _tap(equation: JaxprEqn, inputs: list[Any], operand: int, book: _Book) -> Array:
-    """Evaluates a site, adds its tap and notes its other inputs."""
-    view: View = inputs[operand]
-    others = tuple(x for i, x in enumerate(inputs) if i != operand)
-    plain = [*inputs[:operand], view.value, *inputs[operand + 1 :]]
-    if equation.primitive.name == "conv_general_dilated" and operand == 1:
-        output = convolution(equation.params, *plain)
-    else:
-        (output,) = _bind(equation, plain)
-    shape = jax.ShapeDtypeStruct(output.shape, output.dtype)
-    if book.taps is not None:
-        output = output + book.taps[len(book.sites)]
-    book.sites.append(Site(view.leaf, equation, operand, view.of, view.isometry, shape))
-    book.others.append(others)
-    return output
+class _Sparse(dict):
+    """Leaves by number, of which only some are there: all that a site asks for."""
 
 
-def _bind(equation: JaxprEqn, inputs: Sequence[Array]) -> list[Any]:
-    """Evaluates one equation on plain values, calls and custom derivatives included."""
-    chosen = {
-        variable: x
-        for variable, x in zip(equation.invars, inputs, strict=True)
-        if not isinstance(variable, Literal)
-    }
-    wanted = [v for v in equation.outvars if not isinstance(v, DropVar)]
-    debug = DebugInfo("dpjax", equation.primitive.name, ("",) * len(chosen), ("",) * len(wanted))
-    alone = Jaxpr([], list(chosen), wanted, [equation], equation.effects, debug)
-    results = dict(zip(wanted, jaxpr_as_fun(ClosedJaxpr(alone, []))(*chosen.values()), strict=True))
-    return [results.get(v, 0) for v in equation.outvars]
+def _entering(leaf: int, value: Any) -> View:
+    return View(
+        frozenset([leaf]), lambda leaves, _: leaves[leaf], value, True, tuple(range(value.ndim))
+    )
 
 
-def _values(values: Sequence[Any], book: _Book) -> list[Any]:
-    """Plain values; a view that ends up here is used in a way that is not linear."""
+def _constant(value: Any) -> View:
+    return View(frozenset(), lambda *_: jnp.asarray(value), value)
+
+
+def _plain(values: Sequence[Any], book: _Book | None = None, name: str = "") -> list[Any]:
+    """Plain values; with a book, a view of a leaf that ends up here is not used linearly."""
     for x in values:
-        if isinstance(x, View):
-            book.materialised.setdefault(x.leaf, "is returned by the loss")
+        if isinstance(x, View) and book is not None:
+            book.materialise(x.leaves, f"enters {name}")
     return [x.value if isinstance(x, View) else x for x in values]
+
+
+def _dtype(variable: Any) -> Any:
+    return variable.aval.dtype
+
+
+def _narrow(x: Any) -> bool:
+    """Whether numbers are rounded more coarsely than float32 does."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:
+    changed = dict(parameters)
+    if "precision" in changed:
+        changed["precision"] = (jax.lax.Precision.HIGHEST,) * 2
+    if "preferred_element_type" in changed:
+        changed["preferred_element_type"] = wide
+    return changed

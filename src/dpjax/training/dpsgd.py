@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import ledger, trees
-from dpjax.gradients import clipped_grad
+from dpjax.gradients import clipped_grad, device_count
 from dpjax.gradients import microbatch_size as choose_microbatch_size
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, ClippedSum, Draw, Key, LossFn, PyTree
@@ -121,9 +121,11 @@ def dpsgd(
     ) -> tuple[PyTree, Any, Info]:
         noise_state, inner = optimizer_state
         draw = mechanism.sampling.draw(key, noise_state.step)
-        size = microbatch_size or _microbatch(loss, params, example, mechanism, engine)
-        clipped = clipped_grad(loss, mechanism.clipping, engine, size)
-        summed, info = _sum_microbatches(clipped, mechanism, params, data, draw, size)
+        usual = _usual_size(mechanism)
+        size = microbatch_size or _microbatch(loss, params, example, usual, engine)
+        devices = device_count(usual, size)
+        clipped = clipped_grad(loss, mechanism.clipping, engine, size, devices=devices)
+        summed, info = _sum_microbatches(clipped, mechanism, params, data, draw, size * devices)
         mean, noise_state = mechanism.privatize(key).update(summed, noise_state)
         updates, inner = optimizer.update(mean, inner, params)
         return optax.apply_updates(params, updates), (noise_state, inner), info
@@ -166,18 +168,18 @@ def _sum_microbatches(
     return total, Info(losses / count, count, norms / count, over / count)
 
 
-def _microbatch(
-    loss: LossFn, params: PyTree, example: PyTree, mechanism: Mechanism, engine: str
-) -> int:
-    """What fits in memory, but no more than nearly every draw needs."""
+def _usual_size(mechanism: Mechanism) -> int:
+    """The size that nearly every draw stays below."""
     sampler = mechanism.sampling
     mean, rate = sampler.batch_size, sampler.sampling_rate
     spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
-    usual = min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8)
+    return max(1, min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8))
+
+
+def _microbatch(loss: LossFn, params: PyTree, example: PyTree, usual: int, engine: str) -> int:
+    """What fits in memory, but no more than nearly every draw needs."""
     name = "ghost" if engine == "auto" else engine
-    return choose_microbatch_size(
-        lambda p, x: (loss(p, x), None), params, example, max(1, usual), name
-    )
+    return choose_microbatch_size(lambda p, x: (loss(p, x), None), params, example, usual, name)
 
 
 def _check_data(data: PyTree, mechanism: Mechanism) -> None:

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Forms: what a site's data and cotangent say about the gradient of its view.
+
+A matrix product, a convolution and an embedding are one thing seen from the gradient: a
+sum of outer products over positions, perhaps in several blocks,
+
+$$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}. $$
+
+`FORMS` brings the data and the cotangent of a site into that shape, a row for each
+primitive; what is then done with it is for `rules` to say.  A primitive without a row, or
+a use that its row does not cover, has no form and is left to the equation's own derivative.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dpjax.gradients.walk import Site
+
+__all__ = ["FORMS", "Outer", "form_of"]
+
+
+class Outer(NamedTuple):
+    """The gradient of a view as a sum of outer products.
+
+    Args:
+      x: ``[batch, blocks, inputs, positions]``; or integers ``[batch, blocks, positions]``,
+        which stand for columns with a single 1.
+      g: ``[batch, blocks, positions, outputs]``.
+      place: From ``[blocks, inputs, outputs]`` to the layout of the view.
+      axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
+      copied: Whether `x` had to be written out, and would be again for another product.
+    """
+
+    x: Array
+    g: Array
+    place: Callable[[Array], Array]
+    axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
+    copied: bool = False
+
+    @property
+    def chosen(self) -> bool:
+        """Whether `x` holds the numbers of columns' single ones."""
+        return self.x.ndim == 3
+
+
+Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
+
+
+def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """The form of a site, or None if there is none.
+
+    Args:
+      site: Where a view meets the data.
+      data: Those, with a batch axis.
+      cotangent: Of the site's output, with a batch axis.
+    """
+    form = FORMS.get(site.equation.primitive.name)
+    outer = form(site, data, cotangent) if form else None
+    return None if outer is None else _without_stacks(site, outer)
+
+
+def _without_stacks(site: Site, outer: Outer) -> Outer:
+    """Rounds of a scan become blocks where the view is sliced, positions where it is not."""
+    x, g, place = outer.x, outer.g, outer.place
+    sizes = site.output.shape
+    for i, sliced in reversed(list(enumerate(site.stacks))):
+        g = _merged(g, 1 + i, 2 + i + (not sliced))
+        x = _merged(x, 1 + i, 2 + i if sliced else x.ndim - 1)
+        if sliced:
+            place = _by_round(place, sizes[i])
+    return outer._replace(x=x, g=g, place=place)
+
+
+def _merged(a: Array, axis: int, into: int) -> Array:
+    """Joins an axis to a later one, as its slower part."""
+    a = jnp.moveaxis(a, axis, into - 1)
+    return a.reshape(*a.shape[: into - 1], -1, *a.shape[into + 1 :])
+
+
+def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array], Array]:
+    def placed(gradient: Array) -> Array:
+        blocks = gradient.shape[0] // rounds
+        return jax.vmap(place)(gradient.reshape(rounds, blocks, *gradient.shape[1:]))
+
+    return placed
+
+
+def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer:
+    """A product contracts inputs; what is left of the data are positions, of the view outputs."""
+    contract, batch = site.equation.params["dimension_numbers"]
+    mine, theirs = site.operand, 1 - site.operand
+    shape, leaf_axis = _view(site)
+    # Contracted axes in the order of the leaf, so that transposed uses of it compare.
+    pairs = sorted(
+        zip(contract[mine], contract[theirs], strict=True), key=lambda p: leaf_axis(p[0])
+    )
+    inputs, other_inputs = [p[0] for p in pairs], [p[1] for p in pairs]
+    outputs = [a for a in range(len(shape)) if a not in (*inputs, *batch[mine])]
+
+    (x,), lead = data, 1 + len(site.stacks)
+    rank = x.ndim - lead
+    free = [a for a in range(rank) if a not in (*other_inputs, *batch[theirs])]
+    sizes = [
+        math.prod(x.shape[lead + a] for a in group) for group in (batch[theirs], free, other_inputs)
+    ]
+    x = jnp.swapaxes(_arranged(x, lead, [*batch[theirs], *free, *other_inputs], sizes), -1, -2)
+    blocks, positions, _ = sizes
+    if mine == 1:
+        g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
+    else:
+        g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
+        g = jnp.swapaxes(g, -1, -2)
+    order = [*batch[mine], *inputs, *outputs]
+
+    def place(gradient: Array) -> Array:
+        split = gradient.reshape([shape[a] for a in order])
+        return jnp.transpose(split, np.argsort(order).tolist())
+
+    return Outer(x, g, place, _axes(site, batch[mine], inputs, outputs))
+
+
+def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
+    p, (x,), lead = site.equation.params, data, 1 + len(site.stacks)
+    if site.operand != 1 or p["batch_group_count"] != 1:
+        return None
+    numbers, groups = p["dimension_numbers"], p["feature_group_count"]
+    shape, _ = _view(site)
+    out, channels, *space = numbers.rhs_spec
+    around = x.shape[:lead]
+    x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
+    g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
+    x = _patches(p, x, [shape[a] for a in space], g.shape[2:-1])
+    # The images of one example are further positions.
+    positions = math.prod(g.shape[1:-1])
+    x = x.reshape(*around, x.shape[1], groups, -1, positions)
+    x = jnp.moveaxis(x, lead, lead + 1).reshape(*around, groups, -1, positions)
+    g = jnp.moveaxis(g.reshape(*around, positions, groups, -1), -2, lead)
+
+    def place(gradient: Array) -> Array:
+        kernel = gradient.reshape(groups, *(shape[a] for a in (*space, channels)), -1)
+        kernel = jnp.moveaxis(kernel, 0, -2)
+        kernel = kernel.reshape(*kernel.shape[:-2], -1)
+        return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
+
+    axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
+    return Outer(x, g, place, axes, copied=True)
+
+
+def _last_channels(x: Array, spec: Sequence[int]) -> Array:
+    image, channels, *space = spec
+    return jnp.transpose(x, (0, *(1 + a for a in (image, *space, channels))))
+
+
+def _patches(p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
+    """``[.., entries, channels, images, *places]``: what each entry of the kernel sees.
+
+    Strided slices of the padded input: a copy, where a convolution with an identity kernel
+    would be many multiplications by 0.  Places come last, as the product to come wants them.
+    """
+    edges = [
+        (low, high, spread - 1)
+        for (low, high), spread in zip(p["padding"], p["lhs_dilation"], strict=True)
+    ]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges + [(0, 0, 0)])
+    strides = p["window_strides"]
+
+    def seen(entry: tuple[int, ...]) -> Array:
+        starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
+        ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
+        x_seen = jax.lax.slice(
+            x, [0, 0, *starts, 0], [*x.shape[:2], *ends, x.shape[-1]], [1, 1, *strides, 1]
+        )
+        return jnp.moveaxis(x_seen, -1, 1)
+
+    return jnp.stack([seen(entry) for entry in itertools.product(*map(range, kernel))], axis=1)
+
+
+def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """Rows taken from a table: the data are their numbers."""
+    p, (ids,), lead = site.equation.params, data, 1 + len(site.stacks)
+    numbers, (shape, _) = p["dimension_numbers"], _view(site)
+    rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
+    mode = jax.lax.GatherScatterMode
+    whole = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
+    known = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
+    if not (rows and whole and known):
+        return None
+    positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
+    around, width = cotangent.shape[:lead], math.prod(shape[1:])
+    g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
+    ids = ids.reshape(*around, 1, -1)
+    inside = (ids >= 0) & (ids < shape[0])
+    if p["mode"] == mode.FILL_OR_DROP:
+        g = jnp.where(inside[..., None], g, 0)
+    ids = jnp.clip(ids, 0, shape[0] - 1)
+    return Outer(ids, g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))
+
+
+FORMS: dict[str, Form] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "gather": _embedding,
+}
+
+
+def _arranged(x: Array, lead: int, order: Sequence[int], sizes: Sequence[int]) -> Array:
+    """Transposes and reshapes what follows the leading axes."""
+    x = jnp.transpose(x, (*range(lead), *(lead + a for a in order)))
+    return x.reshape(*x.shape[:lead], *sizes)
+
+
+def _view(site: Site) -> tuple[tuple[int, ...], Callable[[int], int]]:
+    """The view's shape in one round, and the leaf's axis of each of its axes."""
+    sliced, axes = sum(site.stacks), site.axes
+    return site.shape, (lambda a: a) if axes is None else (lambda a: axes[sliced + a])
+
+
+def _axes(site: Site, *groups: Sequence[int]) -> Any:
+    """The groups of a view's axes, as axes of the leaf; rounds are blocks."""
+    if site.axes is None:
+        return None
+    rounds, (_, leaf_axis) = site.axes[: sum(site.stacks)], _view(site)
+    blocks, inputs, outputs = (tuple(map(leaf_axis, group)) for group in groups)
+    return (*rounds, *blocks), inputs, outputs

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plain_grad`: a gradient without privacy, by the same means as the private one.
+
+The walk, the convolutions and pools, the microbatches and devices are those of the
+book-keeping engine; norms and factors are left out.  It is what a private step can
+honestly be compared with, and it speeds up users' own plain training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from dpjax import clipping, trees
+from dpjax.gradients.engines import microbatched, spread
+from dpjax.gradients.ghost import backward, wide_leaves
+from dpjax.gradients.microbatch import device_count, microbatch_size
+from dpjax.gradients.rules import scaled, weighted_sum
+from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+
+__all__ = ["plain_grad"]
+
+
+def plain_grad(
+    loss: LossFn, has_aux: bool = False, *, devices: int | None = None
+) -> Callable[[PyTree, PyTree], PyTree]:
+    r"""The gradient of the mean loss of a batch: not private, and as fast as the private one.
+
+    $$ \frac{1}{B} \sum_i \nabla_\theta\, \ell(\theta, x_i) $$
+
+    Args:
+      loss: ``loss(params, example) -> scalar``.
+      has_aux: Whether the loss returns ``(scalar, aux)``.
+      devices: As in `dpjax.clipped_grad`.
+
+    Returns:
+      A function ``(params, batch) -> gradients``, in float32 or wider.
+
+    Privacy:
+      None.  Nothing is clipped and nothing is noised.
+
+    Example:
+      >>> gradient = plain_grad(lambda w, x: 0.5 * jnp.sum((w - x) ** 2))
+      >>> gradient(jnp.zeros(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+      Array([-2., -3.], dtype=float32)
+    """
+
+    def with_aux(params: PyTree, example: PyTree) -> tuple[Array, None]:
+        return (loss(params, example)[0] if has_aux else loss(params, example)), None
+
+    def gradient(params: PyTree, batch: PyTree) -> PyTree:
+        size = trees.leading_size(batch)
+        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        micro = microbatch_size(with_aux, params, example, size)
+        count, engine = devices or device_count(size, micro), microbatched(_unclipped)
+        engine = engine if count == 1 else spread(engine, count)
+        every, one = jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32)
+        summed = engine(with_aux, clipping.flat(jnp.inf), params, batch, every, one, micro).value
+        return jax.tree.map(lambda x: x / size, summed)
+
+    return gradient
+
+
+def _unclipped(
+    loss: LossFn,
+    rule: Clipping,
+    params: PyTree,
+    batch: PyTree,
+    mask: Bool[Array, " batch"],
+    weights: Float[Array, "batch groups"],
+    microbatch_size: int,
+) -> ClippedSum:
+    """An engine that sums gradients as they are."""
+    del rule, microbatch_size
+    leaves, ones = wide_leaves(params), jnp.where(mask, weights[:, 0], 0)
+    losses, _, entries, gradients = backward(loss, params, batch)
+    sums = [jnp.zeros_like(leaf) for leaf in leaves]
+    for i, found in entries.items():
+        sums[i] = weighted_sum(i, found, leaves, ones, careful=False)
+    for i, each in gradients.items():
+        sums[i] = scaled(each, ones, careful=False)
+    value = jax.tree.structure(params).unflatten(sums)
+    return ClippedSum(value, losses, weights, weights)
