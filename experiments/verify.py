@@ -4,9 +4,10 @@
   command   python experiments/verify.py RUN/privacy.json
   result    one line per claim, and exit status 1 if one is too small
 
-The card says how examples were drawn, how much noise each step had and how many steps
-ran.  This file hands those facts to Google's dp-accounting and nothing else, so it checks
-dpjax's own accounting as well as the card's arithmetic.
+The card says how examples were drawn, how much noise each step had, how many steps ran and
+what was asked of all the data before the first.  This file hands those facts to Google's
+dp-accounting and nothing else, so it checks dpjax's own accounting as well as the card's
+arithmetic.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
         steps = sampling["examples"] // sampling["batch_size"]
         each = np.repeat([z for z, _ in runs], [n for _, n in runs])
         runs = [(min(each[i : i + steps]), 1) for i in range(0, len(each), steps)]
-    return dp.ComposedDpEvent(
-        [dp.SelfComposedDpEvent(step_event(sampling, float(z)), n) for z, n in runs]
-    )
+    queries = card.get("preparation", {}).get("gaussian_multipliers", [])
+    before: list[dp.DpEvent] = [
+        dp.GaussianDpEvent(float(z) / 2 if halve else float(z)) for z in queries
+    ]
+    steps = [dp.SelfComposedDpEvent(step_event(sampling, float(z)), n) for z, n in runs]
+    return dp.ComposedDpEvent([*before, *steps])
 
 
 def step_event(sampling: dict[str, Any], multiplier: float) -> dp.DpEvent:

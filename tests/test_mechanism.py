@@ -180,3 +180,29 @@ def test_errors_teach(changes, message):
 def test_zero_noise_cannot_be_calibrated():
     with pytest.raises(ValueError, match="no factor makes that private"):
         make(noise_multiplier=0.0).calibrate(1.0, 1e-5)
+
+
+def test_preparation_is_paid_for_before_the_first_step():
+    """Two Gaussian queries on all the data, as their joint Gaussian, and not amplified."""
+    bare, prepared = make(), make(preparation=[8, 8.0])
+    assert prepared.preparation == (8.0, 8.0)
+    alone = make(steps=0, preparation=(8.0 / math.sqrt(2),))
+    assert make(steps=0, preparation=(8.0, 8.0)).epsilon(1e-5) == pytest.approx(alone.epsilon(1e-5))
+    assert prepared.epsilon_of(np.zeros(0), 1e-5) == pytest.approx(0.6948, abs=1e-3)
+    assert prepared.epsilon(1e-5) > bare.epsilon(1e-5)
+    assert bare.event == bare.sampling.event(bare.multipliers)
+    assert make(preparation=(0.0,)).epsilon(1e-5) == math.inf
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="noise multipliers of the queries"):
+            make(preparation=(wrong,))
+
+
+def test_calibration_leaves_room_for_the_preparation():
+    prepared = make(sampling=sampling.poisson(60_000, 256), preparation=(8.0, 8.0))
+    calibrated = prepared.calibrate(2.0, 1e-5)
+    assert calibrated.preparation == (8.0, 8.0)
+    assert 1.99 < calibrated.epsilon(1e-5) <= 2.0
+    with pytest.raises(ValueError, match="epsilon"):
+        prepared.calibrate(0.5, 1e-5)  # the preparation alone costs more
+    fits = dpjax.ledger.affordable(calibrated, dpjax.ledger.Budget(epsilon=0.5, delta=1e-5))
+    assert fits == 0

@@ -51,6 +51,9 @@ class Mechanism:
       steps: How many steps are planned; none runs beyond them.
       neighbours: ``"replace-one"`` asks for the stronger relation.  By default the one
         for which the sampler's event is proved (add-or-remove for Poisson).
+      preparation: Noise multipliers of Gaussian queries that were made on all the data
+        before the first step, such as `dpjax.features.Normalization.multipliers`.  They
+        are paid for in full, however few steps run, and no sampling amplifies them.
 
     Example:
       >>> import dpjax
@@ -69,6 +72,7 @@ class Mechanism:
     noise_multiplier: NoiseMultiplier
     steps: int
     neighbours: str | None = None
+    preparation: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         """Refuses descriptions that mean nothing or claim too much."""
@@ -80,6 +84,7 @@ class Mechanism:
         if isinstance(self.noise_multiplier, Sequence):
             object.__setattr__(self, "noise_multiplier", tuple(self.noise_multiplier))
         object.__setattr__(self, "steps", int(self.steps))
+        object.__setattr__(self, "preparation", tuple(map(float, self.preparation)))
         if _STRENGTH.index(self.relation) < _STRENGTH.index(self.sampling.neighbours):
             raise ValueError(
                 f"Mechanism(neighbours={self.neighbours!r}): {self.sampling.name} batches are "
@@ -92,6 +97,11 @@ class Mechanism:
                 "Mechanism(noise_multiplier=schedule): the schedule is negative or NaN at "
                 f"step {int(np.argmin(self.multipliers >= 0))} of {self.steps}; it must be "
                 "at least 0 at every planned step."
+            )
+        if not all(multiplier >= 0 for multiplier in self.preparation):
+            raise ValueError(
+                f"Mechanism(preparation={self.preparation}): expected the noise multipliers of "
+                "the queries, each at least 0; features.Normalization lists its own."
             )
 
     @property
@@ -118,15 +128,20 @@ class Mechanism:
         return self.sampling.batch_size
 
     @property
+    def prepared(self) -> dp.DpEvent:
+        """The privacy event of the queries that were made before the first step."""
+        return accounting.compose(*map(accounting.gaussian, self.preparation))
+
+    @property
     def event(self) -> dp.DpEvent:
-        """The privacy event of all planned steps, as proved for this sampler."""
+        """The privacy event of preparation and all planned steps, as proved for this sampler."""
         return self.event_of(self.multipliers)
 
     def event_of(self, multipliers: np.ndarray) -> dp.DpEvent:
-        """The privacy event of steps that ran with these multipliers, in this order."""
+        """The privacy event of preparation and of steps with these multipliers, in this order."""
         if np.isinf(self.clipping.sensitivity) and len(multipliers):
             return dp.NonPrivateDpEvent()
-        return self.sampling.event(multipliers)
+        return accounting.compose(self.prepared, self.sampling.event(multipliers))
 
     def epsilon(self, delta: float, method: str = "rdp") -> float:
         """The epsilon of the whole computation at ``delta``.

@@ -69,6 +69,13 @@ _REFERENCES = {
   author = {Liu, Haolin and others},
   year   = {2021}
 }""",
+    "preparation": """\
+@inproceedings{tramer2021differentially,
+  title     = {Differentially Private Learning Needs Better Features (or Much More Data)},
+  author    = {Tram{\\`e}r, Florian and Boneh, Dan},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2021}
+}""",
     "automatic": """\
 @inproceedings{bu2023automatic,
   title     = {Automatic Clipping: Differentially Private Deep Learning Made Easier and
@@ -134,7 +141,8 @@ def statement(
 
 def _references(mechanism: Mechanism, epsilons: dict[str, float]) -> Iterator[str]:
     """BibTeX of what was used: the algorithm, the accountants, the rule."""
-    for key in ("dpsgd", *epsilons, mechanism.clipping.name):
+    prepared = ["preparation"] * bool(mechanism.preparation)
+    for key in ("dpsgd", *epsilons, mechanism.clipping.name, *prepared):
         if key in _REFERENCES:
             yield _REFERENCES[key]
 
@@ -166,6 +174,8 @@ def _why_infinite(mechanism: Mechanism) -> str:
         return "The rule's bound is infinite: one example can move the sum by any amount."
     if not np.all(mechanism.multipliers > 0):
         return "The noise multiplier is 0 at some step."
+    if not all(mechanism.preparation):
+        return "A query before the first step had no noise."
     return mechanism.sampling.claim
 
 
@@ -190,6 +200,10 @@ def _facts(
     if len(multipliers) and not math.isinf(rule.sensitivity):
         on_mean = multipliers * rule.sensitivity / sampling.batch_size
         yield f"                = standard deviation {_range(on_mean)} on the mean"
+    if mechanism.preparation:
+        each = ", ".join(f"{multiplier:.4g}" for multiplier in mechanism.preparation)
+        yield "  preparation   Gaussian queries on all the data before the first step, with"
+        yield f"                multiplier {each}"
     ran = len(multipliers)
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {ran:,}{planned}"
@@ -206,7 +220,8 @@ def _figures(
         yield f"  epsilon       {value:8.4g}   {method}: {accounting.METHODS[method].words}"
     if mechanism.sampling.name in ("shuffled", "curriculum"):
         rate = mechanism.sampling.sampling_rate
-        event = accounting.scheduled_gaussian(multipliers, rate)
+        steps = accounting.scheduled_gaussian(multipliers, rate)
+        event = accounting.compose(mechanism.prepared, steps)
         value = accounting.epsilon(event, delta, "rdp-classic")
         yield (
             f"  as if Poisson {value:8.4g}   rdp-classic: the papers' figure for such "
@@ -257,6 +272,7 @@ def card(
                 for start, count in zip(starts, counts, strict=True)
             ],
         },
+        "preparation": {"gaussian_multipliers": list(mechanism.preparation)},
         "steps": len(multipliers),
         "planned_steps": mechanism.steps,
         "delta": delta,

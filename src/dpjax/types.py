@@ -71,6 +71,7 @@ class Purpose(enum.IntEnum):
 
     NOISE = 1
     SAMPLING = 2
+    PREPARATION = 3
 
 
 @dataclass(frozen=True)

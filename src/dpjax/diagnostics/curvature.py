@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sharply the mean loss bends: the largest singular value of its Hessian.
+
+Flat losses bear noise better: a step of private training lands somewhere in a ball
+around where it meant to, and this number bounds what that costs.
+
+Only products of the Hessian with a vector are formed.  This file must never know what the
+parameters are for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dpjax import trees
+from dpjax.diagnostics.vectors import length, unit
+from dpjax.types import Key, LossFn, PyTree
+
+__all__ = ["Sharpness", "sharpness"]
+
+
+class Sharpness(NamedTuple):
+    """The largest singular value of a Hessian, and how it was found."""
+
+    value: Float[Array, ""]
+    direction: PyTree
+    """The singular vector, of the parameters' structure and of length 1."""
+    iterations: Int[Array, ""]
+
+
+def sharpness(
+    loss: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    key: Key,
+    iterations: int = 100,
+    tolerance: float = 1e-4,
+) -> Sharpness:
+    r"""The largest singular value of the Hessian of the mean loss, by power iteration.
+
+    .. math:: v \leftarrow Hv / \|Hv\|, \qquad \|Hv\| \to \max_k |\lambda_k|
+
+    One product with the Hessian is the derivative of a gradient along v; the matrix is
+    never formed.  A Hessian is symmetric, so singular values are sizes of eigenvalues.
+
+    Args:
+      loss: ``loss(params, example) -> scalar``, twice differentiable.
+      params: Where the Hessian is taken.
+      batch: Examples, on leading axes.
+      key: Of the first direction; consumed.
+      iterations: At most so many products.
+      tolerance: It ends when the value changes by less than this part of itself.
+
+    Returns:
+      A `Sharpness`; where the Hessian is zero, the value is 0.
+
+    Example:
+      >>> loss = lambda w, x: 0.5 * x * (w[0] ** 2 - 3 * w[1] ** 2)
+      >>> found = sharpness(loss, jnp.ones(2), jnp.ones(4), key=jax.random.key(0))
+      >>> round(float(found.value), 2)
+      3.0
+
+    References:
+      Golub and Van Loan, "Matrix Computations", 2013, section 8.2.
+    """
+
+    def mean(params: PyTree) -> Array:
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
+
+    def product(v: PyTree) -> PyTree:
+        return jax.jvp(jax.grad(mean), (params,), (v,))[1]
+
+    def going(state: tuple[Any, ...]) -> Array:
+        _, value, before, step = state
+        return (step < iterations) & (jnp.abs(value - before) > tolerance * value)
+
+    def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        direction, before, _, step = state
+        moved = product(direction)
+        value = length(moved)
+        return unit(moved, direction), value, before, step + 1
+
+    first = trees.random_like(jax.random.normal, key, params)
+    first = jax.tree.map(lambda v, p: v.astype(p.dtype), first, params)
+    start = (unit(first, first), jnp.float32(0), jnp.float32(-1), jnp.int32(0))
+    direction, value, _, steps = jax.jit(lambda s: jax.lax.while_loop(going, body, s))(start)
+    return Sharpness(value, direction, steps)

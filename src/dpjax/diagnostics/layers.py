@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms layer by layer: of weights, and of what enters the activations.
+
+Private training with the cross-entropy lets both grow without end, and gradients with
+them; bounded activations and the penalty of losing_less_2022 are cures.  These two
+functions draw the curves of that paper.
+
+Layers are called by their names in the tree.  This file must never know a model's class.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dpjax import trees
+from dpjax.diagnostics.vectors import length
+from dpjax.types import PyTree
+
+__all__ = ["preactivation_norms", "weight_norms"]
+
+
+def weight_norms(params: PyTree) -> dict[str, Array]:
+    """The norm of the weights of each layer; a layer is what its leaves' names share.
+
+    Example:
+      >>> weight_norms({"Dense_0": {"bias": jnp.array([3.0]), "kernel": jnp.array([[4.0]])}})
+      {'Dense_0': Array(5., dtype=float32)}
+    """
+    layers: dict[str, list[Array]] = {}
+    for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
+        layers.setdefault(name.rpartition("/")[0] or name, []).append(leaf)
+    return {name: length(leaves) for name, leaves in layers.items()}
+
+
+def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str, Array]:
+    """The norm of the pre-activations of each hidden layer, on average over a batch.
+
+    Args:
+      model: A Linen module that keeps its pre-activations in the collection
+        "preactivations", as those of `dpjax.models` do.
+      params: Its parameters.
+      x: A batch of inputs.
+
+    Returns:
+      The mean over examples of the norm, by layer, in the order in which they were kept.
+
+    Example:
+      >>> from dpjax.models import MLP
+      >>> model, x = MLP(features=(4,), activation=jnp.tanh), jnp.ones((5, 3))
+      >>> params = model.init(jax.random.key(0), x[0])["params"]
+      >>> list(preactivation_norms(model, params, x))
+      ['hidden/0']
+    """
+
+    def norms(x: PyTree) -> dict[str, Array]:
+        _, kept = model.apply({"params": params}, x, mutable=["preactivations"])
+        named = zip(trees.leaf_names(kept), jax.tree.leaves(kept), strict=True)
+        return {name.removeprefix("preactivations/"): length(h) for name, h in named}
+
+    return jax.tree.map(jnp.mean, jax.vmap(norms)(x))

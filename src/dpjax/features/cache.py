@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of a whole data set: computed once, then read.
+
+A file is found by what went in: a hash of the data's bytes and of the transform's settings.  So
+it is never stale, needs no name, and two data sets never meet.  It begins with a hash of what
+came out: a file that was cut off, or changed, is noticed and computed anew.  It is written
+beside its place and then moved there, so a reader sees all of it or none.
+
+What lies here is a function of private examples: a cache is as secret as the data.  Files are
+data, never code: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+from absl import logging
+
+from dpjax.scattering import scatter
+
+__all__ = ["cached", "scattered"]
+
+_VERSION = 1  # of the transforms here: another one, and old files are no longer found
+_DIGEST = hashlib.sha256().digest_size
+
+
+def scattered(
+    images: np.ndarray,
+    J: int = 2,
+    L: int = 8,
+    order: int = 2,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    batch_size: int = 2048,
+) -> np.ndarray:
+    """The scattering features of all images of a data set.
+
+    Args:
+      images: ``[examples, height, width, channels]``, floating point.
+      J: How many scales; see `dpjax.scattering.scatter`.
+      L: How many angles.
+      order: The largest number of wavelets in a row.
+      directory: Where features are kept; by default they are computed in every call.
+      batch_size: How many images are on the device at once; speed and memory only.
+
+    Returns:
+      ``[examples, out_height, out_width, features]``, in the order of the images.
+
+    Privacy:
+      One image, one row: the features cost nothing, and they are as private as the images.
+
+    Example:
+      >>> scattered(np.ones((5, 8, 8, 1), np.float32), J=1, L=2, batch_size=2).shape
+      (5, 4, 4, 3)
+    """
+
+    def transform(part: Any) -> jax.Array:
+        return scatter(part, J, L, order)
+
+    row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
+
+    def compute(images: np.ndarray) -> np.ndarray:
+        features = np.empty((len(images), *row.shape[1:]), row.dtype)
+        size = min(batch_size, len(images))
+        for start in range(0, len(images), max(1, size)):
+            part = images[start : start + size]
+            if len(part) < size:  # a program of its own would take longer to compile
+                missing = ((0, size - len(part)), *[(0, 0)] * (images.ndim - 1))
+                part = np.pad(part, missing)
+            features[start : start + size] = transform(part)[: len(images) - start]
+        return features
+
+    if directory is None:
+        return compute(images)
+    settings = {"J": J, "L": L, "order": order, "dtype": str(row.dtype), "version": _VERSION}
+    return cached(compute, images, settings=settings, directory=directory, name="scattering")
+
+
+def cached(
+    compute: Callable[[np.ndarray], np.ndarray],
+    inputs: np.ndarray,
+    *,
+    settings: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    name: str = "features",
+) -> np.ndarray:
+    """What ``compute(inputs)`` returns, from the disk if it was computed before.
+
+    Args:
+      compute: A function of the inputs that returns one array.
+      inputs: An array; a single changed bit makes another key.
+      settings: Whatever else the result depends on, as JSON knows it: numbers, words, lists.
+      directory: The folder; made if it is not there.
+      name: How the file's name begins.
+
+    Returns:
+      The array, equal to the last bit.
+
+    | the file | what happens |
+    |---|---|
+    | is not there | computed, written |
+    | is whole | read |
+    | was cut off, or a bit of it changed | said, computed, written again |
+    | is being written by another process | not seen; both write the same |
+
+    Example:
+      >>> folder = tempfile.mkdtemp()
+      >>> for _ in range(2):
+      ...     print(
+      ...         cached(
+      ...             lambda x: print("computing") or 2 * x,
+      ...             np.arange(3),
+      ...             settings={},
+      ...             directory=folder,
+      ...         )
+      ...     )
+      computing
+      [0 2 4]
+      [0 2 4]
+    """
+    path = Path(directory, f"{name}-{_key(inputs, settings, name)}.features")
+    found = _read(path)
+    if found is None:
+        found = np.asarray(compute(inputs))
+        _write(path, found)
+    return found
+
+
+def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
+    facts = {"name": name, "dtype": inputs.dtype.str, "shape": inputs.shape, **settings}
+    hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
+    return hashed.hexdigest()[:32]
+
+
+def _read(path: Path) -> np.ndarray | None:
+    """The array of a file that is there and whole."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(_DIGEST) == _digest(file):
+            file.seek(_DIGEST)
+            return np.load(file, allow_pickle=False)
+    logging.warning("features.cached: %s is damaged; what it held is computed anew.", path)
+    return None
+
+
+def _write(path: Path, array: np.ndarray) -> None:
+    """Writes a file beside its place, and moves it there when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            file.write(bytes(_DIGEST))
+            np.save(file, array, allow_pickle=False)
+            file.seek(_DIGEST)
+            digest = _digest(file)
+            file.seek(0)
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+def _digest(file: BinaryIO) -> bytes:
+    """The hash of a file from where it stands to its end."""
+    hashed = hashlib.sha256()
+    while piece := file.read(2**20):
+        hashed.update(piece)
+    return hashed.digest()

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The means and variances of channels, found in private data.
+
+Each example gives the vector of its channel means, clipped to a threshold, and the noisy sum over
+all examples is a Gaussian query; so is that of the mean squares.  Both run on the whole data set,
+so no sampling amplifies them, and a `dpjax.Mechanism` accounts them as its ``preparation``.
+
+A threshold is a number that was known before (measured on public data, say), or is found here by
+a noisy histogram, at the price of one more query.  A median of the private norms, taken as it
+is, would be a release that nobody accounts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dpjax import clipping, noise, trees
+from dpjax.features.scaling import Moments
+from dpjax.types import Key, Purpose
+
+__all__ = ["Normalization", "Search", "channel_norms"]
+
+Features = Float[Array, "examples height width channels"]
+
+_MEANS, _SQUARES = 0, 1  # the two queries; their searches have streams of noise of their own
+
+
+def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
+    """The norms that thresholds are compared with: of channel means, and of mean squares.
+
+    Args:
+      features: Channels last.
+
+    Returns:
+      Two arrays ``[examples]``.
+
+    Privacy:
+      One number an example, without noise.  Their medians are good thresholds if the data are
+      public, and a leak if they are not.
+
+    Example:
+      >>> means, squares = channel_norms(jnp.full((1, 2, 2, 4), 3.0))
+      >>> float(means[0]), float(squares[0])
+      (6.0, 18.0)
+    """
+    means, squares = (trees.group_norms(rows, (0,), 1)[:, 0] for rows in _statistics(features))
+    return np.asarray(means), np.asarray(squares)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """How thresholds are found privately: a quantile of a noisy histogram of the norms.
+
+    Every example adds 1 to one bin, so a histogram has sensitivity 1; there is one for each of
+    the two thresholds.
+
+    Args:
+      noise_multiplier: Of each histogram.
+      quantile: The fraction of norms that shall lie below the threshold.
+      lowest: Upper edge of the first bin; public.
+      highest: Upper edge of the last bin; public.
+      bins: How many, in a geometric row.
+
+    Example:
+      >>> Search(noise_multiplier=20.0).edges[[0, -1]]
+      array([1.e-04, 1.e+02])
+    """
+
+    noise_multiplier: float
+    quantile: float = 0.5
+    lowest: float = 1e-4
+    highest: float = 1e2
+    bins: int = 121
+
+    def __post_init__(self) -> None:
+        """Refuses searches that can find nothing."""
+        if not (0 < self.quantile < 1 and 0 < self.lowest < self.highest and self.bins >= 2):
+            raise ValueError(
+                f"{self}: expected 0 < quantile < 1, 0 < lowest < highest and 2 bins or more. "
+                "The bins are a public guess of where the norms lie; let them reach too far."
+            )
+
+    @property
+    def edges(self) -> np.ndarray:
+        """The upper edge of each bin; norms beyond the last are counted in it."""
+        return np.geomspace(self.lowest, self.highest, self.bins)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Normalization:
+    r"""The private normalisation of channels, described once: what runs is what is accounted.
+
+    Per example $i$ with channel means $a_i$ and mean squares $b_i$,
+
+    $$ \mu = \frac1N \Bigl(\sum_i \bar a_i + \mathcal N(0, (z \tau_1)^2)\Bigr), \quad
+       \sigma^2 = \max\Bigl(0, \frac1N \Bigl(\sum_i \bar b_i + \mathcal N(0, (z \tau_2)^2)\Bigr)
+       - \mu^2\Bigr), $$
+
+    where the bar clips to a norm of $\tau$.
+
+    Args:
+      examples: $N$, the number of examples; public.
+      noise_multiplier: $z$, of each of the two queries, relative to its threshold.
+      thresholds: $(\tau_1, \tau_2)$, known from elsewhere; or a `Search` that finds them.
+
+    Privacy:
+      Costs what ``multipliers`` lists, before the first step of training and not amplified by
+      its sampling: hand them to the mechanism as ``preparation=normalization.multipliers``.
+
+    | given | result |
+    |---|---|
+    | an example with NaN or infinite features | contributes exactly nothing |
+    | multiplier 0, infinite thresholds | the exact moments; not private, and accounted so |
+    | multiplier above 0, infinite thresholds | refused |
+
+    Example:
+      >>> import dpjax
+      >>> normalization = Normalization(
+      ...     examples=60_000, noise_multiplier=8.0, thresholds=(0.166, 0.046)
+      ... )
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=60_000, batch_size=4096),
+      ...     clipping=dpjax.clipping.flat(bound=0.1),
+      ...     noise_multiplier=3.04,
+      ...     steps=560,
+      ...     preparation=normalization.multipliers,
+      ... )
+      >>> round(mechanism.epsilon(delta=1e-5), 2)
+      2.59
+
+    References:
+      Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
+      Data)", 2021, appendix B; there the thresholds are medians of the private norms, which is
+      not private.
+    """
+
+    examples: int
+    noise_multiplier: float
+    thresholds: tuple[float, float] | Search
+
+    def __post_init__(self) -> None:
+        """Refuses descriptions that mean nothing."""
+        if self.examples < 1:
+            raise ValueError(
+                f"Normalization(examples={self.examples}): expected the number of examples, "
+                "which is public and divides the sums."
+            )
+        if isinstance(self.thresholds, Search):
+            noise.check_multiplier(self.thresholds.noise_multiplier, clipping.flat(1.0))
+            noise.check_multiplier(self.noise_multiplier, clipping.flat(1.0))
+            return
+        if len(self.thresholds) != 2:
+            raise ValueError(
+                f"Normalization(thresholds={self.thresholds}): expected two, for the norms of "
+                "the channel means and of the mean squares, or a features.Search."
+            )
+        for bound in self.thresholds:
+            noise.check_multiplier(self.noise_multiplier, clipping.flat(bound))
+
+    @property
+    def multipliers(self) -> tuple[float, ...]:
+        """The noise multiplier of every query on the data, each a Gaussian on all of them."""
+        queries = (float(self.noise_multiplier),) * 2
+        if isinstance(self.thresholds, Search):
+            return (float(self.thresholds.noise_multiplier),) * 2 + queries
+        return queries
+
+    def release(self, key: Key, features: Features) -> Moments:
+        """Runs the queries on all examples at once.
+
+        Args:
+          key: Consumed; the root key of the run may be given, for no other purpose shares
+            its streams.
+          features: ``[examples, height, width, channels]``, one example after the other made
+            from one raw example each.
+
+        Returns:
+          The noisy moments; they may be published.
+        """
+        if features.shape[0] != self.examples:
+            raise ValueError(
+                f"Normalization.release: got {features.shape[0]} examples, and the sums are "
+                f"divided by {self.examples}. Describe it with this data set's number of "
+                "examples, and release from the training examples alone."
+            )
+        means, squares = _statistics(features)
+        mean = self._noisy_mean(key, _MEANS, means)
+        square = self._noisy_mean(key, _SQUARES, squares)
+        return Moments(mean, jnp.maximum(square - mean**2, 0))
+
+    def _noisy_mean(self, key: Key, query: int, rows: Array) -> Array:
+        bound = self._threshold(key, query, rows)
+        return _release(key, query, rows, bound, self.noise_multiplier) / self.examples
+
+    def _threshold(self, key: Key, query: int, rows: Array) -> float:
+        """What was given, or the quantile of a noisy histogram."""
+        search = self.thresholds
+        if not isinstance(search, Search):
+            return search[query]
+        norms = trees.group_norms(rows, (0,), 1)
+        bins = jnp.minimum(jnp.searchsorted(jnp.asarray(search.edges), norms), search.bins - 1)
+        votes = jax.nn.one_hot(bins[:, 0], search.bins) * jnp.isfinite(norms)
+        counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
+        below = np.cumsum(np.asarray(counts, np.float64)) >= search.quantile * self.examples
+        return float(search.edges[np.argmax(below) if below.any() else -1])
+
+
+@jax.jit
+def _statistics(features: Features) -> tuple[Array, Array]:
+    """Channel means, and means of squares, of each example: ``[examples, channels]``."""
+    if features.ndim != 4:
+        raise ValueError(
+            f"features: got an array of shape {features.shape}; expected (examples, height, "
+            "width, channels), as scattering makes them."
+        )
+    features = features.astype(trees.wide(features.dtype))
+    return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
+
+
+def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float) -> Array:
+    """The sum of rows clipped to a bound, with noise: one Gaussian query on all examples."""
+    rule = clipping.flat(bound)
+    factors = rule.factors(trees.group_norms(rows, (0,), 1))
+    total = trees.scaled_sum(rows, factors, (0,))
+    stream = trees.step_key(key, Purpose.PREPARATION, query)
+    link = noise.gaussian(multiplier, rule, key=stream)
+    noisy, _ = link.update(total, link.init(total))
+    return jnp.asarray(noisy)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features brought to one scale: example by example, or by moments that are known.
+
+Under noise every coordinate pays for the largest, so features are normalised before anything is
+trained on them.  `group_norm` looks at one example at a time and costs nothing.  `normalize`
+applies the means and variances of channels, and costs nothing either: what costs is to find them
+in private data, which is next door, in `normalization`.
+
+This page must never compute anything over several examples.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dpjax import trees
+
+__all__ = ["Moments", "group_norm", "normalize"]
+
+
+class Moments(NamedTuple):
+    """Mean and variance of every channel, over examples and places."""
+
+    mean: Float[Array, " channels"]
+    variance: Float[Array, " channels"]
+
+
+def group_norm(
+    features: Float[Array, "*examples height width channels"],
+    groups: int,
+    *,
+    stabilizer: float = 1e-5,
+) -> Float[Array, "*examples height width channels"]:
+    r"""Normalises each group of neighbouring channels of each example by itself.
+
+    $$ y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + s}} $$
+
+    Args:
+      features: Channels last, with any number of leading axes.
+      groups: How many; the papers' choices are 9, 27 or 81 for the features of a ScatterNet.
+      stabilizer: $s$; what keeps a constant group from being divided by 0.
+
+    Returns:
+      Features of the same shape and dtype; every group has mean 0 and variance 1, or less.
+
+    Privacy:
+      An example's result depends on that example alone: nothing is spent.
+
+    Example:
+      >>> group_norm(jnp.array([[[1.0, 3.0, 7.0, 7.0]]]), groups=2).round(3)
+      Array([[[-1.,  1.,  0.,  0.]]], dtype=float32)
+
+    References:
+      Wu and He, "Group Normalization", 2018; without its learned scale and shift.
+    """
+    *rest, channels = features.shape
+    if groups < 1 or channels % groups:
+        raise ValueError(
+            f"features.group_norm(groups={groups}): {channels} channels are not divided evenly "
+            "into so many groups. For 81 or 243 channels take 9, 27 or 81."
+        )
+    wide = features.astype(trees.wide(features.dtype))
+    split = wide.reshape(*rest, groups, channels // groups)
+    axes = (-4, -3, -1)
+    mean = jnp.mean(split, axis=axes, keepdims=True)
+    variance = jnp.var(split, axis=axes, keepdims=True)
+    scaled = (split - mean) / jnp.sqrt(variance + stabilizer)
+    return scaled.reshape(features.shape).astype(features.dtype)
+
+
+def normalize(
+    features: Float[Array, "*examples height width channels"],
+    moments: Moments,
+    *,
+    stabilizer: float = 1e-5,
+) -> Float[Array, "*examples height width channels"]:
+    r"""Shifts and scales channels by moments that were released, or are public.
+
+    $$ y_c = \frac{x_c - \mu_c}{\sqrt{\sigma_c^2 + s}},
+       \quad y_c = 0 \text{ where } \sigma_c^2 = 0 $$
+
+    Args:
+      features: Channels last.
+      moments: From `Normalization.release`, or of public data.
+      stabilizer: $s$, added to the variance.
+
+    Returns:
+      Features of the same shape.  A channel whose noisy variance is not positive says nothing
+      and becomes 0.
+
+    Privacy:
+      Free: nothing but the released moments is shared between examples.
+
+    Example:
+      >>> moments = Moments(mean=jnp.array([2.0, 5.0]), variance=jnp.array([4.0, 0.0]))
+      >>> normalize(jnp.array([[[[6.0, 5.5]]]]), moments).round(3)
+      Array([[[[2., 0.]]]], dtype=float32)
+    """
+    scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
+    return (features - moments.mean) * scale

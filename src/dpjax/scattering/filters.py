@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filters of the scattering transform, as plain arrays of float64.
+
+Band-pass filters are Morlet wavelets, a wave under a Gaussian from which so much of the Gaussian
+is taken that the mean is 0; the low-pass filter is a Gaussian.  All are sampled on the padded
+image, wrapped around it, and held by their Fourier transforms, which are real.
+
+Every constant is that of the published ScatterNets (kymatio's), the rounded 3.1415 in the norm of
+the Gaussians included: features and thresholds of the literature then carry over to the sixth
+digit.  This page knows nothing of JAX, images or batches.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Bank", "averaging", "coarsen", "filter_bank", "mirrored", "padded_size"]
+
+_PI = 3.1415  # in the norm of every Gaussian, where the published filters have just these digits
+_REACH = 2  # filters are wrapped around the image this often on either side
+
+
+class Bank(NamedTuple):
+    """The filters for images of one padded shape, by their Fourier transforms."""
+
+    wavelets: tuple[np.ndarray, ...]
+    """For each scale $j$, real: ``[angles, rows, columns]``."""
+    lowpass: tuple[np.ndarray, np.ndarray]
+    """The Gaussian's two factors, real: ``[rows]`` and ``[columns]``."""
+
+
+def padded_size(size: int, J: int) -> int:
+    """The length to which a side is padded: a multiple of ``2**J``, with a margin.
+
+    Example:
+      >>> padded_size(28, J=2), padded_size(32, J=2)
+      (36, 40)
+    """
+    return (size // 2**J + 2) * 2**J
+
+
+@functools.lru_cache(maxsize=32)
+def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
+    r"""All filters for padded images of this shape.
+
+    With $\sigma_j = 0.8 \cdot 2^j$, frequency $\xi_j = \frac{3\pi}{4} 2^{-j}$ and angle
+    $\theta_l = (\lfloor L/2 \rfloor - 1 - l)\,\pi / L$,
+
+    $$ \psi_{jl} = g - \kappa |g|, \qquad
+       g(u) = \frac{s}{2\pi\sigma_j^2} e^{-(a^2 + s^2 b^2) / 2\sigma_j^2 + i \xi_j a}, $$
+
+    where $(a, b)$ is $u$ turned by $\theta_l$, $s = 4/L$, and $\kappa$ makes the mean 0; the
+    low-pass filter is the round Gaussian of width $\sigma_{J-1}$.
+
+    Args:
+      rows: Height of the padded image.
+      columns: Its width.
+      J: How many scales, each twice as coarse as the one before.
+      L: How many angles.
+
+    Returns:
+      The `Bank`; the same object in every call.
+
+    Example:
+      >>> bank = filter_bank(36, 36, J=2, L=8)
+      >>> [scale.shape for scale in bank.wavelets], round(float(bank.lowpass[0][0] ** 2), 7)
+      ([(8, 36, 36), (8, 36, 36)], 1.0000295)
+    """
+    angles = (max(L // 2 - 1, 0) - np.arange(L)) * math.pi / L
+    wavelets = tuple(
+        np.stack([_morlet((rows, columns), j, angle, 4 / L) for angle in angles]) for j in range(J)
+    )
+    return Bank(wavelets, (_gaussian(rows, J - 1), _gaussian(columns, J - 1)))
+
+
+def _width(j: int) -> float:
+    return 0.8 * 2**j
+
+
+def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.ndarray:
+    """The Fourier transform of one wavelet, ``[rows, columns]``."""
+    u, v = np.ogrid[tuple(slice(-_REACH * n, (_REACH + 1) * n) for n in shape)]
+    along = u * math.cos(angle) + v * math.sin(angle)
+    across = v * math.cos(angle) - u * math.sin(angle)
+    square = along**2 + (slant * across) ** 2
+    norm = slant / (2 * _PI * _width(j) ** 2)
+    envelope = norm * np.exp(-square / (2 * _width(j) ** 2))
+    wave = envelope * np.exp(0.75j * math.pi / 2**j * along)
+    wavelet = _wrap(wave - wave.sum() / envelope.sum() * envelope, shape)
+    return np.fft.fft2(wavelet).real  # what is dropped is 0 up to rounding
+
+
+def _gaussian(size: int, j: int) -> np.ndarray:
+    """The Fourier transform of one factor of the low-pass filter, ``[size]``."""
+    u = np.arange(-_REACH * size, (_REACH + 1) * size)
+    envelope = np.exp(-(u**2) / (2 * _width(j) ** 2)) / math.sqrt(2 * _PI * _width(j) ** 2)
+    return np.fft.fft(_wrap(envelope, (size,))).real
+
+
+def _wrap(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Adds up all periods of a function that was sampled on several."""
+    periods = 2 * _REACH + 1
+    split = values.reshape([n for size in shape for n in (periods, size)])
+    return split.sum(axis=tuple(range(0, 2 * len(shape), 2)))
+
+
+def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
+    """The filter for fields that were subsampled by ``2**resolution``.
+
+    Args:
+      response: A filter by its Fourier transform; all axes but the first are frequencies.
+      resolution: How often the field was halved.
+
+    Returns:
+      The same filter on the coarser grid: the upper frequencies, which it hardly passes, are
+      dropped, and what is left is folded.
+
+    Example:
+      >>> coarsen(np.array([[4.0, 2.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0]]), resolution=1)
+      array([[4., 2., 1., 2.]])
+    """
+    for axis in range(1, response.ndim):
+        size = response.shape[axis]
+        kept = size >> resolution
+        response = np.moveaxis(response, axis, -1).copy()
+        response[..., kept // 2 : kept // 2 + size - kept] = 0
+        response = response.reshape(*response.shape[:-1], 2**resolution, kept).sum(axis=-2)
+        response = np.moveaxis(response, -1, axis)
+    return response
+
+
+def averaging(lowpass: np.ndarray, resolution: int, J: int) -> np.ndarray:
+    """The matrix that averages one axis of a field, subsamples it, and cuts off the margins.
+
+    Args:
+      lowpass: One factor of the low-pass filter, on the finest grid.
+      resolution: How often the field was halved already.
+      J: How often it is to be halved in all.
+
+    Returns:
+      ``[out, size]``.
+    """
+    kernel = np.fft.ifft(coarsen(lowpass[None], resolution)[0]).real
+    size = len(kernel)
+    centres = np.arange(0, size, 2 ** (J - resolution))[1:-1]
+    return kernel[(centres[:, None] - np.arange(size)) % size]
+
+
+def mirrored(size: int) -> np.ndarray:
+    """The indices of an axis as 0, 1, ..., and then -1, -2, ...
+
+    Sines and cosines of opposite indices are equal up to a sign, so in this order a transform is
+    half a matrix, used twice.
+
+    Example:
+      >>> mirrored(6)
+      array([0, 1, 2, 3, 5, 4])
+    """
+    return np.concatenate([np.arange(size // 2 + 1), -np.arange(1, (size + 1) // 2) % size])

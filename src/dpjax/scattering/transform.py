@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scattering transform of a batch of images, as matrix products.
+
+For images of this size a Fourier transform is faster as a product with a small matrix of cosines
+and sines than by an FFT.  So nothing here is complex, and a *field* is laid out for products:
+rows first (in `mirrored` order), columns last, and between them everything that is alike for all
+pixels: images, paths.  A *spectrum* has, in its last axis, the real and the imaginary parts side
+by side, in blocks which lie so that folding the spectrum (subsampling the field) adds whole
+blocks.  One product turns the last axis, one the first, and no array is ever transposed.
+
+This page must never look at two images together, nor at a label.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dpjax.scattering.filters import Bank, averaging, coarsen, filter_bank, mirrored, padded_size
+from dpjax.trees import wide
+
+__all__ = ["Path", "paths", "scatter"]
+
+
+class Path(NamedTuple):
+    """What one channel has been through: the wavelet of each order, by scale and angle."""
+
+    scales: tuple[int, ...]
+    angles: tuple[int, ...]
+
+
+def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
+    """The channels of `scatter` for one input channel, in their order.
+
+    Args:
+      J: How many scales.
+      L: How many angles.
+      order: The largest number of wavelets in a row.
+
+    Returns:
+      ``1 + J L + L**2 J (J - 1) / 2`` paths for order 2.
+
+    Example:
+      >>> len(paths(J=2, L=8)), paths(J=2, L=8)[17 + 8 * 3 + 5]
+      (81, Path(scales=(0, 1), angles=(3, 5)))
+    """
+    first = [(j, angle) for j in range(J) for angle in range(L)]
+    found = [Path((), ())]
+    if order >= 1:
+        found += [Path((j,), (angle,)) for j, angle in first]
+    if order >= 2:
+        found += [Path((j, k), (a, b)) for j, a in first for k, b in first if k > j]
+    return tuple(found)
+
+
+def scatter(
+    images: Float[Array, "batch height width channels"],
+    J: int = 2,
+    L: int = 8,
+    order: int = 2,
+) -> Float[Array, "batch out_height out_width features"]:
+    r"""The scattering coefficients of images.
+
+    $$ S = \bigl(x * \phi,\ |x * \psi_1| * \phi,\ ||x * \psi_1| * \psi_2| * \phi\bigr) $$
+
+    over all wavelets $\psi_1$ and all coarser $\psi_2$, subsampled by $2^J$.
+
+    Args:
+      images: Channels last.  Pixels outside are taken as reflected at the edge.
+      J: How many scales; features are ``2**J`` times as coarse as pixels.
+      L: How many angles.
+      order: 0, 1 or 2: the largest number of wavelets in a row.
+
+    Returns:
+      Features, channels last, ``paths(J, L, order)`` for the first channel of the image, then
+      for the second, and so on: ``(batch, 7, 7, 81)`` for MNIST and ``(batch, 8, 8, 243)`` for
+      CIFAR-10.  In the images' dtype, or float32 if that is narrower.  Compiled here, and may
+      also be part of a larger program; differentiable in the images.
+
+    Privacy:
+      Each image's features are a function of that image alone, so they cost nothing, and what
+      is trained on them is as private as if it were trained on pixels.
+
+    | images | features |
+    |---|---|
+    | none (a batch of 0) | none, of the right shape |
+    | of one shade | that shade in the first path, nearly 0 in all others |
+    | NaN or infinite anywhere | NaN in that image's features, others untouched |
+    | integers | refused |
+    | a side shorter than ``2**J`` | refused |
+
+    Example:
+      >>> scatter(jnp.ones((3, 28, 28, 1))).shape
+      (3, 7, 7, 81)
+
+    References:
+      Bruna and Mallat, "Invariant Scattering Convolution Networks", 2013.
+      Andreux et al., "Kymatio: Scattering Transforms in Python", 2020; the values are those of
+      its ``Scattering2D``.
+    """
+    images = jnp.asarray(images)
+    _check(images, J, L, order)
+    return _scatter(images.astype(wide(images.dtype)), J, L, order)
+
+
+def _check(images: Array, J: int, L: int, order: int) -> None:
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise TypeError(
+            f"scattering.scatter: got {images.dtype} images; expected floating-point numbers, "
+            "usually in [0, 1]. Bytes are divided by 255 first; data.load does that."
+        )
+    if images.ndim != 4:
+        raise ValueError(
+            f"scattering.scatter: got images of shape {images.shape}; expected (batch, height, "
+            "width, channels). Usually the channel axis is missing: images[..., None]; or it is "
+            "one image: images[None]."
+        )
+    if J < 1 or L < 1 or order not in (0, 1, 2):
+        raise ValueError(
+            f"scattering.scatter(J={J}, L={L}, order={order}): expected at least one scale and "
+            "one angle, and order 0, 1 or 2; the papers use J=2, L=8, order=2."
+        )
+    if min(images.shape[1:3]) < 2**J:
+        raise ValueError(
+            f"scattering.scatter(J={J}): {images.shape[1]} x {images.shape[2]} pixels are fewer "
+            f"than {2**J} a side, so no feature would be left. Use fewer scales; if the images "
+            f"are not that small, their axes are in another order than channels last."
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("J", "L", "order"))
+def _scatter(images: Array, J: int, L: int, order: int) -> Array:
+    """Takes as many images at a time as suits the machine; each is on its own anyway."""
+    size, each = images.shape[0], min(images.shape[0], _at_once(images, J, L))
+    whole = size // each * each if each else 0
+    parts = images[:whole].reshape(-1, max(1, each), *images.shape[1:])
+    features = jax.lax.map(lambda part: _cascade(part, J, L, order), parts)
+    features = features.reshape(whole, *features.shape[2:])
+    if whole == size:
+        return features
+    return jnp.concatenate([features, _cascade(images[whole:], J, L, order)])
+
+
+def _at_once(images: Array, J: int, L: int) -> int:
+    """How many images: on a CPU the spectra stay in its caches, elsewhere they fill the chip."""
+    _, height, width, channels = images.shape
+    pixels = padded_size(height, J) * padded_size(width, J)
+    spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
+    room = 2**23 if jax.default_backend() == "cpu" else 2**30
+    return 2 ** max(0, int(math.log2(room / spectra)))
+
+
+def _cascade(images: Array, J: int, L: int, order: int) -> Array:
+    """All paths of one lot of images, from pixels to features."""
+    field = _field(images, J)
+    bank = filter_bank(field.shape[0], field.shape[-1], J, L)
+    found = [_average(field, bank, 0)[:, :, None]]
+    if order >= 1:
+        spectrum = _spectrum(field, 2 ** (J - 1))
+        once = [_response(spectrum, bank, j, 0) for j in range(J)]
+        found += [_average(first, bank, j) for j, first in enumerate(once)]
+        if order == 2:
+            found += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
+    features = jnp.concatenate(found, axis=2)
+    height, _, _, width = features.shape
+    features = features.reshape(height, images.shape[0], -1, width)  # paths join channels
+    return features.transpose(1, 0, 3, 2)
+
+
+def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images paths columns"]:
+    """What all coarser wavelets make of the first order's moduli at scale ``j``, averaged."""
+    J = len(bank.wavelets)
+    spectrum = _spectrum(first, 2 ** (J - 1 - j))
+    found = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
+    rows, images, *_, columns = found[0].shape
+    return jnp.concatenate(found, axis=3).reshape(rows, images, -1, columns)
+
+
+def _response(
+    spectrum: Array, bank: Bank, j: int, resolution: int
+) -> Float[Array, "rows *images_and_paths angles columns"]:
+    """The moduli of all wavelets of scale ``j``, from the spectrum of a field halved so often."""
+    blocks = 2 ** (len(bank.wavelets) - 1 - resolution)
+    step = 2 ** (j - resolution)
+    filtered = _filtered(spectrum, coarsen(bank.wavelets[j], resolution), step, blocks)
+    return _modulus(filtered, blocks // step)
+
+
+def _average(field: Array, bank: Bank, resolution: int) -> Array:
+    """The low-pass filter, subsampling, and the margins cut off."""
+    down, across = (averaging(f, resolution, len(bank.wavelets)) for f in bank.lowpass)
+    return _columns(_rows(down[:, mirrored(down.shape[1])], field), across.T)
+
+
+def _field(images: Array, J: int) -> Float[Array, "rows images columns"]:
+    """Pads by reflection, and brings rows to the front and columns to the end."""
+    batch, height, width, channels = images.shape
+    rows, columns = (_reflected(side, J) for side in (height, width))
+    images = images[:, rows[mirrored(len(rows))]][:, :, columns]
+    return images.transpose(1, 0, 3, 2).reshape(len(rows), batch * channels, len(columns))
+
+
+def _reflected(size: int, J: int) -> np.ndarray:
+    """Which pixel stands at each place of a padded side."""
+    margin = padded_size(size, J) - size
+    return np.pad(np.arange(size), (margin // 2, margin - margin // 2), mode="reflect")
+
+
+# Accelerators would round the inputs of matrix products to a few bits.
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+def _rows(matrix: np.ndarray, field: Array) -> Array:
+    """Applies a matrix to the first axis."""
+    return jnp.tensordot(jnp.asarray(matrix, field.dtype), field, axes=1, precision=_PRECISION)
+
+
+def _columns(field: Array, matrix: np.ndarray) -> Array:
+    """Applies a matrix to the last axis."""
+    return jnp.matmul(field, jnp.asarray(matrix, field.dtype), precision=_PRECISION)
+
+
+def _waves(outputs: Any, inputs: Any, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of all products of two sets of indices."""
+    angle = 2 * math.pi / size * np.outer(outputs, inputs)
+    return np.cos(angle), np.sin(angle)
+
+
+def _spectrum(field: Array, blocks: int) -> Float[Array, "rows *images_and_paths parts"]:
+    """The Fourier transform; parts are ``(blocks, real and imaginary, columns / blocks)``."""
+    rows, columns = field.shape[0], field.shape[-1]
+    cosine, sine = _waves(np.arange(rows // 2 + 1), mirrored(rows), rows)
+    across, down = _waves(np.arange(columns), np.arange(columns), columns)
+    even = _columns(_rows(cosine, field), _parts(across, -down, blocks))
+    odd = _columns(_rows(sine, field), _parts(-down, -across, blocks))
+    return jnp.concatenate([even + odd, (even - odd)[(rows - 1) // 2 : 0 : -1]])
+
+
+def _parts(real: np.ndarray, imaginary: np.ndarray, blocks: int) -> np.ndarray:
+    """Lays the last axes of two arrays side by side, block by block."""
+    split = [part.reshape(*part.shape[:-1], blocks, 1, -1) for part in (real, imaginary)]
+    return np.concatenate(split, axis=-2).reshape(*real.shape[:-1], -1)
+
+
+def _filtered(
+    spectrum: Array, wavelets: np.ndarray, step: int, blocks: int
+) -> Float[Array, "rows *images_and_paths angles parts"]:
+    """Multiplies by every wavelet and folds, so that the field is subsampled by ``step``."""
+    wavelets = np.moveaxis(_parts(wavelets, wavelets, blocks), 0, 1) / step**2
+    rows, _, parts = (n // step for n in wavelets.shape)
+    between = (1,) * (spectrum.ndim - 2)
+    total = jnp.zeros((), spectrum.dtype)
+    for i in range(step):
+        for k in range(step):
+            down, across = slice(i * rows, (i + 1) * rows), slice(k * parts, (k + 1) * parts)
+            weight = wavelets[down, :, across].reshape(rows, *between, -1, parts)
+            total += spectrum[down, ..., None, across] * jnp.asarray(weight, spectrum.dtype)
+    return total
+
+
+def _modulus(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths angles columns"]:
+    """The absolute value of the inverse Fourier transform."""
+    rows, columns = spectrum.shape[0], spectrum.shape[-1] // 2
+    cosine, sine = _waves(np.arange(columns), np.arange(columns), columns)
+    matrix = _parts(np.hstack([cosine, sine]).T, np.hstack([-sine, cosine]).T, blocks).T
+    half = _columns(spectrum, matrix / (rows * columns))
+    cosine, sine = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
+    even, odd = jnp.split(_rows(np.concatenate([cosine, sine]), half), 2)
+    (a, b), (c, d) = (jnp.split(part, 2, axis=-1) for part in (even, odd))
+    # Opposite rows share their cosines, and their sines up to a sign.
+    return jnp.concatenate([_norm(a - d, b + c), _norm(a + d, b - c)[1 : (rows + 1) // 2]])
+
+
+def _norm(real: Array, imaginary: Array) -> Array:
+    """The length of a complex number, with a gradient of 0 instead of NaN where it is 0."""
+    square = real * real + imaginary * imaginary
+    return jnp.sqrt(jnp.maximum(square, jnp.finfo(square.dtype).tiny))

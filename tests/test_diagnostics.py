@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diagnostics: against matrices written out, the facts of the paper, and edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpjax import clipped_grad, clipping, diagnostics, losses, models
+from dpjax.diagnostics import vectors
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(3, 2)).astype("f4")
+X, Y = RNG.normal(size=(7, 3)).astype("f4"), RNG.normal(size=(7, 2)).astype("f4")
+
+
+def quadratic(params, example):
+    x, y = example
+    return losses.squared_error(x @ params["w"], y)
+
+
+def gradients():
+    """One row an example, written out."""
+    return (X[:, :, None] * (X @ W - Y)[:, None]).reshape(7, -1)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 7, 32])
+def test_clipping_bias_is_the_angle_between_the_means(microbatch_size):
+    rule = clipping.flat(1.0)
+    bias = diagnostics.clipping_bias(
+        quadratic, rule, {"w": W}, (X, Y), microbatch_size=microbatch_size
+    )
+    rows = gradients()
+    norms = np.linalg.norm(rows, axis=1)
+    clipped = (rows * np.minimum(1, 1 / norms)[:, None]).sum(0)
+    whole = rows.sum(0)
+    lengths = np.linalg.norm(clipped), np.linalg.norm(whole)
+    assert bias.cosine == pytest.approx(clipped @ whole / (lengths[0] * lengths[1]), rel=1e-5)
+    assert bias.shrinkage == pytest.approx(lengths[0] / lengths[1], rel=1e-5)
+    np.testing.assert_allclose(bias.norms[:, 0], norms, rtol=1e-5)
+    assert bias.clipped[0] == pytest.approx((norms > 1).mean())
+    assert 0 < bias.clipped[0] < 1
+
+
+def test_without_clipping_there_is_no_bias():
+    bias = diagnostics.clipping_bias(quadratic, clipping.flat(1e9), {"w": W}, (X, Y))
+    assert bias.cosine == pytest.approx(1)
+    assert bias.shrinkage == pytest.approx(1)
+    assert not bias.clipped.any()
+
+
+def test_a_broken_example_is_in_neither_mean():
+    x = X.copy()
+    x[2] = np.nan
+    bias = diagnostics.clipping_bias(quadratic, clipping.flat(1.0), {"w": W}, (x, Y))
+    rest = np.delete(np.arange(7), 2)
+    want = diagnostics.clipping_bias(quadratic, clipping.flat(1.0), {"w": W}, (X[rest], Y[rest]))
+    assert bias.cosine == pytest.approx(float(want.cosine), rel=1e-5)
+    assert bias.shrinkage == pytest.approx(float(want.shrinkage), rel=1e-5)
+
+
+def test_histogram_and_fraction_count_what_clipped_grad_returns():
+    rule = clipping.flat(1.0)
+    norms = clipped_grad(quadratic, rule, "vmap")({"w": W}, (X, Y)).norms
+    counts, edges = diagnostics.norm_histogram(norms, bins=5)
+    want, want_edges = np.histogram(norms[:, 0], bins=5, range=(0, float(norms.max())))
+    assert np.array_equal(counts[0], want)
+    np.testing.assert_allclose(edges, want_edges, rtol=1e-6)
+    fraction = diagnostics.clipped_fraction(norms, rule)
+    assert fraction[0] == pytest.approx((norms[:, 0] > 1).mean())
+
+
+@pytest.mark.parametrize(
+    ("norms", "counts"),
+    [
+        ([[0.0], [0.0]], [[2, 0]]),
+        ([[np.inf], [np.nan], [1.0]], [[0, 1]]),
+        ([[0.1, 2.0], [1.9, 0.2]], [[1, 1], [1, 1]]),
+    ],
+)
+def test_histogram_edges(norms, counts):
+    assert np.array_equal(diagnostics.norm_histogram(jnp.array(norms), bins=2).counts, counts)
+
+
+def test_histogram_of_a_vector_is_refused():
+    with pytest.raises(ValueError, match=r"expected \[batch, groups\]"):
+        diagnostics.norm_histogram(jnp.ones(3))
+
+
+def test_cosine_of_trees():
+    a, b = {"u": jnp.array([1.0, 2.0]), "v": jnp.array(3.0)}, {"u": jnp.zeros(2), "v": jnp.ones(())}
+    assert diagnostics.cosine(a, b) == pytest.approx(3 / np.sqrt(14))
+    assert diagnostics.cosine(a, jax.tree.map(jnp.negative, a)) == pytest.approx(-1)
+    assert jnp.isnan(diagnostics.cosine(a, jax.tree.map(jnp.zeros_like, a)))
+
+
+def test_vectors_are_summed_wide():
+    ones = jnp.ones(4096, jnp.bfloat16)
+    assert vectors.inner(ones, ones) == 4096
+    assert vectors.length(ones) == 64
+
+
+def test_norms_layer_by_layer():
+    model = models.MLP(features=(4, 6), classes=2)
+    x = RNG.normal(size=(5, 3)).astype("f4")
+    shapes = jax.eval_shape(model.init, KEY, x[0])["params"]
+    params = jax.tree.map(lambda leaf: RNG.normal(size=leaf.shape).astype("f4"), shapes)
+    weights = diagnostics.weight_norms(params)
+    assert list(weights) == ["Dense_0", "Dense_1", "Dense_2"]
+    layer = params["Dense_1"]
+    want = np.sqrt((layer["kernel"] ** 2).sum() + (layer["bias"] ** 2).sum())
+    assert weights["Dense_1"] == pytest.approx(want, rel=1e-6)
+    hidden = diagnostics.preactivation_norms(model, params, x)
+    assert list(hidden) == ["hidden/0", "hidden/1"]
+    first = x @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"]
+    assert hidden["hidden/0"] == pytest.approx(np.linalg.norm(first, axis=1).mean(), rel=1e-5)
+
+
+def test_layers_of_a_deeper_model_have_their_paths():
+    model = models.ViT(classes=2, patch=4, width=8, depth=2, heads=2)
+    x = jnp.zeros((1, 8, 8, 1))
+    shapes = jax.eval_shape(model.init, KEY, x[0])["params"]
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+    names = jax.eval_shape(lambda p: diagnostics.preactivation_norms(model, p, x), params)
+    assert set(names) == {f"Transformer/encoderblock_{i}/MlpBlock_3/hidden/0" for i in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "spectrum", [[4.0, 1.0, 0.5], [1.0, -5.0, 2.0], [3.0, -3.0, 1.0], [0.0] * 3]
+)
+def test_sharpness_is_the_largest_singular_value(spectrum):
+    basis, _ = np.linalg.qr(RNG.normal(size=(3, 3)))
+    hessian = jnp.asarray(basis @ np.diag(spectrum) @ basis.T, jnp.float32)
+
+    def loss(w, scale):
+        return 0.5 * scale * w @ hessian @ w
+
+    scales = jnp.array([0.5, 1.5])  # their mean is 1
+    found = diagnostics.sharpness(loss, jnp.ones(3), scales, key=KEY, tolerance=1e-7)
+    assert found.value == pytest.approx(max(map(abs, spectrum)), rel=1e-3, abs=1e-6)
+    assert found.iterations <= 100
+
+
+def test_sharpness_of_a_network_equals_its_hessian():
+    model = models.MLP(features=(3,), classes=2)
+    x, y = X, np.arange(7) % 2
+    shapes = jax.eval_shape(model.init, KEY, x[0])["params"]
+    params = jax.tree.map(lambda leaf: RNG.normal(size=leaf.shape).astype("f4"), shapes)
+    loss = losses.of(model, losses.cross_entropy)
+    flat, restore = jax.flatten_util.ravel_pytree(params)
+    hessian = jax.jit(
+        jax.hessian(lambda w: jnp.mean(jax.vmap(loss, (None, 0))(restore(w), (x, y))))
+    )(flat)
+    want = np.abs(np.linalg.eigvalsh(hessian)).max()
+    found = diagnostics.sharpness(loss, params, (x, y), key=KEY, iterations=500, tolerance=1e-6)
+    assert found.value == pytest.approx(want, rel=1e-3)
+    direction = jax.flatten_util.ravel_pytree(found.direction)[0]
+    np.testing.assert_allclose(np.abs(hessian @ direction), want * np.abs(direction), atol=0.02)
+
+
+def network(params, x):
+    return jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+PARAMS = {"a": RNG.normal(size=(3, 4)).astype("f4"), "b": RNG.normal(size=4).astype("f4")}
+
+
+def jacobians():
+    """Rows of every leaf, by finite differences of a function written in NumPy."""
+    h = np.tanh(X @ PARAMS["a"])
+    back = (1 - h**2) * PARAMS["b"]
+    return (X[:, :, None] * back[:, None]).reshape(7, -1), h
+
+
+def test_the_kernel_is_the_gram_matrix_of_gradients():
+    a, b = jacobians()
+    h = diagnostics.ntk(network, PARAMS, X)
+    np.testing.assert_allclose(h, a @ a.T + b @ b.T, rtol=1e-4, atol=1e-5)
+    found = diagnostics.definiteness(h)
+    assert found.symmetric
+    assert found.positive_quadratic
+    assert found.positive_eigenvalues
+
+
+def test_clipping_multiplies_the_kernel_by_its_factors():
+    a, b = jacobians()
+    flat = RNG.uniform(0.05, 1, size=(7, 1)).astype("f4")
+    hc = diagnostics.ntk(network, PARAMS, X, flat)
+    np.testing.assert_allclose(hc, (a @ a.T + b @ b.T) * flat[:, 0], rtol=1e-4, atol=1e-5)
+    found = diagnostics.definiteness(hc)
+    assert not found.symmetric
+    assert found.positive_eigenvalues
+    layered = RNG.uniform(0.05, 1, size=(7, 2)).astype("f4")
+    summed = diagnostics.ntk(network, PARAMS, X, layered, clipping.by_leaf(PARAMS))
+    want = a @ a.T * layered[:, 0] + b @ b.T * layered[:, 1]
+    np.testing.assert_allclose(summed, want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_drives_the_loss_under_clipped_gradients():
+    rule = clipping.flat(0.5)
+
+    def loss(params, example):
+        x, y = example
+        return losses.squared_error(network(params, x), y)
+
+    clipped = jax.jit(clipped_grad(loss, rule, "vmap"))(PARAMS, (X, Y[:, 0]))
+    residual = np.asarray(network(PARAMS, X) - Y[:, 0]) / 7
+    hc = diagnostics.ntk(network, PARAMS, X, clipped.factors)
+    mean = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, (X, Y[:, 0]))))(PARAMS)
+    falls = vectors.inner(mean, clipped.value) / 7  # equation 4.3, with the sign turned
+    assert falls == pytest.approx(residual @ np.asarray(hc) @ residual, rel=1e-4)
+
+
+def test_several_outputs_have_several_rows():
+    h = diagnostics.ntk(lambda p, x: x @ p["w"], {"w": W}, X, jnp.arange(1.0, 8)[:, None])
+    gram = np.kron(X @ X.T, np.eye(2))
+    np.testing.assert_allclose(h, gram * np.repeat(np.arange(1, 8), 2), rtol=1e-5, atol=1e-5)
+
+
+def test_factors_of_another_batch_are_refused():
+    with pytest.raises(ValueError, match="one for each input and group"):
+        diagnostics.ntk(network, PARAMS, X, jnp.ones((6, 1)))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "symmetric", "quadratic", "eigenvalues"),
+    [
+        ([[1, 0.1], [1, 0.2]], False, False, True),  # fact A.1
+        ([[-1, 3], [-3, 8]], False, False, True),  # fact A.2
+        ([[1, 1], [-1, 1]], False, True, False),  # fact A.3: 1 + i and 1 - i
+        ([[2, 1], [1, 2]], True, True, True),
+        ([[1, 1], [1, 1]], True, True, True),
+        ([[0, 0], [0, 0]], True, True, True),
+    ],
+)
+def test_facts_about_positivity(matrix, symmetric, quadratic, eigenvalues):
+    found = diagnostics.definiteness(jnp.array(matrix))
+    assert found.symmetric == symmetric
+    assert found.positive_quadratic == quadratic
+    assert found.positive_eigenvalues == eigenvalues
+
+
+@pytest.mark.parametrize(("corner", "eigenvalue"), [(7 / 9, 0), (0.7, -1)])
+def test_a_group_for_each_layer_may_lose_both(corner, eigenvalue):
+    # Fact A.4; with the 8/9 of the print the smallest eigenvalue is 0.08, with 7/9 it is 0.
+    first, second = np.array([[corner, 2], [2, 7]]), np.array([[3, 2], [2, 2]])
+    hc = first * [0.9, 0.4] + second * [0.1, 0.6]
+    found = diagnostics.definiteness(hc)
+    assert np.sign(round(found.eigenvalue, 6)) == eigenvalue
+    assert found.positive_eigenvalues == found.positive_quadratic == (eigenvalue == 0)
+
+
+@pytest.mark.parametrize("matrix", [np.ones((2, 3)), np.full((2, 2), np.nan)])
+def test_what_is_no_square_matrix_is_refused(matrix):
+    with pytest.raises(ValueError, match="square matrix of finite"):
+        diagnostics.definiteness(matrix)
