@@ -42,9 +42,12 @@ from dpjax import (
 from dpjax.reports import card
 
 _DATASET = flags.DEFINE_enum("dataset", "digits", data.NAMES, "What to learn.")
-_MODEL = flags.DEFINE_string("model", "mlp", "linear, mlp, tempered_cnn or cifar_cnn.")
+_MODEL = flags.DEFINE_enum("model", "mlp", models.NAMES, "The network.")
 _HIDDEN = flags.DEFINE_list("hidden", ["128"], "Widths of the hidden layers of an mlp.")
-_ACTIVATION = flags.DEFINE_string("activation", "tanh", "Of the hidden layers.")
+_ACTIVATION = flags.DEFINE_string(
+    "activation", None, "Of the hidden layers; by default the model's own (mlp and CNNs: tanh)."
+)
+_TORCH = flags.DEFINE_bool("torch_init", False, "Begin as PyTorch does, as published runs did.")
 
 _RULE = flags.DEFINE_enum(
     "clipping",
@@ -131,7 +134,8 @@ def train(
     @jax.jit
     def accuracy(params: Any) -> Any:
         x, y = map(jnp.asarray, dataset.test)
-        return metrics.accuracy(model.apply({"params": params}, x), y)
+        logits = jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=500)
+        return metrics.accuracy(logits, y)
 
     state, history = dpjax.fit(
         algorithm,
@@ -152,9 +156,12 @@ def main(_: list[str]) -> None:
         raise app.UsageError(
             f"--dataset={_DATASET.value} has a quantity to predict; this binary classifies."
         )
-    activation = activations.by_name(_ACTIVATION.value)
-    options = {"features": tuple(map(int, _HIDDEN.value))} if _MODEL.value == "mlp" else {}
-    model = models.by_name(_MODEL.value, dataset.classes, activation=activation, **options)
+    options: dict[str, Any] = {"torch_init": _TORCH.value}
+    if _ACTIVATION.value is not None:
+        options["activation"] = activations.by_name(_ACTIVATION.value)
+    if _MODEL.value == "mlp":
+        options["features"] = tuple(map(int, _HIDDEN.value))
+    model = models.by_name(_MODEL.value, dataset.classes, **options)
     mechanism = mechanism_from_flags(len(dataset.train[1]))
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)

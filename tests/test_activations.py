@@ -65,7 +65,9 @@ def test_impossible_parameters_are_refused(arguments, word):
         ("relu", 0.5),
         ("elu", 0.5),
         ("identity", 0.5),
+        ("hard_tanh", 0.5),
         ("softplus", np.log1p(np.exp(0.5))),
+        ("softsign", 1 / 3),
         ("silu", 0.5 / (1 + np.exp(-0.5))),
     ],
 )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses: closed forms, finite differences, edges, and the step from model to loss."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 from scipy import special
 
-from dpjax import losses, models
+from dpjax import clipping, losses, models, testing
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -76,12 +78,22 @@ def test_huge_logits_stay_finite(loss, label):
     assert jnp.isfinite(slope).all()
 
 
-@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal()])
+@pytest.mark.parametrize(
+    "loss", [losses.cross_entropy, losses.focal(), losses.one_hot(losses.squared_error)]
+)
 @pytest.mark.parametrize("label", [-1, 4, 300])
 def test_a_label_outside_the_classes_has_no_loss_and_no_gradient(loss, label):
     value, slope = jax.value_and_grad(loss)(jnp.asarray(LOGITS), jnp.array(label))
     assert jnp.isnan(value)
     assert not slope.any()
+
+
+@pytest.mark.parametrize("error", [losses.squared_error, losses.absolute, losses.huber(0.3)])
+def test_one_hot_is_the_error_on_the_logits(error):
+    loss = losses.one_hot(error)
+    got, want = loss(jnp.asarray(LOGITS), jnp.array(2)), error(LOGITS, np.eye(4, dtype="f4")[2])
+    assert got == want
+    check_grads(lambda x: loss(x, jnp.array(2)), (jnp.asarray(LOGITS),), 1, ("rev",), eps=1e-2)
 
 
 def test_a_perfect_prediction_has_no_gradient():
@@ -108,6 +120,8 @@ def test_one_number_may_meet_a_scalar_target():
         (lambda: losses.squared_error(jnp.zeros((5, 1)), jnp.zeros(5)), "same shape"),
         (lambda: losses.focal(-1.0), "gamma must be at least 0"),
         (lambda: losses.huber(0.0), "delta must be positive"),
+        (lambda: losses.composite(beta=0.0), "beta must be positive"),
+        (lambda: losses.composite(coefficient="beta/1"), "expected '1/beta' or 'beta'"),
     ],
 )
 def test_errors_teach(call, word):
@@ -179,3 +193,166 @@ class Dropped(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         return nn.Dropout(0.5)(x, deterministic=not train)
+
+
+HIDDEN = [np.array([[1.0, -2.0], [3.0, 0.5]], np.float32), np.array([0.25, -4.0], np.float32)]
+PENALTY = (1 + 4 + 9 + 0.25) / 4 + (0.0625 + 16) / 2
+
+
+@pytest.mark.parametrize("epoch", [0, 3.0, 7, 40])
+@pytest.mark.parametrize(("coefficient", "weight"), [("1/beta", 1 / 11), ("beta", 11)])
+def test_composite_is_the_formula(epoch, coefficient, weight):
+    loss = losses.composite(gamma=5.0, threshold=7.0, beta=11.0, coefficient=coefficient)
+    got = loss(jnp.asarray(LOGITS), jnp.array(2), hidden=HIDDEN, epoch=epoch)
+    alpha = special.expit(epoch - 7.0)
+    p = special.softmax(LOGITS.astype(np.float64))[2]
+    focal, sse = -((1 - p) ** 5) * np.log(p), np.sum((LOGITS - np.eye(4)[2]) ** 2) / 2
+    expected = alpha * focal + (1 - alpha) * sse + weight * PENALTY
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_over_beta_is_the_default():
+    make = partial(losses.composite, beta=51.0)
+    values = [
+        loss(jnp.asarray(LOGITS), jnp.array(2), hidden=HIDDEN, epoch=0)
+        for loss in (make(), make(coefficient="1/beta"), make(coefficient="beta"))
+    ]
+    assert values[0] == values[1] < values[2]
+
+
+def test_composite_takes_another_error():
+    loss = losses.composite(error=losses.absolute)
+    got = loss(jnp.asarray(LOGITS), jnp.array(2), hidden=[], epoch=-1e4)
+    assert got == pytest.approx(np.abs(LOGITS - np.eye(4)[2]).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("epoch", [0.0, 2.0])
+def test_finite_differences_of_composite(epoch):
+    loss = losses.composite(gamma=2.0, threshold=1.0, beta=2.0)
+    check_grads(
+        lambda x, h: loss(x, jnp.array(2), hidden=h, epoch=epoch),
+        (jnp.asarray(LOGITS), [jnp.asarray(h) for h in HIDDEN]),
+        1,
+        ("rev",),
+        eps=1e-2,
+    )
+
+
+def test_composite_of_a_label_outside_the_classes_pulls_at_nothing():
+    loss = losses.composite()
+    value, slopes = jax.value_and_grad(
+        lambda x, h: loss(x, jnp.array(4), hidden=h, epoch=0.0), argnums=(0, 1)
+    )(jnp.asarray(LOGITS), [jnp.asarray(h) for h in HIDDEN])
+    assert jnp.isnan(value)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(slopes))
+
+
+def test_of_gives_a_loss_the_preactivations_and_the_epoch():
+    model = models.MLP(features=(4, 6), classes=3)
+    x, y = RNG.normal(size=5).astype("f4"), jnp.array(2)
+    params = some_params(model, x)
+    composite = losses.composite(beta=3.0)
+    first = x @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"]
+    second = jnp.tanh(first) @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"]
+    logits = model.apply({"params": params}, x)
+    expected = composite(logits, y, hidden=[first, second], epoch=2.0)
+    got = losses.of(model, composite)(params, (x, y, 2.0))
+    assert got == pytest.approx(float(expected), rel=1e-6)
+    assert losses.of(model, partial(composite, epoch=2.0))(params, (x, y)) == got
+
+
+def test_of_explains_what_a_loss_lacks():
+    x, y = np.zeros(5, np.float32), jnp.array(0)
+    model = models.MLP(features=(4,), classes=3)
+    params = some_params(model, x)
+    with pytest.raises(ValueError, match=r"functools\.partial\(loss, epoch=3\)"):
+        losses.of(model, losses.composite())(params, (x, y))
+    with pytest.raises(ValueError, match="argument named epoch"):
+        losses.of(model, losses.cross_entropy)(params, (x, y, 1.0))
+    silent = nn.Sequential([nn.Dense(4), jnp.tanh, nn.Dense(3)])
+    with pytest.raises(ValueError, match=r'self\.sow\("preactivations"'):
+        losses.of(silent, losses.composite())(some_params(silent, x), (x, y, 1.0))
+
+
+def test_a_linear_model_has_no_penalty():
+    model = models.MLP(features=(), classes=3)
+    x, y = RNG.normal(size=5).astype("f4"), jnp.array(1)
+    params = some_params(model, x)
+    values = [
+        losses.of(model, losses.composite(beta=beta))(params, (x, y, 1.0)) for beta in (1.0, 9.0)
+    ]
+    assert values[0] == values[1]
+
+
+def test_batch_statistics_are_refused_with_a_penalty_too():
+    shapes = jax.eval_shape(lambda x: Normalised().init(KEY, x, average=True), np.zeros(5))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes["params"])
+    with pytest.raises(ValueError, match="Batch statistics mix"):
+        losses.of(Normalised(), losses.composite())(params, (jnp.zeros(5), jnp.array(0), 0.0))
+
+
+X, Y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
+
+
+def as_linen(params):
+    """What a network of two layers says of the same parameters, by Linen."""
+    rule, model = clipping.flat(0.5), models.MLP(features=(4,), classes=3)
+    loss = losses.of(model, losses.cross_entropy)
+    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
+    return clipping.clip(rule, gradients)[0]
+
+
+def test_a_model_of_nnx():
+    from flax import nnx
+
+    model = nnx.Sequential(
+        nnx.Linear(5, 4, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(4, 3, rngs=nnx.Rngs(1))
+    )
+    rest, params = nnx.split(model, nnx.Param)
+
+    def loss(params, example):
+        x, y = example
+        return losses.cross_entropy(nnx.merge(rest, params)(x), y)
+
+    testing.assert_engines_agree(loss, clipping.flat(0.5), params, (X, Y))
+    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
+    got = nnx.to_pure_dict(clipping.clip(clipping.flat(0.5), gradients)[0])
+    dense = [nnx.to_pure_dict(params)["layers"][i] for i in (0, 2)]
+    want = as_linen({"Dense_0": dense[0], "Dense_1": dense[1]})
+    for i, name in ((0, "Dense_0"), (2, "Dense_1")):
+        np.testing.assert_allclose(got["layers"][i]["kernel"], want[name]["kernel"], atol=1e-5)
+
+
+def test_a_model_of_nnx_with_batch_statistics_does_not_split():
+    from flax import nnx
+
+    with pytest.raises(ValueError, match="Non-exhaustive"):
+        nnx.split(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.Param)
+
+
+def test_a_model_of_equinox():
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(KEY, 2)
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(5, 4, key=keys[0]),
+            eqx.nn.Lambda(jnp.tanh),
+            eqx.nn.Linear(4, 3, key=keys[1]),
+        ]
+    )
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, example):
+        x, y = example
+        return losses.cross_entropy(eqx.combine(params, rest)(x), y)
+
+    testing.assert_engines_agree(loss, clipping.flat(0.5), params, (X, Y))
+    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
+    got = clipping.clip(clipping.flat(0.5), gradients)[0]
+    layers = [model.layers[i] for i in (0, 2)]
+    names = ("Dense_0", "Dense_1")
+    want = as_linen(
+        {n: {"kernel": m.weight.T, "bias": m.bias} for n, m in zip(names, layers, strict=True)}
+    )
+    for i, name in ((0, "Dense_0"), (2, "Dense_1")):
+        np.testing.assert_allclose(got.layers[i].weight.T, want[name]["kernel"], atol=1e-5)

@@ -15,7 +15,9 @@ A map of the house; every room is a module, every module a word:
   `reports`     the promise in words and as a file         `statement`
   `testing`     the laws, to run on your own rules and losses
   `auditing`    what an attacker can really tell, measured
+  `diagnostics` what clipping cuts, what grows, how the loss bends
   `models`, `activations`, `losses`, `metrics`, `data`     what to train, and on what
+  `scattering`, `features`                                 what images are made of, for free
   `types`, `trees`                                         the words and the arithmetic
 
 Read in this order: `types`, `clipping`, `noise`, `mechanism`, `training.dpsgd`.
@@ -27,6 +29,8 @@ from dpjax import (
     auditing,
     clipping,
     data,
+    diagnostics,
+    features,
     gradients,
     ledger,
     losses,
@@ -36,6 +40,7 @@ from dpjax import (
     noise,
     reports,
     sampling,
+    scattering,
     schedules,
     testing,
     training,
@@ -57,7 +62,9 @@ __all__ = [
     "clipped_grad",
     "clipping",
     "data",
+    "diagnostics",
     "dpsgd",
+    "features",
     "fit",
     "gradients",
     "ledger",
@@ -68,6 +75,7 @@ __all__ = [
     "noise",
     "reports",
     "sampling",
+    "scattering",
     "schedules",
     "statement",
     "testing",

@@ -77,13 +77,16 @@ _NAMED = MappingProxyType(
     {
         "elu": jax.nn.elu,
         "gelu": jax.nn.gelu,
+        "hard_tanh": jax.nn.hard_tanh,
         "identity": lambda x: x,
         "leaky_relu": jax.nn.leaky_relu,
+        "mish": jax.nn.mish,
         "relu": jax.nn.relu,
         "selu": jax.nn.selu,
         "sigmoid": jax.nn.sigmoid,
         "silu": jax.nn.silu,
         "softplus": jax.nn.softplus,
+        "softsign": jax.nn.soft_sign,
         "tanh": jnp.tanh,
         "tempered_sigmoid": tempered_sigmoid(),
     }

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of losing_less_2022: easy first, hard later, and nothing may grow.
+
+Three terms, each with its reason.  The squared error on logits converges fast and keeps
+logits small while privacy is cheap; the focal loss takes over once the easy examples are
+learnt; the penalty on pre-activations keeps weights, and with them gradients, from
+growing past the bound at which clipping would cut them.
+
+It is a function of one example: its logits, its label, its pre-activations, and the
+epoch.  Where those come from is the business of `of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dpjax.losses.classification import focal, one_hot
+from dpjax.losses.regression import squared_error
+
+__all__ = ["composite"]
+
+
+def composite(
+    *,
+    gamma: float = 5.0,
+    threshold: float = 0.0,
+    beta: float = 1.0,
+    coefficient: Literal["1/beta", "beta"] = "1/beta",
+    error: Callable[[Array, Array], Array] = squared_error,
+) -> Callable[..., Float[Array, ""]]:
+    r"""Makes the weighted sum of focal loss, squared error and pre-activation penalty.
+
+    .. math:: \alpha \, \text{focal}_\gamma(h, y) + (1 - \alpha) \, \tfrac12 \|h - y\|^2
+              + \tfrac1\beta \sum_m \tfrac1{d_m} \|h_m\|^2,
+              \qquad \alpha = \sigma(e - e_t)
+
+    with the one-hot label y and the pre-activations :math:`h_m`, of :math:`d_m` numbers
+    each, of the hidden layers.  Published choices of (threshold, beta, gamma):
+
+    =====================  ============  =============  ============
+    network                CIFAR-10      Fashion-MNIST  MNIST
+    =====================  ============  =============  ============
+    end to end             (7, 11, 5)    (0, 1, 5)      (0, 1, 5)
+    on wavelet features    (2, 1, 2)     (2, 51, 2)     (2, 11, 10)
+    =====================  ============  =============  ============
+
+    Args:
+      gamma: Of the focal loss.
+      threshold: The epoch at which both errors weigh the same.
+      beta: Strength of the penalty; positive.
+      coefficient: How it enters.  Print has lost the sign before the penalty; "1/beta" is
+        what fits the values that were searched.
+      error: In the place of the squared error, such as ``losses.absolute``.
+
+    Returns:
+      ``loss(logits, label, *, hidden, epoch)``; `of` gives it the last two.
+
+    ========================  =================================================
+    edge case                 value
+    ========================  =================================================
+    no hidden layers          no penalty
+    label out of range        NaN, with a gradient of zero
+    epoch far from threshold  exactly one of the two errors, no overflow
+    ========================  =================================================
+
+    Example:
+      >>> loss = composite(gamma=0.0, beta=2.0)
+      >>> value = loss(jnp.zeros(2), jnp.array(0), hidden=[jnp.full(3, 2.0)], epoch=0)
+      >>> bool(jnp.isclose(value, 0.5 * jnp.log(2) + 0.5 * 0.5 + 4 / 2))
+      True
+
+    References:
+      Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
+      Learning", 2022, equations 5 to 8, tables 6 and 7.
+    """
+    weight = _weight(beta, coefficient)
+    hard, easy = focal(gamma), one_hot(error)
+
+    def loss(
+        logits: Float[Array, " classes"],
+        label: Int[Array, ""],
+        *,
+        hidden: Sequence[Float[Array, "..."]],
+        epoch: Any,
+    ) -> Float[Array, ""]:
+        alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
+        both = alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
+        total = both + weight * _mean_squares(hidden)
+        # The whole of an example without a class drops out, its penalty too.
+        return jnp.where((label >= 0) & (label < logits.size), total, jnp.nan)
+
+    return loss
+
+
+def _mean_squares(hidden: Sequence[Array]) -> Array:
+    r""":math:`\sum_m \|h_m\|^2 / d_m`."""
+    wide = [h.astype(jnp.promote_types(h.dtype, jnp.float32)) for h in hidden]
+    return sum((jnp.mean(h * h) for h in wide), jnp.zeros((), jnp.float32))
+
+
+def _weight(beta: float, coefficient: str) -> float:
+    if not (math.isfinite(beta) and beta > 0):
+        raise ValueError(
+            f"losses.composite(beta={beta}): beta must be positive and finite; it is the "
+            "strength of the penalty, or one over it. For no penalty at all, take a loss "
+            "that has none: losses.focal or losses.squared_error."
+        )
+    if coefficient not in ("1/beta", "beta"):
+        raise ValueError(
+            f"losses.composite(coefficient={coefficient!r}): expected '1/beta' or 'beta', "
+            "which is how beta enters as the penalty's coefficient."
+        )
+    return 1 / beta if coefficient == "1/beta" else beta

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of numbers: a prediction and a target of one shape in, one number out.
+
+Squared, absolute, and Huber's between the two.  On logits, with `dpjax.losses.one_hot`,
+the first is the SSE of losing_less_2022.  Sums over components, never means: the scale of
+a gradient is what clipping looks at, and should not hide a division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+__all__ = ["absolute", "huber", "squared_error"]
+
+
+def squared_error(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
+    r"""Half the squared distance, :math:`\tfrac12 \|h - y\|^2`; its gradient is the residual.
+
+    Args:
+      prediction: h.
+      target: y, of the same shape; a prediction ``(1,)`` may meet a target ``()``.
+
+    Returns:
+      The loss, summed over components.
+
+    Example:
+      >>> float(squared_error(jnp.array([3.0, 1.0]), jnp.array([1.0, 1.0])))
+      2.0
+    """
+    return 0.5 * jnp.sum(jnp.square(_residual("squared_error", prediction, target)))
+
+
+def absolute(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
+    r"""The absolute error, :math:`\sum_j |h_j - y_j|`; its gradient is a sign, 0 at 0.
+
+    Args:
+      prediction: h.
+      target: y, of the same shape; a prediction ``(1,)`` may meet a target ``()``.
+
+    Returns:
+      The loss, summed over components.
+
+    Example:
+      >>> float(absolute(jnp.array([3.0, 1.0]), jnp.array([1.0, 2.0])))
+      3.0
+    """
+    residual = _residual("absolute", prediction, target)
+    # Not jnp.abs, whose derivative at 0 is 1: a perfect prediction would still pull.
+    return jnp.sum(residual * jnp.sign(residual))
+
+
+def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
+    r"""Makes a loss that is squared near the target and absolute far from it.
+
+    .. math:: \sum_j \begin{cases} \tfrac12 r_j^2 & |r_j| \le \delta \\
+              \delta (|r_j| - \tfrac12 \delta) & \text{else} \end{cases}, \qquad r = h - y
+
+    Its gradient is the residual clipped to ``[-delta, delta]``.  Equation 11 of
+    losing_less_2022 is this loss divided by delta.
+
+    Args:
+      delta: Where one turns into the other; positive.
+
+    Returns:
+      A loss of one example.
+
+    Example:
+      >>> float(huber(delta=1.0)(jnp.array(3.0), jnp.array(0.0)))
+      2.5
+
+    References:
+      Huber, "Robust Estimation of a Location Parameter", 1964.
+    """
+    if not delta > 0:
+        raise ValueError(
+            f"losses.huber(delta={delta}): delta must be positive; it is the largest residual "
+            "that is still squared. For the plain absolute error use losses.absolute."
+        )
+
+    def loss(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
+        residual = _residual("huber", prediction, target)
+        inside = jnp.clip(residual, -delta, delta)
+        return jnp.sum(inside * (residual - 0.5 * inside))
+
+    return loss
+
+
+def _residual(name: str, prediction: Array, target: Array) -> Array:
+    prediction, target = jnp.asarray(prediction), jnp.asarray(target)
+    one_number = prediction.shape == (1,) and target.shape == ()
+    if prediction.shape != target.shape and not one_number:
+        raise ValueError(
+            f"losses.{name}: got a prediction of shape {prediction.shape} and a target of shape "
+            f"{target.shape}; expected the same shape, for a single example. For a batch use "
+            "jax.vmap; for class labels use losses.one_hot(losses.squared_error)."
+        )
+    kind = jnp.promote_types(jnp.result_type(prediction, target), jnp.float32)
+    return prediction.astype(kind) - target.astype(kind)

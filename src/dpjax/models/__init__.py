@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks, as Flax Linen modules: the papers' own, and what comes after them.
+
+Each takes **one example**, without a batch axis, because a private loss is a function
+of one example; a batch on leading axes gives the same answers.  Images are channels-last.
+None has batch normalisation: it mixes the examples of a batch, and then no bound on one
+example's influence holds.  Hidden layers keep their pre-activations for whoever asks for
+the collection "preactivations".
+
+`papers` holds the small ones, `resnets` and `transformers` the larger; `pretrained` fills
+parameters from published files, `initial` says where they begin, `parts` builds layers.
+A model maps an input to logits (or predictions).  It must never know how it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import flax.linen as nn
+
+from dpjax.models.papers import (
+    CIFARCNN,
+    MLP,
+    CIFARDenseCNN,
+    ScatterCIFARCNN,
+    ScatterCNN,
+    TemperedCNN,
+)
+from dpjax.models.parts import Activation
+from dpjax.models.pretrained import load_bert, load_vit
+from dpjax.models.resnets import WideResNet
+from dpjax.models.transformers import TextTransformer, ViT
+
+__all__ = [
+    "CIFARCNN",
+    "MLP",
+    "NAMES",
+    "CIFARDenseCNN",
+    "ScatterCIFARCNN",
+    "ScatterCNN",
+    "TemperedCNN",
+    "TextTransformer",
+    "ViT",
+    "WideResNet",
+    "by_name",
+    "load_bert",
+    "load_vit",
+]
+
+_NAMED: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
+    {
+        "cifar_cnn": CIFARCNN,
+        "cifar_dense_cnn": CIFARDenseCNN,
+        "linear": partial(MLP, features=()),
+        "mlp": MLP,
+        "regression_mlp": partial(MLP, features=(64, 64, 32), activation=nn.relu),
+        "scatter_cifar_cnn": ScatterCIFARCNN,
+        "scatter_cnn": ScatterCNN,
+        "scatter_linear": partial(MLP, features=()),
+        "tempered_cnn": TemperedCNN,
+        "text_transformer": TextTransformer,
+        "vit": partial(ViT, patch=4, width=64, depth=4, heads=4),
+        "vit_base": ViT,
+        "wide_resnet": WideResNet,
+    }
+)
+
+NAMES: tuple[str, ...] = tuple(_NAMED)
+"""The names that `by_name` knows."""
+
+
+def by_name(
+    name: str, classes: int, *, activation: Activation | None = None, **options: Any
+) -> nn.Module:
+    """Finds a model by the word that users type on a command line.
+
+    ======================================================  =====================================
+    name                                                    takes
+    ======================================================  =====================================
+    ``linear``, ``mlp``                                     vectors, or images of any size
+    ``regression_mlp``                                      vectors; classes=1
+    ``tempered_cnn``                                        28x28 images
+    ``cifar_cnn``, ``cifar_dense_cnn``                      32x32 images
+    ``scatter_linear``, ``scatter_cnn``                     wavelet features of 28x28 images
+    ``scatter_cifar_cnn``                                   wavelet features of 32x32 images
+    ``wide_resnet``                                         images
+    ``vit`` (small, patches of 4), ``vit_base`` (of 16)     images whose sides the patch divides
+    ``text_transformer``                                    tokens
+    ======================================================  =====================================
+
+    Args:
+      name: One of the above.
+      classes: Number of outputs.
+      activation: Of the hidden layers; the model's own by default.
+      **options: Further fields of the module, such as ``features`` of an MLP.
+
+    Returns:
+      The module, not yet initialised.
+
+    Example:
+      >>> by_name("mlp", classes=10).features
+      (64, 64)
+    """
+    if name not in _NAMED:
+        raise ValueError(
+            f"models.by_name({name!r}): expected one of {', '.join(_NAMED)}. "
+            "A module of your own needs no name: pass it to losses.of."
+        )
+    if activation is not None:
+        options["activation"] = activation
+    return _NAMED[name](classes=classes, **options)

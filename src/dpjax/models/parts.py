@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the networks of this room are built from: layers, norms, and pre-activations kept.
+
+Every helper is called inside a module's ``__call__`` and makes a Flax layer there, begun
+as the module's style says.  Nothing here has batch statistics, and every norm names the
+axes of one example, so that one example alone and a batch on leading axes give the same.
+
+`activated` is how hidden layers apply their activation: it first keeps the pre-activation
+in the Flax collection ``"preactivations"``, where penalties and diagnostics find all of
+them without knowing a layer's name.  Nobody pays for it who does not ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dpjax.models import initial
+
+__all__ = [
+    "Activation",
+    "Pooling",
+    "activated",
+    "conv",
+    "dense",
+    "expect_image",
+    "flat",
+    "group_norm",
+    "standardized",
+]
+
+Activation: TypeAlias = Callable[[Array], Array]
+Pooling: TypeAlias = Callable[..., Array]
+"""``(x, window_shape, strides=...) -> x``, as `flax.linen.max_pool` is."""
+
+
+def dense(
+    style: initial.Styled, x: Float[Array, "*batch width"], features: int, name: str | None = None
+) -> Float[Array, "*batch features"]:
+    """A dense layer."""
+    return nn.Dense(features, name=name, **initial.layer(style, x.shape[-1]))(x)
+
+
+def conv(
+    style: initial.Styled,
+    x: Float[Array, "*batch height width channels"],
+    features: int,
+    kernel: int,
+    name: str | None = None,
+    **options: Any,
+) -> Float[Array, "*batch rows columns features"]:
+    """A convolution with a square kernel; options go to `flax.linen.Conv`."""
+    begin = initial.layer(style, kernel * kernel * x.shape[-1])
+    return nn.Conv(features, (kernel, kernel), name=name, **begin, **options)(x)
+
+
+def activated(module: nn.Module, activation: Activation, h: Float[Array, "..."]) -> Array:
+    """Keeps a pre-activation in the collection "preactivations" and applies the activation."""
+    if not module.is_initializing():  # else `init` would return it among the variables
+        module.sow("preactivations", "hidden", h)
+    return activation(h)
+
+
+def flat(x: Float[Array, "*batch height width channels"]) -> Float[Array, "*batch pixels"]:
+    """An image, or each of a batch, as one vector."""
+    return x.reshape(*x.shape[:-3], -1)
+
+
+def group_norm(
+    x: Float[Array, "*batch height width channels"], groups: int, name: str | None = None
+) -> Float[Array, "*batch height width channels"]:
+    r"""Normalises each example alone, channels in groups, with a learnt scale and bias.
+
+    .. math:: \hat x = (x - \mu_g) / \sqrt{\sigma_g^2 + 10^{-5}}
+
+    The axes are named, because Flax takes the first of an unbatched image for its batch
+    and would normalise row by row.
+
+    Args:
+      x: One image, or a batch.
+      groups: How many; must divide the channels.
+      name: Of the layer.
+
+    References:
+      Wu and He, "Group Normalization", 2018, section 3.
+    """
+    *_, height, width, channels = x.shape
+    if channels % groups or height * width * channels == groups:
+        raise ValueError(
+            f"models.group_norm: {groups} groups over {channels} channels of {height}x{width} "
+            "pixels; groups must divide the channels, and a group of a single number is "
+            "always normalised to 0. Fewer groups do."
+        )
+    norm = nn.GroupNorm(groups, epsilon=1e-5, reduction_axes=(-3, -2, -1), name=name)
+    return norm(x)
+
+
+def standardized(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Array:
+    r"""A convolution whose kernel is standardised, for ``Conv(conv_general_dilated=...)``.
+
+    .. math:: \hat w = (w - \mu_o) / \sqrt{n \, \sigma_o^2 + 10^{-4}}
+
+    for each output channel o with n inputs, so that the output keeps the input's variance.
+
+    References:
+      Qiao, Wang, Liu, Shen and Yuille, "Micro-Batch Training with Batch-Channel
+      Normalization and Weight Standardization", 2019.  Brock, De and Smith,
+      "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized
+      ResNets", 2021, section 4 (the factor n).
+    """
+    fan_in = math.prod(kernel.shape[:-1])
+    centred = kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
+    variance = jnp.mean(centred * centred, axis=(0, 1, 2), keepdims=True)
+    kernel = centred * jax.lax.rsqrt(fan_in * variance + 1e-4)
+    return jax.lax.conv_general_dilated(x, kernel, *arguments, **options)
+
+
+def expect_image(name: str, x: Array, *, smallest: int) -> None:
+    """Raises unless ``x`` ends in ``height, width, channels`` with sides that are enough."""
+    if x.ndim < 3 or min(x.shape[-3:-1]) < smallest:
+        raise ValueError(
+            f"models.{name}: got an input of shape {x.shape}; expected [..., height, width, "
+            f"channels] with sides of at least {smallest}. A missing channel axis is the usual "
+            "cause (x[..., None] adds it); for smaller images use models.MLP."
+        )

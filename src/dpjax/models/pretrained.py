@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published weights: local files in, parameters out.
+
+Two layouts are read: the ``.npz`` files of the original Vision Transformer release,
+whose names `dpjax.models.ViT` uses itself, and BERT's ``.safetensors`` files, whose names
+are translated.  A weight fits or is named in an error; only the last layer, which is made
+for other classes, may begin anew.
+
+Files are data and never code: nothing is unpickled, and every size is checked before it
+is believed.  Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from scipy import ndimage
+
+from dpjax.types import PyTree
+
+__all__ = ["load_bert", "load_vit", "read_safetensors"]
+
+_POSITIONS = "Transformer/posembed_input/pos_embedding"
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+# From our names to BERT's, in this order.
+_BERT = (
+    (r"^token/embedding$", "embeddings.word_embeddings.weight"),
+    (r"^segment/embedding$", "embeddings.token_type_embeddings.weight"),
+    (rf"^{_POSITIONS}$", "embeddings.position_embeddings.weight"),
+    (r"^Transformer/input_norm/", "embeddings.LayerNorm."),
+    (r"^Transformer/encoderblock_(\d+)/", r"encoder.layer.\1."),
+    (r"MultiHeadDotProductAttention_1/out/", "attention.output.dense."),
+    (r"MultiHeadDotProductAttention_1/(query|key|value)/", r"attention.self.\1."),
+    (r"LayerNorm_0/", "attention.output.LayerNorm."),
+    (r"LayerNorm_2/", "output.LayerNorm."),
+    (r"MlpBlock_3/Dense_0/", "intermediate.dense."),
+    (r"MlpBlock_3/Dense_1/", "output.dense."),
+    (r"^pooler/", "pooler.dense."),
+    (r"^head/", "classifier."),
+    (r"(kernel|scale)$", "weight"),
+)
+
+
+def load_vit(path: str | Path, params: PyTree) -> PyTree:
+    """Fills the parameters of a `ViT` from an ``.npz`` of the original release.
+
+    ==========================  ==========================================================
+    in the file                 in the result
+    ==========================  ==========================================================
+    a weight of the same shape  that weight, in the dtype of ``params``
+    positions of another grid   resized linearly, corners on corners; both grids square
+    a head of other classes     the head of ``params``
+    any other difference        an error that names it
+    ==========================  ==========================================================
+
+    Args:
+      path: The file; names may begin with ``params/`` or ``opt/target/``.
+      params: What ``model.init(...)["params"]`` gave, for the size of image to be used.
+
+    Returns:
+      Parameters of the same structure.
+
+    Privacy:
+      The weights count as public: nothing is spent on what they were trained on.
+
+    Example:
+      >>> import tempfile
+      >>> params = {"head": {"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 2))}}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     np.savez(
+      ...         f"{folder}/w.npz", **{"head/bias": np.ones(2), "head/kernel": np.eye(3)[:, :2]}
+      ...     )
+      ...     load_vit(f"{folder}/w.npz", params)["head"]["bias"]
+      Array([1., 1.], dtype=float32)
+    """
+    stored = _without_prefix(_read_npz(path))
+    leaves = _flat(params)
+    extra = {n for n in stored if n not in leaves and not n.startswith(("pre_logits/", "head/"))}
+    _expect_nothing(path, "has weights that the model lacks", extra)
+    if _POSITIONS in leaves and _POSITIONS in stored:
+        stored[_POSITIONS] = _resize(path, stored[_POSITIONS], leaves[_POSITIONS].shape)
+    return _fill(path, leaves, stored)
+
+
+def load_bert(path: str | Path, params: PyTree) -> PyTree:
+    """Fills a ``TextTransformer(layout="bert")`` from a BERT ``.safetensors`` file.
+
+    Kernels are transposed and divided among the heads; the file does not say how many
+    heads there are, so take that number from the ``config.json`` beside it.  Positions
+    beyond the model's length are left out.  Without segments in the model, the first
+    segment's vector is added to every position, which is what BERT does with one sentence.
+    The classifier of the file is taken if it has the model's classes.
+
+    Args:
+      path: The file; names may begin with ``bert.``, and norms may say gamma and beta.
+      params: What ``model.init(...)["params"]`` gave.
+
+    Returns:
+      Parameters of the same structure.
+
+    Privacy:
+      The weights count as public: nothing is spent on what they were trained on.
+    """
+    given, leaves = _bert_given(path), _flat(params)
+    stored = {
+        name: _bert_weight(name, given[_bert_name(name)], leaf.shape)
+        for name, leaf in leaves.items()
+        if _bert_name(name) in given
+    }
+    segments = given.get(_bert_name("segment/embedding"))
+    if "segment/embedding" not in leaves and segments is not None and _POSITIONS in stored:
+        stored[_POSITIONS] = stored[_POSITIONS] + segments[0]
+    layers = {n: re.match(r"encoder\.layer\.(\d+)\.", n) for n in given}
+    ours = " ".join(leaves)
+    deeper = {n for n, m in layers.items() if m and f"encoderblock_{m[1]}/" not in ours}
+    _expect_nothing(path, "has more layers than the model:", deeper)
+    return _fill(path, leaves, stored)
+
+
+def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of a ``.safetensors`` file: a length, a JSON header, and raw numbers.
+
+    Args:
+      path: The file.
+
+    Returns:
+      Arrays by name; bfloat16 as `ml_dtypes` has it.
+    """
+    data = memoryview(_existing(path).read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    try:
+        if not 2 <= size <= len(data) - 8:
+            raise ValueError(f"a header of {size} bytes in a file of {len(data)}")
+        header = json.loads(bytes(data[8 : 8 + size]))
+        return {
+            name: _tensor(data[8 + size :], name, entry)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: not a whole safetensors file ({error}). Usually the download broke off, "
+            "or what was saved is a page of text: fetch it again and compare its size."
+        ) from error
+
+
+def _tensor(data: memoryview, name: str, entry: Mapping) -> np.ndarray:
+    begin, end = entry["data_offsets"]
+    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
+    count = math.prod(shape)
+    if not 0 <= begin <= end <= len(data) or end - begin != count * dtype.itemsize:
+        raise ValueError(f"{name} of shape {shape} is said to be at {begin}:{end}")
+    return np.frombuffer(data, dtype, count, begin).reshape(shape)
+
+
+def _flat(params: PyTree) -> dict[str, Any]:
+    leaves: Any = traverse_util.flatten_dict(params, sep="/")
+    return leaves
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: there is no such file. dpjax downloads no weights: fetch the published "
+            "file yourself and give its path."
+        )
+    return path
+
+
+def _read_npz(path: str | Path) -> dict[str, np.ndarray]:
+    try:
+        with _existing(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path}: not a whole .npz file of plain arrays ({error}). Usually the download "
+            "broke off, or the arrays were pickled, which is never read: it can run code."
+        ) from error
+
+
+def _without_prefix(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    for prefix in ("params/", "opt/target/"):
+        inside = {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
+        if inside:
+            return inside
+    return stored
+
+
+def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Moves position vectors to another grid; the class token's stays as it is."""
+    if stored.shape == shape or stored.ndim != 3 or stored.shape[2] != shape[2]:
+        return stored
+    sides = [math.isqrt(n - 1) for n in (stored.shape[1], shape[1])]
+    if any(side**2 != n - 1 for side, n in zip(sides, (stored.shape[1], shape[1]), strict=True)):
+        raise ValueError(
+            f"{path}: {_POSITIONS} has {stored.shape[1]} positions, the model {shape[1]}; both "
+            "must be a square and one class token. Use square images."
+        )
+    first, grid = stored[0, :1], stored[0, 1:].reshape(sides[0], sides[0], -1)
+    factor = sides[1] / sides[0]
+    grid = np.asarray(ndimage.zoom(grid.astype(np.float32), (factor, factor, 1), order=1))
+    return np.concatenate([first, grid.reshape(sides[1] ** 2, -1)])[None]
+
+
+def _bert_given(path: str | Path) -> dict[str, np.ndarray]:
+    """BERT's weights by their names of today."""
+    today = {"gamma": "weight", "beta": "bias"}
+    return {
+        re.sub(r"(gamma|beta)$", lambda m: today[m[0]], name.removeprefix("bert.")): value
+        for name, value in read_safetensors(path).items()
+    }
+
+
+def _bert_name(name: str) -> str:
+    for ours, theirs in _BERT:
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+def _bert_weight(name: str, weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if name == _POSITIONS:
+        return weight[None, : shape[1]]
+    if name.endswith("kernel"):
+        weight = weight.T
+    divided = "MultiHeadDotProductAttention_1" in name and weight.size == math.prod(shape)
+    return weight.reshape(shape) if divided else weight
+
+
+def _fill(path: str | Path, leaves: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> PyTree:
+    """The stored weights where they fit, the given ones for a head that does not."""
+    unfit = {n for n, leaf in leaves.items() if n not in stored or stored[n].shape != leaf.shape}
+    heads = {n for n in leaves if n.startswith("head/")}
+    fresh = heads if heads & unfit else set()
+    wrong = {
+        f"{n} {stored[n].shape if n in stored else '(missing)'}, expected {leaves[n].shape}"
+        for n in unfit - fresh
+    }
+    _expect_nothing(path, "does not fit the model:", wrong)
+    filled = {
+        name: leaf if name in fresh else jnp.asarray(stored[name], leaf.dtype)
+        for name, leaf in leaves.items()
+    }
+    return traverse_util.unflatten_dict(filled, sep="/")
+
+
+def _expect_nothing(path: str | Path, complaint: str, names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
+        raise ValueError(
+            f"{path}: {complaint} {shown} ({len(names)} in all). Usually depth, width, heads or "
+            "patch of the model are not those of the file: print the shapes of both."
+        )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wide residual networks without batch statistics, for what comes after the papers.
+
+A residual block adds a small change to what it is given; wide ones are shallow enough
+for the few steps of private training.  Group normalisation looks at one example, so the
+bound on its influence holds; standardised kernels make up for some of what batch
+normalisation gave.  At scale, with large batches, these are the networks that hold the
+best private results on CIFAR-10 without outside data.
+
+Nothing here knows of privacy: what matters is only that no example sees another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from dpjax.models.initial import Initializer
+from dpjax.models.parts import Activation, activated, conv, dense, expect_image, group_norm
+from dpjax.models.parts import standardized as _standardized
+
+__all__ = ["WideResNet"]
+
+_HE: Initializer = nn.initializers.he_normal()
+
+
+class WideResNet(nn.Module):
+    """A wide residual network with group normalisation.
+
+    Conv 3x3 of 16 channels; three stages of ``(depth - 4) / 6`` blocks with 16, 32 and 64
+    times ``width`` channels, the later two halving the sides; norm, activation, mean over
+    the image, dense ``classes``.  A block is [norm, activation, conv 3x3] twice, added to
+    its input; where channels or sides change, the input passes a 1x1 convolution.
+    WRN-28-10 has 36,479,194 parameters, WRN-16-4 has 2,748,890.
+
+    Attributes:
+      classes: Number of logits.
+      depth: 6 n + 4 layers.
+      width: Factor of the channels.
+      groups: Of every norm; must divide 16.
+      activation: After every norm.
+      standardized: Whether the kernels of convolutions are standardised.
+      kernel_init: Draws the kernels; the dense bias begins at 0.
+      torch_init: Layers begin as PyTorch's do instead.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> image = jax.ShapeDtypeStruct((32, 32, 3), jnp.float32)
+      >>> model = WideResNet(depth=10, width=1)
+      >>> jax.eval_shape(model.init_with_output, jax.random.key(0), image)[0].shape
+      (10,)
+
+    References:
+      Zagoruyko and Komodakis, "Wide Residual Networks", 2016.  De, Berrada, Hayes, Smith
+      and Balle, "Unlocking High-Accuracy Differentially Private Image Classification
+      through Scale", 2022, section 3.
+    """
+
+    classes: int = 10
+    depth: int = 16
+    width: int = 4
+    groups: int = 16
+    activation: Activation = nn.relu
+    standardized: bool = False
+    kernel_init: Initializer = _HE
+    torch_init: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "*batch height width channels"]
+    ) -> Float[Array, "*batch classes"]:
+        """Gives the logits of one image, or of a batch."""
+        expect_image("WideResNet", x, smallest=4)
+        blocks = _blocks(self.depth)
+        x = self._conv(x, 16, 3)
+        for stage in range(3):
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = self._block(x, 2**stage * 16 * self.width, stride)
+        x = self._normed(x).mean(axis=(-3, -2))
+        return dense(self, x, self.classes)
+
+    def _block(self, x: Array, channels: int, stride: int) -> Array:
+        h = self._normed(x)
+        if stride != 1 or x.shape[-1] != channels:
+            x = self._conv(h, channels, 1, strides=stride)
+        h = self._normed(self._conv(h, channels, 3, strides=stride))
+        return x + self._conv(h, channels, 3)
+
+    def _normed(self, x: Array) -> Array:
+        return activated(self, self.activation, group_norm(x, self.groups))
+
+    def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
+        if self.standardized:
+            options["conv_general_dilated"] = _standardized
+        return conv(self, x, channels, kernel, use_bias=False, **options)
+
+
+def _blocks(depth: int) -> int:
+    blocks, rest = divmod(depth - 4, 6)
+    if rest or blocks < 1:
+        raise ValueError(
+            f"models.WideResNet(depth={depth}): depth must be 6 n + 4 with n at least 1, two "
+            "convolutions a block in three stages and four layers beside; 10, 16, 28 and 40 "
+            "are usual."
+        )
+    return blocks

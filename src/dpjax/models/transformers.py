@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers: one encoder, read as a classifier of texts and as one of images.
+
+Fine-tuning a pretrained Transformer is where private training loses least, so the
+parameters here carry the names and shapes of the original Vision Transformer release,
+and `dpjax.models.pretrained` can fill them from its files; with ``layout="bert"`` the
+text classifier is BERT's network and takes BERT's weights.
+
+Attention and layer normalisation look at the positions of one example only.  Nothing
+here knows of files, tokenisers or training.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dpjax.models import initial
+from dpjax.models.initial import Initializer
+from dpjax.models.parts import Activation, activated, conv, dense, expect_image
+
+__all__ = ["TextTransformer", "ViT"]
+
+_XAVIER: Initializer = nn.initializers.xavier_uniform()
+_LAYOUTS = ("pre-norm", "bert")
+
+
+class _MlpBlock(nn.Module):
+    hidden: int
+    activation: Activation
+    kernel_init: Initializer
+    torch_init: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
+        h = activated(self, self.activation, dense(self, x, self.hidden))
+        return dense(self, h, x.shape[-1])
+
+
+class _EncoderBlock(nn.Module):
+    heads: int
+    hidden: int
+    activation: Activation
+    layout: str
+    kernel_init: Initializer
+    torch_init: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch positions width"], mask: Any) -> Array:
+        style = (self.activation, self.kernel_init, self.torch_init)
+        norms = [_norm(self.layout, f"LayerNorm_{i}") for i in (0, 2)]
+        attention = nn.MultiHeadDotProductAttention(
+            self.heads,
+            name="MultiHeadDotProductAttention_1",
+            **initial.attention(self, x.shape[-1]),
+        )
+        mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
+        if self.layout == "bert":
+            x = norms[0](x + attention(x, mask=mask))
+            return norms[1](x + mlp(x))
+        x = x + attention(norms[0](x), mask=mask)
+        return x + mlp(norms[1](x))
+
+
+class _Positions(nn.Module):
+    length: int
+    torch_init: bool
+    kernel_init: Initializer = _XAVIER
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
+        shape = (1, self.length, x.shape[-1])
+        table = self.param("pos_embedding", initial.embedding(self), shape)
+        return x + table[0, : x.shape[-2]]
+
+
+class _Encoder(nn.Module):
+    length: int
+    depth: int
+    block: Any
+    layout: str
+    torch_init: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch positions width"], mask: Any = None) -> Array:
+        x = _Positions(self.length, self.torch_init, name="posembed_input")(x)
+        if self.layout == "bert":
+            x = _norm(self.layout, "input_norm")(x)
+        for i in range(self.depth):
+            x = self.block(name=f"encoderblock_{i}")(x, mask)
+        return x if self.layout == "bert" else _norm(self.layout, "encoder_norm")(x)
+
+
+def _norm(layout: str, name: str) -> nn.LayerNorm:
+    # One pass over the variance loses its digits; two do not.
+    epsilon = 1e-12 if layout == "bert" else 1e-6
+    return nn.LayerNorm(epsilon=epsilon, use_fast_variance=False, name=name)
+
+
+class TextTransformer(nn.Module):
+    """A Transformer that classifies texts: tokens in, logits out.
+
+    ==============  ====================================  ===================================
+    ``layout``      each block                            what is classified
+    ==============  ====================================  ===================================
+    ``"pre-norm"``  x + f(norm(x)); a last norm           the mean over tokens
+    ``"bert"``      norm(x + f(x)); a first norm          tanh of a dense layer of token 0
+    ==============  ====================================  ===================================
+
+    An input is ``tokens [length]``, or ``(tokens, segments)`` if there are segments (first
+    and second sentence), shorter than ``length`` or as long; batch axes may lead.  A text
+    of padding alone gives finite logits.
+
+    Attributes:
+      classes: Number of logits.
+      vocabulary: How many tokens there are.
+      length: The longest text.
+      width: Of every token's vector; a multiple of ``heads``.
+      depth: How many blocks.
+      heads: Of attention.
+      hidden: Width of the hidden layer of a block; 4 ``width`` by default.
+      segments: How many kinds of segments; 0 for none.
+      padding: The token that is not looked at; None if there is no such token.
+      layout: See above.
+      activation: Of the hidden layer; GELU.
+      kernel_init: Draws the kernels; biases begin at 0.
+      torch_init: Layers begin as PyTorch's do instead.
+
+    Example:
+      >>> import jax
+      >>> model = TextTransformer(classes=2, vocabulary=100, length=16, width=32, depth=2, heads=4)
+      >>> text = jax.ShapeDtypeStruct((16,), jnp.int32)
+      >>> jax.eval_shape(model.init_with_output, jax.random.key(0), text)[0].shape
+      (2,)
+
+    References:
+      Vaswani et al., "Attention Is All You Need", 2017.  Devlin, Chang, Lee and Toutanova,
+      "BERT", 2019.  Xiong et al., "On Layer Normalization in the Transformer
+      Architecture", 2020.
+    """
+
+    classes: int = 2
+    vocabulary: int = 30_522
+    length: int = 128
+    width: int = 128
+    depth: int = 2
+    heads: int = 4
+    hidden: int | None = None
+    segments: int = 0
+    padding: int | None = 0
+    layout: str = "pre-norm"
+    activation: Activation = partial(nn.gelu, approximate=False)
+    kernel_init: Initializer = _XAVIER
+    torch_init: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Int[Array, "*batch positions"]
+        | tuple[Int[Array, "*batch positions"], Int[Array, "*batch positions"]],
+    ) -> Float[Array, "*batch classes"]:
+        """Gives the logits of one text, or of a batch."""
+        tokens, segments = x if isinstance(x, tuple | list) else (x, None)
+        _check_text(self, tokens, segments)
+        real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
+        table = partial(nn.Embed, features=self.width, embedding_init=initial.embedding(self))
+        h = table(self.vocabulary, name="token")(tokens)
+        if segments is not None:
+            h = h + table(self.segments, name="segment")(segments)
+        h = _encoder(self, self.length)(h, real[..., None, None, :])
+        return dense(self, self._summary(h, real), self.classes, name="head")
+
+    def _summary(self, h: Array, real: Bool[Array, "*batch positions"]) -> Array:
+        if self.layout == "bert":
+            return jnp.tanh(dense(self, h[..., 0, :], self.width, name="pooler"))
+        count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
+        return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
+
+
+class ViT(nn.Module):
+    """A Vision Transformer: patches of an image, one class token, logits.
+
+    The defaults are ViT-Base with patches of 16, 86 million parameters.  Smaller sides or
+    patches make small ones.
+
+    Attributes:
+      classes: Number of logits.
+      patch: Side of a patch in pixels; must divide the sides of the image.
+      width: Of every patch's vector; a multiple of ``heads``.
+      depth: How many blocks.
+      heads: Of attention.
+      hidden: Width of the hidden layer of a block; 4 ``width`` by default.
+      activation: Of the hidden layer; GELU by its tanh approximation.
+      kernel_init: Draws the kernels; biases begin at 0.
+      torch_init: Layers begin as PyTorch's do instead.
+
+    Example:
+      >>> import jax
+      >>> model = ViT(patch=8, width=32, depth=2, heads=4)
+      >>> image = jax.ShapeDtypeStruct((32, 32, 3), jnp.float32)
+      >>> jax.eval_shape(model.init_with_output, jax.random.key(0), image)[0].shape
+      (10,)
+
+    References:
+      Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image
+      Recognition at Scale", 2021.
+    """
+
+    classes: int = 10
+    patch: int = 16
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    hidden: int | None = None
+    activation: Activation = nn.gelu
+    kernel_init: Initializer = _XAVIER
+    torch_init: bool = False
+    layout: str = "pre-norm"
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "*batch height width channels"]
+    ) -> Float[Array, "*batch classes"]:
+        """Gives the logits of one image, or of a batch."""
+        expect_image("ViT", x, smallest=self.patch)
+        if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
+            raise ValueError(
+                f"models.ViT(patch={self.patch}): the image has {x.shape[-3]}x{x.shape[-2]} "
+                "pixels; patch must divide both sides. Resize the image or change the patch."
+            )
+        h = conv(self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID")
+        h = h.reshape(*h.shape[:-3], -1, self.width)
+        first = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
+        h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
+        h = _encoder(self, h.shape[-2])(h)
+        return dense(self, h[..., 0, :], self.classes, name="head")
+
+
+def _encoder(model: TextTransformer | ViT, length: int) -> _Encoder:
+    """The encoder of a model, under the name that published weights give it."""
+    if model.width % model.heads or model.layout not in _LAYOUTS:
+        raise ValueError(
+            f"models.{type(model).__name__}(width={model.width}, heads={model.heads}, "
+            f"layout={model.layout!r}): heads must divide the width, and layout is one of "
+            f"{_LAYOUTS}."
+        )
+    block = partial(
+        _EncoderBlock,
+        heads=model.heads,
+        hidden=model.hidden or 4 * model.width,
+        activation=model.activation,
+        layout=model.layout,
+        kernel_init=model.kernel_init,
+        torch_init=model.torch_init,
+    )
+    return _Encoder(length, model.depth, block, model.layout, model.torch_init, name="Transformer")
+
+
+def _check_text(model: TextTransformer, tokens: Array, segments: Array | None) -> None:
+    whole = jnp.issubdtype(tokens.dtype, jnp.integer)
+    if not whole or tokens.ndim < 1 or tokens.shape[-1] > model.length:
+        raise ValueError(
+            f"models.TextTransformer: got tokens of shape {tokens.shape} and type "
+            f"{tokens.dtype}; expected whole numbers [..., positions], at most "
+            f"{model.length} of them. Cut longer texts, or give length=."
+        )
+    if (segments is not None) != (model.segments > 0):
+        given = "tokens alone" if segments is None else "tokens and segments"
+        raise ValueError(
+            f"models.TextTransformer(segments={model.segments}): got {given}. Texts of two "
+            "sentences take segments=2 and an input (tokens, segments); others neither."
+        )
