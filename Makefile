@@ -6,15 +6,16 @@
 PYTHON ?=
 ARGS ?=
 VENV := .venv
+PEERS := .venv-peers
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all format lint types bench clean rebuild
+.PHONY: help demo test test-all format lint types bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/ready-run ## train a small private model and write its report to runs/demo
 	$(PY) experiments/train.py --out runs/demo $(ARGS)
@@ -40,8 +41,11 @@ types: $(VENV)/ready-dev ## check types
 bench: $(VENV)/ready-run ## time a training step
 	$(PY) experiments/benchmarks/steps.py $(ARGS)
 
-clean: ## remove the environment and the caches, keep runs/
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside Opacus, PyTorch and jax_privacy
+	$(PY) experiments/benchmarks/steps.py $(ARGS)
+
+clean: ## remove the environments and the caches, keep runs/
+	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment -------------------------------------------------------------------------
@@ -68,6 +72,16 @@ $(VENV)/ready-run: pyproject.toml .ci/lock.txt $(BROKEN)
 $(VENV)/ready-dev: $(VENV)/ready-run
 	@echo "dpjax: installing the tools for tests, lint and types"
 	@$(PIP) install -q -c .ci/lock.txt -e '.[dev]'
+	@touch $@
+
+# The peers live apart, so that nothing of theirs can reach what users install. PyTorch comes
+# first and by its number: what follows would otherwise choose the newest build for it.
+$(PEERS)/ready: .ci/peers.txt | $(VENV)/ready-run
+	@echo "dpjax: installing the peers in $(PEERS) (some minutes, the first time)"
+	@rm -rf $(PEERS) && $(PY) -m venv $(PEERS) && echo '*' > $(PEERS)/.gitignore
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q \
+	  -c .ci/peers.txt opacus jax-privacy -e .
 	@touch $@
 
 rebuild:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long an epsilon takes, and whose is smallest: dpjax, dp-accounting and Opacus.
+
+  claim     2,000 different multipliers cost a second by RDP where others take 20 to 40, and
+            answers agree with dp-accounting's: to 6 digits by RDP, to 5e-5 calibrated by PLD
+  figures   seconds, and the answer      dpjax             dp-accounting     Opacus
+            14,063 steps         RDP     0.02   2.5967     0.04   2.5967     0.01   2.5967
+                                 PLD     0.5    2.3818     0.4    2.3818     0.3    2.3918
+            2,000 multipliers    RDP     1.3    1.6681     44     1.6681     22     1.6681
+                                 PLD     22     1.0102     > 20              > 130
+            multiplier for       RDP     0.09   1.01402    0.3    1.01402    0.13   1.01563
+            epsilon 3            PLD     3.3    0.96849    6.5    0.96844    4.0    0.97168
+  hardware  2 cores of an Intel Xeon; medians of up to 3 runs, single ones where 20 s or longer
+  command   make bench-peers, once, and then
+            .venv/bin/python experiments/benchmarks/accounting.py --out accounting.json
+
+Three questions, by Rényi divergences (RDP) and by privacy loss distributions (PLD; Opacus
+calls its own PRV): one multiplier for 14,063 steps, 2,000 different multipliers, and the
+multiplier that spends epsilon 3 in 14,063 steps.  Every answer is an upper bound, so a smaller
+one is the better one; where they differ it is by orders, grids and tolerances, which are each
+library's own defaults (Opacus stops calibrating within 0.01 of the target).
+
+Each contestant is asked in a process of its own, imports not timed, and again with a sampling
+rate that is larger by 1e-9 of itself, so that nothing is answered from memory.  One that takes
+longer than the cap is stopped, and its row says so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+from typing import Any
+
+import workers
+from absl import app, flags
+
+CONTESTANTS = (
+    ("dpjax", "rdp"),
+    ("dp-accounting", "rdp"),
+    ("opacus", "rdp"),
+    ("dpjax", "pld"),
+    ("dp-accounting", "pld"),
+    ("opacus", "prv"),
+)
+STEPS, MULTIPLIER, DELTA, TARGET = 14_063, 1.1, 1e-5, 3.0
+DISTINCT, FIRST, LAST = 2_000, 1.5, 0.8  # a schedule: as many multipliers, falling on a line
+
+
+def questions(smoke: bool) -> dict[str, dict[str, Any]]:
+    """Name -> task, in its own words first; a smoke run asks about a few steps."""
+    steps, distinct = (10, 3) if smoke else (STEPS, DISTINCT)
+    falling = [FIRST + (LAST - FIRST) * i / (distinct - 1) for i in range(distinct)]
+    common = {"sampling_rate": 256 / 60_000, "delta": DELTA}
+    return {
+        "steps": {
+            "words": f"epsilon of {steps:,} steps with multiplier {MULTIPLIER}",
+            "runs": [(MULTIPLIER, steps)],
+            **common,
+        },
+        "schedule": {
+            "words": f"epsilon of {distinct:,} steps with multipliers from {FIRST} to {LAST}",
+            "runs": [(z, 1) for z in falling],
+            **common,
+        },
+        "calibration": {
+            "words": f"multiplier that spends epsilon {TARGET:g} in {steps:,} steps",
+            "target": TARGET,
+            "steps": steps,
+            **common,
+        },
+    }
+
+
+def ready(peers: str | None, library: str, method: str) -> workers.Worker:
+    """A contestant that has imported what it needs; if it cannot, it says so when asked."""
+    python = str(peers) if library == "opacus" else sys.executable
+    worker = workers.Worker(python, "accountants.py", library, method)
+    worker.ask({"prepare": True})
+    return worker
+
+
+def measure(
+    task: dict[str, Any], asked: dict[str, workers.Worker], repeats: int, seconds: float
+) -> dict[str, dict[str, Any]]:
+    """Everybody's times and answer to one question, in turns, or why there are none."""
+    rows: dict[str, dict[str, Any]] = {who: {"seconds": []} for who in asked}
+    for repeat in range(repeats):
+        again = {**task, "sampling_rate": task["sampling_rate"] * (1 + 1e-9 * repeat)}
+        for who, worker in asked.items():
+            row = rows[who]
+            left = seconds - sum(row["seconds"])
+            # A repeat that would be cut off is not begun; the first may take all there is.
+            if "refused" in row or (repeat and row["seconds"][-1] > 0.9 * left):
+                continue
+            found = worker.ask(again, left)
+            if "refused" in found:
+                row["refused"] = found["refused"]
+                continue
+            row["seconds"].append(found["seconds"])
+            row["median_s"] = statistics.median(row["seconds"])
+            row.setdefault("answer", found["answer"])
+    return rows
+
+
+def chosen(flag: str, names: list[str], words: list[str] | None) -> list[str]:
+    """The names that begin with one of the words; all, if none were given."""
+    for word in words or []:
+        if not any(name.startswith(word) for name in names):
+            raise app.UsageError(f"--{flag}: {word!r}; there are {', '.join(names)}.")
+    return [name for name in names if words is None or name.startswith(tuple(words))]
+
+
+def table(name: str, rows: dict[str, dict[str, Any]]) -> str:
+    """One question's answers, a contestant a row."""
+    lines = [name, f"  {'':18}    median s     fastest - slowest  repeats      answer"]
+    for who, row in rows.items():
+        if "answer" not in row:
+            lines.append(f"  {who:18}  {row['refused']}")
+            continue
+        times = row["seconds"]
+        lines.append(
+            f"  {who:18}  {row['median_s']:10.4f}  {min(times):10.4f} - {max(times):<10.4f}"
+            f"{len(times):6}  {row['answer']:12.6f}"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    packages = ("numpy", "scipy", "jax", "dp-accounting")
+    return {
+        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def main(_: list[str]) -> None:
+    asked = flags.FLAGS
+    peers = asked.peers_python if pathlib.Path(asked.peers_python).exists() else None
+    repeats, seconds = (1, 1.0) if asked.smoke else (asked.repeats, asked.seconds)
+    report = {"smoke": asked.smoke, "repeats": repeats, "seconds": seconds, **machine()}
+    print("; ".join(f"{key} {value}" for key, value in report.items()), flush=True)
+    if peers is None:
+        print(workers.NOT_RUN, flush=True)
+    names = {f"{library} {method}": (library, method) for library, method in CONTESTANTS}
+    some = chosen("contestants", list(names), asked.contestants)
+    names = {who: names[who] for who in some if peers or "opacus" not in who}
+    alive: dict[str, workers.Worker] = {}
+    report["questions"] = {}
+    for name in chosen("questions", list(tasks := questions(asked.smoke)), asked.questions):
+        task = tasks[name]
+        alive |= {who: ready(peers, *words) for who, words in names.items() if who not in alive}
+        rows = report["questions"][name] = measure(task, alive, repeats, seconds)
+        print(table(task["words"], rows), flush=True)
+        for who in [who for who, row in rows.items() if "refused" in row]:
+            alive.pop(who).close()
+        if asked.out:
+            path = pathlib.Path(asked.out)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=2) + "\n")
+    for worker in alive.values():
+        worker.close()
+
+
+if __name__ == "__main__":
+    # Not at the top: then importing this beside another experiment would define --out twice.
+    flags.DEFINE_list("questions", None, "Of steps, schedule, calibration; by default all.")
+    flags.DEFINE_list("contestants", None, "How their names begin; by default all.")
+    flags.DEFINE_integer("repeats", 5, "How often each contestant answers.", lower_bound=1)
+    flags.DEFINE_float("seconds", 60.0, "A contestant that needs longer is stopped.", 0.1)
+    flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
+    flags.DEFINE_bool("smoke", False, "Few steps, one repeat, a cap of a second: does it run?")
+    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each question.")
+    app.run(main)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in the timing of a step: the ways of JAX, and peers in their own processes.
+
+A contestant is four functions, whoever is behind it: `run` takes steps and says seconds per
+step, `memory` and `sound` are asked after that, and `close` ends it.  All do the same work:
+gradients clipped to the same bound, the same noise, SGD, one batch that was put in place
+before.  `plain` and `plain fast` are not private.
+
+`disagreement` holds those of dpjax to their definitions, so that no time is printed for a
+result that is wrong.  Nothing here knows whose turn it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import workers
+from jax.flatten_util import ravel_pytree
+from optax import contrib
+from workloads import SEED, WORKLOADS
+
+import dpjax
+from dpjax import clipping, gradients, sampling
+
+BOUND, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.1, 0.1
+PEERS = (
+    "jax_privacy",
+    "opacus hooks",
+    "opacus functorch",
+    "opacus ew",
+    "opacus ghost",
+    "torch plain",
+)
+
+
+class Refused(Exception):
+    """This contestant has no figure; the message says why in few words."""
+
+
+class Contestant(NamedTuple):
+    run: Callable[[int], float]
+    memory: Callable[[], int | None]
+    sound: Callable[[], bool]
+    close: Callable[[], None]
+    facts: dict[str, Any]
+
+
+def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, batch: Any) -> Any:
+    """A contestant in this process: a gradient, what makes it private, and SGD."""
+    optimizer = optax.chain(link, optax.sgd(LEARNING_RATE))
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(gradient(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    carry = [(params, optimizer.init(params))]
+
+    def run(steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            carry[0] = step(*carry[0], batch)
+        jax.block_until_ready(carry[0])
+        return (time.perf_counter() - started) / steps
+
+    def memory() -> int | None:
+        planned = step.lower(*carry[0], batch).compile().memory_analysis()
+        return getattr(planned, "temp_size_in_bytes", None)  # not every backend tells
+
+    def sound() -> bool:
+        return bool(jnp.isfinite(ravel_pytree(carry[0][0])[0]).all())
+
+    return Contestant(run, memory, sound, lambda: None, {})
+
+
+def peer(python: str, name: str, workload: str, batch_size: int) -> Contestant:
+    """A contestant in another process, and perhaps of another environment."""
+    worker, last = workers.Worker(python, "peers.py", name), {}
+
+    def ask(question: dict[str, Any]) -> dict[str, Any]:
+        last.update(answer := worker.ask(question))
+        if "refused" in answer:
+            worker.close()
+            raise Refused(answer["refused"])
+        return answer
+
+    task = {
+        "workload": workload,
+        "parameters": WORKLOADS[workload].parameters,
+        "vocabulary": WORKLOADS[workload].vocabulary,
+        "batch_size": batch_size,
+        "bound": BOUND,
+        "noise_multiplier": NOISE_MULTIPLIER,
+        "learning_rate": LEARNING_RATE,
+    }
+    facts = ask({"prepare": task})
+    return Contestant(
+        run=lambda steps: ask({"steps": steps})["seconds"],
+        memory=lambda: last["memory_bytes"],
+        sound=lambda: last["sound"],
+        close=worker.close,
+        facts=facts,
+    )
+
+
+def clipped_sum(loss: Any, engine: str) -> Any:
+    clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
+    return lambda params, batch: clipped(params, batch).value
+
+
+def plain_gradients(loss: Any) -> dict[str, Any]:
+    """Gradients of the mean loss, without privacy."""
+
+    def mean_loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
+
+    return {"plain": jax.grad(mean_loss), "plain fast": gradients.plain_grad(loss)}
+
+
+def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[], Contestant]]:
+    """Name -> what makes the contestant, for all that JAX and dpjax need no peer for."""
+    batch_size, key = len(batch[1]), jax.random.key(SEED)
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(examples=60_000, batch_size=batch_size),
+        clipping=clipping.flat(BOUND),
+        noise_multiplier=NOISE_MULTIPLIER,
+        steps=1_000_000,  # past its plan a mechanism returns NaN
+    )
+    makes = {name: (g, optax.identity()) for name, g in plain_gradients(loss).items()}
+    for engine in (*gradients.ENGINES, "auto"):
+        makes[f"dpjax {engine}"] = (clipped_sum(loss, engine), mechanism.privatize(key))
+    aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
+    makes["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
+    return {
+        name: functools.partial(compiled, gradient, link, params, batch)
+        for name, (gradient, link) in makes.items()
+    }
+
+
+def disagreement(names: list[str], loss: Any, params: Any, batch: Any) -> dict[str, float]:
+    """How far each of dpjax's gradients is from its definition: vmap's, or plain's."""
+    gradients_of = plain_gradients(loss)
+    gradients_of |= {n: clipped_sum(loss, n.removeprefix("dpjax ")) for n in names if "dpjax" in n}
+    gradients_of["dpjax vmap"] = clipped_sum(loss, "vmap")
+    names = [name for name in gradients_of if name in names and name not in ("plain", "dpjax vmap")]
+
+    @functools.cache
+    def value(name: str) -> Any:
+        # An accelerator may multiply float32 in fewer bits; here only the engines should differ.
+        with jax.default_matmul_precision("highest"):
+            return ravel_pytree(jax.jit(gradients_of[name])(params, batch))[0]
+
+    def apart(name: str) -> float:
+        wanted = value("dpjax vmap" if "dpjax" in name else "plain")
+        return float(jnp.linalg.norm(value(name) - wanted) / jnp.linalg.norm(wanted))
+
+    return {name: apart(name) for name in names}

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One peer's training step, in a process and an environment of its own.
+
+  command   python experiments/benchmarks/peers.py CONTESTANT
+
+Started by `steps`, which asks in lines of JSON: first ``{"prepare": task}``, where the task
+says workload, sizes, bound and noise, and then ``{"steps": 3}`` as often as it likes.
+PyTorch and Opacus run eagerly, as their users run them, on all cores or on CUDA, with the
+batch in place as tensors; Opacus' modes are those that its privacy engine would set up, less
+the accountant.  jax_privacy gets the network, the loss and the compiled SGD of dpjax's own
+contestants, at the best microbatch of a short list, which is said.
+
+``memory_bytes`` of a PyTorch contestant is how far the peak of the process (on CUDA: of what
+PyTorch allocated) rose above what it held before the first step; of jax_privacy it is what XLA
+plans for temporaries.  This file must never import anything of a peer at its top.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import workers
+
+MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch at once
+STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+
+
+def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """jax_privacy's clipped gradient and noise, each microbatch size tried for one warm step."""
+    found = versions("jax_privacy", "jax")  # first, for it says what is missing
+    import contestants
+    import jax
+    import workloads
+    from jax_privacy import clipping, noise_addition
+
+    batch_size, bound = task["batch_size"], task["bound"]
+    problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=batch_size)
+    loss, params, batch = workloads.problem(problem)
+    tried = {}
+    for size in (s for s in MICROBATCHES if s is None or s < batch_size):
+        clipped = clipping.clipped_grad(
+            loss,
+            l2_clip_norm=bound,
+            normalize_by=batch_size,
+            keep_batch_dim=False,
+            microbatch_size=size,
+        )
+        noise = noise_addition.gaussian_privatizer(
+            stddev=task["noise_multiplier"] * bound / batch_size,
+            prng_key=jax.random.key(workloads.SEED),
+        )
+        made = contestants.compiled(clipped, noise, params, batch)
+        first = made.run(1)
+        tried[size] = (made.run(1), first, made)
+    best = min(tried, key=lambda size: tried[size][0])
+    _, first, made = tried[best]
+    facts = {
+        "parameters": problem.parameters,
+        "device": jax.devices()[0].device_kind,
+        "note": f"microbatch {best or batch_size}",
+        "first_s": first,
+        "microbatches_ms": {str(size or batch_size): 1e3 * t for size, (t, *_) in tried.items()},
+        "versions": found,
+    }
+    memory = functools.cache(made.memory)
+
+    def take(steps: int) -> dict[str, Any]:
+        return {"seconds": made.run(steps), "sound": made.sound(), "memory_bytes": memory()}
+
+    return take, facts
+
+
+def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A PyTorch training step; `mode` is Opacus' way to per-example gradients, or None."""
+    found = versions("torch", *(["opacus"] if mode else []))
+    import torch
+    import torch_models
+
+    torch.manual_seed(0)
+    torch.set_num_threads(os.cpu_count() or 1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    make, shape = torch_models.NETWORKS[task["workload"]]
+    batch_size, vocabulary = task["batch_size"], task["vocabulary"]
+    network = make().to(device)
+    held = sum(p.numel() for p in network.parameters())
+    if held != task["parameters"]:
+        raise RuntimeError(f"the network has {held:,} parameters, not {task['parameters']:,}")
+    if vocabulary is None:
+        x = torch.randn(batch_size, *shape, device=device)
+    else:
+        x = torch.randint(vocabulary, (batch_size, *shape), device=device)
+    y = torch.randint(torch_models.CLASSES, (batch_size,), device=device)
+    network, optimizer, criterion = trained_by(mode, network, task)
+    before = forget_peak(device)
+
+    def take(steps: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            criterion(network(x), y).backward()
+            optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - started) / steps
+        sound = all(bool(torch.isfinite(p).all()) for p in network.parameters())
+        peak = peak_bytes(device)
+        memory = None if peak is None else peak - before
+        return {"seconds": seconds, "sound": sound, "memory_bytes": memory}
+
+    facts = {
+        "parameters": held,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "versions": found,
+    }
+    return take, facts
+
+
+def trained_by(mode: str | None, network: Any, task: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The network, its SGD and its loss; with a mode, as Opacus makes them private."""
+    import torch
+
+    sgd = torch.optim.SGD(network.parameters(), lr=task["learning_rate"])
+    loss = torch.nn.CrossEntropyLoss()
+    if mode is None:
+        return network, sgd, loss
+    from opacus import grad_sample, optimizers
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    bound = {"max_grad_norm": task["bound"]}
+    options = {"expected_batch_size": task["batch_size"], **bound}
+    options["noise_multiplier"] = task["noise_multiplier"]
+    if mode == "ghost":
+        module = grad_sample.GradSampleModuleFastGradientClipping(network, **bound)
+        optimizer = optimizers.DPOptimizerFastGradientClipping(sgd, **options)
+        return module, optimizer, DPLossFastGradientClipping(module, optimizer, loss)
+    if mode == "ew":
+        module = grad_sample.GradSampleModuleExpandedWeights(network)
+    else:
+        module = grad_sample.GradSampleModule(network, force_functorch=mode == "functorch")
+    return module, optimizers.DPOptimizer(sgd, **options), loss
+
+
+def forget_peak(device: Any) -> int:
+    """Starts the measurement of memory anew; bytes held now."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    elif CLEAR.exists():
+        CLEAR.write_text("5")  # the peak becomes what is held: proc(5)
+    return peak_bytes(device) or 0
+
+
+def peak_bytes(device: Any) -> int | None:
+    """The most that was held since then; None on systems that do not say."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    if not STATUS.exists():
+        return None
+    lines = [line.split() for line in STATUS.read_text().splitlines()]
+    return next((1024 * int(words[1]) for words in lines if words[0] == "VmHWM:"), None)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in packages}
+
+
+CONTESTANTS = {
+    "jax_privacy": with_jax_privacy,
+    "opacus hooks": functools.partial(with_torch, "hooks"),
+    "opacus functorch": functools.partial(with_torch, "functorch"),
+    "opacus ew": functools.partial(with_torch, "ew"),
+    "opacus ghost": functools.partial(with_torch, "ghost"),
+    "torch plain": functools.partial(with_torch, None),
+}
+
+
+def main() -> None:
+    _, name = sys.argv
+    # The asking process may hold a GPU as well: nobody takes all of its memory at once.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    prepared = []
+
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        if "steps" in question:
+            return prepared[0](question["steps"])
+        take, facts = CONTESTANTS[name](question["prepare"])
+        prepared.append(take)
+        return facts
+
+    workers.serve(handle)
+
+
+if __name__ == "__main__":
+    main()

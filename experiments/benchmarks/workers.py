@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers in other processes: one line of JSON asks, one line of JSON answers.
+
+Peers need an environment of their own, and an accountant that takes minutes must be stopped
+from outside; so each contestant of theirs is a process that waits on its standard input.
+While one works all others sleep, and what one of them allocates or compiles is its own.
+
+`Worker` is the asking side, `serve` the answering one.  An answer with the word ``refused``
+says why there is no figure, in few words: a mode that does not know a layer is a finding and
+not an error.  Nothing here knows what is measured; only the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+PEERS = HERE.parent.parent / ".venv-peers" / "bin" / "python"
+NOT_RUN = "peers: not run; `make bench-peers` sets them up"
+
+
+class Worker:
+    """A process of one script, asked and answered in lines of JSON."""
+
+    def __init__(self, python: str | os.PathLike[str], script: str, *words: object) -> None:
+        self._process = subprocess.Popen(
+            [python, HERE / script, *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ask(self, question: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """The answer, or why there is none; after so many seconds the worker is stopped."""
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds or threading.TIMEOUT_MAX, stop)
+        timer.daemon = True
+        timer.start()
+        answer = self._exchange(json.dumps(question))
+        timer.cancel()
+        if late.is_set():
+            return {"refused": f"> {seconds:g} s", "late": True}
+        if not answer:
+            return {"refused": f"ended with status {self._process.wait()}"}
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """Lets the process end, or ends it."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _exchange(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self._process.stdout.readline()
+
+
+def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answers every question on the standard input until it is closed."""
+    # What libraries print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            answer = handle(json.loads(line))
+        except ModuleNotFoundError as error:
+            answer = {"refused": f"{error.name} is not installed there"}
+        except Exception as error:  # whatever a peer raises is its answer
+            answer = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:100]}
+        print(json.dumps(answer), file=answers, flush=True)
