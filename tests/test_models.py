@@ -84,9 +84,9 @@ SMALL = {
     "tempered": (models.TemperedCNN(classes=3), (16, 16, 1)),
     "cifar": (models.CIFARCNN(classes=3), (8, 8, 1)),
     "cifar, dense": (models.CIFARDenseCNN(classes=3), (8, 8, 1)),
-    "scatter": (models.ScatterCNN(classes=3), (5, 5, 3)),
-    "scatter, printed": (models.ScatterCNN(classes=3, as_printed=True), (7, 7, 3)),
-    "scatter cifar": (models.ScatterCIFARCNN(classes=3), (4, 4, 3)),
+    "scatter": (models.ScatterCNN(classes=3), (5, 5, 6)),
+    "scatter, printed": (models.ScatterCNN(classes=3, as_printed=True), (7, 7, 6)),
+    "scatter cifar": (models.ScatterCIFARCNN(classes=3), (4, 4, 6)),
     "wide": (models.WideResNet(classes=3, depth=10, width=1, groups=4), (8, 8, 1)),
     "wide, standardized": (
         models.WideResNet(classes=3, depth=10, width=1, groups=4, standardized=True),
@@ -253,6 +253,13 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 @pytest.mark.parametrize("shape", [(28, 28), (3, 3, 1)])
 def test_an_input_that_is_no_image_is_refused(model, shape):
     with pytest.raises(ValueError, match="missing channel axis"):
+        model.init(KEY, jnp.zeros(shape))
+
+
+@pytest.mark.parametrize("model", [models.ScatterCNN(), models.ScatterCIFARCNN()])
+@pytest.mark.parametrize("shape", [(28, 28, 1), (32, 32, 3)])
+def test_a_raw_image_is_no_wavelet_features(model, shape):
+    with pytest.raises(ValueError, match=r"looks like an image.*features\.scattered"):
         model.init(KEY, jnp.zeros(shape))
 
 

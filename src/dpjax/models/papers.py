@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dpjax.models.initial import Initializer
-from dpjax.models.parts import Activation, Pooling, activated, conv, dense, expect_image, flat
+from dpjax.models.parts import (
+    Activation,
+    Pooling,
+    activated,
+    conv,
+    dense,
+    expect_image,
+    expect_wavelets,
+    flat,
+)
 
 __all__ = [
     "CIFARCNN",
@@ -168,12 +177,8 @@ class CIFARCNN(nn.Module):
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         expect_image("CIFARCNN", x, smallest=8)
-        act = partial(activated, self, self.activation)
-        for channels in (32, 64, 128):
-            x = act(conv(self, x, channels, 3))
-            x = act(conv(self, x, channels, 3))
-            x = self.pooling(x, (2, 2), strides=(2, 2))
-        x = act(conv(self, x, 256, 3))
+        x = _trunk(self, x)
+        x = activated(self, self.activation, conv(self, x, 256, 3))
         return conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
 
@@ -204,13 +209,18 @@ class CIFARDenseCNN(nn.Module):
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         expect_image("CIFARDenseCNN", x, smallest=8)
-        act = partial(activated, self, self.activation)
-        for channels in (32, 64, 128):
-            x = act(conv(self, x, channels, 3))
-            x = act(conv(self, x, channels, 3))
-            x = self.pooling(x, (2, 2), strides=(2, 2))
-        x = act(dense(self, flat(x), 128))
+        x = _trunk(self, x)
+        x = activated(self, self.activation, dense(self, flat(x), 128))
         return dense(self, x, self.classes)
+
+
+def _trunk(model: CIFARCNN | CIFARDenseCNN, x: Images) -> Array:
+    """Three blocks of [conv, conv, pool], all activated, with 32, 64 and 128 channels."""
+    for channels in (32, 64, 128):
+        for _ in range(2):
+            x = activated(model, model.activation, conv(model, x, channels, 3))
+        x = model.pooling(x, (2, 2), strides=(2, 2))
+    return x
 
 
 class ScatterCNN(nn.Module):
@@ -248,7 +258,7 @@ class ScatterCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_image("ScatterCNN", x, smallest=5)
+        expect_wavelets("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
             h = conv(self, x, channels, 3, strides=stride, padding=1)
             x = activated(self, self.activation, h)
@@ -288,7 +298,7 @@ class ScatterCIFARCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_image("ScatterCIFARCNN", x, smallest=4)
+        expect_wavelets("ScatterCIFARCNN", x, smallest=4)
         for block in range(2):
             for _ in range(2 if self.as_printed else 1):
                 x = activated(self, self.activation, conv(self, x, 64, 3))

@@ -30,6 +30,7 @@ __all__ = [
     "conv",
     "dense",
     "expect_image",
+    "expect_wavelets",
     "flat",
     "group_norm",
     "standardized",
@@ -128,4 +129,15 @@ def expect_image(name: str, x: Array, *, smallest: int) -> None:
             f"models.{name}: got an input of shape {x.shape}; expected [..., height, width, "
             f"channels] with sides of at least {smallest}. A missing channel axis is the usual "
             "cause (x[..., None] adds it); for smaller images use models.MLP."
+        )
+
+
+def expect_wavelets(name: str, x: Array, *, smallest: int) -> None:
+    """Raises unless ``x`` can be wavelet features; an image would train, as something else."""
+    expect_image(name, x, smallest=smallest)
+    if x.shape[-1] <= 4:
+        raise ValueError(
+            f"models.{name}: got an input of shape {x.shape}, which looks like an image; expected "
+            "its wavelet features, many channels at a quarter of the sides. Compute them with "
+            "features.scattered(images), or take a model that reads images: models.TemperedCNN."
         )
