@@ -197,6 +197,43 @@ CASES = {
     "custom derivative of a parameter": lambda: plain(
         lambda p, x: x * jax.nn.relu(p["w"]), {"w": array(3)}, (3,)
     ),
+    "rounded through integers": lambda: plain(
+        lambda p, x: x @ p["w"] + x @ p["v"].astype(int).astype(float),
+        {"w": array(3, 4), "v": array(3, 4, scale=3.0)},
+        (3,),
+    ),
+    "padded with a parameter": lambda: plain(
+        lambda p, x: lax.pad(p["u"], x[0], [(1, 2, 1)]) + lax.pad(x * p["w"], p["v"], [(1, 2, 1)]),
+        {"u": array(3), "w": array(3), "v": array()},
+        (3,),
+    ),
+    "chosen by the input": lambda: plain(
+        lambda p, x: jnp.where(x > 0, p["w"], p["v"] * 2) + jnp.where(x > 1, x, p["w"]),
+        {"w": array(4), "v": array(4, seed=1)},
+        (4,),
+    ),
+    "written into the input": lambda: plain(
+        lambda p, x: lax.dynamic_update_slice(x * p["v"], p["w"], (2,)),
+        {"w": array(3), "v": array(6)},
+        (6,),
+    ),
+    "the input written into a parameter": lambda: plain(
+        lambda p, x: lax.dynamic_update_slice(p["w"], x, (2,)), {"w": array(6)}, (3,)
+    ),
+    "added to rows": lambda: plain(
+        lambda p, x: (
+            jnp.zeros(6).at[jnp.array([0, 3, 3])].add(p["w"] * x)
+            + p["v"].at[jnp.array([1, 1, 4])].add(x)
+            + x.sum() * x.sum().at[()].add(p["v"].sum())
+        ),
+        {"w": array(3), "v": array(6)},
+        (3,),
+    ),
+    "joined to the input": lambda: plain(
+        lambda p, x: jnp.concatenate([p["w"], x, p["w"] * 2, p["v"]]),
+        {"w": array(3), "v": array(2)},
+        (4,),
+    ),
     "conv same": lambda: conv(
         (1, 7, 6, 3), (3, 3, 3, 4), window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
     ),
@@ -332,6 +369,19 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
         rule = clipping.flat(bound)
         moved = clipped_grad(loss, rule, "ghost")(jnp.zeros((30, 40)), (x, c)).value
         assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound(positions):
+    """The square of the data leaves float32; the gradient is 0.005 an entry."""
+
+    def loss(w, x):
+        return 5e18 * jnp.sum((x * 1e-21) @ w)
+
+    w, batch = jnp.zeros((20, 5)), jnp.ones((2, positions, 20))
+    for bound in (0.01, 10.0):
+        result = clipped_grad(loss, clipping.flat(bound), "ghost")(w, batch)
+        assert jnp.linalg.norm(result.value) <= 2 * bound * (1 + 1e-5)
 
 
 def test_bfloat16_models_keep_float32_norms_and_sums():

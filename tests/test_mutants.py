@@ -111,9 +111,9 @@ MUTANTS = [
     # Engines and microbatches
     Mutant(
         "the last, smaller microbatch dropped",
-        "gradients/engines.py",
-        "trips = -(-size // microbatch_size)",
-        "trips = max(1, size // microbatch_size)",
+        "gradients/rows.py",
+        "trips = -(-count // size)",
+        "trips = max(1, count // size)",
         LAWS + "engines_agree[flat-one group]",
     ),
     Mutant(
@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "ghost: a view that is not a rearrangement taken for one",
         "gradients/walk.py",
-        'isometry = alone and name in {"convert_element_type", *_REARRANGE}',
-        "isometry = alone",
+        'views[0].isometry and name in {"convert_element_type", *_REARRANGE}',
+        "views[0].isometry",
         GHOST + "is_the_definition[broadcast matrix]",
     ),
     Mutant(
@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "ghost: the product rule forgets a factor",
         "gradients/rules.py",
-        "jnp.sum(form.x**2, axis=(2, 3)) * jnp.sum(form.g**2, axis=(2, 3))",
-        "jnp.sum(form.x**2, axis=(2, 3))",
+        "(x + inputs * tiny) * (g + outputs * tiny)",
+        "(x + inputs * tiny)",
         GHOST + "is_the_definition[transposed view]",
     ),
     Mutant(
@@ -233,9 +233,30 @@ MUTANTS = [
     Mutant(
         "ghost: Gram matrices not rounded up",
         "gradients/rules.py",
-        "jnp.maximum(total, 0) + rounding",
-        "jnp.maximum(total, 0)",
+        "eps * cancelled**2 + lost**2",
+        "lost**2",
         "test_ghost.py::test_positions_that_cancel_do_not_slip_past_the_bound",
+    ),
+    Mutant(
+        "ghost: tiny data lost by the product of norms",
+        "gradients/rules.py",
+        "(x + inputs * tiny) * (g + outputs * tiny)",
+        "x * g",
+        "test_ghost.py::test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound[1]",
+    ),
+    Mutant(
+        "ghost: tiny data lost by Gram matrices",
+        "gradients/rules.py",
+        "eps * cancelled**2 + lost**2",
+        "eps * cancelled**2",
+        "test_ghost.py::test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound[3]",
+    ),
+    Mutant(
+        "ghost: rounding to integers taken for a cast",
+        "gradients/walk.py",
+        "isometry = kept and all(jnp.issubdtype(x.dtype, jnp.floating) for x in outputs)",
+        "isometry = kept",
+        GHOST + "is_the_definition[rounded through integers]",
     ),
     Mutant(
         "ghost: several positions taken for one",
@@ -289,8 +310,8 @@ MUTANTS = [
     Mutant(
         "ghost: padding takes part",
         "gradients/ghost.py",
-        "factors = jnp.where(real, rule.factors(lengths), 0) * weights",
-        "factors = rule.factors(lengths) * weights",
+        "factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights",
+        "factors = rule.factors(lengths) * rows.weights",
         GHOST + "is_the_definition[wide, few positions]",
     ),
     Mutant(
@@ -316,7 +337,7 @@ MUTANTS = [
     ),
     Mutant(
         "one device's sum taken for that of all",
-        "gradients/engines.py",
+        "gradients/rows.py",
         'jax.lax.psum(part.value, "examples")',
         "part.value",
         "test_gradients.py::test_two_devices_are_one",

@@ -26,8 +26,9 @@ def test_a_broken_rule_is_caught():
 
 
 def test_a_broken_engine_is_caught(monkeypatch):
-    def forgetful(loss, rule, params, batch, mask, *rest):
-        return gradients.ENGINES["vmap"](loss, rule, params, batch, mask.at[0].set(False), *rest)
+    def forgetful(loss, rule, params, rows):
+        rows = rows._replace(mask=rows.mask.at[0].set(False))
+        return gradients.ENGINES["vmap"](loss, rule, params, rows)
 
     monkeypatch.setitem(gradients.ENGINES, "forgetful", forgetful)
     with pytest.raises(testing.LawBroken, match="engine 'forgetful'"):

@@ -25,6 +25,7 @@ __all__ = [
     "group_norms",
     "leading_size",
     "leaf_names",
+    "one_row",
     "random_like",
     "scaled_sum",
     "step_key",
@@ -79,6 +80,11 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
         f"found {found}. Usually a single example was passed without its batch axis, "
         "or a constant rides along with the data: close the loss over the constant."
     )
+
+
+def one_row(tree: PyTree) -> PyTree:
+    """Shapes and dtypes of a single row of arrays that share a leading axis."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
 def expand(rows: Float[Array, " batch"], like: Array) -> Array:

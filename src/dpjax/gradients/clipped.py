@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients.engines import ENGINES, spread
+from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.microbatch import device_count as choose_devices
 from dpjax.gradients.microbatch import microbatch_size as choose_microbatch_size
+from dpjax.gradients.rows import Rows, microbatched, spread
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = ["check_loss", "clipped_grad"]
@@ -92,7 +93,7 @@ def clipped_grad(
 
     def clipped(params: PyTree, batch: PyTree, mask: Any = None, weights: Any = None) -> ClippedSum:
         size = trees.leading_size(batch)
-        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        example = trees.one_row(batch)
         check_loss(with_aux, params, example)
         real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
         if real.shape != (size,):
@@ -103,10 +104,14 @@ def clipped_grad(
         held = _held_weights(weights, size, rule.partition.size)
         # Shapes are worked out from examples; where there are none, any engine gives zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
-        micro = microbatch_size or choose_microbatch_size(with_aux, params, example, size, name)
+        if name == "vmap":
+            micro = size
+        else:
+            micro = microbatch_size or choose_microbatch_size(with_aux, params, example, size, name)
         count = devices or choose_devices(size, micro)
-        run = ENGINES[name] if count == 1 or size == 0 else spread(ENGINES[name], count)
-        return run(with_aux, rule, params, batch, real, held, micro)
+        run = microbatched(ENGINES[name], micro)
+        run = run if count == 1 or size == 0 else spread(run, count)
+        return run(with_aux, rule, params, Rows(batch, real, held))
 
     return clipped
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
 from dpjax import trees
+from dpjax.gradients.rows import Rows
 from dpjax.gradients.rules import Entry, Total, norms, scaled
 from dpjax.gradients.walk import trace
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -28,19 +29,10 @@ from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 __all__ = ["backward", "ghost", "wide_leaves"]
 
 
-def ghost(
-    loss: LossFn,
-    rule: Clipping,
-    params: PyTree,
-    batch: PyTree,
-    mask: Bool[Array, " batch"],
-    weights: Float[Array, "batch groups"],
-    microbatch_size: int,
-) -> ClippedSum:
+def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
     """Norms and sum from the data and cotangents of every place a parameter enters."""
-    del microbatch_size
     groups, leaves = rule.partition.assign(params), wide_leaves(params)
-    losses, aux, entries, gradients = backward(loss, params, batch)
+    losses, aux, entries, gradients = backward(loss, params, rows.batch)
 
     squares = [jnp.zeros_like(losses, trees.wide(losses.dtype))] * rule.partition.size
     totals: dict[int, Total] = {}
@@ -52,8 +44,8 @@ def ghost(
         square, totals[i] = norms(i, found, leaves)
         squares[groups[i]] = squares[groups[i]] + square
     lengths = jnp.sqrt(jnp.stack(squares, axis=-1))
-    real = mask[:, None]
-    factors = jnp.where(real, rule.factors(lengths), 0) * weights
+    real = rows.mask[:, None]
+    factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights
 
     def value(careful: bool) -> list[Array]:
         return [
@@ -66,7 +58,7 @@ def ghost(
     sums = jax.lax.cond(broken, lambda: value(careful=True), lambda: value(careful=False))
     return ClippedSum(
         jax.tree.structure(params).unflatten(sums),
-        jnp.where(mask, losses, 0),
+        jnp.where(rows.mask, losses, 0),
         jnp.where(real, lengths, 0),
         factors,
         aux,
@@ -82,7 +74,7 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
       batch: Examples, along the leading axis of every leaf.
     """
     leaves = jax.tree.leaves(params)
-    program = trace(loss, params, jax.tree.map(_one, batch))
+    program = trace(loss, params, trees.one_row(batch))
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
     whole = {i: leaves[i] for i in program.materialised}
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
@@ -100,10 +92,6 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
 def wide_leaves(params: PyTree) -> list[Array]:
     """The leaves of parameters in full precision."""
     return [_widened(leaf) for leaf in jax.tree.leaves(params)]
-
-
-def _one(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _widened(x: Array) -> Array:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
 from dpjax import clipping, trees
-from dpjax.gradients.engines import microbatched, spread
 from dpjax.gradients.ghost import backward, wide_leaves
 from dpjax.gradients.microbatch import device_count, microbatch_size
+from dpjax.gradients.rows import Rows, microbatched, spread
 from dpjax.gradients.rules import scaled, weighted_sum
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -53,34 +53,27 @@ def plain_grad(
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
-        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        example = trees.one_row(batch)
         micro = microbatch_size(with_aux, params, example, size)
-        count, engine = devices or device_count(size, micro), microbatched(_unclipped)
+        count = devices or device_count(size, micro)
+        engine = microbatched(_unclipped, micro)
         engine = engine if count == 1 else spread(engine, count)
-        every, one = jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32)
-        summed = engine(with_aux, clipping.flat(jnp.inf), params, batch, every, one, micro).value
+        rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
+        summed = engine(with_aux, clipping.flat(jnp.inf), params, rows).value
         return jax.tree.map(lambda x: x / size, summed)
 
     return gradient
 
 
-def _unclipped(
-    loss: LossFn,
-    rule: Clipping,
-    params: PyTree,
-    batch: PyTree,
-    mask: Bool[Array, " batch"],
-    weights: Float[Array, "batch groups"],
-    microbatch_size: int,
-) -> ClippedSum:
+def _unclipped(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
     """An engine that sums gradients as they are."""
-    del rule, microbatch_size
-    leaves, ones = wide_leaves(params), jnp.where(mask, weights[:, 0], 0)
-    losses, _, entries, gradients = backward(loss, params, batch)
+    del rule
+    leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
+    losses, _, entries, gradients = backward(loss, params, rows.batch)
     sums = [jnp.zeros_like(leaf) for leaf in leaves]
     for i, found in entries.items():
         sums[i] = weighted_sum(i, found, leaves, ones, careful=False)
     for i, each in gradients.items():
         sums[i] = scaled(each, ones, careful=False)
     value = jax.tree.structure(params).unflatten(sums)
-    return ClippedSum(value, losses, weights, weights)
+    return ClippedSum(value, losses, rows.weights, rows.weights)

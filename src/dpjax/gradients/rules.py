@@ -184,28 +184,48 @@ def weighted_sum(
 
 
 def _product_norms(form: Outer) -> Squares:
-    """One position: the norm of an outer product is the product of norms."""
-    return jnp.sum(jnp.sum(form.x**2, axis=(2, 3)) * jnp.sum(form.g**2, axis=(2, 3)), axis=1)
+    """One position: the norm of an outer product is the product of norms.
+
+    What squaring lost of the smallest numbers is added back, because the other norm may
+    be huge: a norm may be too long, and then clipping is a little too strong, but never
+    too short.
+    """
+    x, g = _lengths(form)
+    inputs, outputs = form.x.shape[2], form.g.shape[3]
+    tiny = jnp.finfo(g.dtype).tiny
+    return jnp.sum((x + inputs * tiny) * (g + outputs * tiny), axis=(1, 2))
 
 
 def _gram_norms(forms: Sequence[Outer]) -> Squares:
-    """Inner products between positions, within each site and between any two.
-
-    Gram matrices square what cancels between positions, so that their sum carries an error
-    of the uncancelled lengths.  It is rounded up by that much: a norm may be too long, and
-    then clipping is a little too strong, but never too short.
-    """
+    """Inner products between positions, within each site and between any two."""
     total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
     for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
         p, q = forms[a], forms[b]
         gram = _inner(p, q) * _product("bhsd,bhtd->bhst", p.g, q.g)
         total = total + (1 if a == b else 2) * jnp.sum(gram, axis=(1, 2, 3))
-    lengths = sum(
-        jnp.sum(jnp.sqrt(jnp.sum(f.g**2, axis=3) * (1 if f.chosen else jnp.sum(f.x**2, axis=2))), 2)
-        for f in forms
-    )
-    rounding = jnp.finfo(total.dtype).eps * jnp.sum(lengths**2, axis=1)
-    return jnp.maximum(total, 0) + rounding
+    return jnp.maximum(total, 0) + _doubt(forms)
+
+
+def _doubt(forms: Sequence[Outer]) -> Squares:
+    """How much a sum of Gram matrices may be short of the square that it stands for.
+
+    It carries an error of the uncancelled lengths, where positions cancel, and it lacks
+    what was lost when the smallest numbers were multiplied with each other.
+    """
+    eps, tiny = jnp.finfo(forms[0].g.dtype).eps, jnp.finfo(forms[0].g.dtype).tiny
+    cancelled = lost = jnp.zeros(())
+    for form in forms:
+        x, g = _lengths(form)
+        inputs, outputs = 1 if form.chosen else form.x.shape[2], form.g.shape[3]
+        cancelled += jnp.sum(jnp.sqrt(x * g), axis=2)
+        lost += jnp.sum(jnp.sqrt(inputs * tiny * g + outputs * tiny * x), axis=2)
+    return jnp.sum(eps * cancelled**2 + lost**2, axis=1)
+
+
+def _lengths(form: Outer) -> tuple[Array, Array]:
+    """Squared lengths ``[batch, blocks, positions]`` of inputs and of outputs."""
+    g = jnp.sum(form.g**2, axis=3)
+    return jnp.ones_like(g) if form.chosen else jnp.sum(form.x**2, axis=2), g
 
 
 def _inner(p: Outer, q: Outer) -> Array:

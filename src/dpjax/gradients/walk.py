@@ -47,12 +47,12 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
     "scatter-add": (0, 2),
-    "pad": (0, 1),
+    "pad": (0,),
     "concatenate": _ANY,
     "select_n": _ANY[1:],
 }
 # Of these several inputs may be views at once: they are linear in all of them together.
-_TOGETHER = {"concatenate", "select_n", "pad", "dynamic_update_slice"}
+_TOGETHER = {"concatenate", "select_n", "dynamic_update_slice"}
 # Programs inside a program, and the parameter that holds them.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr"}
 
@@ -242,13 +242,14 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
             memo[id(views)] = inputs if cast else bind(equation, inputs)
         return memo[id(views)]
 
-    alone = len(views) == 1 and views[0].isometry
-    axes = views[0].axes if alone else None
+    kept = len(views) == 1 and views[0].isometry and name in {"convert_element_type", *_REARRANGE}
+    # Numbers rounded to integers have no gradient at all.
+    isometry = kept and all(jnp.issubdtype(x.dtype, jnp.floating) for x in outputs)
+    axes = views[0].axes if isometry else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
     elif name not in ("convert_element_type", "copy", "copy_p"):
         axes = None
-    isometry = alone and name in {"convert_element_type", *_REARRANGE}
     return [
         View(leaves, lambda p, memo, i=i: compute(p, memo)[i], x, isometry, axes)
         for i, x in enumerate(outputs)
@@ -324,7 +325,7 @@ def _scan(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
     while known != probe.materialised.keys():
         known = set(probe.materialised)
         probe = _Book(probe.materialised)
-        rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in slices]
+        rows = trees.one_row(slices)
         jax.eval_shape(lambda c, s, probe=probe: body(probe, c, s), carry, rows)
     for local, why in probe.materialised.items():
         book.materialise(views[local].leaves, f"{why}, in a scan")
