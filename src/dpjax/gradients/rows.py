@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: the examples that an engine is given, and ways to give them in pieces.
+
+`microbatched` and `spread` make engines of engines: over time, and over devices.  What
+they need of an engine is that the clipped sum of two pieces is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from dpjax import trees
+from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+
+__all__ = ["Engine", "Rows", "microbatched", "spread"]
+
+
+class Rows(NamedTuple):
+    """Examples, and what is to be made of each; all with the same leading axis.
+
+    Args:
+      batch: The examples.
+      mask: Which are real; the others are padding.
+      weights: In [0, 1]; they multiply the factors of the rule.
+    """
+
+    batch: PyTree
+    mask: Bool[Array, " batch"]
+    weights: Float[Array, "batch groups"]
+
+
+Engine = Callable[[LossFn, Clipping, PyTree, Rows], ClippedSum]
+"""``(loss, rule, params, rows) -> clipped sum``; the loss returns ``(scalar, aux)``."""
+
+
+def microbatched(engine: Engine, size: int) -> Engine:
+    """Microbatch after microbatch: memory of one, the sum of all, one compiled body.
+
+    Args:
+      engine: What each microbatch is given to.
+      size: Of a microbatch; the last one is padded.
+    """
+
+    def loop(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+        count = rows.mask.shape[0]
+        if count <= size:
+            return engine(loss, rule, params, rows)
+        trips = -(-count // size)
+
+        def fold(x: Array) -> Array:
+            return _padded(x, trips * size).reshape((trips, size, *x.shape[1:]))
+
+        def unfold(x: Array) -> Array:
+            return x.reshape((trips * size, *x.shape[2:]))[:count]
+
+        def body(total: PyTree, some: Rows) -> tuple[PyTree, ClippedSum]:
+            part = engine(loss, rule, params, some)
+            total = jax.tree.map(jnp.add, total, part.value)
+            return total, part._replace(value=None)
+
+        total, parts = jax.lax.scan(body, trees.zeros_wide(params), jax.tree.map(fold, rows))
+        return jax.tree.map(unfold, parts)._replace(value=total)
+
+    return loop
+
+
+def spread(engine: Engine, devices: int) -> Engine:
+    """The batch in equal parts on several devices, each with the engine; the sum of all.
+
+    Args:
+      engine: What each device runs.
+      devices: How many of this process's devices take part.
+    """
+    mesh = Mesh(np.array(jax.local_devices()[:devices]), ("examples",))
+    whole, parts = PartitionSpec(), PartitionSpec("examples")
+
+    def together(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+        def on_one(params: PyTree, some: Rows) -> ClippedSum:
+            part = engine(loss, rule, params, some)
+            return part._replace(value=jax.lax.psum(part.value, "examples"))
+
+        count = rows.mask.shape[0]
+        even = -(-count // devices) * devices
+        split = jax.shard_map(
+            on_one,
+            mesh=mesh,
+            in_specs=(whole, parts),
+            out_specs=ClippedSum._make([whole, parts, parts, parts, parts]),
+            check_vma=False,
+        )
+        result = split(params, jax.tree.map(lambda x: _padded(x, even), rows))
+        each = jax.tree.map(lambda x: x[:count], result._replace(value=None))
+        return each._replace(value=result.value)
+
+    return together
+
+
+def _padded(x: Array, size: int) -> Array:
+    return jnp.pad(x, [(0, size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
