@@ -7,10 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.test_util import check_grads
 from scipy import special
 
+import dpjax
 from dpjax import clipping, losses, models, testing
 
 KEY = jax.random.key(0)
@@ -261,11 +263,34 @@ def test_of_gives_a_loss_the_preactivations_and_the_epoch():
     assert losses.of(model, partial(composite, epoch=2.0))(params, (x, y)) == got
 
 
+def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_of_late():
+    """Through `dpsgd`, as it is trained: the loss of step t is that of the formula at t."""
+    model = models.MLP(features=(4,), classes=3)
+    x, y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
+    composite = losses.composite(threshold=1.0, gamma=2.0)
+    mechanism = dpjax.Mechanism(
+        sampling=dpjax.sampling.full(6),
+        clipping=dpjax.clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=3,
+    )
+    loss = losses.of(model, composite)
+    algorithm = dpjax.dpsgd(
+        loss, optax.sgd(0.1), mechanism, (x, y), per_step=lambda step: step // 2
+    )
+    state = algorithm.init(jax.random.key(0), some_params(model, x[0]))
+    for epoch in (0, 0, 1):
+        params = state.params
+        state, info = algorithm.step(state)
+        expected = np.mean([loss(params, (a, b, epoch)) for a, b in zip(x, y, strict=True)])
+        assert float(info.loss) == pytest.approx(expected, rel=1e-5)
+
+
 def test_of_explains_what_a_loss_lacks():
     x, y = np.zeros(5, np.float32), jnp.array(0)
     model = models.MLP(features=(4,), classes=3)
     params = some_params(model, x)
-    with pytest.raises(ValueError, match=r"functools\.partial\(loss, epoch=3\)"):
+    with pytest.raises(ValueError, match=r"per_step=lambda step.*partial\(loss, epoch=3\)"):
         losses.of(model, losses.composite())(params, (x, y))
     with pytest.raises(ValueError, match="argument named epoch"):
         losses.of(model, losses.cross_entropy)(params, (x, y, 1.0))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training: the algorithm's checks, the loop, its log, averaging."""
 
+import dataclasses
 import io
 import json
 
@@ -205,6 +206,85 @@ def test_batch_statistics_are_refused_at_the_first_step():
     params = {"params": jnp.zeros(3), "batch_stats": {"mean": jnp.zeros(3)}}
     with pytest.raises(ValueError, match="Batch normalisation mixes"):
         algorithm.step(algorithm.init(jax.random.key(0), params))
+
+
+def timed(w, example):
+    """A loss whose value shows the epoch, and whose gradient grows with it."""
+    x, epoch = example
+    return loss(w, x) * (1 + epoch)
+
+
+def run_timed(per_step, steps, seed=0, state=None, **options):
+    mechanism = make(steps=6).mechanism
+    mechanism = dataclasses.replace(mechanism, clipping=clipping.flat(100.0))
+    algorithm = dpjax.dpsgd(timed, optax.sgd(0.1), mechanism, (DATA,), per_step=per_step, **options)
+    state = start(algorithm, seed) if state is None else state
+    seen = []
+    for _ in range(steps):
+        before = state.params
+        state, info = algorithm.step(state)
+        seen.append(float(info.loss) / float(loss(before, DATA[0])) - 1)
+    return state, seen
+
+
+class TestPerStep:
+    @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
+    @pytest.mark.parametrize("microbatch_size", [None, 4])
+    def test_the_loss_of_step_t_sees_the_epoch_of_step_t(self, engine, microbatch_size):
+        options = {"engine": engine, "microbatch_size": microbatch_size}
+        _, seen = run_timed(lambda step: step // 2, 6, **options)
+        np.testing.assert_allclose(seen, [0, 0, 1, 1, 2, 2], atol=1e-5)
+
+    def test_it_goes_on_where_a_run_stopped(self):
+        whole, _ = run_timed(lambda step: step / 2, 6)
+        half, _ = run_timed(lambda step: step / 2, 3)
+        again, seen = run_timed(lambda step: step / 2, 3, state=half)
+        np.testing.assert_allclose(seen, [1.5, 2, 2.5], rtol=1e-4)
+        np.testing.assert_array_equal(whole.params, again.params)
+
+    def test_it_is_as_if_each_example_brought_it(self):
+        """The same examples, the same noise: only where the entry comes from differs."""
+        x = jnp.arange(150.0).reshape(50, 3)
+        mechanism = dataclasses.replace(make(steps=1).mechanism, clipping=clipping.flat(1e6))
+        given = (x, jnp.full(50, 7, jnp.int32))
+        algorithms = [
+            dpjax.dpsgd(timed, optax.sgd(0.1), mechanism, data, per_step=per_step)
+            for data, per_step in (((x,), lambda step: step + 7), (given, None))
+        ]
+        (one, first), (two, second) = (a.step(start(a)) for a in algorithms)
+        np.testing.assert_array_equal(one.params, two.params)
+        assert first.loss == second.loss
+
+    def test_a_run_is_one_program(self):
+        traces = []
+
+        def counted(step):
+            traces.append(None)
+            return step // 2
+
+        mechanism = make(steps=20).mechanism
+        algorithm = dpjax.dpsgd(timed, optax.sgd(0.1), mechanism, (DATA,), per_step=counted)
+        state, _ = algorithm.step(start(algorithm))
+        after_one = len(traces)
+        dpjax.fit(algorithm, state, progress=False)
+        assert len(traces) == after_one
+
+    def test_it_costs_nothing_and_moves_no_noise(self):
+        """Where the loss ignores the entry, the run is the same to the last bit."""
+        ignore = lambda w, example: loss(w, example[0])  # noqa: E731
+        mechanism = make(steps=3).mechanism
+        states = []
+        for per_step in (None, lambda step: step):
+            algorithm = dpjax.dpsgd(ignore, optax.sgd(0.1), mechanism, (DATA,), per_step=per_step)
+            state, _ = dpjax.fit(algorithm, start(algorithm), progress=False)
+            states.append(state)
+        np.testing.assert_array_equal(*(state.params for state in states))
+        epsilons = [ledger.epsilon(state.ledger, mechanism, 1e-5) for state in states]
+        assert epsilons[0] == epsilons[1] == mechanism.epsilon(1e-5)
+
+    def test_data_without_a_place_for_it_are_refused(self):
+        with pytest.raises(TypeError, match=r"expected a tuple.*write \(x,\)"):
+            dpjax.dpsgd(timed, optax.sgd(0.1), make().mechanism, DATA, per_step=lambda step: step)
 
 
 class TestAveraging:

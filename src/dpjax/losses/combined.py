@@ -7,7 +7,7 @@ learnt; the penalty on pre-activations keeps weights, and with them gradients, f
 growing past the bound at which clipping would cut them.
 
 It is a function of one example: its logits, its label, its pre-activations, and the
-epoch.  Where those come from is the business of `of`.
+epoch.  Where those come from is the business of `of`, and of ``dpsgd(per_step=...)``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def composite(
       error: In the place of the squared error, such as ``losses.absolute``.
 
     Returns:
-      ``loss(logits, label, *, hidden, epoch)``; `of` gives it the last two.
+      ``loss(logits, label, *, hidden, epoch)``; `of` gives it the last two, and
+      ``dpjax.dpsgd(..., per_step=lambda step: step // steps_per_epoch)`` the epoch to `of`.
 
     ========================  =================================================
     edge case                 value

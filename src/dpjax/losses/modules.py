@@ -38,8 +38,9 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     ==========  ===========================================================================
     ``hidden``  the pre-activations of all hidden layers: whatever the model keeps by
                 ``self.sow("preactivations", name, h)``, as the models of dpjax do
-    ``epoch``   the third entry of an example ``(x, y, epoch)``; or fix it beforehand, with
-                ``functools.partial(loss, epoch=3)``
+    ``epoch``   the third entry of an example ``(x, y, epoch)``, which `dpjax.dpsgd` adds if
+                it is told what an epoch is: ``per_step=lambda step: step // 117``; or fix it
+                beforehand, with ``functools.partial(loss, epoch=3)``
     ==========  ===========================================================================
 
     Args:
@@ -113,9 +114,9 @@ def _epoch(named: Mapping[str, inspect.Parameter], given: list[Any]) -> dict[str
         )
     if not given and "epoch" in named and named["epoch"].default is inspect.Parameter.empty:
         raise ValueError(
-            "losses.of: the loss depends on the epoch, and the example (x, y) brings none. Give "
-            "(x, y, epoch), a leaf of the batch like the others, or fix the epoch: "
-            "functools.partial(loss, epoch=3)."
+            "losses.of: the loss depends on the epoch, and the example (x, y) brings none. Tell "
+            "dpjax.dpsgd what an epoch is, per_step=lambda step: step // steps_per_epoch; or give "
+            "(x, y, epoch) yourself, or fix it: functools.partial(loss, epoch=3)."
         )
     return {"epoch": given[0]} if given else {}
 

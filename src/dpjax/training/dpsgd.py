@@ -8,6 +8,7 @@ call into the room that owns it; this file only joins them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,7 @@ def dpsgd(
     data: PyTree,
     engine: str = "auto",
     *,
+    per_step: Callable[[Int[Array, ""]], PyTree] | None = None,
     microbatch_size: int | None = None,
     budget: ledger.Budget | None = None,
 ) -> Algorithm:
@@ -72,6 +74,10 @@ def dpsgd(
       mechanism: What is run and accounted.
       data: A tree of arrays with a leading axis of ``mechanism.sampling.examples``.
       engine: How the clipped sum is computed; see `dpjax.clipped_grad`.  Speed only.
+      per_step: For a loss that changes over time: what ``per_step(step)`` returns becomes a
+        further entry of every example, ``(x, y)`` turning into ``(x, y, per_step(step))``.
+        Steps count from 0 and go on where an earlier `fit` stopped.  It is traced: it
+        returns an array or a tree of them, by arithmetic and ``jnp.where``, not by ``if``.
       microbatch_size: Examples on the chip at once; by default what fits.  Speed only.
       budget: A `dpjax.ledger.Budget` that no step may pass.
 
@@ -81,6 +87,8 @@ def dpsgd(
 
     Privacy:
       ``state.params`` after n steps are private with ``ledger.epsilon`` of these steps.
+      ``per_step`` costs nothing: it sees the number of the step, which is public, and no
+      data; and whatever the loss makes of it, clipping bounds each example's gradient.
 
     Example:
       >>> import dpjax
@@ -96,10 +104,15 @@ def dpsgd(
       >>> state, info = algorithm.step(state)
       >>> state.ledger.steps
       1
+
+      A loss that asks for the epoch, here of 10 steps, as `dpjax.losses.composite` does:
+
+      >>> loss = lambda w, example: (1 + example[1]) * jnp.sum((w - example[0]) ** 2)
+      >>> data = (jnp.ones((100, 3)),)
+      >>> algorithm = dpsgd(loss, optax.sgd(0.1), mechanism, data, per_step=lambda t: t // 10)
     """
-    _check_data(data, mechanism)
+    _check_data(data, mechanism, per_step)
     data = jax.tree.map(jnp.asarray, data)
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
 
     def init(key: Key, params: PyTree) -> State:
         noise_state = mechanism.privatize(key).init(params)
@@ -121,11 +134,13 @@ def dpsgd(
     ) -> tuple[PyTree, Any, Info]:
         noise_state, inner = optimizer_state
         draw = mechanism.sampling.draw(key, noise_state.step)
+        gather = _gather(data, per_step, noise_state.step)
+        example = jax.eval_shape(gather, draw.size)  # one index gives one example
         usual = _usual_size(mechanism)
         size = microbatch_size or _microbatch(loss, params, example, usual, engine)
         devices = device_count(usual, size)
         clipped = clipped_grad(loss, mechanism.clipping, engine, size, devices=devices)
-        summed, info = _sum_microbatches(clipped, mechanism, params, data, draw, size * devices)
+        summed, info = _sum_microbatches(clipped, mechanism, params, gather, draw, size * devices)
         mean, noise_state = mechanism.privatize(key).update(summed, noise_state)
         updates, inner = optimizer.update(mean, inner, params)
         return optax.apply_updates(params, updates), (noise_state, inner), info
@@ -133,11 +148,32 @@ def dpsgd(
     return Algorithm(init, step, mechanism, budget)
 
 
+_PerStep = Callable[[Int[Array, ""]], PyTree] | None
+_Gather = Callable[[Int[Array, "..."]], PyTree]
+
+
+def _gather(data: PyTree, per_step: _PerStep, step: Int[Array, ""]) -> _Gather:
+    """From rows of the data to a batch, with what this step adds to every example."""
+
+    def gather(rows: Int[Array, "..."]) -> PyTree:
+        return jax.tree.map(lambda x: x[rows], data)
+
+    if per_step is None:
+        return gather
+    entry = jax.tree.map(jnp.asarray, per_step(step))
+
+    def gather_and_add(rows: Int[Array, "..."]) -> PyTree:
+        every = jax.tree.map(lambda x: jnp.broadcast_to(x, (*rows.shape, *x.shape)), entry)
+        return (*gather(rows), every)
+
+    return gather_and_add
+
+
 def _sum_microbatches(
     clipped: Any,
     mechanism: Mechanism,
     params: PyTree,
-    data: PyTree,
+    gather: _Gather,
     draw: Draw,
     size: int,
 ) -> tuple[PyTree, Info]:
@@ -150,8 +186,7 @@ def _sum_microbatches(
         start, total, losses, norms, over = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = start + jnp.arange(size) < draw.size
-        batch = jax.tree.map(lambda x: x[rows], data)
-        part: ClippedSum = clipped(params, batch, mask)
+        part: ClippedSum = clipped(params, gather(rows), mask)
         return (
             start + size,
             jax.tree.map(jnp.add, total, part.value),
@@ -182,7 +217,13 @@ def _microbatch(loss: LossFn, params: PyTree, example: PyTree, usual: int, engin
     return choose_microbatch_size(lambda p, x: (loss(p, x), None), params, example, usual, name)
 
 
-def _check_data(data: PyTree, mechanism: Mechanism) -> None:
+def _check_data(data: PyTree, mechanism: Mechanism, per_step: _PerStep) -> None:
+    if per_step is not None and not isinstance(data, tuple):
+        raise TypeError(
+            f"dpsgd(per_step=...): the data are a {type(data).__name__}; expected a tuple, such as "
+            "(x, y), to every example of which the step's entry is added: (x, y, per_step(step)). "
+            "For a single array write (x,)."
+        )
     size, expected = trees.leading_size(data, name="dpsgd data"), mechanism.sampling.examples
     if size != expected:
         raise ValueError(
