@@ -701,7 +701,7 @@ MUTANTS = [
     ),
     Mutant(
         "the card forgets the preparation",
-        "reports.py",
+        "reports/card.py",
         '{"gaussian_multipliers": list(mechanism.preparation)}',
         '{"gaussian_multipliers": []}',
         FEATURES + "the_card_and_the_statement_carry_it",
@@ -748,6 +748,20 @@ MUTANTS = [
         "spent = ledger.admit(state.ledger, mechanism, budget)",
         "spent = state.ledger",
         LAWS + "no_step_runs_beyond_the_plan",
+    ),
+    Mutant(
+        "every step sees the entry of the first",
+        "training/dpsgd.py",
+        "jax.tree.map(jnp.asarray, per_step(step))",
+        "jax.tree.map(jnp.asarray, per_step(0 * step))",
+        "test_training.py::TestPerStep::test_the_loss_of_step_t_sees_the_epoch_of_step_t[None-vmap]",
+    ),
+    Mutant(
+        "what a step adds pushes its examples aside",
+        "training/dpsgd.py",
+        "return (*gather(rows), every)",
+        "return (*jax.tree.map(lambda x: x[:1] * (rows[:, None] >= 0), data), every)",
+        "test_training.py::TestPerStep::test_it_is_as_if_each_example_brought_it",
     ),
 ]
 

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a private computation promises, in words and in a file that machines can check.
+
+`statement` says who is protected, against which neighbours, by which sampler, rule and
+noise, for how many steps, at which epsilon by each accountant, and what is *not* covered.
+`card` holds the same facts as a JSON object, complete enough that somebody else can
+recompute the epsilon without dpjax.
+
+Both read the mechanism that ran and the ledger of what was spent; neither takes a number
+from its caller except the delta.
+"""
+
+from dpjax.reports.card import card
+from dpjax.reports.statement import statement
+
+__all__ = ["card", "statement"]

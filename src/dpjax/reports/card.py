@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The privacy card: the facts of a computation as a JSON object.
+
+Whoever has the card can recompute its epsilon without dpjax, as `experiments/verify.py`
+does.  It is strict JSON, and holds numbers as they were accounted, never rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from dpjax import accounting
+from dpjax.ledger import Ledger
+from dpjax.mechanism import Mechanism
+from dpjax.reports.spending import epsilons, multipliers
+
+__all__ = ["card"]
+
+
+def card(
+    mechanism: Mechanism,
+    delta: float,
+    *,
+    ledger: Ledger | None = None,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """The facts of a statement as a JSON object, from which epsilon can be recomputed.
+
+    Args:
+      mechanism: What is (or was) run.
+      delta: The delta at which epsilon is stated.
+      ledger: What really ran; by default all planned steps.
+      seed: The fixed seed of the run, if it had one instead of a secret key.
+
+    Returns:
+      What ``json.dumps`` takes as it is; an infinite number is the word ``"inf"``.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.full(examples=1000),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=4.0,
+      ...     steps=2,
+      ... )
+      >>> card(mechanism, delta=1e-5)["noise"]["multiplier_and_steps"]
+      [[4.0, 2]]
+    """
+    ran = multipliers(mechanism, ledger)
+    sampling, rule = mechanism.sampling, mechanism.clipping
+    starts = np.flatnonzero(np.diff(ran, prepend=np.nan))
+    counts = np.diff(np.append(starts, len(ran)))
+    return {
+        "format": "dpjax privacy card 1",
+        "unit": "example",
+        "neighbours": mechanism.relation.value,
+        "sampling": {
+            "name": sampling.name,
+            "examples": sampling.examples,
+            "batch_size": sampling.batch_size,
+            "sampling_rate": sampling.sampling_rate,
+            "claim": sampling.claim,
+        },
+        "clipping": {
+            "name": rule.name,
+            "groups": list(rule.partition.names),
+            "bounds": [_number(bound) for bound in rule.bounds],
+            "sensitivity": _number(rule.sensitivity),
+        },
+        "noise": {
+            "distribution": "gaussian",
+            "multiplier_and_steps": [
+                [float(ran[start]), int(count)] for start, count in zip(starts, counts, strict=True)
+            ],
+        },
+        "preparation": {"gaussian_multipliers": list(mechanism.preparation)},
+        "steps": len(ran),
+        "planned_steps": mechanism.steps,
+        "delta": delta,
+        "epsilon": {
+            method: {"value": _number(value), "proven": accounting.METHODS[method].proven}
+            for method, value in epsilons(mechanism, ran, delta)
+        },
+        "seed_published": seed,
+        "versions": {
+            name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
+        },
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed: run from its sources"
+
+
+def _number(value: float) -> float | str:
+    """A number as strict JSON knows it: infinity is a word."""
+    return float(value) if math.isfinite(value) else "inf"

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a computation stands on, as BibTeX: the algorithm, the accountants, the rule.
+
+Only works that were used are cited.  This page must never compute anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from dpjax.mechanism import Mechanism
+
+__all__ = ["references"]
+
+_REFERENCES = {
+    "dpsgd": """\
+@inproceedings{abadi2016deep,
+  title     = {Deep Learning with Differential Privacy},
+  author    = {Abadi, Martin and Chu, Andy and Goodfellow, Ian and McMahan, H. Brendan
+               and Mironov, Ilya and Talwar, Kunal and Zhang, Li},
+  booktitle = {ACM Conference on Computer and Communications Security},
+  year      = {2016}
+}""",
+    "rdp": """\
+@inproceedings{mironov2017renyi,
+  title     = {R{\\'e}nyi Differential Privacy},
+  author    = {Mironov, Ilya},
+  booktitle = {IEEE Computer Security Foundations Symposium},
+  year      = {2017}
+}""",
+    "pld": """\
+@article{doroshenko2022connect,
+  title   = {Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions},
+  author  = {Doroshenko, Vadym and Ghazi, Badih and Kamath, Pritish and Kumar, Ravi
+             and Manurangsi, Pasin},
+  journal = {Proceedings on Privacy Enhancing Technologies},
+  year    = {2022}
+}""",
+    "grouped": """\
+@article{liu2021grouped,
+  title  = {Differentially Private Learning with Grouped Gradient Clipping},
+  author = {Liu, Haolin and others},
+  year   = {2021}
+}""",
+    "preparation": """\
+@inproceedings{tramer2021differentially,
+  title     = {Differentially Private Learning Needs Better Features (or Much More Data)},
+  author    = {Tram{\\`e}r, Florian and Boneh, Dan},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2021}
+}""",
+    "automatic": """\
+@inproceedings{bu2023automatic,
+  title     = {Automatic Clipping: Differentially Private Deep Learning Made Easier and
+               Stronger},
+  author    = {Bu, Zhiqi and Wang, Yu-Xiang and Zha, Sheng and Karypis, George},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2023}
+}""",
+}
+
+
+def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
+    """BibTeX of what was used: the algorithm, the accountants, the rule."""
+    prepared = ["preparation"] * bool(mechanism.preparation)
+    for key in ("dpsgd", *methods, mechanism.clipping.name, *prepared):
+        if key in _REFERENCES:
+            yield _REFERENCES[key]

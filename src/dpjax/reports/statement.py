@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The privacy statement: who is protected, how, how much, and from what not.
+
+It is read by people who did not run the computation, so it begins with the verdict, calls
+a bound a bound and an estimate an estimate, and ends with what no epsilon covers.
+
+Every line is made from the mechanism and the ledger.  This page must never take a number
+from anywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from dpjax import accounting
+from dpjax.ledger import Ledger
+from dpjax.mechanism import Mechanism
+from dpjax.reports.references import references
+from dpjax.reports.spending import epsilons, multipliers
+from dpjax.types import Neighbours
+
+__all__ = ["statement"]
+
+_NEIGHBOURS = {
+    Neighbours.ADD_OR_REMOVE: "data sets that differ by one example added or removed",
+    Neighbours.ZERO_OUT: "data sets in which one example is replaced by an empty one",
+    Neighbours.REPLACE_ONE: "data sets in which one example is replaced by any other",
+}
+
+_NOT_COVERED = """\
+  - choosing hyper-parameters or a checkpoint by looking at the private data
+  - per-step info (losses, norms, clipped fractions): computed before the noise
+  - examples that belong together: the unit is one example, not one person
+  - models or data in which examples see each other (batch statistics)
+  - attacks on float32 arithmetic or on the pseudo-random generator"""
+
+
+def statement(
+    mechanism: Mechanism,
+    delta: float,
+    *,
+    ledger: Ledger | None = None,
+    seed: int | None = None,
+) -> str:
+    """The privacy statement of a computation, in words.
+
+    Args:
+      mechanism: What is (or was) run.
+      delta: The delta at which epsilon is stated.
+      ledger: What really ran; by default all planned steps.
+      seed: The fixed seed of the run, if it had one instead of a secret key.
+
+    Returns:
+      A text to print, and to publish beside the model.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=1000, batch_size=10),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=1.0,
+      ...     steps=100,
+      ... )
+      >>> print(statement(mechanism, delta=1e-5))  # doctest: +ELLIPSIS
+      Privacy statement
+      ...
+        unit          one example
+      ...
+    """
+    ran = multipliers(mechanism, ledger)
+    found = dict(epsilons(mechanism, ran, delta))
+    lines = [
+        "Privacy statement",
+        "",
+        *_verdict(mechanism, found, delta, seed),
+        "",
+        *_facts(mechanism, ran, ledger, delta),
+        "",
+        *_figures(mechanism, ran, found, delta),
+        "",
+        "Not covered",
+        _NOT_COVERED,
+        "",
+        "References",
+        *references(mechanism, found),
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(
+    mechanism: Mechanism, found: dict[str, float], delta: float, seed: int | None
+) -> Iterator[str]:
+    best = min((e for m, e in found.items() if accounting.METHODS[m].proven), default=math.inf)
+    if math.isinf(best):
+        yield "  This computation is NOT differentially private (epsilon is infinite)."
+        yield f"  {_why_infinite(mechanism)}"
+    else:
+        yield f"  ({best:.4g}, {delta:g})-differentially private, as proved by the best accountant."
+    if seed is not None:
+        yield (
+            f"  Seed published ({seed}): not for release. Whoever knows the seed can "
+            "subtract the noise."
+        )
+    examples = mechanism.sampling.examples
+    if delta * examples >= 1:
+        yield (
+            f"  delta={delta:g} is not below 1/examples={1 / examples:.2g}: publishing one "
+            "example outright would satisfy it. Choose a smaller delta."
+        )
+
+
+def _why_infinite(mechanism: Mechanism) -> str:
+    if math.isinf(mechanism.clipping.sensitivity):
+        return "The rule's bound is infinite: one example can move the sum by any amount."
+    if not np.all(mechanism.multipliers > 0):
+        return "The noise multiplier is 0 at some step."
+    if not all(mechanism.preparation):
+        return "A query before the first step had no noise."
+    return mechanism.sampling.claim
+
+
+def _facts(
+    mechanism: Mechanism, ran: np.ndarray, ledger: Ledger | None, delta: float
+) -> Iterator[str]:
+    sampling, rule = mechanism.sampling, mechanism.clipping
+    neighbours = mechanism.relation
+    groups = rule.partition.size
+    yield "  unit          one example"
+    yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours]}"
+    yield (
+        f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
+        f"{sampling.examples:,} examples a step (rate {sampling.sampling_rate:.3g})"
+    )
+    yield f"                {sampling.claim}"
+    yield (
+        f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one example "
+        f"moves the sum by at most {rule.sensitivity:.4g}"
+    )
+    yield f"  noise         multiplier {_range(ran)} x sensitivity, on the sum"
+    if len(ran) and not math.isinf(rule.sensitivity):
+        on_mean = ran * rule.sensitivity / sampling.batch_size
+        yield f"                = standard deviation {_range(on_mean)} on the mean"
+    if mechanism.preparation:
+        each = ", ".join(f"{multiplier:.4g}" for multiplier in mechanism.preparation)
+        yield "  preparation   Gaussian queries on all the data before the first step, with"
+        yield f"                multiplier {each}"
+    planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
+    yield f"  steps         {len(ran):,}{planned}"
+    yield f"  delta         {delta:g}"
+
+
+def _figures(
+    mechanism: Mechanism,
+    ran: np.ndarray,
+    found: dict[str, float],
+    delta: float,
+) -> Iterator[str]:
+    for method, value in found.items():
+        yield f"  epsilon       {value:8.4g}   {method}: {accounting.METHODS[method].words}"
+    if mechanism.sampling.name in ("shuffled", "curriculum"):
+        rate = mechanism.sampling.sampling_rate
+        steps = accounting.scheduled_gaussian(ran, rate)
+        event = accounting.compose(mechanism.prepared, steps)
+        value = accounting.epsilon(event, delta, "rdp-classic")
+        yield (
+            f"  as if Poisson {value:8.4g}   rdp-classic: the papers' figure for such "
+            "batches. It does not hold for them: nothing proves amplification here."
+        )
+
+
+def _range(values: np.ndarray) -> str:
+    """One number, or the first and last of several."""
+    if not len(values):
+        return "none"
+    if np.all(values == values[0]):
+        return f"{values[0]:.4g}"
+    distinct = len(np.unique(values))
+    return f"{values[0]:.4g} to {values[-1]:.4g} ({distinct} values, by a schedule)"
