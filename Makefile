@@ -5,6 +5,8 @@
 # A choice of interpreter: `make test PYTHON=/path/to/python3.12`.
 PYTHON ?=
 ARGS ?=
+# Which of experiments/benchmarks: steps, accounting, scattering or large.
+BENCH ?= steps
 VENV := .venv
 PEERS := .venv-peers
 PY := $(VENV)/bin/python
@@ -38,11 +40,11 @@ lint: $(VENV)/ready-dev ## check format, lint and types
 types: $(VENV)/ready-dev ## check types
 	$(PY) -m pyright --pythonpath $(PY)
 
-bench: $(VENV)/ready-run ## time a training step
-	$(PY) experiments/benchmarks/steps.py $(ARGS)
+bench: $(VENV)/ready-run ## time a training step, or with BENCH= another benchmark
+	$(PY) experiments/benchmarks/$(BENCH).py $(ARGS)
 
-bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside Opacus, PyTorch and jax_privacy
-	$(PY) experiments/benchmarks/steps.py $(ARGS)
+bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside the peers, which it installs
+	$(PY) experiments/benchmarks/$(BENCH).py $(ARGS)
 
 clean: ## remove the environments and the caches, keep runs/
 	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .hypothesis
@@ -81,7 +83,7 @@ $(PEERS)/ready: .ci/peers.txt | $(VENV)/ready-run
 	@rm -rf $(PEERS) && $(PY) -m venv $(PEERS) && echo '*' > $(PEERS)/.gitignore
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q \
-	  -c .ci/peers.txt opacus jax-privacy -e .
+	  -c .ci/peers.txt opacus jax-privacy kymatio -e .
 	@touch $@
 
 rebuild:
