@@ -16,7 +16,7 @@ from flax import nnx
 
 import dpjax
 from dpjax import clipped_grad, clipping, gradients, losses, testing
-from dpjax.gradients.microbatch import bytes_per_example
+from dpjax.gradients.layout import bytes_per_example
 
 RULE = clipping.flat(1.0)
 
@@ -45,23 +45,26 @@ def test_norms_are_those_before_clipping():
     np.testing.assert_allclose(result.value, [-0.9, -1.2], rtol=1e-6)
 
 
-def test_microbatches_are_chosen_from_the_shapes():
+def test_layouts_are_chosen_from_the_shapes():
     example = jax.ShapeDtypeStruct((784,), jnp.float32)
     params = {"w": jax.ShapeDtypeStruct((784, 65_536), jnp.float32)}
 
     def matrix(p, x):
         return jnp.sum((x @ p["w"]) ** 2), None
 
-    small = gradients.microbatch_size(
-        lambda w, x: (loss(w, x), None), jnp.zeros(784), example, 4096, "vmap"
-    )
-    large = gradients.microbatch_size(matrix, params, example, 4096, "vmap")
-    assert small == 4096
-    assert 1 <= large < small
+    def vector(w, x):
+        return loss(w, x), None
+
+    small = gradients.layout(vector, jnp.zeros(784), example, 4096, "scan")
+    large = gradients.layout(matrix, params, example, 4096, "scan")
+    assert small.microbatch_size == 4096
+    assert 1 <= large.microbatch_size < small.microbatch_size
     # Book-keeping holds activations; the matrix never has a gradient per example.
     held = functools.partial(bytes_per_example, matrix, params, example)
     assert held("ghost") < held("vmap") / 50
-    assert gradients.microbatch_size(matrix, params, example, 3, "ghost") == 3
+    assert gradients.layout(matrix, params, example, 3) == (3, 1)
+    assert gradients.layout(matrix, params, example, 64, microbatch_size=8, devices=2) == (8, 2)
+    assert gradients.layout(matrix, params, example, 0) == (1, 1)
 
 
 def test_jit_vmap_and_grad_compose_with_it():

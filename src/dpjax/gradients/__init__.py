@@ -8,7 +8,7 @@ computed).  An engine means speed only: all engines give the same `ClippedSum`.
 Engines live in `engines`, a row each in one table.  `ghost` is the fast one: `walk` finds
 where a loss uses its parameters, `forms` writes what happens there as outer products,
 `rules` makes norms and sums of them, and `explain` says what was found.  `primitives`,
-`convolution` and `pooling` keep single equations fast.  `microbatch` chooses how many
+`convolution` and `pooling` keep single equations fast.  `layout` chooses how many
 examples are on the chip at once, and `rows` hands them out.  Nothing here knows of noise,
 sampling or epsilon.
 """
@@ -16,7 +16,7 @@ sampling or epsilon.
 from dpjax.gradients.clipped import clipped_grad
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.explaining import explain
-from dpjax.gradients.microbatch import device_count, microbatch_size
+from dpjax.gradients.layout import Layout, layout
 from dpjax.gradients.plain import plain_grad
 
-__all__ = ["ENGINES", "clipped_grad", "device_count", "explain", "microbatch_size", "plain_grad"]
+__all__ = ["ENGINES", "Layout", "clipped_grad", "explain", "layout", "plain_grad"]

@@ -16,8 +16,7 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax.gradients.engines import ENGINES
-from dpjax.gradients.microbatch import device_count as choose_devices
-from dpjax.gradients.microbatch import microbatch_size as choose_microbatch_size
+from dpjax.gradients.layout import layout
 from dpjax.gradients.rows import Rows, microbatched, spread
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -104,13 +103,17 @@ def clipped_grad(
         held = _held_weights(weights, size, rule.partition.size)
         # Shapes are worked out from examples; where there are none, any engine gives zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
-        if name == "vmap":
-            micro = size
-        else:
-            micro = microbatch_size or choose_microbatch_size(with_aux, params, example, size, name)
-        count = devices or choose_devices(size, micro)
+        micro, count = layout(
+            with_aux,
+            params,
+            example,
+            size,
+            name,
+            microbatch_size=size if name == "vmap" else microbatch_size,
+            devices=devices,
+        )
         run = microbatched(ENGINES[name], micro)
-        run = run if count == 1 or size == 0 else spread(run, count)
+        run = run if count == 1 else spread(run, count)
         return run(with_aux, rule, params, Rows(batch, real, held))
 
     return clipped

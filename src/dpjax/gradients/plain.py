@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from dpjax import clipping, trees
 from dpjax.gradients.ghost import backward, wide_leaves
-from dpjax.gradients.microbatch import device_count, microbatch_size
+from dpjax.gradients.layout import layout
 from dpjax.gradients.rows import Rows, microbatched, spread
 from dpjax.gradients.rules import scaled, weighted_sum
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -54,8 +54,7 @@ def plain_grad(
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
         example = trees.one_row(batch)
-        micro = microbatch_size(with_aux, params, example, size)
-        count = devices or device_count(size, micro)
+        micro, count = layout(with_aux, params, example, size, devices=devices)
         engine = microbatched(_unclipped, micro)
         engine = engine if count == 1 else spread(engine, count)
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))

@@ -18,8 +18,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import ledger, trees
-from dpjax.gradients import clipped_grad, device_count
-from dpjax.gradients import microbatch_size as choose_microbatch_size
+from dpjax.gradients import clipped_grad, layout
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, ClippedSum, Draw, Key, LossFn, PyTree
 
@@ -137,8 +136,14 @@ def dpsgd(
         gather = _gather(data, per_step, noise_state.step)
         example = jax.eval_shape(gather, draw.size)  # one index gives one example
         usual = _usual_size(mechanism)
-        size = microbatch_size or _microbatch(loss, params, example, usual, engine)
-        devices = device_count(usual, size)
+        size, devices = layout(
+            lambda p, x: (loss(p, x), None),
+            params,
+            example,
+            usual,
+            engine,
+            microbatch_size=microbatch_size,
+        )
         clipped = clipped_grad(loss, mechanism.clipping, engine, size, devices=devices)
         summed, info = _sum_microbatches(clipped, mechanism, params, gather, draw, size * devices)
         mean, noise_state = mechanism.privatize(key).update(summed, noise_state)
@@ -209,12 +214,6 @@ def _usual_size(mechanism: Mechanism) -> int:
     mean, rate = sampler.batch_size, sampler.sampling_rate
     spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
     return max(1, min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8))
-
-
-def _microbatch(loss: LossFn, params: PyTree, example: PyTree, usual: int, engine: str) -> int:
-    """What fits in memory, but no more than nearly every draw needs."""
-    name = "ghost" if engine == "auto" else engine
-    return choose_microbatch_size(lambda p, x: (loss(p, x), None), params, example, usual, name)
 
 
 def _check_data(data: PyTree, mechanism: Mechanism, per_step: _PerStep) -> None:

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout: how many examples to differentiate at once, and on how many devices.
+
+The estimate reads the shapes of the loss's own program.  An engine that holds one gradient
+per example gets as many as a share of the memory takes.  The book-keeping engine on a CPU
+weighs two costs: what does not fit the caches is slow, and every microbatch adds its sum
+to the total, which is a pass over all parameters.
+
+All of this changes speed and memory, never a result.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+
+from dpjax.gradients.rules import foresee
+from dpjax.gradients.walk import trace
+from dpjax.types import LossFn, PyTree
+
+__all__ = ["Layout", "bytes_per_example", "layout"]
+
+_GHOST = ("auto", "ghost")
+# The share of the memory that one microbatch may take.
+_SHARE = 1 / 8
+# On a CPU: bytes in flight on all devices together, and as many times the parameters' own
+# bytes beside them.  Set by timing; `experiments/benchmarks/layouts.py` does it again.
+_CACHES, _PASSES = 8 * 2**20, 4
+# What these make is written to memory; what lies between is mostly fused into them.
+_WRITES = {
+    "conv_general_dilated",
+    "dot_general",
+    "gather",
+    "reduce_max",
+    "reduce_sum",
+    "reduce_window_max",
+    "reduce_window_sum",
+    "scan",
+}
+
+
+class Layout(NamedTuple):
+    """How a batch is worked on.
+
+    Args:
+      microbatch_size: Examples at once, on each device.
+      devices: How many devices share the batch.
+    """
+
+    microbatch_size: int
+    devices: int
+
+
+def layout(
+    loss: LossFn,
+    params: PyTree,
+    example: PyTree,
+    batch_size: int,
+    engine: str = "auto",
+    *,
+    microbatch_size: int | None = None,
+    devices: int | None = None,
+) -> Layout:
+    """Chooses what was not given.
+
+    A batch that takes several microbatches is spread over all host devices
+    (``jax_num_cpu_devices``); one that does not stays on one device, and so does a batch
+    on an accelerator.
+
+    Args:
+      loss: ``loss(params, example) -> (scalar, aux)``.
+      params: Parameters, or their shapes.
+      example: One example, or its shapes.
+      batch_size: More than this many are never needed.
+      engine: Which engine will run.
+      microbatch_size: What the user wants.
+      devices: What the user wants.
+
+    Returns:
+      The layout; a chosen microbatch is a power of two, or the whole batch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda w, x: (jnp.vdot(w, x), None)
+      >>> layout(loss, jnp.zeros(10), jnp.zeros(10), batch_size=32, devices=1)
+      Layout(microbatch_size=32, devices=1)
+    """
+    if batch_size == 0:
+        return Layout(1, 1)
+    together = microbatch_size or _together(loss, params, example, batch_size, engine)
+    if devices is None:
+        several = batch_size > together and jax.devices()[0].platform == "cpu"
+        devices = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
+    return Layout(microbatch_size or max(1, together // devices), devices)
+
+
+def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
+    """How many examples to have in flight: a power of two, or all."""
+    fits = _budget(params, engine) / max(1, bytes_per_example(loss, params, example, engine))
+    return min(batch_size, 2 ** max(0, round(math.log2(fits))))
+
+
+def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str = "auto") -> int:
+    """An estimate of the memory that one example takes while it is worked on.
+
+    The values of the forward program that depend on the example; with the book-keeping
+    engine what its rules write beside them, else twice every leaf and the values thrice
+    again, for cotangents and scaled copies.
+    """
+    program, leaves = jax.make_jaxpr(loss)(params, example).jaxpr, jax.tree.leaves(params)
+    moving = [i >= len(leaves) for i in range(len(program.invars))]
+    if engine not in _GHOST:
+        return 4 * _program_bytes(program, moving) + 2 * _bytes(leaves)
+    found = trace(loss, params, example)
+    numbers = sum(leaves[i].size for i in found.materialised)
+    for i, leaf in enumerate(leaves):
+        if sites := [site for site in found.sites if i in site.leaves]:
+            numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites).numbers
+    return _program_bytes(program, moving, fused=_on_cpu()) + 4 * numbers
+
+
+def _program_bytes(jaxpr: Any, moving: Sequence[bool], fused: bool = False) -> int:
+    """Bytes of the values that depend on moving inputs; if fused, of those written down."""
+    moves = {v for v, moved in zip(jaxpr.invars, moving, strict=False) if moved}
+    total = 0
+    for equation in jaxpr.eqns:
+        entering = [not isinstance(v, Literal) and v in moves for v in equation.invars]
+        inner = [p for p in equation.params.values() if hasattr(p, "jaxpr")]
+        for program in inner:
+            size = _program_bytes(program.jaxpr, entering[-len(program.jaxpr.invars) :], fused)
+            total += size * equation.params.get("length", 1)
+        written = not fused or equation.primitive.name in _WRITES
+        if not inner and any(entering) and written:
+            total += _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
+        moves |= set(equation.outvars) if any(entering) else set()
+    return total
+
+
+def _budget(params: PyTree, engine: str) -> int:
+    """Bytes that may be in flight on the default device."""
+    if _on_cpu() and engine in _GHOST:
+        return _CACHES + _PASSES * _bytes(jax.tree.leaves(params))
+    if _on_cpu():
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        total = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 * 2**30)
+    return int(_SHARE * total)
+
+
+def _on_cpu() -> bool:
+    return jax.devices()[0].platform == "cpu"
+
+
+def _bytes(arrays: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
