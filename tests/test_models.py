@@ -247,6 +247,12 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         models.by_name("resnet", 10)
 
 
+@pytest.mark.parametrize("name", ["linear", "vit", "tempered_cnn"])
+def test_an_unknown_field_is_answered_with_the_known_ones(name):
+    with pytest.raises(ValueError, match="no field dept; it has activation, classes, "):
+        models.by_name(name, 10, dept=3)
+
+
 @pytest.mark.parametrize(
     "model", [models.TemperedCNN(), models.CIFARCNN(), models.ViT(), models.WideResNet()]
 )

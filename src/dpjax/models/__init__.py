@@ -14,6 +14,7 @@ A model maps an input to logits (or predictions).  It must never know how it is 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
@@ -111,4 +112,12 @@ def by_name(
         )
     if activation is not None:
         options["activation"] = activation
-    return _NAMED[name](classes=classes, **options)
+    make = _NAMED[name]
+    module = make.func if isinstance(make, partial) else make
+    known = inspect.signature(module).parameters.keys() - {"parent", "name"}
+    if unknown := options.keys() - known:
+        raise ValueError(
+            f"models.by_name({name!r}): this model has no field {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(sorted(known))}."
+        )
+    return make(classes=classes, **options)
