@@ -74,7 +74,7 @@ def test_digits_are_each_in_one_part_only():
 def test_npz(tmp_path, name, dtype, shape):
     stored = arrays(dtype, shape)
     np.savez(tmp_path / f"{name}.npz", **stored)
-    loaded = data.load(name, directory=tmp_path)
+    loaded = data.load(name, data_dir=tmp_path)
     x, y = loaded.train
     scale = 255 if dtype == np.uint8 else 1
     np.testing.assert_allclose(x[..., 0], stored["x_train"].reshape(6, 28, 28) / scale, rtol=1e-6)
@@ -102,7 +102,7 @@ def test_jpeg_streams(tmp_path):
         stored[f"offsets_{part}"] = np.cumsum([0, *map(len, pieces)])
         stored[f"y_{part}"] = np.arange(len(shades), dtype=np.uint8)
     np.savez(tmp_path / "cifar10.npz", **stored)
-    loaded = data.load("cifar10", directory=tmp_path)
+    loaded = data.load("cifar10", data_dir=tmp_path)
     assert loaded.train[0].shape == (3, 32, 32, 3)
     np.testing.assert_allclose(loaded.train[0][:, 5, 5, 0] * 255, [0, 100, 255], atol=2)
     assert loaded.test[1].tolist() == [0]
@@ -127,7 +127,7 @@ def table(name, rows):
 def test_tables(tmp_path, name, file, test_size):
     text, values = table(name, test_size + 50)
     (tmp_path / file).write_text(text)
-    loaded = data.load(name, directory=tmp_path)
+    loaded = data.load(name, data_dir=tmp_path)
     (x, y), (x_test, y_test) = loaded.train, loaded.test
     assert (len(x), len(x_test)) == (50, test_size)
     assert loaded.classes is None
@@ -158,7 +158,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 @pytest.mark.parametrize("name", data.NAMES[1:])
 def test_a_missing_file_is_answered_with_what_to_do(tmp_path, name):
     with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR.*dpjax\[tfds\]") as error:
-        data.load(name, directory=tmp_path)
+        data.load(name, data_dir=tmp_path)
     assert str(tmp_path) in str(error.value)
     with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR"):
         data.load(name)
@@ -176,7 +176,7 @@ def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, nam
     np.savez(tmp_path / "cifar10.npz", jpeg_train=np.zeros(1, np.uint8))
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"dpjax\[data\]"):
-        data.load(name, directory=tmp_path)
+        data.load(name, data_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_wrong_contents_are_refused(tmp_path, change, word):
     stored = {k: v for k, v in (arrays() | change).items() if v is not None}
     np.savez(tmp_path / "mnist.npz", **stored)
     with pytest.raises(ValueError, match=word):
-        data.load("mnist", directory=tmp_path)
+        data.load("mnist", data_dir=tmp_path)
 
 
 def test_a_table_that_was_cut_off_is_refused(tmp_path):
     (tmp_path / "wine_quality_red.csv").write_text(table("wine_quality", 320)[0])
     with pytest.raises(ValueError, match="cut off"):
-        data.load("wine_quality", directory=tmp_path)
+        data.load("wine_quality", data_dir=tmp_path)
 
 
 # --- TensorFlow Datasets ----------------------------------------------------------------------
@@ -233,7 +233,7 @@ def rows(count):
 def test_tfds_serves_what_no_file_has_and_downloads_only_if_it_must(tmp_path, monkeypatch, offline):
     contents = {"train": rows(5), "test": rows(2)}
     asked = fake_tfds(monkeypatch, contents, offline=offline)
-    loaded = data.load("mnist", directory=tmp_path)
+    loaded = data.load("mnist", data_dir=tmp_path)
     np.testing.assert_allclose(loaded.train[0][3] * 255, contents["train"][3]["image"], rtol=1e-6)
     assert loaded.test[1].tolist() == [0, 1]
     assert loaded.test[1].dtype == np.int32
@@ -244,7 +244,7 @@ def test_tfds_serves_what_no_file_has_and_downloads_only_if_it_must(tmp_path, mo
 def test_a_file_is_preferred_to_tfds(tmp_path, monkeypatch):
     asked = fake_tfds(monkeypatch, None)
     np.savez(tmp_path / "mnist.npz", **arrays())
-    data.load("mnist", directory=tmp_path)
+    data.load("mnist", data_dir=tmp_path)
     assert not asked
 
 
@@ -306,7 +306,7 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path):
                 yield row["label"], {"image": png(row["image"]), "label": row["label"]}
 
     Mnist(data_dir=tmp_path, file_format="array_record").download_and_prepare()
-    loaded = data.load("mnist", directory=tmp_path)
+    loaded = data.load("mnist", data_dir=tmp_path)
     for image, label in zip(*loaded.train, strict=True):
         np.testing.assert_allclose(image * 255, stored[label]["image"], rtol=1e-6)
     assert sorted(loaded.test[1]) == [0, 1, 2, 3]
@@ -322,7 +322,7 @@ real = pytest.mark.skipif(REAL is None, reason="DPJAX_DATA_DIR is not set")
     ("name", "mean", "deviation"), [("mnist", 0.1307, 0.3081), ("fashion_mnist", 0.2860, 0.3530)]
 )
 def test_real_images(name, mean, deviation):
-    x, y = data.load(name, directory=REAL).train
+    x, y = data.load(name, data_dir=REAL).train
     assert (x.shape, y.shape) == ((60_000, 28, 28, 1), (60_000,))
     assert x.mean(dtype=np.float64) == pytest.approx(mean, abs=1e-4)
     assert x.std(dtype=np.float64) == pytest.approx(deviation, abs=1e-4)
@@ -337,7 +337,7 @@ def test_real_images(name, mean, deviation):
     ],
 )
 def test_real_tables(name, shapes):
-    loaded = data.load(name, directory=REAL)
+    loaded = data.load(name, data_dir=REAL)
     assert (loaded.train[0].shape, loaded.test[0].shape) == shapes
     assert all(np.isfinite(part).all() for part in (*loaded.train, *loaded.test))
 
@@ -345,7 +345,7 @@ def test_real_tables(name, shapes):
 @real
 @pytest.mark.slow
 def test_real_jpeg_copies():
-    loaded = data.load("cifar10", directory=REAL)
+    loaded = data.load("cifar10", data_dir=REAL)
     assert loaded.train[0].shape == (50_000, 32, 32, 3)
     mean = loaded.train[0].mean(axis=(0, 1, 2), dtype=np.float64)
     np.testing.assert_allclose(mean, [0.4913, 0.4821, 0.4465], atol=1e-3)

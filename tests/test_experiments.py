@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
@@ -14,7 +15,7 @@ EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 
 def run(binary, *flags, status=0):
     outcome = subprocess.run(
-        [sys.executable, EXPERIMENTS / binary, *map(str, flags)],
+        [sys.executable, "-W", "error", EXPERIMENTS / binary, *map(str, flags)],
         capture_output=True,
         text=True,
         check=False,
@@ -79,6 +80,54 @@ def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
     assert card["seed_published"] == (3 if "seed" in given else None)
     assert ("not for release" in outcome.stdout) == ("seed" in given)
     run("verify.py", tmp_path / "privacy.json")
+
+
+@pytest.fixture(scope="module")
+def small_mnist(tmp_path_factory):
+    """The folder of a data set of MNIST's form, with 128 images of noise."""
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    parts = {"train": 128, "test": 32}
+    x = {f"x_{part}": draw.integers(0, 256, (n, 28, 28), np.uint8) for part, n in parts.items()}
+    y = {f"y_{part}": np.arange(n) % 10 for part, n in parts.items()}
+    np.savez(folder / "mnist.npz", **x, **y)
+    return folder
+
+
+SHORT = ["--dataset=mnist", "--epochs=1", "--batch_size=64", "--evaluations=1"]
+
+
+def test_a_published_loss_trains_a_published_network(small_mnist, tmp_path):
+    published = ["--model=tempered_cnn", "--torch_init", "--model_options=padding=2"]
+    published += ["--loss=composite", "--loss_options=threshold=7,beta=11,gamma=5"]
+    run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *published)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2]
+    # In epoch 0 of threshold 7 the squared error of small logits rules: about a half.
+    assert 0.4 < rows[0]["private"]["loss"] < 0.8
+
+
+def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tmp_path):
+    scattered = ["--model=scatter_cnn", "--features=scattering", "--normalization=data"]
+    cache = ["--cache_dir", tmp_path / "features"]
+    run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *scattered, *cache)
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card["preparation"]["gaussian_multipliers"] == [20.0, 20.0, 8.0, 8.0]
+    assert card["epsilon"]["rdp"]["value"] <= 3.0
+    assert len(list((tmp_path / "features").iterdir())) == 2
+    run("verify.py", tmp_path / "privacy.json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model=scatter_linear"], "Add --features=scattering"),
+        (["--model=vit", "--model_options=patch=3"], "patch must divide both sides"),
+        (["--data_dir=/nowhere", "--dataset=mnist"], "found neither /nowhere/mnist.npz"),
+    ],
+    ids=["features", "patch", "folder"],
+)
+def test_what_does_not_fit_is_refused_in_words(flags, words, tmp_path):
+    assert words in run("train.py", "--out", tmp_path, "--epochs=1", *flags, status=1).stderr
 
 
 def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets by name, as plain arrays in memory.
 
-`load` looks in a folder (``directory``, or the environment variable ``DPJAX_DATA_DIR``),
+`load` looks in a folder (``data_dir``, or the environment variable ``DPJAX_DATA_DIR``),
 then asks TensorFlow Datasets if that is installed; ``"digits"`` comes with scikit-learn
 and needs neither.  Images are float32 in [0, 1], channels last; labels are int32; tables
 are float32 in their own units.
@@ -48,7 +48,7 @@ class Dataset(NamedTuple):
     note: str = ""
 
 
-def load(name: str, *, directory: str | os.PathLike[str] | None = None) -> Dataset:
+def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """Loads a data set by name.
 
     ======================  ==========  ===========  ====================================
@@ -68,7 +68,7 @@ def load(name: str, *, directory: str | os.PathLike[str] | None = None) -> Datas
 
     Args:
       name: One of the names above.
-      directory: The folder; by default what ``DPJAX_DATA_DIR`` says.
+      data_dir: The folder; by default what ``DPJAX_DATA_DIR`` says.
 
     Returns:
       The data set, the same in every call.
@@ -86,7 +86,7 @@ def load(name: str, *, directory: str | os.PathLike[str] | None = None) -> Datas
             "Data of your own needs no name: wherever a data set is asked for, arrays do."
         )
     source = _SOURCES[name]
-    folder = directory if directory is not None else os.environ.get("DPJAX_DATA_DIR")
+    folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
     path = Path(folder, source.file) if folder else None
     if path is not None and path.is_file():
         return source.read(name, source, path)
@@ -94,7 +94,7 @@ def load(name: str, *, directory: str | os.PathLike[str] | None = None) -> Datas
         return _from_tfds(name, source, folder)
     raise FileNotFoundError(
         f"data.load({name!r}): found neither {path or source.file} nor TensorFlow Datasets. Put "
-        f"{source.file} into a folder and name it by directory=... or the environment variable "
+        f"{source.file} into a folder and name it by data_dir=... or the environment variable "
         "DPJAX_DATA_DIR, or install the extra: pip install 'dpjax[tfds]'. "
         "load('digits') needs neither."
     )
@@ -235,7 +235,7 @@ def _from_tfds(name: str, source: _Source, folder: str | os.PathLike[str] | None
     if source.tfds is None:
         raise FileNotFoundError(
             f"data.load({name!r}): TensorFlow Datasets does not have it. Put {source.file} into a "
-            "folder and name it by directory=... or the environment variable DPJAX_DATA_DIR."
+            "folder and name it by data_dir=... or the environment variable DPJAX_DATA_DIR."
         )
     splits = _tfds_splits(name, source.tfds, folder)
     if source.classes is None:
