@@ -164,6 +164,12 @@ def test_a_missing_file_is_answered_with_what_to_do(tmp_path, name):
         data.load(name)
 
 
+def no_jpegs():
+    """Arrays of the right names whose bytes are no images."""
+    each = {"jpeg": np.zeros(9, np.uint8), "offsets": np.array([0, 9]), "y": np.zeros(1, int)}
+    return {f"{name}_{part}": array for name, array in each.items() for part in ("train", "test")}
+
+
 @pytest.mark.parametrize(("name", "package"), [("digits", "sklearn"), ("cifar10", "PIL")])
 def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, name, package):
     real = builtins.__import__
@@ -173,7 +179,7 @@ def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, nam
             raise ImportError(module)
         return real(module, *rest)
 
-    np.savez(tmp_path / "cifar10.npz", jpeg_train=np.zeros(1, np.uint8))
+    np.savez(tmp_path / "cifar10.npz", **no_jpegs())
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"dpjax\[data\]"):
         data.load(name, data_dir=tmp_path)
@@ -184,14 +190,91 @@ def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, nam
     [
         ({"x_test": None}, "another data set"),
         ({"x_train": np.full((6, 28, 28), 2.0)}, r"numbers in \[0, 1\]"),
+        ({"x_train": np.full((6, 28, 28), np.nan)}, r"numbers in \[0, 1\]"),
         ({"x_train": np.zeros((6, 28, 28), np.int64)}, "expected bytes"),
+        ({"x_train": np.zeros((6, 784), np.uint8)}, r"\[examples, height, width, channels\]"),
+        ({"x_test": np.zeros((3, 32, 32, 3), np.uint8)}, r"shape \(32, 32, 3\), and training"),
+        ({"x_train": np.zeros((5, 28, 28), np.uint8)}, "5 inputs and 6 targets; each needs one"),
+        ({"x_test": np.zeros((0, 28, 28), np.uint8), "y_test": np.zeros(0)}, "0 inputs and 0"),
+        ({"y_train": np.array([0, 1, 2, 3, 4, 10])}, "labels from 0 to 10; expected 0 to 9"),
+        ({"y_test": np.array([-1, 0, 1])}, "labels from -1 to 1"),
+        ({"y_test": np.array([None, 0, 1])}, "not a whole .npz file of plain arrays"),
     ],
 )
-def test_wrong_contents_are_refused(tmp_path, change, word):
+def test_wrong_contents_are_refused_and_the_file_is_named(tmp_path, change, word):
     stored = {k: v for k, v in (arrays() | change).items() if v is not None}
     np.savez(tmp_path / "mnist.npz", **stored)
-    with pytest.raises(ValueError, match=word):
+    with pytest.raises(ValueError, match=word) as error:
         data.load("mnist", data_dir=tmp_path)
+    assert str(tmp_path / "mnist.npz") in str(error.value)
+
+
+@pytest.mark.parametrize("kept", [0, 10, 200, -1, -400])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_file_that_was_cut_off_is_refused(tmp_path, save, kept):
+    save(tmp_path / "mnist.npz", **arrays())
+    whole = (tmp_path / "mnist.npz").read_bytes()
+    (tmp_path / "mnist.npz").write_bytes(whole[:kept])
+    with pytest.raises(ValueError, match=r"mnist\.npz is not a whole .* fetch it again"):
+        data.load("mnist", data_dir=tmp_path)
+
+
+def test_a_single_array_is_no_data_set(tmp_path):
+    np.save(tmp_path / "mnist.npy", np.zeros(3))
+    (tmp_path / "mnist.npy").rename(tmp_path / "mnist.npz")
+    with pytest.raises(ValueError, match="not a whole"):
+        data.load("mnist", data_dir=tmp_path)
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    np.savez(tmp_path / "mnist.npz", **arrays())
+    bad = bytearray((tmp_path / "mnist.npz").read_bytes())
+    bad[1000] ^= 1
+    (tmp_path / "mnist.npz").write_bytes(bad)
+    with pytest.raises(ValueError, match="not a whole"):
+        data.load("mnist", data_dir=tmp_path)
+
+
+def test_jpeg_streams_that_do_not_decode_are_refused(tmp_path):
+    np.savez(tmp_path / "cifar10.npz", **no_jpegs())
+    with pytest.raises(ValueError, match=r"cifar10\.npz holds JPEG streams that do not decode"):
+        data.load("cifar10", data_dir=tmp_path)
+
+
+def test_what_medmnist_publishes_is_read_as_it_is(tmp_path):
+    stored = {}
+    for part, count in (("train", 4), ("val", 2), ("test", 3)):
+        stored[f"{part}_images"] = RNG.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        stored[f"{part}_labels"] = RNG.integers(0, 11, (count, 1), dtype=np.uint8)
+    np.savez(tmp_path / "organamnist.npz", **stored)
+    loaded = data.load("organamnist", data_dir=tmp_path)
+    assert loaded.train[0].shape == (4, 28, 28, 1)
+    assert loaded.train[1].tolist() == stored["train_labels"][:, 0].tolist()
+    assert (len(loaded.test[1]), loaded.classes) == (3, 11)
+
+
+def test_a_validation_part_is_split_off_without_a_look_at_it():
+    split = (np.arange(20.0).reshape(10, 2), np.arange(10))
+    rest, held = data.hold_out(split, 3)
+    assert (len(rest[0]), len(held[0])) == (7, 3)
+    assert sorted([*rest[1], *held[1]]) == list(range(10))
+    assert all(x[0] == 2 * y for part in (rest, held) for x, y in zip(*part, strict=True))
+    other, _ = data.hold_out((RNG.normal(size=(10, 2)), np.arange(10)), 3)
+    assert other[1].tolist() == rest[1].tolist()
+    for size in (0, 10, -1):
+        with pytest.raises(ValueError, match="at least 1 row"):
+            data.hold_out(split, size)
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"), [("nan", "NaN or infinite"), ("eleven", "not a table of numbers")]
+)
+def test_a_table_with_something_else_in_it_is_refused(tmp_path, cell, word):
+    text = table("wine_quality", 330)[0]
+    (tmp_path / "wine_quality_red.csv").write_text(f"{text.rsplit(';', 1)[0]};{cell}")
+    with pytest.raises(ValueError, match=word) as error:
+        data.load("wine_quality", data_dir=tmp_path)
+    assert str(tmp_path / "wine_quality_red.csv") in str(error.value)
 
 
 def test_a_table_that_was_cut_off_is_refused(tmp_path):

@@ -121,10 +121,9 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     ("flags", "words"),
     [
         (["--model=scatter_linear"], "Add --features=scattering"),
-        (["--model=vit", "--model_options=patch=3"], "patch must divide both sides"),
         (["--data_dir=/nowhere", "--dataset=mnist"], "found neither /nowhere/mnist.npz"),
     ],
-    ids=["features", "patch", "folder"],
+    ids=["features", "folder"],
 )
 def test_what_does_not_fit_is_refused_in_words(flags, words, tmp_path):
     assert words in run("train.py", "--out", tmp_path, "--epochs=1", *flags, status=1).stderr

@@ -763,6 +763,13 @@ MUTANTS = [
         "return (*jax.tree.map(lambda x: x[:1] * (rows[:, None] >= 0), data), every)",
         "test_training.py::TestPerStep::test_it_is_as_if_each_example_brought_it",
     ),
+    Mutant(
+        "rows that were held out are trained on",
+        "data/dataset.py",
+        "rest, held = order[size:], order[:size]",
+        "rest, held = order, order[:size]",
+        "test_data.py::test_a_validation_part_is_split_off_without_a_look_at_it",
+    ),
 ]
 
 

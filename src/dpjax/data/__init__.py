@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets by name, as plain arrays in memory.
+
+`load` looks in a folder (``data_dir``, or the environment variable ``DPJAX_DATA_DIR``),
+then asks TensorFlow Datasets if that is installed; ``"digits"`` comes with scikit-learn
+and needs neither.  Images are float32 in [0, 1], channels last; labels are int32; tables
+are float32 in their own units.  `hold_out` splits a validation part off.
+
+`sources` is the table of names, `files` and `tfds` read them, `dataset` says what comes
+out.  Nothing here looks at the data to decide anything: a mean or a scale that is computed
+from private examples is itself a release.  This room must never know how data is sampled.
+"""
+
+from dpjax.data.dataset import Dataset, Split, hold_out, standardize
+from dpjax.data.loading import NAMES, load
+
+__all__ = ["NAMES", "Dataset", "Split", "hold_out", "load", "standardize"]

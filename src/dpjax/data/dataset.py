@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a data set is: two parts of inputs and targets, and what a reader must be told.
+
+Every data set passes `checked` before anyone sees it, so that a damaged or mistaken file is
+an error that names it, and not a strange accuracy later.  Splits depend on the number of
+examples alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+__all__ = ["Dataset", "Split", "checked", "hold_out", "standardize"]
+
+Split: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+
+class Dataset(NamedTuple):
+    """Examples to learn from and examples to test on.
+
+    Attributes:
+      name: The word it was loaded by.
+      train: Inputs and targets, ``(x, y)``, with one example a row.
+      test: The same, never trained on.
+      classes: How many labels there are; None where the target is a quantity.
+      note: What a reader of results must be told about the data; often empty.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    classes: int | None
+    note: str = ""
+
+
+def hold_out(split: Split, size: int) -> tuple[Split, Split]:
+    """Splits rows off a data set, to validate on or to test on.
+
+    Shuffled, because tables come sorted; always alike, because a split is part of a result.
+
+    Args:
+      split: Inputs and targets.
+      size: How many rows to split off.
+
+    Returns:
+      ``(rest, held)``; every row is in one of them.
+
+    Privacy:
+      Rows split off from private data are private too.  They are not in the training's
+      epsilon, nor is a choice that was made by looking at them.
+
+    Example:
+      >>> rest, held = hold_out((np.zeros((10, 3)), np.arange(10)), size=2)
+      >>> len(rest[1]), len(held[1])
+      (8, 2)
+    """
+    x, y = split
+    if not 0 < size < len(y):
+        raise ValueError(
+            f"data.hold_out(size={size}): the data hold {len(y)} rows; expected at least 1 row to "
+            "split off and at least 1 to be left."
+        )
+    order = np.random.default_rng(0).permutation(len(y))
+    rest, held = order[size:], order[:size]
+    return (x[rest], y[rest]), (x[held], y[held])
+
+
+def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.ndarray:
+    """Shifts and scales features by constants that the caller knows from elsewhere.
+
+    Args:
+      values: ``[examples, features]``, or images ``[examples, height, width, channels]``.
+      mean: What becomes 0; one number, or one a feature.
+      scale: What becomes 1; one number, or one a feature; positive.
+
+    Returns:
+      ``(values - mean) / scale`` in float32.
+
+    Privacy:
+      The constants must be public: published about data of this kind, or measured on other
+      data.  A mean of the private examples themselves is a release that nobody accounts.
+
+    Example:
+      >>> standardize(np.array([[10.0, 2.0]]), mean=[8.0, 0.0], scale=[2.0, 1.0])
+      array([[1., 2.]], dtype=float32)
+    """
+    if not np.all(np.asarray(scale) > 0):
+        raise ValueError(
+            f"data.standardize(scale={scale}): every scale must be positive. A feature that never "
+            "changes has no scale of its own: give it 1, or leave it out."
+        )
+    return ((values - np.asarray(mean)) / np.asarray(scale)).astype(np.float32)
+
+
+def checked(dataset: Dataset, where: str) -> Dataset:
+    """The data set, if it is one.
+
+    Args:
+      dataset: As it was read.
+      where: The file, or the place it was read from, for the error.
+    """
+    for part, (x, y) in (("train", dataset.train), ("test", dataset.test)):
+        told = f"data.load({dataset.name!r}): {where}: its {part} part has"
+        usual = "The file may be damaged, or another data set under this name."
+        if not len(y) or len(x) != len(y):
+            raise ValueError(
+                f"{told} {len(x)} inputs and {len(y)} targets; each needs one. {usual}"
+            )
+        if x.shape[1:] != dataset.train[0].shape[1:]:
+            raise ValueError(
+                f"{told} examples of shape {x.shape[1:]}, and training ones have "
+                f"{dataset.train[0].shape[1:]}. {usual}"
+            )
+        if not np.isfinite(x).all() or not np.isfinite(y).all():
+            raise ValueError(f"{told} numbers that are NaN or infinite. {usual}")
+        if dataset.classes is not None and not (y.min() >= 0 and y.max() < dataset.classes):
+            raise ValueError(
+                f"{told} labels from {y.min()} to {y.max()}; expected 0 to "
+                f"{dataset.classes - 1}. {usual}"
+            )
+    return dataset

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a name to a data set: a file in a folder first, then TensorFlow Datasets.
+
+The digits come with scikit-learn and need neither.  Whatever is found is checked before it
+is returned.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+
+from dpjax.data.dataset import Dataset, checked, hold_out
+from dpjax.data.files import read
+from dpjax.data.sources import SOURCES
+from dpjax.data.tfds import from_tfds
+
+__all__ = ["NAMES", "load"]
+
+NAMES: tuple[str, ...] = ("digits", *SOURCES)
+"""The names that `load` knows."""
+
+
+def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
+    """Loads a data set by name.
+
+    ======================  ==========  ===========  ====================================
+    name                    train/test  one example  looked for in the folder
+    ======================  ==========  ===========  ====================================
+    ``digits``              1437/360    (8, 8, 1)    (embedded in scikit-learn)
+    ``mnist``               60000/10000 (28, 28, 1)  ``mnist.npz``
+    ``fashion_mnist``       60000/10000 (28, 28, 1)  ``fashion_mnist.npz``
+    ``cifar10``             50000/10000 (32, 32, 3)  ``cifar10.npz``
+    ``cifar100``            50000/10000 (32, 32, 3)  ``cifar100.npz``
+    ``svhn``                73257/26032 (32, 32, 3)  ``svhn.npz``
+    ``pathmnist``           89996/7180  (28, 28, 3)  ``pathmnist.npz``
+    ``organamnist``         34561/17778 (28, 28, 1)  ``organamnist.npz``
+    ``organcmnist``         12975/8216  (28, 28, 1)  ``organcmnist.npz``
+    ``organsmnist``         13932/8827  (28, 28, 1)  ``organsmnist.npz``
+    ``california_housing``  18576/2064  (8,)         ``california_housing.csv``
+    ``wine_quality``        1279/320    (11,)        ``wine_quality_red.csv``
+    ======================  ==========  ===========  ====================================
+
+    An ``.npz`` holds ``x_train, y_train, x_test, y_test`` (bytes, or numbers in [0, 1]), or
+    instead of each ``x`` a buffer ``jpeg_train`` of JPEG streams that begin at
+    ``offsets_train``; or it is as MedMNIST publishes it, whose validation part is left out.
+    A ``.csv`` has a header, and its target in the last column.
+
+    Args:
+      name: One of the names above.
+      data_dir: The folder; by default what ``DPJAX_DATA_DIR`` says.
+
+    Returns:
+      The data set, the same in every call.
+
+    Example:
+      >>> digits = load("digits")
+      >>> digits.train[0].shape, digits.test[1].dtype, digits.classes
+      ((1437, 8, 8, 1), dtype('int32'), 10)
+    """
+    if name == "digits":
+        return _digits()
+    if name not in SOURCES:
+        raise ValueError(
+            f"data.load({name!r}): no such data set; expected one of {', '.join(NAMES)}. "
+            "Data of your own needs no name: wherever a data set is asked for, arrays do."
+        )
+    source = SOURCES[name]
+    folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
+    path = Path(folder, source.file) if folder else None
+    if path is not None and path.is_file():
+        return checked(read(name, source, path), str(path))
+    if importlib.util.find_spec("tensorflow_datasets") is not None:
+        return checked(from_tfds(name, source, folder), "TensorFlow Datasets")
+    raise FileNotFoundError(
+        f"data.load({name!r}): found neither {path or source.file} nor TensorFlow Datasets. Put "
+        f"{source.file} into a folder and name it by data_dir=... or the environment variable "
+        "DPJAX_DATA_DIR, or install the extra: pip install 'dpjax[tfds]'. "
+        "load('digits') needs neither."
+    )
+
+
+def _digits() -> Dataset:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "data.load('digits'): the digits come with scikit-learn, which is not installed. "
+            "Install the extra: pip install 'dpjax[data]'."
+        ) from error
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)  # pixels are counts from 0 to 16
+    train, test = hold_out((x, y.astype(np.int32)), size=360)
+    return Dataset("digits", train, test, classes=10)

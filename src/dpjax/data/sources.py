@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of names: which file holds a data set, and what TensorFlow Datasets calls it.
+
+A new data set of a known format is a row here.  This page must never read anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["SOURCES", "Source"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a data set is found.
+
+    Args:
+      file: Its name in the folder; ``.npz`` or ``.csv``.
+      classes: How many labels there are; None where the target is a quantity.
+      test_size: How many rows of a table are kept for the test.
+      tfds: What TensorFlow Datasets calls it; None if it does not have it.
+      note: What a reader of results must be told.
+    """
+
+    file: str
+    classes: int | None = None
+    test_size: int = 0
+    tfds: str | None = None
+    note: str = ""
+
+
+SOURCES: MappingProxyType[str, Source] = MappingProxyType(
+    {
+        "mnist": Source(file="mnist.npz", classes=10, tfds="mnist"),
+        "fashion_mnist": Source(file="fashion_mnist.npz", classes=10, tfds="fashion_mnist"),
+        "cifar10": Source(file="cifar10.npz", classes=10, tfds="cifar10"),
+        "cifar100": Source(file="cifar100.npz", classes=100, tfds="cifar100"),
+        "svhn": Source(file="svhn.npz", classes=10, tfds="svhn_cropped"),
+        "pathmnist": Source(file="pathmnist.npz", classes=9),
+        "organamnist": Source(file="organamnist.npz", classes=11),
+        "organcmnist": Source(file="organcmnist.npz", classes=11),
+        "organsmnist": Source(file="organsmnist.npz", classes=11),
+        "california_housing": Source(file="california_housing.csv", test_size=2_064),
+        "wine_quality": Source(
+            file="wine_quality_red.csv",
+            test_size=320,
+            tfds="wine_quality/red",
+            note="some rows repeat exactly; the unit of privacy is a row",
+        ),
+    }
+)
+"""Every name but ``digits``, which comes with scikit-learn."""
