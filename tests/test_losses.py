@@ -286,6 +286,53 @@ def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_o
         assert float(info.loss) == pytest.approx(expected, rel=1e-5)
 
 
+def shifted(key, x):
+    return x + jax.random.normal(key, x.shape)
+
+
+class TestAugmented:
+    MODEL = models.MLP(features=(4,), classes=3)
+    BATCH = (
+        RNG.normal(size=(5, 6)).astype("f4"),
+        np.arange(5) % 3,
+        np.arange(5),
+        np.full(5, 7),
+    )
+
+    def losses(self, views=3):
+        plain = losses.of(self.MODEL, losses.cross_entropy)
+        return plain, losses.augmented(plain, shifted, views, key=KEY)
+
+    def test_it_is_the_mean_over_views_and_clipped_as_one_example(self):
+        plain, loss = self.losses()
+        params = some_params(self.MODEL, self.BATCH[0][0])
+        example = jax.tree.map(lambda leaf: leaf[2], self.BATCH)
+        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(KEY, 2), 7), 3)
+        each = [plain(params, (shifted(key, example[0]), example[1])) for key in keys]
+        assert float(loss(params, example)) == pytest.approx(float(np.mean(each)), rel=1e-5)
+        rule = clipping.flat(0.01)
+        alone = jax.tree.map(lambda leaf: leaf[2:3], self.BATCH)
+        moved = dpjax.clipped_grad(loss, rule)(params, alone).value
+        assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-4)
+
+    def test_engines_agree(self):
+        _, loss = self.losses()
+        params = some_params(self.MODEL, self.BATCH[0][0])
+        testing.assert_engines_agree(loss, clipping.flat(0.5), params, self.BATCH)
+
+    def test_rows_and_steps_have_views_of_their_own_and_come_back(self):
+        _, loss = self.losses(1)
+        params = some_params(self.MODEL, self.BATCH[0][0])
+        x, y = self.BATCH[0][0], jnp.array(1)
+        seen = [float(loss(params, (x, y, row, step))) for row in (0, 1) for step in (0, 1)]
+        assert len(set(seen)) == 4
+        assert float(loss(params, (x, y, 1, 1))) == seen[-1]
+
+    def test_no_views_are_refused(self):
+        with pytest.raises(ValueError, match="at least 1"):
+            self.losses(0)
+
+
 def test_of_explains_what_a_loss_lacks():
     x, y = np.zeros(5, np.float32), jnp.array(0)
     model = models.MLP(features=(4,), classes=3)

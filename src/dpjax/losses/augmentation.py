@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several views of one example, averaged before anything is clipped.
+
+A private step pays for an example once, however much is learnt from it.  So its loss may be
+the mean over random crops and flips of it: the gradient is still one example's, clipped to
+one bound, and the noise does not grow.
+
+Randomness comes from the example, as its other leaves do; this file must never keep a key of
+its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dpjax.types import Key, LossFn, PyTree
+
+__all__ = ["augmented"]
+
+
+def augmented(
+    loss: LossFn, augment: Callable[[Key, Array], Array], views: int, *, key: Key
+) -> LossFn:
+    r"""Makes the mean of a loss over random views of an example.
+
+    .. math:: \frac1K \sum_{k=1}^K \text{loss}(\theta, (a_k(x), y))
+
+    Args:
+      loss: ``loss(params, (x, y))``, such as `of` returns.
+      augment: ``augment(key, x) -> view``, of the shape of x.
+      views: K, the multiplicity; time and memory of a step grow with it.
+      key: Where the views' randomness begins; it need not be secret.
+
+    Returns:
+      ``loss(params, (x, y, *numbers))``.  The whole numbers make the randomness of an example
+      its own and that of a step new: its row, from the data, and the step, by ``per_step``.
+      Without numbers the views are always the same.
+
+    Privacy:
+      The mean over views is one example's loss: clipped once, sensitivity unchanged.
+
+    Example:
+      >>> from dpjax import losses, models
+      >>> loss = losses.of(models.MLP(features=()), losses.cross_entropy)
+      >>> flip = lambda key, x: jnp.where(jax.random.bernoulli(key), x[:, ::-1], x)
+      >>> loss = losses.augmented(loss, flip, views=4, key=jax.random.key(0))
+      >>> data = (jnp.zeros((100, 8, 8, 1)), jnp.zeros(100, int), jnp.arange(100))
+      >>> # dpjax.dpsgd(loss, optimizer, mechanism, data, per_step=lambda step: step)
+
+    References:
+      De, Berrada, Hayes, Smith and Balle, "Unlocking High-Accuracy Differentially Private
+      Image Classification through Scale", 2022, section 3.3.
+    """
+    if operator.index(views) < 1:
+        raise ValueError(
+            f"losses.augmented(views={views}): expected at least 1; it is how many views of an "
+            "example are averaged. 8 or 16 are usual."
+        )
+
+    def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
+        x, y, *numbers = example
+        own = key
+        for number in numbers:
+            own = jax.random.fold_in(own, number)
+        seen = jax.vmap(augment, (0, None))(jax.random.split(own, views), x)
+        return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(seen))
+
+    return mean_loss
