@@ -573,9 +573,14 @@ def test_files_that_are_no_weights(tmp_path):
     np.savez(tmp_path / "pickled.npz", a=np.array([{"code": 1}], dtype=object))
     with pytest.raises(ValueError, match="never read: it can run code"):
         models.load_vit(tmp_path / "pickled.npz", {})
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "pickled.npz").read_bytes()[:40])
-    with pytest.raises(ValueError, match="broke off"):
-        models.load_vit(tmp_path / "cut.npz", {})
+    whole = (tmp_path / "pickled.npz").read_bytes()
+    np.savez_compressed(tmp_path / "packed.npz", a=np.arange(1000))
+    packed = bytearray((tmp_path / "packed.npz").read_bytes())
+    packed[300] ^= 255
+    for damaged in (whole[:40], packed):
+        (tmp_path / "damaged.npz").write_bytes(damaged)
+        with pytest.raises(ValueError, match="broke off"):
+            models.load_vit(tmp_path / "damaged.npz", {})
 
 
 def test_symmetric_draws_reach_both_ends():

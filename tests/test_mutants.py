@@ -770,6 +770,20 @@ MUTANTS = [
         "rest, held = order, order[:size]",
         "test_data.py::test_a_validation_part_is_split_off_without_a_look_at_it",
     ),
+    Mutant(
+        "batch statistics pass for parameters",
+        "losses/modules.py",
+        'if "batch_stats" in params:',
+        "if False:",
+        "test_losses.py::test_of_refuses_batch_statistics",
+    ),
+    Mutant(
+        "batch statistics are made on the way",
+        "losses/modules.py",
+        'mutable=["preactivations"]',
+        "mutable=True",
+        "test_losses.py::test_batch_statistics_are_refused_with_a_penalty_too",
+    ),
 ]
 
 

@@ -16,6 +16,7 @@ import json
 import math
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def _read_npz(path: str | Path) -> dict[str, np.ndarray]:
     try:
         with _existing(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path}: not a whole .npz file of plain arrays ({error}). Usually the download "
             "broke off, or the arrays were pickled, which is never read: it can run code."

@@ -171,7 +171,7 @@ class TextTransformer(nn.Module):
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
             h = h + table(self.segments, name="segment")(segments)
-        h = _encoder(self, self.length)(h, real[..., None, None, :])
+        h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
         return dense(self, self._summary(h, real), self.classes, name="head")
 
     def _summary(self, h: Array, real: Bool[Array, "*batch positions"]) -> Array:
@@ -219,7 +219,6 @@ class ViT(nn.Module):
     activation: Activation = nn.gelu
     kernel_init: Initializer = _XAVIER
     torch_init: bool = False
-    layout: str = "pre-norm"
 
     @nn.compact
     def __call__(
@@ -236,28 +235,27 @@ class ViT(nn.Module):
         h = h.reshape(*h.shape[:-3], -1, self.width)
         first = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
-        h = _encoder(self, h.shape[-2])(h)
+        h = _encoder(self, h.shape[-2], "pre-norm")(h)
         return dense(self, h[..., 0, :], self.classes, name="head")
 
 
-def _encoder(model: TextTransformer | ViT, length: int) -> _Encoder:
+def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:
     """The encoder of a model, under the name that published weights give it."""
-    if model.width % model.heads or model.layout not in _LAYOUTS:
+    if model.width % model.heads or layout not in _LAYOUTS:
         raise ValueError(
-            f"models.{type(model).__name__}(width={model.width}, heads={model.heads}, "
-            f"layout={model.layout!r}): heads must divide the width, and layout is one of "
-            f"{_LAYOUTS}."
+            f"models.{type(model).__name__}(width={model.width}, heads={model.heads}), layout "
+            f"{layout!r}: heads must divide the width, and layout is one of {_LAYOUTS}."
         )
     block = partial(
         _EncoderBlock,
         heads=model.heads,
         hidden=model.hidden or 4 * model.width,
         activation=model.activation,
-        layout=model.layout,
+        layout=layout,
         kernel_init=model.kernel_init,
         torch_init=model.torch_init,
     )
-    return _Encoder(length, model.depth, block, model.layout, model.torch_init, name="Transformer")
+    return _Encoder(length, model.depth, block, layout, model.torch_init, name="Transformer")
 
 
 def _check_text(model: TextTransformer, tokens: Array, segments: Array | None) -> None:
