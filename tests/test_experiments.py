@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+import dpjax
+
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 
 
@@ -94,36 +96,37 @@ def small_mnist(tmp_path_factory):
 
 
 SHORT = ["--dataset=mnist", "--epochs=1", "--batch_size=64", "--evaluations=1"]
+SHORT += ["--noise_multiplier=4"]
 
 
-def test_a_published_loss_trains_a_published_network(small_mnist, tmp_path):
-    published = ["--model=tempered_cnn", "--torch_init", "--model_options=padding=2"]
-    published += ["--loss=composite", "--loss_options=threshold=7,beta=11,gamma=5"]
+def test_a_published_loss_is_told_the_epoch(small_mnist, tmp_path):
+    published = ["--loss=composite", "--loss_options=threshold=7,beta=11,gamma=5"]
     run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *published)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2]
-    # In epoch 0 of threshold 7 the squared error of small logits rules: about a half.
-    assert 0.4 < rows[0]["private"]["loss"] < 0.8
+    # In epoch 0 of threshold 7 the squared error rules: about a half while logits are small.
+    assert 0.4 < rows[0]["private"]["loss"] < 1.5
 
 
 def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tmp_path):
-    scattered = ["--model=scatter_cnn", "--features=scattering", "--normalization=data"]
+    scattered = ["--model=scatter_linear", "--features=scattering", "--normalization=data"]
     cache = ["--cache_dir", tmp_path / "features"]
     run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *scattered, *cache)
     card = json.loads((tmp_path / "privacy.json").read_text())
     assert card["preparation"]["gaussian_multipliers"] == [20.0, 20.0, 8.0, 8.0]
-    assert card["epsilon"]["rdp"]["value"] <= 3.0
+    bare = dpjax.accounting.subsampled_gaussian(4.0, 0.5, 2)
+    assert card["epsilon"]["rdp"]["value"] > dpjax.accounting.epsilon(bare, 1e-5)
     assert len(list((tmp_path / "features").iterdir())) == 2
-    run("verify.py", tmp_path / "privacy.json")
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--model=scatter_linear"], "Add --features=scattering"),
+        (["--model_options=dept=3"], "no field dept; it has activation"),
         (["--data_dir=/nowhere", "--dataset=mnist"], "found neither /nowhere/mnist.npz"),
     ],
-    ids=["features", "folder"],
+    ids=["features", "field", "folder"],
 )
 def test_what_does_not_fit_is_refused_in_words(flags, words, tmp_path):
     assert words in run("train.py", "--out", tmp_path, "--epochs=1", *flags, status=1).stderr
