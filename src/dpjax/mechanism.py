@@ -209,8 +209,8 @@ class Mechanism:
             **extra: Any,
         ) -> tuple[PyTree, Any]:
             del params, extra
-            step = state.step
-            if not isinstance(step, Tracer) and step >= self.steps:
+            step, beyond = state.step, state.step >= self.steps
+            if not isinstance(beyond, Tracer) and beyond:
                 raise ValueError(
                     f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned; "
                     "this step was never accounted. Plan more steps in the Mechanism."
