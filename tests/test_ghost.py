@@ -54,7 +54,7 @@ def conv(x_shape, k_shape, batch=5, **options):
     return squared(model_of), params, array(batch, *x_shape, seed=4)
 
 
-NHWC = ("NHWC", "HWIO", "NHWC")
+NHWC, NWC = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
 
 
 class Attention(nn.Module):
@@ -146,6 +146,11 @@ CASES = {
         {"table": array(3, 4)},
         (6,),
     ),
+    "ids outside, by promise": lambda: plain(
+        lambda p, x: p["w"].at[jnp.int32(10 * x)].get(mode="promise_in_bounds"),
+        {"w": array(7, 4)},
+        (5,),
+    ),
     "tied embedding": lambda: plain(
         lambda p, x: jnp.tanh(p["table"][jnp.int32(8 * jnp.abs(x))]) @ p["table"].T,
         {"table": array(64, 16)},
@@ -201,6 +206,30 @@ CASES = {
         lambda p, x: x @ p["w"] + x @ p["v"].astype(int).astype(float),
         {"w": array(3, 4), "v": array(3, 4, scale=3.0)},
         (3,),
+    ),
+    "frozen in a scan": lambda: plain(
+        lambda p, x: lax.scan(
+            lambda h, _: (jnp.tanh(h @ (p["w"] * lax.stop_gradient(p["a"]))), None), x, None, 3
+        )[0],
+        {"a": array(3, 3, seed=2, scale=1.0), "w": array(3, 3)},
+        (3,),
+    ),
+    "shared times sliced in a scan": lambda: plain(
+        lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ (w * p["a"])), None), x, p["w"])[0],
+        {"a": array(3, seed=2, scale=1.0), "w": array(4, 3, 3)},
+        (3,),
+    ),
+    "complex numbers": lambda: plain(
+        lambda p, x: jnp.abs(jnp.fft.fft(x) @ (p["w"] + 1j * p["w"].T)) ** 2,
+        {"w": array(4, 4)},
+        (4,),
+    ),
+    "convolution without places": lambda: conv(
+        (1, 2, 2),
+        (3, 2, 4),
+        window_strides=(1,),
+        padding="VALID",
+        dimension_numbers=("NWC", "WIO", "NWC"),
     ),
     "padded with a parameter": lambda: plain(
         lambda p, x: lax.pad(p["u"], x[0], [(1, 2, 1)]) + lax.pad(x * p["w"], p["v"], [(1, 2, 1)]),
@@ -369,6 +398,55 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
         rule = clipping.flat(bound)
         moved = clipped_grad(loss, rule, "ghost")(jnp.zeros((30, 40)), (x, c)).value
         assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+
+
+@pytest.mark.parametrize("width", [128, 1024])
+def test_constant_positions_that_cancel_do_not_slip_past_the_bound(width):
+    """Where all terms are equal, so are their rounding errors: they add up with the width."""
+    left_over = 3e-4 * np.random.default_rng(0).normal(size=width)
+    batch = 0.1 * jnp.ones((1, 2, width))
+
+    def loss(w, x):
+        given = 0.07 * jnp.array([[1.0], [-1.0]]) + jnp.array([[1.0], [0.0]]) * left_over
+        return jnp.sum((x @ w) * given.astype(jnp.float32))
+
+    result = clipped_grad(loss, clipping.flat(0.1), "ghost")(jnp.zeros((width, width)), batch)
+    assert jnp.linalg.norm(result.value) <= 0.1 * (1 + 1e-5)
+
+
+def test_a_key_in_the_example_may_be_typed():
+    def loss(w, example):
+        x, key = example
+        return jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ w)
+
+    batch = array(5, 4), jax.random.split(KEY, 5)
+    for engine in gradients.ENGINES:
+        clipped = clipped_grad(loss, clipping.flat(0.3), engine, microbatch_size=2)
+        whole = clipped_grad(loss, clipping.flat(0.3), "vmap")
+        np.testing.assert_allclose(
+            clipped(array(4, 2), batch).value, whole(array(4, 2), batch).value, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("engine", gradients.ENGINES)
+@pytest.mark.parametrize("kernel", ["kernel", "kernel of a cond"])
+def test_a_broken_image_stays_alone_in_float64(engine, kernel):
+    """XLA on CPU writes grouped float64 convolutions with zeros, and 0 times NaN is NaN."""
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x[None], w, (1,), "SAME", dimension_numbers=NWC)
+
+    def loss(w, x):
+        if kernel == "kernel":
+            return jnp.sum(jnp.sin(conv(x, w)))
+        return jnp.sum(lax.cond(x[1, 1] > 9, conv, lambda x, w: jnp.sin(conv(x, w)), x, w))
+
+    with jax.enable_x64(True):
+        x, w = np.random.default_rng(0).normal(size=(5, 6, 2)), np.ones((3, 2, 2))
+        broken, real = x.copy(), np.arange(5) != 1
+        broken[1, 0, 0] = math.nan
+        clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), engine))
+        np.testing.assert_allclose(clipped(w, broken).value, clipped(w, x, real).value, rtol=1e-12)
 
 
 @pytest.mark.parametrize("positions", [1, 3])

@@ -31,7 +31,8 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     def forward(x: Array, kernel: Array) -> Array:
         return jax.lax.conv_general_dilated_p.bind(x, kernel, **parameters)
 
-    if parameters["batch_group_count"] != 1:
+    empty = 0 in jax.eval_shape(forward, x, kernel).shape
+    if parameters["batch_group_count"] != 1 or empty:
         return forward(x, kernel)
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:

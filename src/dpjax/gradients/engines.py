@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from dpjax import clipping
-from dpjax.gradients.ghost import ghost
+from dpjax.gradients.ghost import by_patches, ghost
+from dpjax.gradients.isolation import isolated
 from dpjax.gradients.rows import Engine, Rows
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -28,4 +29,8 @@ def vmap(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum
 
 
 # "scan" is "vmap" in microbatches.
-ENGINES: dict[str, Engine] = {"vmap": vmap, "scan": vmap, "ghost": ghost}
+ENGINES: dict[str, Engine] = {
+    "vmap": isolated(vmap),
+    "scan": isolated(vmap),
+    "ghost": isolated(ghost, harmless=by_patches),
+}

@@ -131,7 +131,7 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer:
 def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
     p, (x,), lead = site.equation.params, data, 1 + len(site.stacks)
-    if site.operand != 1 or p["batch_group_count"] != 1:
+    if site.operand != 1 or p["batch_group_count"] != 1 or cotangent.size == 0:
         return None
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     shape, _ = _view(site)
@@ -200,7 +200,7 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
     g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
     ids = ids.reshape(*around, 1, -1)
     inside = (ids >= 0) & (ids < shape[0])
-    if p["mode"] == mode.FILL_OR_DROP:
+    if p["mode"] != mode.CLIP:
         g = jnp.where(inside[..., None], g, 0)
     ids = jnp.clip(ids, 0, shape[0] - 1)
     return Outer(ids, g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))

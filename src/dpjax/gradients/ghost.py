@@ -26,7 +26,7 @@ from dpjax.gradients.rules import Entry, Total, norms, scaled
 from dpjax.gradients.walk import trace
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
-__all__ = ["backward", "ghost", "wide_leaves"]
+__all__ = ["backward", "by_patches", "ghost", "wide_leaves"]
 
 
 def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
@@ -87,6 +87,13 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
         for leaf in site.leaves:
             entries.setdefault(leaf, []).append(entry)
     return losses, aux, entries, gradients
+
+
+def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
+    """How many convolutions have a kernel of parameters, and its gradient from patches."""
+    sites = [site.equation for site in trace(loss, params, example).sites if site.operand == 1]
+    convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]
+    return sum(e.params["batch_group_count"] == 1 for e in convolutions)
 
 
 def wide_leaves(params: PyTree) -> list[Array]:

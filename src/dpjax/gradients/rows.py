@@ -55,7 +55,7 @@ def microbatched(engine: Engine, size: int) -> Engine:
         trips = -(-count // size)
 
         def fold(x: Array) -> Array:
-            return _padded(x, trips * size).reshape((trips, size, *x.shape[1:]))
+            return x.reshape((trips, size, *x.shape[1:]))
 
         def unfold(x: Array) -> Array:
             return x.reshape((trips * size, *x.shape[2:]))[:count]
@@ -65,7 +65,8 @@ def microbatched(engine: Engine, size: int) -> Engine:
             total = jax.tree.map(jnp.add, total, part.value)
             return total, part._replace(value=None)
 
-        total, parts = jax.lax.scan(body, trees.zeros_wide(params), jax.tree.map(fold, rows))
+        folded = jax.tree.map(fold, _padded(rows, trips * size))
+        total, parts = jax.lax.scan(body, trees.zeros_wide(params), folded)
         return jax.tree.map(unfold, parts)._replace(value=total)
 
     return loop
@@ -95,12 +96,19 @@ def spread(engine: Engine, devices: int) -> Engine:
             out_specs=ClippedSum._make([whole, parts, parts, parts, parts]),
             check_vma=False,
         )
-        result = split(params, jax.tree.map(lambda x: _padded(x, even), rows))
+        result = split(params, _padded(rows, even))
         each = jax.tree.map(lambda x: x[:count], result._replace(value=None))
         return each._replace(value=result.value)
 
     return together
 
 
-def _padded(x: Array, size: int) -> Array:
-    return jnp.pad(x, [(0, size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+def _padded(rows: Rows, size: int) -> Rows:
+    """More rows, all masked: copies of the last one, so that they are sound if it is."""
+    count = rows.mask.shape[0]
+
+    def grow(x: Array) -> Array:
+        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - count, *x.shape[1:]))])
+
+    grown: Rows = rows if size == count else jax.tree.map(grow, rows)
+    return grown._replace(mask=grown.mask & (jnp.arange(size) < count))

@@ -197,29 +197,34 @@ def _product_norms(form: Outer) -> Squares:
 
 
 def _gram_norms(forms: Sequence[Outer]) -> Squares:
-    """Inner products between positions, within each site and between any two."""
+    """Inner products between positions, within each site and between any two.
+
+    Rounded up by the error that such sums can have: it is relative to what cancels between
+    positions, not to what is left, and grows with the number of terms.
+    """
+    eps, positions = jnp.finfo(forms[0].g.dtype).eps, sum(form.g.shape[2] for form in forms)
     total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
     for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
         p, q = forms[a], forms[b]
-        gram = _inner(p, q) * _product("bhsd,bhtd->bhst", p.g, q.g)
-        total = total + (1 if a == b else 2) * jnp.sum(gram, axis=(1, 2, 3))
-    return jnp.maximum(total, 0) + _doubt(forms)
+        x, g = _inner(p, q), _product("bhsd,bhtd->bhst", p.g, q.g)
+        (px, pg), (qx, qg) = _lengths(p), _lengths(q)
+        lengths_x = jnp.sqrt(px[..., :, None] * qx[..., None, :])
+        lengths_g = jnp.sqrt(pg[..., :, None] * qg[..., None, :])
+        inputs = 0 if p.chosen or q.chosen else p.x.shape[2]  # chosen ones are exact
+        doubt = inputs * lengths_x * jnp.abs(g) + p.g.shape[3] * lengths_g * jnp.abs(x)
+        doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
+        total = total + (1 if a == b else 2) * jnp.sum(x * g + doubt, axis=(1, 2, 3))
+    return jnp.maximum(total, 0) + _lost(forms)
 
 
-def _doubt(forms: Sequence[Outer]) -> Squares:
-    """How much a sum of Gram matrices may be short of the square that it stands for.
-
-    It carries an error of the uncancelled lengths, where positions cancel, and it lacks
-    what was lost when the smallest numbers were multiplied with each other.
-    """
-    eps, tiny = jnp.finfo(forms[0].g.dtype).eps, jnp.finfo(forms[0].g.dtype).tiny
-    cancelled = lost = jnp.zeros(())
+def _lost(forms: Sequence[Outer]) -> Squares:
+    """How much of the square may be missing because the smallest numbers square to 0."""
+    tiny, lost = jnp.finfo(forms[0].g.dtype).tiny, jnp.zeros(())
     for form in forms:
         x, g = _lengths(form)
         inputs, outputs = 1 if form.chosen else form.x.shape[2], form.g.shape[3]
-        cancelled += jnp.sum(jnp.sqrt(x * g), axis=2)
         lost += jnp.sum(jnp.sqrt(inputs * tiny * g + outputs * tiny * x), axis=2)
-    return jnp.sum(eps * cancelled**2 + lost**2, axis=1)
+    return jnp.sum(lost**2, axis=1)
 
 
 def _lengths(form: Outer) -> tuple[Array, Array]:

@@ -64,7 +64,8 @@ class View(NamedTuple):
     """A value that depends on parameters alone; on none at all, if it is a constant.
 
     Args:
-      leaves: Which parameter leaves.
+      leaves: By which parameter leaves it is to be differentiated.
+      reads: From which it is computed; some may be behind a `stop_gradient`.
       of: From all leaves to this value, in full precision; the memo keeps what several
         views share from being computed twice.
       value: The value, as the loss computes it.
@@ -73,6 +74,7 @@ class View(NamedTuple):
     """
 
     leaves: frozenset[int]
+    reads: frozenset[int]
     of: Callable[[Leaves, Memo], Array]
     value: Any
     isometry: bool = False
@@ -83,7 +85,8 @@ class Site(NamedTuple):
     """An equation in which parameters meet the data, linearly.
 
     Args:
-      leaves: Which leaves enter.
+      leaves: By which leaves it is to be differentiated.
+      reads: Which leaves its views are computed from.
       equation: The equation, with its parameters.
       operand: Which of its inputs is the view; the first, if several are.
       shape: The shape of that input, in one round of the scans around it.
@@ -99,6 +102,7 @@ class Site(NamedTuple):
     """
 
     leaves: frozenset[int]
+    reads: frozenset[int]
     equation: JaxprEqn
     operand: int
     shape: tuple[int, ...]
@@ -146,11 +150,13 @@ class _Book:
     def tap(self, output: Array) -> Array:
         return output if self.taps is None else output + self.taps[len(self.sites)]
 
-    def views(self, leaves: Sequence[Array]) -> list[Any]:
-        """The leaves as they enter a program: views, but for those to materialise."""
-        return [
-            leaf if i in self.materialised else _entering(i, leaf) for i, leaf in enumerate(leaves)
-        ]
+    def enter(self, leaf: int, value: Array, trained: bool = True) -> Any:
+        """A leaf as it enters a program: a view, but for those to materialise."""
+        if leaf in self.materialised:
+            return value
+        alone, axes = frozenset([leaf]), tuple(range(value.ndim))
+        trained_by = alone if trained else frozenset[int]()
+        return View(trained_by, alone, lambda leaves, _: leaves[leaf], value, True, axes)
 
 
 def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
@@ -165,7 +171,7 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     structure = jax.tree.structure(shape)
 
     def walk(book: _Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
-        entering = [*book.views(leaves), *inputs]
+        entering = [*(book.enter(i, leaf) for i, leaf in enumerate(leaves)), *inputs]
         value, *aux = _evaluate(closed.jaxpr, closed.consts, entering, book)
         return [*_plain([value], book, "the result"), *_plain(aux)]
 
@@ -226,12 +232,13 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
 def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
     """The outputs of an equation of views alone are views."""
     name = equation.primitive.name
-    frozen = name == "stop_gradient"
-    leaves = frozenset[int]().union(*(view.leaves for view in views if not frozen))
     outputs = bind(equation, [view.value for view in views])
-    narrow = any(_narrow(x) for x in outputs) and not (len(views) == 1 and name in _WIDEN)
-    if narrow and leaves:
-        book.materialise(leaves, f"{name} in a narrow dtype")
+    leaves, reads = _union(view.leaves for view in views), _union(view.reads for view in views)
+    if name == "stop_gradient":
+        leaves = frozenset[int]()
+    narrow = any(map(_narrow, outputs)) and not (len(views) == 1 and name in _WIDEN)
+    if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
+        book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
 
     def compute(leaves: Leaves, memo: Memo) -> list[Array]:
@@ -242,18 +249,20 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
             memo[id(views)] = inputs if cast else bind(equation, inputs)
         return memo[id(views)]
 
-    kept = len(views) == 1 and views[0].isometry and name in {"convert_element_type", *_REARRANGE}
-    # Numbers rounded to integers have no gradient at all.
-    isometry = kept and all(jnp.issubdtype(x.dtype, jnp.floating) for x in outputs)
+    isometry = len(views) == 1 and views[0].isometry
+    isometry = isometry and name in {"convert_element_type", *_REARRANGE}
     axes = views[0].axes if isometry else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
     elif name not in ("convert_element_type", "copy", "copy_p"):
         axes = None
-    return [
-        View(leaves, lambda p, memo, i=i: compute(p, memo)[i], x, isometry, axes)
-        for i, x in enumerate(outputs)
-    ]
+
+    def view(i: int, x: Any) -> View:
+        # Integers have no gradient, whatever they were made from.
+        moved = leaves if _is(jnp.floating, x) else frozenset[int]()
+        return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes)
+
+    return [view(i, x) for i, x in enumerate(outputs)]
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: _Book) -> Array:
@@ -268,13 +277,14 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: _Book) -> A
             views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
         ]
         wide = trees.wide(output.dtype)
-        mixed = [x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in mixed]
+        mixed = [x.astype(wide) if _is(jnp.floating, x) else x for x in mixed]
         return equation.primitive.bind(*mixed, **_in_full_precision(equation.params, wide))
 
     (output,) = bind_fast(equation, _plain(inputs))
     tapped = book.tap(output)
     site = Site(
-        leaves=frozenset[int]().union(*(view.leaves for view in sources.values())),
+        leaves=_union(view.leaves for view in sources.values()),
+        reads=_union(view.reads for view in views.values()),
         equation=equation,
         operand=operand,
         shape=view.value.shape,
@@ -302,22 +312,22 @@ def _scan(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
         *_plain(inputs[first:last], book, "the carry of a scan"),
         *inputs[last:],
     ]
-    entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves}
+    entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
     views, sliced = list(entering.values()), [i >= last for i in entering]
     values = [
         jnp.asarray(x, _dtype(v)) for x, v in zip(_plain(inputs), equation.invars, strict=True)
     ]
     # Constants stay constants inside.
     constants = [
-        x if isinstance(x, View) and not x.leaves else value
+        x if isinstance(x, View) and not x.reads else value
         for x, value in zip(inputs[:first], values[:first], strict=True)
     ]
     carry, slices = values[first:last], values[last:]
 
     def body(child: _Book, carry: Sequence[Array], slices: Sequence[Array]) -> list[Array]:
         arguments: list[Any] = [*constants, *carry, *slices]
-        for i, view in zip(entering, child.views([arguments[i] for i in entering]), strict=True):
-            arguments[i] = view
+        for j, (i, view) in enumerate(entering.items()):
+            arguments[i] = child.enter(j, arguments[i], trained=bool(view.leaves))
         outputs = _evaluate(inner.jaxpr, inner.consts, arguments, child)
         return _plain(outputs, child, "the carry of a scan")
 
@@ -349,31 +359,33 @@ def _scan(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
 
 def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> Site:
     """A site inside a scan, as a site of the program around it."""
-    entering = sorted(site.leaves)
-    local = entering[0]
+    entering = sorted(site.reads)
     axis = {j: 0 if sliced[j] else None for j in entering}
+    by_round = any(sliced[j] for j in entering)
+    alone = views[entering[0]] if len(entering) == 1 else None
 
     def over_rounds(function: Callable[..., Array], leaves: Leaves, *data: Any) -> Array:
         memo: Memo = {}
         chosen = {j: views[j].of(leaves, memo) for j in entering}
-        if not data and not sliced[local]:
+        if not data and not by_round:
             return function(_Sparse(chosen))
         each = jax.vmap(lambda c, *d: function(_Sparse(c), *d), (axis, *(0 for _ in data)))
         return each(chosen, *data)
 
-    outer, axes = views[local].axes, None
-    if site.axes is not None and outer is not None:
-        axes = tuple(outer[a + sliced[local]] for a in site.axes)
-        axes = (outer[0], *axes) if sliced[local] else axes
+    axes = None
+    if alone and alone.axes is not None and site.axes is not None:
+        axes = tuple(alone.axes[a + by_round] for a in site.axes)
+        axes = (alone.axes[0], *axes) if by_round else axes
     return site._replace(
-        leaves=frozenset[int]().union(*(views[j].leaves for j in entering)),
+        leaves=_union(views[j].leaves for j in site.leaves),
+        reads=_union(views[j].reads for j in entering),
         of=lambda leaves: over_rounds(site.of, leaves),
-        isometry=site.isometry and views[local].isometry,
+        isometry=site.isometry and alone is not None and alone.isometry,
         axes=axes,
         apply=lambda leaves, data: over_rounds(site.apply, leaves, data),
         data=tuple(jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in site.data),
         output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
-        stacks=(sliced[local], *site.stacks),
+        stacks=(by_round, *site.stacks),
     )
 
 
@@ -381,14 +393,12 @@ class _Sparse(dict):
     """Leaves by number, of which only some are there: all that a site asks for."""
 
 
-def _entering(leaf: int, value: Any) -> View:
-    return View(
-        frozenset([leaf]), lambda leaves, _: leaves[leaf], value, True, tuple(range(value.ndim))
-    )
-
-
 def _constant(value: Any) -> View:
-    return View(frozenset(), lambda *_: jnp.asarray(value), value)
+    return View(frozenset(), frozenset(), lambda *_: jnp.asarray(value), value)
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*sets)
 
 
 def _plain(values: Sequence[Any], book: _Book | None = None, name: str = "") -> list[Any]:
@@ -403,10 +413,13 @@ def _dtype(variable: Any) -> Any:
     return variable.aval.dtype
 
 
+def _is(kind: Any, x: Any) -> bool:
+    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), kind)
+
+
 def _narrow(x: Any) -> bool:
     """Whether numbers are rounded more coarsely than float32 does."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return _is(jnp.floating, x) and x.dtype.itemsize < 4
 
 
 def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Isolation: what is broken in one example stays in that example.
+
+The kernel gradients of a vmapped convolution are one grouped convolution.  Where XLA writes
+that with zeros between the groups (float64 on CPU), a NaN of one example becomes a NaN of
+all, because 0 times NaN is NaN; all are then dropped by the rule, and one example has moved
+the sum by as many bounds as there are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpjax import trees
+from dpjax.gradients.rows import Engine, Rows, microbatched
+from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+
+__all__ = ["isolated"]
+
+
+def isolated(
+    engine: Engine, harmless: Callable[[LossFn, PyTree, PyTree], int] = lambda *_: 0
+) -> Engine:
+    """The same engine; where a norm is not finite, example after example.
+
+    Args:
+      engine: One that may differentiate vmapped convolutions by their kernels.
+      harmless: ``(loss, params, example)`` to the number of convolutions that it is known
+        not to; if those are all, there is nothing to guard.
+    """
+    alone = microbatched(engine, 1)
+
+    def guarded(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+        together = engine(loss, rule, params, rows)
+        example = trees.one_row(rows.batch)
+        found = _convolutions(jax.make_jaxpr(loss)(params, example).jaxpr)
+        if found == 0 or found == harmless(loss, params, example):
+            return together
+        broken = ~jnp.all(jnp.isfinite(together.norms))
+        return jax.lax.cond(broken, lambda: alone(loss, rule, params, rows), lambda: together)
+
+    return guarded
+
+
+def _convolutions(program: Any) -> int:
+    """How many convolutions a program has, however deep."""
+    inner = [
+        part.jaxpr if hasattr(part, "jaxpr") else part
+        for equation in program.eqns
+        for value in equation.params.values()
+        for part in (value if isinstance(value, tuple | list) else [value])
+        if hasattr(part, "jaxpr") or hasattr(part, "eqns")
+    ]
+    here = sum(e.primitive.name == "conv_general_dilated" for e in program.eqns)
+    return here + sum(map(_convolutions, inner))
