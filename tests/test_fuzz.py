@@ -882,9 +882,7 @@ def hunt(seed, names, dtype):
 
 # Parts that the engine gets wrong today, and how.  They are drawn once they have left this table.
 TO_MEND = {
-    "stacked_with_shared": "views in a scan that mix sliced, shared and frozen leaves",
-    "parameters_as_integers": "sites whose output is no real number; casts that stop derivatives",
-    "spectral": "sites whose output is complex",
+    "spectral": "complex data times a real matrix",
 }
 NARROW = {"narrow"}
 USUAL = [name for name in PARTS if name not in {*TO_MEND, *NARROW}]
