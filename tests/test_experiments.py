@@ -141,23 +141,3 @@ def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):
 def test_an_unknown_data_set_is_refused_by_name(tmp_path):
     outcome = run("train.py", "--out", tmp_path, "--dataset=imagenet", status=1)
     assert "digits" in outcome.stderr
-
-
-def test_the_benchmark_runs_and_says_which_peers_are_missing():
-    # This interpreter stands for a peers' environment in which nothing was installed.
-    outcome = run("benchmarks/steps.py", "--smoke", f"--peers_python={sys.executable}")
-    for word in ("plain", "vmap", "scan", "optax.contrib", "jax_privacy is not installed there"):
-        assert word in outcome.stdout
-    assert outcome.stdout.count("torch is not installed there") == 5
-
-
-def test_the_benchmark_of_accountants_runs_without_peers(tmp_path):
-    out = tmp_path / "accounting.json"
-    absent = tmp_path / "no-such-python"
-    outcome = run("benchmarks/accounting.py", "--smoke", f"--peers_python={absent}", "--out", out)
-    assert "peers: not run; `make bench-peers`" in outcome.stdout
-    assert "opacus" not in outcome.stdout
-    assert "> 1 s" in outcome.stdout  # what takes too long is stopped, and said
-    for rows in json.loads(out.read_text())["questions"].values():
-        ours, theirs = (rows[f"{who} rdp"]["answer"] for who in ("dpjax", "dp-accounting"))
-        assert ours == pytest.approx(theirs, rel=1e-4)

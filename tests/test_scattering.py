@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scattering: the published values, a slow definition, and what a transform of one image owes."""
 
-import json
 import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_experiments import run
 
 from dpjax import data, scattering
 from dpjax.scattering import transform
@@ -196,10 +194,3 @@ def test_real_digits_have_the_published_statistics():
     channels = [0, 1, 4, 8, 9, 16, 17, 48, 80]
     want = [12045455, 2222621, 1908025, 2076682, 3579922, 3467106, 673247, 281817, 658036]
     np.testing.assert_allclose(features.mean((0, 1, 2))[channels], np.array(want) / 1e8, atol=1e-6)
-
-
-def test_the_benchmark_runs(tmp_path):
-    path = tmp_path / "figures.json"
-    outcome = run("benchmarks/scattering.py", "--smoke", "--peers_python", "nowhere", "--out", path)
-    assert "kymatio: not run" in outcome.stdout
-    assert json.loads(path.read_text())["shapes"]["28x28x1"]["dpjax"]["images_per_s"] > 0

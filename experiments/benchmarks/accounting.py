@@ -27,15 +27,12 @@ longer than the cap is stopped, and its row says so.
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
 import pathlib
-import platform
 import statistics
 import sys
 from typing import Any
 
+import reporting
 import workers
 from absl import app, flags
 
@@ -107,14 +104,6 @@ def measure(
     return rows
 
 
-def chosen(flag: str, names: list[str], words: list[str] | None) -> list[str]:
-    """The names that begin with one of the words; all, if none were given."""
-    for word in words or []:
-        if not any(name.startswith(word) for name in names):
-            raise app.UsageError(f"--{flag}: {word!r}; there are {', '.join(names)}.")
-    return [name for name in names if words is None or name.startswith(tuple(words))]
-
-
 def table(name: str, rows: dict[str, dict[str, Any]]) -> str:
     """One question's answers, a contestant a row."""
     lines = [name, f"  {'':18}    median s     fastest - slowest  repeats      answer"]
@@ -130,39 +119,28 @@ def table(name: str, rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    packages = ("numpy", "scipy", "jax", "dp-accounting")
-    return {
-        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-
-
 def main(_: list[str]) -> None:
     asked = flags.FLAGS
     peers = asked.peers_python if pathlib.Path(asked.peers_python).exists() else None
     repeats, seconds = (1, 1.0) if asked.smoke else (asked.repeats, asked.seconds)
-    report = {"smoke": asked.smoke, "repeats": repeats, "seconds": seconds, **machine()}
-    print("; ".join(f"{key} {value}" for key, value in report.items()), flush=True)
+    packages = ("numpy", "scipy", "jax", "dp-accounting")
+    report = reporting.begin(packages, smoke=asked.smoke, repeats=repeats, seconds=seconds)
     if peers is None:
         print(workers.NOT_RUN, flush=True)
     names = {f"{library} {method}": (library, method) for library, method in CONTESTANTS}
-    some = chosen("contestants", list(names), asked.contestants)
+    some = reporting.chosen("contestants", list(names), asked.contestants)
     names = {who: names[who] for who in some if peers or "opacus" not in who}
     alive: dict[str, workers.Worker] = {}
     report["questions"] = {}
-    for name in chosen("questions", list(tasks := questions(asked.smoke)), asked.questions):
+    tasks = questions(asked.smoke)
+    for name in reporting.chosen("questions", list(tasks), asked.questions):
         task = tasks[name]
         alive |= {who: ready(peers, *words) for who, words in names.items() if who not in alive}
         rows = report["questions"][name] = measure(task, alive, repeats, seconds)
         print(table(task["words"], rows), flush=True)
         for who in [who for who, row in rows.items() if "refused" in row]:
             alive.pop(who).close()
-        if asked.out:
-            path = pathlib.Path(asked.out)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(report, indent=2) + "\n")
+        reporting.keep(report, asked.out)
     for worker in alive.values():
         worker.close()
 

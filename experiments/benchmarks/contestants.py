@@ -4,7 +4,9 @@
 A contestant is four functions, whoever is behind it: `run` takes steps and says seconds per
 step, `memory` and `sound` are asked after that, and `close` ends it.  All do the same work:
 gradients clipped to the same bound, the same noise, SGD, one batch that was put in place
-before.  `plain` and `plain fast` are not private.
+before.  Those called plain are not private: `plain` takes the whole batch at once, `plain
+scan` adds it up over the microbatches and devices that `dpjax auto` takes, `plain fast` does
+so by dpjax's own means.
 
 `disagreement` holds those of dpjax to their definitions, so that no time is printed for a
 result that is wrong.  Nothing here knows whose turn it is.
@@ -13,15 +15,21 @@ result that is wrong.  Nothing here knows whose turn it is.
 from __future__ import annotations
 
 import functools
+import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import memory
+import numpy as np
 import optax
 import workers
 from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from optax import contrib
 from workloads import SEED, WORKLOADS
 
@@ -45,7 +53,7 @@ class Refused(Exception):
 
 class Contestant(NamedTuple):
     run: Callable[[int], float]
-    memory: Callable[[], int | None]
+    memory: Callable[[], dict[str, int | None]]
     sound: Callable[[], bool]
     close: Callable[[], None]
     facts: dict[str, Any]
@@ -69,19 +77,21 @@ def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, bat
         jax.block_until_ready(carry[0])
         return (time.perf_counter() - started) / steps
 
-    def memory() -> int | None:
-        planned = step.lower(*carry[0], batch).compile().memory_analysis()
-        return getattr(planned, "temp_size_in_bytes", None)  # not every backend tells
+    def planned() -> dict[str, int | None]:
+        program = step.lower(*carry[0], batch).compile()
+        devices = jax.tree.leaves(program.output_shardings)[0].num_devices
+        each = getattr(program.memory_analysis(), "temp_size_in_bytes", None)
+        return {"planned_bytes": None if each is None else devices * each}
 
     def sound() -> bool:
         return bool(jnp.isfinite(ravel_pytree(carry[0][0])[0]).all())
 
-    return Contestant(run, memory, sound, lambda: None, {})
+    return Contestant(run, planned, sound, lambda: None, {})
 
 
-def peer(python: str, name: str, workload: str, batch_size: int) -> Contestant:
+def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> Contestant:
     """A contestant in another process, and perhaps of another environment."""
-    worker, last = workers.Worker(python, "peers.py", name), {}
+    worker, last = workers.Worker(python, "peers.py", name, **env), {}
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
         last.update(answer := worker.ask(question))
@@ -98,15 +108,24 @@ def peer(python: str, name: str, workload: str, batch_size: int) -> Contestant:
         "bound": BOUND,
         "noise_multiplier": NOISE_MULTIPLIER,
         "learning_rate": LEARNING_RATE,
+        "host_devices": jax.device_count(),
     }
     facts = ask({"prepare": task})
     return Contestant(
         run=lambda steps: ask({"steps": steps})["seconds"],
-        memory=lambda: last["memory_bytes"],
+        memory=lambda: last["memory"],
         sound=lambda: last["sound"],
         close=worker.close,
         facts=facts,
     )
+
+
+def alone(name: str, workload: str, batch_size: int) -> dict[str, int | None]:
+    """The memory of one of `in_this_process`, found in a process that does nothing else."""
+    other = peer(sys.executable, name, workload, batch_size, **memory.GIVES_BACK)
+    other.run(1)
+    other.close()
+    return other.memory()
 
 
 def clipped_sum(loss: Any, engine: str) -> Any:
@@ -120,7 +139,40 @@ def plain_gradients(loss: Any) -> dict[str, Any]:
     def mean_loss(params: Any, batch: Any) -> Any:
         return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
 
-    return {"plain": jax.grad(mean_loss), "plain fast": gradients.plain_grad(loss)}
+    return {
+        "plain": jax.grad(mean_loss),
+        "plain scan": accumulated(loss),
+        "plain fast": gradients.plain_grad(loss),
+    }
+
+
+def accumulated(loss: Any) -> Any:
+    """The plain gradient, as a loop over the microbatches that dpjax chooses for its own."""
+
+    def with_aux(params: Any, example: Any) -> Any:
+        return loss(params, example), None
+
+    def gradient(params: Any, batch: Any) -> Any:
+        size, example = len(batch[1]), jax.tree.map(lambda x: x[0], batch)
+        micro, devices = gradients.layout(with_aux, params, example, size)
+        micro = math.gcd(size // devices, micro)
+
+        def mean_part(params: Any, some: Any) -> Any:
+            return jnp.sum(jax.vmap(loss, (None, 0))(params, some)) / size
+
+        def on_one(params: Any, share: Any) -> Any:
+            def add(total: Any, some: Any) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, jax.grad(mean_part)(params, some)), None
+
+            folded = jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), share)
+            total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), folded)
+            return jax.lax.psum(total, "batch")
+
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("batch",))
+        specs = {"in_specs": (P(), P("batch")), "out_specs": P(), "check_vma": False}
+        return jax.shard_map(on_one, mesh=mesh, **specs)(params, batch)
+
+    return gradient
 
 
 def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[], Contestant]]:

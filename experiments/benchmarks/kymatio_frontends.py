@@ -32,7 +32,7 @@ def transform(frontend: str, shape: tuple[int, int], J: int, L: int) -> Callable
 
     # kymatio's three-dimensional part asks for a name that SciPy has removed.
     if not hasattr(scipy.special, "sph_harm"):
-        scipy.special.sph_harm = None
+        scipy.special.__dict__["sph_harm"] = None
     if frontend == "torch":
         import torch
         from kymatio.torch import Scattering2D
@@ -52,7 +52,8 @@ def transform(frontend: str, shape: tuple[int, int], J: int, L: int) -> Callable
         return lambda batch: np.asarray(compiled(batch))
     from kymatio.numpy import Scattering2D
 
-    return Scattering2D(J=J, shape=shape, L=L)
+    with_numpy: Callable[[Any], Any] = Scattering2D(J=J, shape=shape, L=L)
+    return with_numpy
 
 
 def speed(run: Callable[[Any], Any], images: Any, batch: int, seconds: float) -> float:
@@ -70,7 +71,7 @@ def main(frontend: str) -> None:
 
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         if "images" not in question:
-            return {"speed": speed(*state["best"], question["seconds"])}
+            return {"speed": speed(**state, seconds=question["seconds"])}
         images = np.load(question["images"])
         run = transform(frontend, images.shape[2:], question["J"], question["L"])
         features = os.path.join(os.path.dirname(question["images"]), f"{frontend}.npy")
@@ -80,7 +81,7 @@ def main(frontend: str) -> None:
             run(images[:batch])  # compiles, or allocates
             tried[batch] = speed(run, images, batch, question["seconds"])
         best = max(tried, key=tried.__getitem__)
-        state["best"] = run, images, best
+        state.update(run=run, images=images, batch=best)
         names = {"kymatio", "numpy", frontend}
         versions = {name: importlib.metadata.version(name) for name in sorted(names)}
         return {"features": features, "batch_size": best, "versions": versions}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One peer's training step, in a process and an environment of its own.
+"""One contestant's training step, in a process and perhaps an environment of its own.
 
   command   python experiments/benchmarks/peers.py CONTESTANT
 
@@ -10,9 +10,10 @@ batch in place as tensors; Opacus' modes are those that its privacy engine would
 the accountant.  jax_privacy gets the network, the loss and the compiled SGD of dpjax's own
 contestants, at the best microbatch of a short list, which is said.
 
-``memory_bytes`` of a PyTorch contestant is how far the peak of the process (on CUDA: of what
-PyTorch allocated) rose above what it held before the first step; of jax_privacy it is what XLA
-plans for temporaries.  This file must never import anything of a peer at its top.
+``peak_bytes`` is how far the memory of the process (on a GPU: of the library) rose above what
+it held before: of PyTorch before its first step, of JAX after compiling, which is not in
+it.  `steps` starts its own contestants here as well, by their names, when it wants their peaks.
+This file must never import anything of a peer at its top.
 """
 
 from __future__ import annotations
@@ -20,15 +21,40 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
-import pathlib
 import sys
 import time
 from typing import Any
 
+import memory
 import workers
 
 MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch at once
-STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+
+
+def with_jax(name: str, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """One of the contestants that `steps` times in its own process."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", task["host_devices"])
+    import contestants
+    import workloads
+
+    problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=task["batch_size"])
+    made = contestants.in_this_process(*workloads.problem(problem))[name]()
+    made.run(2)
+    return watched(made), {}
+
+
+def watched(made: Any) -> Any:
+    """The steps of a JAX contestant that has compiled, and what the next one takes."""
+    rise = memory.of_jax()
+    made.run(1)
+    held = {"peak_bytes": rise(), **made.memory()}
+
+    def take(steps: int) -> dict[str, Any]:
+        return {"seconds": made.run(steps), "sound": made.sound(), "memory": held}
+
+    return take
 
 
 def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -68,12 +94,8 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "microbatches_ms": {str(size or batch_size): 1e3 * t for size, (t, *_) in tried.items()},
         "versions": found,
     }
-    memory = functools.cache(made.memory)
-
-    def take(steps: int) -> dict[str, Any]:
-        return {"seconds": made.run(steps), "sound": made.sound(), "memory_bytes": memory()}
-
-    return take, facts
+    tried.clear()
+    return watched(made), facts
 
 
 def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -97,7 +119,7 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
         x = torch.randint(vocabulary, (batch_size, *shape), device=device)
     y = torch.randint(torch_models.CLASSES, (batch_size,), device=device)
     network, optimizer, criterion = trained_by(mode, network, task)
-    before = forget_peak(device)
+    rise = memory.of_torch()
 
     def take(steps: int) -> dict[str, Any]:
         started = time.perf_counter()
@@ -108,10 +130,9 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - started) / steps
+        held = {"peak_bytes": rise()}
         sound = all(bool(torch.isfinite(p).all()) for p in network.parameters())
-        peak = peak_bytes(device)
-        memory = None if peak is None else peak - before
-        return {"seconds": seconds, "sound": sound, "memory_bytes": memory}
+        return {"seconds": seconds, "sound": sound, "memory": held}
 
     facts = {
         "parameters": held,
@@ -146,29 +167,6 @@ def trained_by(mode: str | None, network: Any, task: dict[str, Any]) -> tuple[An
     return module, optimizers.DPOptimizer(sgd, **options), loss
 
 
-def forget_peak(device: Any) -> int:
-    """Starts the measurement of memory anew; bytes held now."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-    elif CLEAR.exists():
-        CLEAR.write_text("5")  # the peak becomes what is held: proc(5)
-    return peak_bytes(device) or 0
-
-
-def peak_bytes(device: Any) -> int | None:
-    """The most that was held since then; None on systems that do not say."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated()
-    if not STATUS.exists():
-        return None
-    lines = [line.split() for line in STATUS.read_text().splitlines()]
-    return next((1024 * int(words[1]) for words in lines if words[0] == "VmHWM:"), None)
-
-
 def versions(*packages: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in packages}
 
@@ -192,7 +190,8 @@ def main() -> None:
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         if "steps" in question:
             return prepared[0](question["steps"])
-        take, facts = CONTESTANTS[name](question["prepare"])
+        prepare = CONTESTANTS.get(name, functools.partial(with_jax, name))
+        take, facts = prepare(question["prepare"])
         prepared.append(take)
         return facts
 

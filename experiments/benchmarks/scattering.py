@@ -8,12 +8,12 @@
             no GPU was to be had: not measured on one
   hardware  2 cores of an Intel Xeon, shared; JAX 0.10.2, kymatio 0.3.0, PyTorch 2.13.0; all
             figures in experiments/results/scattering.json
-  command   python experiments/benchmarks/scattering.py --peers_python PYTHON --rounds 7 \
-              --seconds 1.5 --data mnist,cifar10 --out experiments/results/scattering.json
+  command   make bench-peers BENCH=scattering ARGS="--rounds 7 --seconds 1.5 \
+              --data mnist,cifar10 --out experiments/results/scattering.json"
 
 Contestants: `dpjax`, and kymatio's `numpy`, `torch` and `jax` frontends, each in a process of its
-own with the interpreter that ``--peers_python`` names; without one, or where kymatio is not
-installed there, dpjax runs alone and the report says so.  They take turns in an order drawn anew
+own, in the environment of the peers; without it, or where kymatio is not installed there, dpjax
+runs alone and the report says so.  They take turns in an order drawn anew
 each round, while the others sleep.  Each must return dpjax's features within 1e-5, or there is no
 figure.  ``--data`` times a whole data set as users do it: `features.scattered`, from the arrays of
 `data.load` to an array of features, compilation included.
@@ -21,11 +21,8 @@ figure.  ``--data`` times a whole data set as users do it: `features.scattered`,
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
 import pathlib
-import platform
 import random
 import statistics
 import tempfile
@@ -33,9 +30,11 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import reporting
 import workers
-from absl import app, flags, logging
+from absl import app, flags
 
 import dpjax
 from dpjax import features
@@ -52,7 +51,7 @@ class Alone:
     """dpjax, in this process, answering as the workers do."""
 
     def __init__(self, images: np.ndarray) -> None:
-        self._images = jax.numpy.asarray(images)
+        self._images = jnp.asarray(images)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         done, started = 0, time.perf_counter()
@@ -76,7 +75,7 @@ def enter(
     if "refused" not in facts:
         # (batch, channels, paths, height, width), where dpjax has channels x paths at the end.
         theirs = np.moveaxis(np.load(facts.pop("features")), (1, 2), (3, 4))
-        ours = np.asarray(scatter(images[:CHECKED], J, L))
+        ours = np.asarray(scatter(jnp.asarray(images[:CHECKED]), J, L))
         facts["disagreement"] = float(abs(theirs.reshape(ours.shape) - ours).max())
         if not facts["disagreement"] <= TOLERANCE:
             facts["refused"] = f"its features differ by {facts['disagreement']:.2g}"
@@ -89,7 +88,7 @@ def measure(
     """Images a second of every contestant for one shape, round by round."""
     images = np.random.default_rng(SEED).random((examples, *shape), np.float32)
     started = time.perf_counter()
-    scatter(images, J, L).block_until_ready()
+    scatter(jnp.asarray(images), J, L).block_until_ready()
     figures: dict[str, Any] = {"dpjax": {"first_s": time.perf_counter() - started}}
     players: dict[str, Any] = {"dpjax": Alone(images)}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,19 +124,6 @@ def whole(name: str) -> dict[str, Any]:
     return {**facts, "images_per_s": len(images) / seconds}
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were seen on."""
-    device, cpu = jax.devices()[0], pathlib.Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
-        "cpu": f"{os.cpu_count()} cores of {(names or [platform.machine()])[0]}",
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-    }
-
-
 def table(name: str, figures: dict[str, Any]) -> str:
     rows = [f"{name}: J={J}, L={L}, float32", f"  {'':14} images/s  slowest - fastest    ratio"]
     for who, facts in figures.items():
@@ -153,17 +139,15 @@ def table(name: str, figures: dict[str, Any]) -> str:
 
 
 def main(_: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
     asked = flags.FLAGS
     rounds, seconds, examples = asked.rounds, asked.seconds, asked.examples
     shapes = SHAPES
     if asked.smoke:
         rounds, seconds, examples, shapes = 2, 0.01, 16, {"28x28x1": (28, 28, 1)}
-    report: dict[str, Any] = {"smoke": asked.smoke, "rounds": rounds, "seconds": seconds}
-    report |= machine()
-    print("; ".join(f"{key} {value}" for key, value in report.items()), flush=True)
+    packages = ("jax", "jaxlib", "numpy")
+    report = reporting.begin(packages, smoke=asked.smoke, rounds=rounds, seconds=seconds)
     if not os.path.exists(asked.peers_python):
-        print("kymatio: not run; --peers_python names an interpreter that has it")
+        print(workers.NOT_RUN, flush=True)
     report["shapes"] = {}
     for name, shape in shapes.items():
         figures = measure(shape, examples, asked.peers_python, rounds, seconds)
@@ -175,10 +159,7 @@ def main(_: list[str]) -> None:
             f"{name}: {facts['examples']:,} images in {facts['seconds']:.1f} s, compilation "
             f"included: {facts['images_per_s']:,.0f} images/s"
         )
-    if asked.out:
-        path = pathlib.Path(asked.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n")
+    reporting.keep(report, asked.out)
 
 
 if __name__ == "__main__":

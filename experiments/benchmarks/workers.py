@@ -27,11 +27,14 @@ NOT_RUN = "peers: not run; `make bench-peers` sets them up"
 
 
 class Worker:
-    """A process of one script, asked and answered in lines of JSON."""
+    """A process of one script, asked and answered in lines of JSON; `env` is added to its own."""
 
-    def __init__(self, python: str | os.PathLike[str], script: str, *words: object) -> None:
+    def __init__(
+        self, python: str | os.PathLike[str], script: str, *words: str, **env: str
+    ) -> None:
         self._process = subprocess.Popen(
-            [python, HERE / script, *map(str, words)],
+            [python, HERE / script, *words],
+            env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

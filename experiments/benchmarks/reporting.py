@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every benchmark does besides measuring: chooses, says where it runs, keeps figures.
+
+A report is a dictionary that JSON can hold.  It begins with the settings, the machine and the
+versions, and is written anew whenever a part of it is finished, so that a run that is broken
+off leaves what it has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+from absl import app, logging
+
+
+def begin(packages: tuple[str, ...], **settings: Any) -> dict[str, Any]:
+    """A report of its settings and the machine, printed."""
+    logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+    device = jax.devices()[0]
+    report = {
+        **settings,
+        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+        "cpu": f"{os.cpu_count()} cores of {_processor()}",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+    print("; ".join(f"{key} {value}" for key, value in report.items()), flush=True)
+    return report
+
+
+def keep(report: dict[str, Any], out: str | None) -> None:
+    """Writes the report, if a file was asked for."""
+    if out:
+        path = pathlib.Path(out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def chosen(
+    flag: str, names: list[str], words: list[str] | None, always: tuple[str, ...] = ()
+) -> list[str]:
+    """Those that are asked for by name or by how they begin, in order; all, if none were."""
+    known = set(names if words is None else always)
+    for word in words or ():
+        found = {word} & set(names) or {name for name in names if name.startswith(word)}
+        if not found:
+            raise app.UsageError(f"--{flag}: {word!r}; there are {', '.join(names)}.")
+        known |= found
+    return [name for name in names if name in known]
+
+
+def _processor() -> str:
+    told = pathlib.Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

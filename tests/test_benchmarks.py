@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks: each runs in little, without its peers, and what it claims to measure holds."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_experiments import EXPERIMENTS, run
+
+from dpjax import losses, models
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS / "benchmarks")
+
+
+def test_steps_run_and_say_which_peers_are_missing():
+    # This interpreter stands for a peers' environment in which nothing was installed.
+    outcome = run("benchmarks/steps.py", "--smoke", f"--peers_python={sys.executable}")
+    for word in ("plain", "vmap", "scan", "optax.contrib", "jax_privacy is not installed there"):
+        assert word in outcome.stdout
+    assert outcome.stdout.count("torch is not installed there") == 5
+
+
+def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
+    out = tmp_path / "steps.json"
+    some = ["--host_devices=2", "--contestants=plain scan,dpjax auto", "--peers_python=absent"]
+    run("benchmarks/steps.py", "--smoke", "--peaks", *some, "--out", out)
+    found = json.loads(out.read_text())["workloads"]["W4"]["contestants"]
+    assert set(found) == {"plain", "plain scan", "dpjax auto"}
+    if pathlib.Path("/proc/self/clear_refs").exists():
+        # New parameters and a gradient at least; far less than what compiling takes.
+        assert all(4 * 269_322 < each["peak_bytes"] < 2**26 for each in found.values())
+        assert found["dpjax auto"]["memory_to_scan"] > 0
+
+
+def test_accountants_run_without_peers(tmp_path):
+    out = tmp_path / "accounting.json"
+    absent = tmp_path / "no-such-python"
+    outcome = run("benchmarks/accounting.py", "--smoke", f"--peers_python={absent}", "--out", out)
+    assert "peers: not run; `make bench-peers`" in outcome.stdout
+    assert "opacus" not in outcome.stdout
+    assert "> 1 s" in outcome.stdout  # what takes too long is stopped, and said
+    for rows in json.loads(out.read_text())["questions"].values():
+        ours, theirs = (rows[f"{who} rdp"]["answer"] for who in ("dpjax", "dp-accounting"))
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_scattering_runs(tmp_path):
+    path = tmp_path / "figures.json"
+    outcome = run("benchmarks/scattering.py", "--smoke", "--peers_python", "nowhere", "--out", path)
+    assert "peers: not run" in outcome.stdout
+    assert json.loads(path.read_text())["shapes"]["28x28x1"]["dpjax"]["images_per_s"] > 0
+
+
+def test_large_runs_and_adapters_are_all_that_is_trained(tmp_path):
+    path = tmp_path / "large.json"
+    run("benchmarks/large.py", "--smoke", "--out", path)
+    cases = json.loads(path.read_text())["cases"]
+    trained = {name: case["trained"] for name, case in cases.items()}
+    # One block; queries and values; down and up; rank 8, width 32.
+    assert trained["plain adapters"] == trained["private adapters"] == 2 * 2 * 8 * 32
+    assert trained["plain"] == trained["private"] == cases["private adapters"]["parameters"]
+
+
+def test_adapters_add_their_product_to_the_kernels(benchmarks):
+    import large_cases
+
+    model = models.TextTransformer(vocabulary=9, length=5, width=16, depth=1, heads=2, padding=None)
+    tokens, label = jnp.arange(5), jnp.array(1)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    pairs = large_cases.adapters(jax.random.key(1), width=16, depth=1)
+    pairs = jax.tree.map(lambda leaf: leaf + 0.1, pairs)
+    loss = losses.of(model, losses.cross_entropy)
+    merged = jax.tree.map(jnp.asarray, params)
+    attention = merged["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_1"]
+    for name, pair in pairs.items():
+        layer = attention[name.split("/")[-1]]
+        layer["kernel"] += (pair["down"] @ pair["up"]).reshape(layer["kernel"].shape)
+    found = large_cases.adapted(loss, params)(pairs, (tokens, label))
+    assert jnp.allclose(found, loss(merged, (tokens, label)), rtol=1e-2)
+    assert not jnp.allclose(found, loss(params, (tokens, label)), rtol=1e-2)
+
+
+def test_the_plain_scan_is_the_plain_gradient(benchmarks, monkeypatch):
+    import contestants
+
+    def loss(w, example):
+        x, y = example
+        return jnp.square(jnp.vdot(w, x) - y)
+
+    batch = jax.random.normal(jax.random.key(0), (8, 3)), jnp.arange(8.0)
+    w, few = jnp.ones(3), contestants.gradients.Layout(microbatch_size=2, devices=1)
+    monkeypatch.setattr(contestants.gradients, "layout", lambda *_: few)
+    found = contestants.accumulated(loss)(w, batch)
+    wanted = contestants.plain_gradients(loss)["plain"](w, batch)
+    assert jnp.allclose(found, wanted, rtol=1e-5)
