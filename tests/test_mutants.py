@@ -261,8 +261,8 @@ MUTANTS = [
     Mutant(
         "ghost: a frozen leaf read as another inside a scan",
         "gradients/walk.py",
-        "entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}",
-        "entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves}",
+        "        leaves = frozenset[int]()\n",
+        "        leaves = reads = frozenset[int]()\n",
         GHOST + "is_the_definition[frozen in a scan]",
     ),
     Mutant(

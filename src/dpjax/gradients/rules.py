@@ -208,8 +208,8 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         p, q = forms[a], forms[b]
         x, g = _inner(p, q), _product("bhsd,bhtd->bhst", p.g, q.g)
         (px, pg), (qx, qg) = _lengths(p), _lengths(q)
-        lengths_x = jnp.sqrt(px[..., :, None] * qx[..., None, :])
-        lengths_g = jnp.sqrt(pg[..., :, None] * qg[..., None, :])
+        lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
+        lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
         inputs = 0 if p.chosen or q.chosen else p.x.shape[2]  # chosen ones are exact
         doubt = inputs * lengths_x * jnp.abs(g) + p.g.shape[3] * lengths_g * jnp.abs(x)
         doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
