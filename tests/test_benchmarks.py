@@ -87,15 +87,15 @@ def test_adapters_add_their_product_to_the_kernels(benchmarks):
 
 
 def test_the_plain_scan_is_the_plain_gradient(benchmarks, monkeypatch):
-    import contestants
+    import plain
 
     def loss(w, example):
         x, y = example
         return jnp.square(jnp.vdot(w, x) - y)
 
     batch = jax.random.normal(jax.random.key(0), (8, 3)), jnp.arange(8.0)
-    w, few = jnp.ones(3), contestants.gradients.Layout(microbatch_size=2, devices=1)
-    monkeypatch.setattr(contestants.gradients, "layout", lambda *_: few)
-    found = contestants.accumulated(loss)(w, batch)
-    wanted = contestants.plain_gradients(loss)["plain"](w, batch)
+    w, few = jnp.ones(3), plain.gradients.Layout(microbatch_size=2, devices=1)
+    monkeypatch.setattr(plain.gradients, "layout", lambda *_: few)
+    found = plain.accumulated(loss)(w, batch)
+    wanted = plain.plain_gradients(loss)["plain"](w, batch)
     assert jnp.allclose(found, wanted, rtol=1e-5)

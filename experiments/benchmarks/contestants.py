@@ -4,9 +4,7 @@
 A contestant is four functions, whoever is behind it: `run` takes steps and says seconds per
 step, `memory` and `sound` are asked after that, and `close` ends it.  All do the same work:
 gradients clipped to the same bound, the same noise, SGD, one batch that was put in place
-before.  Those called plain are not private: `plain` takes the whole batch at once, `plain
-scan` adds it up over the microbatches and devices that `dpjax auto` takes, `plain fast` does
-so by dpjax's own means.
+before.  Those called plain (`plain`) are not private.
 
 `disagreement` holds those of dpjax to their definitions, so that no time is printed for a
 result that is wrong.  Nothing here knows whose turn it is.
@@ -15,7 +13,6 @@ result that is wrong.  Nothing here knows whose turn it is.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -24,13 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import memory
-import numpy as np
 import optax
 import workers
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from optax import contrib
+from plain import plain_gradients
 from workloads import SEED, WORKLOADS
 
 import dpjax
@@ -131,48 +126,6 @@ def alone(name: str, workload: str, batch_size: int) -> dict[str, int | None]:
 def clipped_sum(loss: Any, engine: str) -> Any:
     clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
     return lambda params, batch: clipped(params, batch).value
-
-
-def plain_gradients(loss: Any) -> dict[str, Any]:
-    """Gradients of the mean loss, without privacy."""
-
-    def mean_loss(params: Any, batch: Any) -> Any:
-        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
-
-    return {
-        "plain": jax.grad(mean_loss),
-        "plain scan": accumulated(loss),
-        "plain fast": gradients.plain_grad(loss),
-    }
-
-
-def accumulated(loss: Any) -> Any:
-    """The plain gradient, as a loop over the microbatches that dpjax chooses for its own."""
-
-    def with_aux(params: Any, example: Any) -> Any:
-        return loss(params, example), None
-
-    def gradient(params: Any, batch: Any) -> Any:
-        size, example = len(batch[1]), jax.tree.map(lambda x: x[0], batch)
-        micro, devices = gradients.layout(with_aux, params, example, size)
-        micro = math.gcd(size // devices, micro)
-
-        def mean_part(params: Any, some: Any) -> Any:
-            return jnp.sum(jax.vmap(loss, (None, 0))(params, some)) / size
-
-        def on_one(params: Any, share: Any) -> Any:
-            def add(total: Any, some: Any) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, total, jax.grad(mean_part)(params, some)), None
-
-            folded = jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), share)
-            total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), folded)
-            return jax.lax.psum(total, "batch")
-
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("batch",))
-        specs = {"in_specs": (P(), P("batch")), "out_specs": P(), "check_vma": False}
-        return jax.shard_map(on_one, mesh=mesh, **specs)(params, batch)
-
-    return gradient
 
 
 def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[], Contestant]]:

@@ -11,7 +11,7 @@
             (`make bench` leaves out the peers if they are not there)
 
 Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's
-own choice; Optax's `differentially_private_aggregate`; jax_privacy; Opacus in five modes; plain
+own choice; Optax's `differentially_private_aggregate`; jax_privacy; Opacus in four modes; plain
 PyTorch.  All with SGD on the same kind of batch, in place before.  They take turns in an order
 drawn anew each round, while the others sleep, so that a busy machine is busy for all.
 
