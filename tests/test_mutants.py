@@ -254,7 +254,7 @@ MUTANTS = [
     Mutant(
         "ghost: rounding errors of wide layers forgotten",
         "gradients/rules.py",
-        "doubt = inputs * lengths_x * jnp.abs(g) + p.g.shape[3] * lengths_g * jnp.abs(x)",
+        "doubt = inputs * lengths_x * jnp.abs(g) + p.g.shape[3] * jnp.abs(x) * lengths_g",
         "doubt = jnp.zeros(())",
         "test_ghost.py::test_constant_positions_that_cancel_do_not_slip_past_the_bound[1024]",
     ),

@@ -211,7 +211,7 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
         lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
         inputs = 0 if p.chosen or q.chosen else p.x.shape[2]  # chosen ones are exact
-        doubt = inputs * lengths_x * jnp.abs(g) + p.g.shape[3] * lengths_g * jnp.abs(x)
+        doubt = inputs * lengths_x * jnp.abs(g) + p.g.shape[3] * jnp.abs(x) * lengths_g
         doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
         total = total + (1 if a == b else 2) * jnp.sum(x * g + doubt, axis=(1, 2, 3))
     return jnp.maximum(total, 0) + _lost(forms)
