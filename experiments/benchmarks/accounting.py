@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long an epsilon takes, and whose is smallest: dpjax, dp-accounting and Opacus.
 
-  claim     2,000 different multipliers cost a second by RDP where others take 20 to 40, and
+  claim     2,000 different multipliers cost a second by RDP where others take 18 to 37, and
             answers agree with dp-accounting's: to 6 digits by RDP, to 5e-5 calibrated by PLD
   figures   seconds, and the answer      dpjax             dp-accounting     Opacus
-            14,063 steps         RDP     0.02   2.5967     0.04   2.5967     0.01   2.5967
-                                 PLD     0.5    2.3818     0.4    2.3818     0.3    2.3918
-            2,000 multipliers    RDP     1.3    1.6681     44     1.6681     22     1.6681
-                                 PLD     22     1.0102     > 20              > 130
-            multiplier for       RDP     0.09   1.01402    0.3    1.01402    0.13   1.01563
-            epsilon 3            PLD     3.3    0.96849    6.5    0.96844    4.0    0.97168
-  hardware  2 cores of an Intel Xeon; medians of up to 3 runs, single ones where 20 s or longer
-  command   make bench-peers, once, and then
-            .venv/bin/python experiments/benchmarks/accounting.py --out accounting.json
+            14,063 steps         RDP     0.011  2.5967     0.029  2.5967     0.012  2.5967
+                                 PLD     0.32   2.3818     0.34   2.3818     0.21   2.3918
+            2,000 multipliers    RDP     1.0    1.6681     37     1.6681     18     1.6681
+                                 PLD     17     1.0102     > 60              > 60
+            multiplier for       RDP     0.043  1.01402    0.19   1.01402    0.074  1.01563
+            epsilon 3            PLD     2.2    0.96849    4.3    0.96844    2.5    0.97168
+  hardware  2 cores of an AMD EPYC; medians of 5, of 3 or 1 above 15 s; all figures in
+            experiments/results/accounting.json
+  command   make bench-peers BENCH=accounting ARGS="--out experiments/results/accounting.json"
 
 Three questions, by Rényi divergences (RDP) and by privacy loss distributions (PLD; Opacus
 calls its own PRV): one multiplier for 14,063 steps, 2,000 different multipliers, and the
