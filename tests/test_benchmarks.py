@@ -57,6 +57,12 @@ def test_scattering_runs(tmp_path):
     assert json.loads(path.read_text())["shapes"]["28x28x1"]["dpjax"]["images_per_s"] > 0
 
 
+def test_layouts_are_tried_around_the_choice():
+    outcome = run("benchmarks/layouts.py", "--smoke")
+    assert outcome.stdout.count("chosen") == 1
+    assert outcome.stdout.count("cost") > 4
+
+
 def test_large_runs_and_adapters_are_all_that_is_trained(tmp_path):
     path = tmp_path / "large.json"
     run("benchmarks/large.py", "--smoke", "--out", path)

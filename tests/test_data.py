@@ -358,8 +358,8 @@ def test_tfds_without_the_data_is_answered_with_what_to_do(monkeypatch):
 
 @pytest.mark.filterwarnings("default")
 def test_a_real_tfds_data_set_on_the_disk(tmp_path):
-    pytest.importorskip("importlib_resources")
-    tfds = pytest.importorskip("tensorflow_datasets")
+    import tensorflow_datasets as tfds  # some seconds
+
     stored = rows(4)
 
     def png(image):

@@ -881,12 +881,8 @@ def hunt(seed, names, dtype):
 
 # The tests ----------------------------------------------------------------------------------
 
-# Parts that the engine gets wrong today, and how.  They are drawn once they have left this table.
-TO_MEND = {
-    "spectral": "complex data times a real matrix",
-}
 NARROW = {"narrow"}
-USUAL = [name for name in PARTS if name not in {*TO_MEND, *NARROW}]
+USUAL = [name for name in PARTS if name not in NARROW]
 
 
 def drawn(seed, least, most, first=()):
@@ -905,14 +901,6 @@ def test_every_part_beside_another(name):
 @pytest.mark.parametrize("seed", range(4))
 def test_bfloat16_inside(seed):
     hunt(seed, ["dense", "narrow"], "bfloat16")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(k, marks=pytest.mark.xfail(reason=why)) for k, why in TO_MEND.items()]
-)
-def test_parts_to_mend(name):
-    for seed in range(6):
-        hunt(seed, [name], "float64")
 
 
 def test_a_batch_of_nobody():

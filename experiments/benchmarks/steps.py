@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long one private training step takes, beside the same step without privacy.
 
-  claim     a private step costs about as much as a plain one, without a tuned model
-  figures   of an earlier engine; the present one is faster, its figures are not run yet
-            W1 (MNIST CNN, B 256): plain 60 ms, dpjax 54, vmap 88, optax.contrib 97
-            W4 (MLP 784-256-256-10, B 1024): plain 12 ms, dpjax 21, vmap 2,793, contrib 1,069
-            W2, W3, W5, the peers and any GPU: not run
-  hardware  2 cores of an Intel Xeon, JAX 0.10.2; all figures in experiments/results/steps.json
-  command   make bench-peers ARGS="--rounds 7 --host_devices 2 --peaks --out steps.json"
+  claim     a private convolutional network or Transformer trains faster than the plain one
+            figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain
+            W1 MNIST CNN, B 256           42.2      13.7          48.7          24.4
+            W2 CIFAR CNN, B 256          782       347          1242           433
+            W3 CNN on wavelets, B 1024   717       245          1520           294
+            W4 MLP, B 1024                 4.5       6.4          21.6           9.9
+            W5 Transformer, B 64         204       187           420           186
+  not run   jax_privacy but on W1 (106 ms), peaks but on W1, any GPU
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 3 rounds (W1) and 5;
+            noise and update included; all figures in experiments/results/steps.json
+  command   make bench-peers ARGS="--rounds 5 --host_devices 2 --out experiments/results/steps.json"
             (`make bench` leaves out the peers if they are not there)
 
 Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's

@@ -224,7 +224,8 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
     if sources and name == "scan":
         return _scan(equation, inputs, book)
     together = len(sources) == 1 or name in _TOGETHER
-    if sources and together and set(sources) <= set(_LINEAR_IN.get(name, ())):
+    linear = together and set(sources) <= set(_LINEAR_IN.get(name, ()))
+    if sources and linear and _is(jnp.floating, equation.outvars[0].aval):
         return [_site(equation, inputs, sources[0], book)]
     return bind_fast(equation, _plain(inputs, book, name))
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the layout that dpjax chooses a good one?  Microbatch sizes and devices, timed.
+
+  claim     the chosen layout is near the fastest of those tried
+  figures   not run yet
+  command   make bench BENCH=layouts ARGS="--out experiments/results/layouts.json"
+
+For each workload the clipped sum of a batch, in microbatches of 1, 2, 4 ... examples on each
+of one and of all host devices; beside it what `dpjax.gradients.layout` takes.  `cost` is the
+time in units of the fastest.  The two constants of that choice were set by such a table.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import optax
+import reporting
+from absl import app, flags
+from contestants import BOUND, compiled
+from steps import configure, start, take_turns
+from workloads import WORKLOADS, problem
+
+import dpjax
+from dpjax import clipping, gradients
+
+Layout = gradients.Layout
+
+
+def candidates(batch_size: int, devices: int) -> list[Layout]:
+    """All layouts in which every device has at least one microbatch."""
+    sizes = [2**k for k in range(batch_size.bit_length()) if 2**k <= batch_size]
+    return [Layout(m, d) for d in sorted({1, devices}) for m in sizes if m * d <= batch_size]
+
+
+def measure(name: str, batch_size: int, around: float, **limits: Any) -> dict[str, Any]:
+    """The choice, and the fastest turn of it and of the layouts around it."""
+    loss, params, batch = problem(WORKLOADS[name]._replace(batch_size=batch_size))
+    example = jax.tree.map(lambda x: x[0], batch)
+    choice = gradients.layout(lambda p, x: (loss(p, x), None), params, example, batch_size)
+    near = [
+        layout
+        for layout in candidates(batch_size, jax.local_device_count())
+        if 1 / around <= layout.microbatch_size / choice.microbatch_size <= around
+    ]
+
+    def sums(layout: Layout) -> Any:
+        clipped = dpjax.clipped_grad(
+            loss,
+            clipping.flat(BOUND),
+            microbatch_size=layout.microbatch_size,
+            devices=layout.devices,
+        )
+        return lambda params, batch: clipped(params, batch).value
+
+    makes = {
+        f"{m} on {d}": functools.partial(
+            compiled, sums(Layout(m, d)), optax.identity(), params, batch
+        )
+        for m, d in dict.fromkeys([*near, choice])
+    }
+    contestants, figures = start(makes)
+    take_turns(contestants, figures, **limits)
+    times = {who: min(figure["rounds_ms"]) for who, figure in figures.items()}
+    return {"choice": f"{choice.microbatch_size} on {choice.devices}", "fastest_ms": times}
+
+
+def table(name: str, result: dict[str, Any]) -> str:
+    times, choice = result["fastest_ms"], result["choice"]
+    rows = [
+        f"  {who:10} {each:9.2f} ms  cost {each / min(times.values()):5.2f}"
+        + ("  chosen" if who == choice else "")
+        for who, each in times.items()
+    ]
+    return "\n".join([name, *rows])
+
+
+def main(_: list[str]) -> None:
+    asked = flags.FLAGS
+    configure(asked.smoke, asked.host_devices)
+    names = ["W4"] if asked.smoke else list(WORKLOADS)
+    limits = {"rounds": 2 if asked.smoke else asked.rounds, "seconds": 30.0}
+    report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, **limits)
+    report["workloads"] = {}
+    for name in names:
+        batch_size = 8 if asked.smoke else WORKLOADS[name].batch_size
+        result = measure(name, batch_size, asked.around, **limits)
+        report["workloads"][name] = result
+        print(table(name, result), flush=True)
+        reporting.keep(report, asked.out)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("rounds", 5, "How many turns each layout takes.", lower_bound=1)
+    flags.DEFINE_float("around", 4.0, "Sizes up to so many times smaller and larger are tried.")
+    flags.DEFINE_integer("host_devices", 2, "Devices that the CPU is shown as.", lower_bound=1)
+    flags.DEFINE_bool("smoke", False, "Batches of 8, two rounds, little optimized: does it run?")
+    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each workload.")
+    app.run(main)
