@@ -414,6 +414,49 @@ def test_constant_positions_that_cancel_do_not_slip_past_the_bound(width):
     assert jnp.linalg.norm(result.value) <= 1e-3 * (1 + 1e-5)
 
 
+def opposites(blocks, seed, tries=20_000):
+    """Two rows, nearly equal, whose inner products are rounded apart at every addition.
+
+    Those of a row with itself are rounded down and those of the two with each other up, in
+    the order in which XLA on CPU adds 16 terms (four lanes, each one after the other) and
+    `rules` adds the blocks: found by trying many rows for each lane, many pairs for each sum.
+    """
+    rng = np.random.default_rng(seed)
+
+    def entries():
+        a = rng.uniform(1, 1.03, (tries, 1))
+        rows = np.stack([a, a * (1 + rng.uniform(-1e-4, 1e-4, a.shape))], 1).astype("f4")
+        a, b = rows[:, :, 0].astype("f8").T
+        return rows, np.stack([a * a, b * b, a * b], axis=1)
+
+    def joined(left, right):
+        i, j = (rng.integers(len(sums), size=tries) for _, sums in (left, right))
+        exact = left[1][i] + right[1][j]
+        sums = exact.astype("f4").astype("f8")
+        best = np.argsort((sums - exact) @ [1, 1, -2])[:500]
+        return np.concatenate([left[0][i[best]], right[0][j[best]]], axis=2), sums[best]
+
+    found = np.zeros((1, 2, 0), "f4"), np.zeros((1, 3))
+    for _ in range(4):
+        found = joined(found, entries())
+    for _ in range(round(math.log2(4 * blocks))):
+        found = joined(found, found)
+    return found[0][0].reshape(2, blocks, 4, 4).swapaxes(2, 3).reshape(2, -1)
+
+
+def test_roundings_that_conspire_do_not_slip_past_the_bound():
+    x = opposites(64, seed=0)
+    given = opposites(64, seed=1) * np.array([[1], [-1]], "f4")
+
+    def loss(w, x):
+        return jnp.sum((x @ w) * given)
+
+    weights = jnp.zeros((x.shape[1], given.shape[1]))
+    assert "gram" in gradients.explain(loss, weights, x)
+    result = clipped_grad(loss, clipping.flat(1e-3), "ghost")(weights, jnp.asarray(x)[None])
+    assert jnp.linalg.norm(result.value) <= 1e-3 * (1 + 1e-5)
+
+
 def test_a_key_in_the_example_may_be_typed():
     def loss(w, example):
         x, key = example

@@ -38,6 +38,8 @@ Total = Callable[[Squares, bool], Array]
 
 # Writing and squaring one number, or scaling it, in multiplications of a matrix product.
 _TRAFFIC = 8
+# Inner products between positions are summed in blocks of so many terms.
+_BLOCK = 16
 # An instantiated gradient is kept while it is at most so many times its site's own data.
 _ROOM = 4
 
@@ -206,12 +208,13 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
     total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
     for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
         p, q = forms[a], forms[b]
-        x, g = _inner(p, q), _product("bhsd,bhtd->bhst", p.g, q.g)
+        x, g = _inner(p, q), _dots(p.g, q.g)
         (px, pg), (qx, qg) = _lengths(p), _lengths(q)
         lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
         lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
-        inputs = 0 if p.chosen or q.chosen else p.x.shape[2]  # chosen ones are exact
-        doubt = inputs * lengths_x * jnp.abs(g) + p.g.shape[3] * jnp.abs(x) * lengths_g
+        inputs = 0 if p.chosen or q.chosen else _roundings(p.x.shape[2])  # chosen ones are exact
+        outputs = _roundings(p.g.shape[3])
+        doubt = inputs * lengths_x * jnp.abs(g) + outputs * jnp.abs(x) * lengths_g
         doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
         total = total + (1 if a == b else 2) * jnp.sum(x * g + doubt, axis=(1, 2, 3))
     return jnp.maximum(total, 0) + _lost(forms)
@@ -241,7 +244,34 @@ def _inner(p: Outer, q: Outer) -> Array:
         return jnp.swapaxes(jnp.take_along_axis(p.x, q.x[:, :, :, None], axis=2), 2, 3)
     if p.chosen:
         return jnp.swapaxes(_inner(q, p), 2, 3)
-    return _product("bhks,bhkt->bhst", p.x, q.x)
+    return _dots(jnp.swapaxes(p.x, 2, 3), jnp.swapaxes(q.x, 2, 3))
+
+
+def _dots(a: Array, b: Array) -> Array:
+    """Inner products of rows, ``[.., s, n]`` and ``[.., t, n]``: in blocks, then in pairs.
+
+    In one long sum rounding errors could add up over all terms; here over `_roundings`.
+    """
+    blocks = _paired(a.shape[-1])
+
+    def split(x: Array) -> Array:
+        ends = [(0, 0)] * (x.ndim - 1) + [(0, blocks * _BLOCK - x.shape[-1])]
+        return jnp.pad(x, ends).reshape(*x.shape[:-1], blocks, _BLOCK)
+
+    parts = _product("bhsjn,bhtjn->jbhst", split(a), split(b))
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts[0]
+
+
+def _paired(terms: int) -> int:
+    """How many blocks so many terms take: a power of two, to be added in pairs."""
+    return 2 ** math.ceil(math.log2(max(1, -(-terms // _BLOCK))))
+
+
+def _roundings(terms: int) -> int:
+    """Through how many roundings a term of an inner product goes."""
+    return min(terms, _BLOCK) + round(math.log2(_paired(terms)))
 
 
 def _alike(forms: Sequence[Outer]) -> list[Outer] | None:
