@@ -13,5 +13,6 @@ from private examples is itself a release.  This room must never know how data i
 
 from dpjax.data.dataset import Dataset, Split, hold_out, standardize
 from dpjax.data.loading import NAMES, load
+from dpjax.data.streaming import RandomAccess, Stream
 
-__all__ = ["NAMES", "Dataset", "Split", "hold_out", "load", "standardize"]
+__all__ = ["NAMES", "Dataset", "RandomAccess", "Split", "Stream", "hold_out", "load", "standardize"]

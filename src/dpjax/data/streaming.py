@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples that stay on the disk, for data larger than memory.
+
+A `Stream` reads examples by their index out of any source with random access: a data source
+of grain or of TensorFlow Datasets, a memory map, a list.  Nothing but the rows asked for is
+ever read, and threads read the next batches while the present one is computed.
+
+Everything here is host code.  It must never choose an index: that is sampling, and is
+accounted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from dpjax.types import PyTree
+
+__all__ = ["RandomAccess", "Stream"]
+
+
+class RandomAccess(Protocol):
+    """A source of records: a length, and the record at an index.
+
+    This is grain's ``RandomAccessDataSource``.  A source that also has
+    ``__getitems__(indices)``, as those of TensorFlow Datasets do, is asked for many at once.
+    """
+
+    def __len__(self) -> int:
+        """How many records there are."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """The record at an index."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Examples that stay on the disk and are read by index.
+
+    Args:
+      source: A length and a record for each index; see `RandomAccess`.
+      example: What an example is made of, on the host: ``record -> tree of NumPy arrays``,
+        such as ``(image / 255, label)``; by default the record itself.  The
+        same record must give the same example, or a resumed run would be another one.
+      workers: How many threads read; 1 for a source that only one thread may read.
+
+    Every example has the shapes and types of the first, because a compiled step has one
+    shape; they are the types that JAX makes of them (float32 for float64 unless JAX is told
+    otherwise).
+
+    Privacy:
+      The source holds the private data, and all that is read from it is private.  Which
+      indices are read is private as well: amplification by sampling rests on nobody knowing
+      the draw, so a storage service that logs its reads is trusted with it.  Shapes and the
+      number of examples are taken to be public.
+
+    Example:
+      >>> squares = Stream(range(100), example=lambda i: (np.float32(i), np.int32(i * i)))
+      >>> x, y = squares.rows(np.array([3, 1, 3]))
+      >>> x.tolist(), y.tolist()
+      ([3.0, 1.0, 3.0], [9, 1, 9])
+
+      Any data set that TensorFlow Datasets has prepared in a format with random access::
+
+          source = tfds.data_source("imagenet2012", split="train")
+          images = Stream(source, example=lambda r: (resized(r["image"]), r["label"]))
+    """
+
+    source: RandomAccess
+    example: Callable[[Any], PyTree] | None = None
+    workers: int = 8
+
+    def __post_init__(self) -> None:
+        if not (hasattr(self.source, "__len__") and hasattr(self.source, "__getitem__")):
+            raise TypeError(
+                f"data.Stream: the source is of type {type(self.source).__name__}, which has no "
+                "length or cannot be indexed; expected random access, as data sources of grain and "
+                "of TensorFlow Datasets, memory maps and lists have. An iterator can only be "
+                "read in its own order, and that is no sampling that can be accounted."
+            )
+        if not len(self.source):
+            raise ValueError("data.Stream: the source is empty; expected at least one record.")
+        if self.workers < 1:
+            raise ValueError(f"data.Stream(workers={self.workers}): at least one thread reads.")
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        return len(self.source)
+
+    @cached_property
+    def row(self) -> PyTree:
+        """Shapes and types of one example, found by reading the first."""
+        return jax.tree.map(
+            lambda r: jax.ShapeDtypeStruct(r.shape, jax.dtypes.canonicalize_dtype(r.dtype)),
+            self._first,
+        )
+
+    @cached_property
+    def _first(self) -> PyTree:
+        """Shapes and types of the first example as they are read."""
+        (example,) = self._read([0])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(example):
+            if np.asarray(leaf).dtype.kind not in "biufcV":  # V: bfloat16 and its like
+                raise TypeError(
+                    f"data.Stream: {jax.tree_util.keystr(path) or 'the example'} is {leaf!r:.60}, "
+                    "not numbers. Pick what the loss needs: "
+                    "Stream(source, example=lambda record: (record['image'], record['label']))."
+                )
+        return jax.tree.map(_shape, example)
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        """Reads examples.
+
+        Args:
+          indices: ``[n]``, in any order; an index may repeat, and there may be none.
+
+        Returns:
+          The examples stacked, ``[n, ...]`` for every leaf of `row`, in the order asked for.
+        """
+        (batch,) = self.batches([indices], ahead=0)
+        return batch
+
+    def batches(self, draws: Iterable[np.ndarray], ahead: int = 2) -> Generator[PyTree, None, None]:
+        """Reads batch after batch, the next ones while the caller works on this one.
+
+        Args:
+          draws: The indices of each batch, as `rows` takes them.  They are asked for from the
+            caller's own thread, `ahead` batches before they are needed.
+          ahead: How many batches are read in advance; so many and one more are in memory.
+
+        Returns:
+          What `rows` gives for each of them, in their order.  Threads end with the
+          iterator: when it is exhausted, closed or no longer referred to, or an error leaves
+          it.
+        """
+        waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
+        try:
+            for indices in draws:
+                waiting.append(self._begin(pool, indices))
+                if len(waiting) > ahead:
+                    yield self._finish(*waiting.popleft())
+            while waiting:
+                yield self._finish(*waiting.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _begin(
+        self, pool: ThreadPoolExecutor, indices: np.ndarray
+    ) -> tuple[list[np.ndarray], list[Future[None]]]:
+        """Room for a batch, and the threads' promises to fill it."""
+        indices = _checked(indices, len(self))
+        room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
+        shares = np.array_split(np.arange(len(indices)), min(self.workers, len(indices)) or 1)
+        return room, [pool.submit(self._fill, room, indices, share) for share in shares]
+
+    def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
+        for promise in promises:
+            promise.result()
+        return jax.tree.unflatten(jax.tree.structure(self.row), room)
+
+    def _fill(self, room: list[np.ndarray], indices: np.ndarray, share: np.ndarray) -> None:
+        """Puts a share of a batch in its places."""
+        for place, example in zip(share, self._read(indices[share].tolist()), strict=True):
+            found = jax.tree.map(_shape, example)
+            if jax.tree.flatten(found) != jax.tree.flatten(self._first):
+                raise ValueError(
+                    f"data.Stream: example {indices[place]} is {found}; the first one, and so "
+                    f"every one, is {self._first}. Let `example` bring them to one shape and type."
+                )
+            for array, leaf in zip(room, jax.tree.leaves(example), strict=True):
+                array[place] = leaf
+
+    def _read(self, indices: list[int]) -> Iterator[PyTree]:
+        """The examples at indices; an error says which of them it was."""
+        records = self._at_once(indices)
+        for place, index in enumerate(indices):
+            try:
+                record = self.source[index] if records is None else records[place]
+                example = record if self.example is None else self.example(record)
+            except Exception as error:
+                raise RuntimeError(
+                    f"data.Stream: example {index} could not be read ({type(error).__name__}: "
+                    f"{error}). The source may be damaged there, or `example` does not fit its "
+                    "record."
+                ) from error
+            yield example
+
+    def _at_once(self, indices: list[int]) -> list[Any] | None:
+        """All records by one call; None if they have to be read one by one."""
+        many = getattr(self.source, "__getitems__", None)
+        if many is None:
+            return None
+        try:
+            records = list(many(indices))
+        except Exception:  # it cannot say where: found again, and named, one by one
+            return None
+        if len(records) != len(indices):
+            raise ValueError(
+                f"data.Stream: the source's __getitems__ gave {len(records)} records for "
+                f"{len(indices)} indices; expected one for each, repeated ones too."
+            )
+        return records
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    array = np.asarray(leaf)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _checked(indices: np.ndarray, examples: int) -> np.ndarray:
+    indices = np.asarray(indices)
+    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+        raise TypeError(
+            f"data.Stream: got indices of shape {indices.shape} and type {indices.dtype}; "
+            "expected a list of whole numbers, [n]."
+        )
+    if indices.size and not (indices.min() >= 0 and indices.max() < examples):
+        raise IndexError(
+            f"data.Stream: got indices from {indices.min()} to {indices.max()}; the source has "
+            f"{examples} examples. Padding is cut off before reading: draw.indices[:draw.size]."
+        )
+    return indices.astype(np.int64)
