@@ -486,6 +486,13 @@ MUTANTS = [
         NOISE + "the_support_reaches_beyond_seven_on_both_sides",
     ),
     Mutant(
+        "the second half of a draw repeats the first",
+        "noise.py",
+        "jnp.where(second, across, along)",
+        "jnp.where(second, along, along)",
+        NOISE + "the_halves_of_a_draw_know_nothing_of_each_other",
+    ),
+    Mutant(
         "one link, two runs, the same noise",
         "noise.py",
         "if runs and not replay:",
