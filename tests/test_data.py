@@ -286,17 +286,32 @@ def test_a_table_that_was_cut_off_is_refused(tmp_path):
 # --- TensorFlow Datasets ----------------------------------------------------------------------
 
 
-def fake_tfds(monkeypatch, contents, *, offline=True, tensorflow=False):
+def fake_tfds(monkeypatch, contents, *, prepared=True, random_access=True, tensorflow=False):
     """Puts a module in the place of TFDS that serves `contents`, and records how it is asked."""
     asked = []
 
-    def serve(name, *, data_dir, download, **rest):
-        asked.append((name, data_dir, download))
-        if not (offline or download) or contents is None:
-            raise AssertionError("not prepared")
-        return contents
+    class Builder:
+        def __init__(self, name, *, data_dir, file_format=None):
+            self.name, self.data_dir = name.split("/")[0], data_dir
+            asked.append((name, data_dir, file_format))
 
-    module = types.SimpleNamespace(data_source=serve, load=serve, as_numpy=lambda batch: batch)
+        def is_prepared(self):
+            return prepared
+
+        def download_and_prepare(self):
+            if contents is None:
+                raise AssertionError("no network")
+
+        def as_data_source(self):
+            if not random_access:
+                raise NotImplementedError
+            return contents
+
+        def as_dataset(self):
+            assert tensorflow
+            return contents
+
+    module = types.SimpleNamespace(builder=Builder, as_numpy=iter)
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", module)
     real, known = importlib.util.find_spec, {"tensorflow_datasets": True, "tensorflow": tensorflow}
     monkeypatch.setattr(
@@ -309,19 +324,21 @@ def fake_tfds(monkeypatch, contents, *, offline=True, tensorflow=False):
 
 def rows(count):
     x = RNG.integers(0, 256, (count, 28, 28, 1), dtype=np.uint8)
-    return [{"image": image, "label": i} for i, image in enumerate(x)]
+    return [{"image": image, "label": i, "id": f"{i}"} for i, image in enumerate(x)]
 
 
-@pytest.mark.parametrize("offline", [True, False])
-def test_tfds_serves_what_no_file_has_and_downloads_only_if_it_must(tmp_path, monkeypatch, offline):
+@pytest.mark.parametrize("prepared", [True, False])
+def test_tfds_serves_what_no_file_has_and_downloads_only_if_it_must(
+    tmp_path, monkeypatch, prepared
+):
     contents = {"train": rows(5), "test": rows(2)}
-    asked = fake_tfds(monkeypatch, contents, offline=offline)
+    asked = fake_tfds(monkeypatch, contents, prepared=prepared)
     loaded = data.load("mnist", data_dir=tmp_path)
     np.testing.assert_allclose(loaded.train[0][3] * 255, contents["train"][3]["image"], rtol=1e-6)
     assert loaded.test[1].tolist() == [0, 1]
     assert loaded.test[1].dtype == np.int32
-    attempts = [("mnist", str(tmp_path), False), ("mnist", str(tmp_path), True)]
-    assert asked == attempts[: 1 if offline else 2]
+    attempts = [("mnist", str(tmp_path), None), ("mnist", str(tmp_path), "array_record")]
+    assert asked == attempts[: 1 if prepared else 2]
 
 
 def test_a_file_is_preferred_to_tfds(tmp_path, monkeypatch):
@@ -331,33 +348,104 @@ def test_a_file_is_preferred_to_tfds(tmp_path, monkeypatch):
     assert not asked
 
 
+def test_a_format_that_only_tensorflow_reads(monkeypatch):
+    contents = {"train": rows(5), "test": rows(2)}
+    fake_tfds(monkeypatch, contents, random_access=False, tensorflow=True)
+    assert data.load("mnist").train[1].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="without random access"):
+        data.stream("mnist")
+    fake_tfds(monkeypatch, contents, random_access=False)
+    with pytest.raises(ValueError, match="tfds build mnist --file_format=array_record"):
+        data.load("mnist")
+
+
+def test_a_stream_leaves_the_training_part_where_it_is(monkeypatch):
+    class Unread(list):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    read = []
+    contents = {"train": Unread(rows(9)), "test": rows(2)}
+    fake_tfds(monkeypatch, contents)
+    streamed = data.stream("mnist")
+    assert read == [0]  # for the shape
+    assert (len(streamed.train), streamed.classes, streamed.note) == (9, 10, "")
+    x, y = streamed.train.rows(np.array([8, 2]))
+    assert read[0] == 0
+    assert sorted(read[1:]) == [2, 8]
+    whole = data.load("mnist")
+    assert np.array_equal(x, whole.train[0][[8, 2]])
+    assert np.array_equal(y, whole.train[1][[8, 2]])
+    assert np.array_equal(streamed.test[0], whole.test[0])
+    assert (x.dtype, y.dtype, streamed.test[1].dtype) == (np.float32, np.int32, np.int32)
+
+
+def test_a_stream_checks_what_it_reads(monkeypatch):
+    train = rows(6)
+    train[3]["label"], train[4]["label"] = 10, -1
+    train[5]["image"] = np.zeros((28, 29, 1), np.uint8)
+    fake_tfds(monkeypatch, {"train": train, "test": rows(2)})
+    stream = data.stream("mnist").train
+    stream.rows(np.array([1, 2]))
+    for index, word in ((3, "label is 10; expected 0 to 9"), (4, "label is -1"), (5, "28, 29")):
+        with pytest.raises((RuntimeError, ValueError), match=rf"example {index} .*{word}"):
+            stream.rows(np.array([1, index]))
+    fake_tfds(monkeypatch, {"train": rows(2), "test": []})
+    with pytest.raises(ValueError, match="empty"):
+        data.stream("mnist")
+    fake_tfds(monkeypatch, {"train": rows(2), "test": train[5:]})
+    with pytest.raises(ValueError, match=r"test part has examples of shape \(28, 29, 1\)"):
+        data.stream("mnist")
+
+
+def test_what_cannot_be_streamed_is_answered_with_what_to_do(monkeypatch):
+    fake_tfds(monkeypatch, None)
+    with pytest.raises(ValueError, match=r"data\.load\('digits'\)"):
+        data.stream("digits")
+    with pytest.raises(ValueError, match=r"data\.stream\('minst'\).*expected one of digits"):
+        data.stream("minst")
+    with pytest.raises(ValueError, match=r"table.*data\.load\('wine_quality'\)"):
+        data.stream("wine_quality")
+    with pytest.raises(FileNotFoundError, match="does not have it"):
+        data.stream("pathmnist")
+
+
+@pytest.mark.usefixtures("without_tfds")
+def test_a_stream_by_name_needs_tfds():
+    with pytest.raises(ImportError, match=r"dpjax\[tfds\]"):
+        data.stream("mnist")
+
+
 # The columns of the wine table as its file has them.
 WINE = """fixed acidity;volatile acidity;citric acid;residual sugar;chlorides;free sulfur dioxide;
 total sulfur dioxide;density;pH;sulphates;alcohol""".replace("\n", "")
 
 
 def test_tfds_tables_keep_the_order_of_the_columns(monkeypatch):
-    features = {name: np.full(400, float(i)) for i, name in enumerate(WINE.split(";"))}
-    shuffled = dict(sorted(features.items(), reverse=True))
-    quality = np.arange(400)
-    contents = {"train": {"features": shuffled, "quality": quality}}
-    asked = fake_tfds(monkeypatch, contents, tensorflow=True)
+    def row(quality):
+        features = {name: np.float64(i) for i, name in enumerate(WINE.split(";"))}
+        return {"features": dict(sorted(features.items(), reverse=True)), "quality": quality}
+
+    asked = fake_tfds(monkeypatch, {"train": [row(quality) for quality in range(400)]})
     loaded = data.load("wine_quality")
-    assert asked == [("wine_quality/red", None, False)]
+    assert asked == [("wine_quality/red", None, None)]
     assert loaded.train[0].shape == (80, 11)
     assert loaded.train[0][0].tolist() == list(range(11))
+    assert sorted([*loaded.train[1], *loaded.test[1]]) == list(range(400))
 
 
 def test_tfds_without_the_data_is_answered_with_what_to_do(monkeypatch):
-    fake_tfds(monkeypatch, None)
-    with pytest.raises(FileNotFoundError, match=r"mnist.*Without a network.*DPJAX_DATA_DIR"):
-        data.load("mnist")
+    fake_tfds(monkeypatch, None, prepared=False)
+    for ask in (data.load, data.stream):
+        with pytest.raises(FileNotFoundError, match=r"mnist.*Without a network.*DPJAX_DATA_DIR"):
+            ask("mnist")
     with pytest.raises(FileNotFoundError, match=r"does not have it.*california_housing\.csv"):
         data.load("california_housing")
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_real_tfds_data_set_on_the_disk(tmp_path):
+def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
     import tensorflow_datasets as tfds  # some seconds
 
     stored = rows(4)
@@ -393,6 +481,26 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path):
     for image, label in zip(*loaded.train, strict=True):
         np.testing.assert_allclose(image * 255, stored[label]["image"], rtol=1e-6)
     assert sorted(loaded.test[1]) == [0, 1, 2, 3]
+
+    streamed = data.stream("mnist", data_dir=tmp_path)
+    order = np.array([2, 0, 2, 3, 1])
+    draws = [order, order[:0], order[2:]]
+    for (x, y), draw in zip(streamed.train.batches(draws), draws, strict=True):
+        assert np.array_equal(x, loaded.train[0][draw])
+        assert np.array_equal(y, loaded.train[1][draw])
+
+    def no_network(self):
+        raise OSError("no network")
+
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", no_network)
+    for folder in (tmp_path / "empty", None):
+        monkeypatch.setattr("tensorflow_datasets.core.constants.DATA_DIR", str(tmp_path / "none"))
+        with pytest.raises(FileNotFoundError, match="could neither find mnist"):
+            data.load("mnist", data_dir=folder)
+    (info,) = tmp_path.rglob("dataset_info.json")
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    with pytest.raises(ValueError, match=r"prepared in .*3\.0\.1 in a format without random"):
+        data.stream("mnist", data_dir=tmp_path)
 
 
 # --- the real sets ----------------------------------------------------------------------------

@@ -8,29 +8,32 @@ examples alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dpjax.data.streaming import Stream
+
 __all__ = ["Dataset", "Split", "checked", "hold_out", "standardize"]
 
 Split: TypeAlias = tuple[np.ndarray, np.ndarray]
+_Train = TypeVar("_Train", Split, Stream)
 
 
-class Dataset(NamedTuple):
+class Dataset(NamedTuple, Generic[_Train]):
     """Examples to learn from and examples to test on.
 
     Attributes:
       name: The word it was loaded by.
-      train: Inputs and targets, ``(x, y)``, with one example a row.
-      test: The same, never trained on.
+      train: Inputs and targets, ``(x, y)``, with one example a row; or a `Stream` of them.
+      test: Inputs and targets, never trained on.
       classes: How many labels there are; None where the target is a quantity.
       note: What a reader of results must be told about the data; often empty.
     """
 
     name: str
-    train: Split
+    train: _Train
     test: Split
     classes: int | None
     note: str = ""
@@ -95,30 +98,33 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
     return ((values - np.asarray(mean)) / np.asarray(scale)).astype(np.float32)
 
 
-def checked(dataset: Dataset, where: str) -> Dataset:
-    """The data set, if it is one.
+def checked(dataset: Dataset[_Train], where: str) -> Dataset[_Train]:
+    """The data set, if it is one.  Of a `Stream` only the shape: its rows are not here yet.
 
     Args:
       dataset: As it was read.
       where: The file, or the place it was read from, for the error.
     """
-    for part, (x, y) in (("train", dataset.train), ("test", dataset.test)):
-        told = f"data.load({dataset.name!r}): {where}: its {part} part has"
-        usual = "The file may be damaged, or another data set under this name."
-        if not len(y) or len(x) != len(y):
+    train = dataset.train
+    streamed = isinstance(train, Stream)
+    shape = train.row[0].shape if streamed else train[0].shape[1:]
+    for part, (x, y) in ([] if streamed else [("train", train)]) + [("test", dataset.test)]:
+        fault = _fault(x, y, shape, dataset.classes)
+        if fault:
             raise ValueError(
-                f"{told} {len(x)} inputs and {len(y)} targets; each needs one. {usual}"
-            )
-        if x.shape[1:] != dataset.train[0].shape[1:]:
-            raise ValueError(
-                f"{told} examples of shape {x.shape[1:]}, and training ones have "
-                f"{dataset.train[0].shape[1:]}. {usual}"
-            )
-        if not np.isfinite(x).all() or not np.isfinite(y).all():
-            raise ValueError(f"{told} numbers that are NaN or infinite. {usual}")
-        if dataset.classes is not None and not (y.min() >= 0 and y.max() < dataset.classes):
-            raise ValueError(
-                f"{told} labels from {y.min()} to {y.max()}; expected 0 to "
-                f"{dataset.classes - 1}. {usual}"
+                f"data.load({dataset.name!r}): {where}: its {part} part has {fault}. The file may "
+                "be damaged, or another data set under this name."
             )
     return dataset
+
+
+def _fault(x: np.ndarray, y: np.ndarray, shape: tuple[int, ...], classes: int | None) -> str | None:
+    if not len(y) or len(x) != len(y):
+        return f"{len(x)} inputs and {len(y)} targets; each needs one"
+    if x.shape[1:] != shape:
+        return f"examples of shape {x.shape[1:]}, and training ones have {shape}"
+    if not np.isfinite(x).all() or not np.isfinite(y).all():
+        return "numbers that are NaN or infinite"
+    if classes is not None and not (y.min() >= 0 and y.max() < classes):
+        return f"labels from {y.min()} to {y.max()}; expected 0 to {classes - 1}"
+    return None

@@ -25,7 +25,7 @@ __all__ = ["read", "table", "unit"]
 _LAYOUTS = (("x_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
 
-def read(name: str, source: Source, path: Path) -> Dataset:
+def read(name: str, source: Source, path: Path) -> Dataset[Split]:
     """A data set from its file."""
     return (_read_csv if path.suffix == ".csv" else _read_npz)(name, source, path)
 
@@ -49,7 +49,7 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
     return x.astype(np.float32)
 
 
-def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset:
+def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset[Split]:
     """A table as a data set: some of its rows are split off for the test."""
     if len(x) <= source.test_size:
         raise ValueError(
@@ -60,7 +60,7 @@ def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset:
     return Dataset(name, *hold_out(rows, source.test_size), source.classes, source.note)
 
 
-def _read_csv(name: str, source: Source, path: Path) -> Dataset:
+def _read_csv(name: str, source: Source, path: Path) -> Dataset[Split]:
     with path.open(encoding="utf-8") as lines:
         separator = ";" if ";" in lines.readline() else ","
     try:
@@ -73,7 +73,7 @@ def _read_csv(name: str, source: Source, path: Path) -> Dataset:
     return table(name, source, rows[:, :-1], rows[:, -1])
 
 
-def _read_npz(name: str, source: Source, path: Path) -> Dataset:
+def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
     arrays = _arrays(name, path)
     for images, labels in _LAYOUTS:
         keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dpjax.data.dataset import Dataset, checked, hold_out
+from dpjax.data.dataset import Dataset, Split, checked, hold_out
 from dpjax.data.files import read
-from dpjax.data.sources import SOURCES
-from dpjax.data.tfds import from_tfds
+from dpjax.data.sources import SOURCES, Source
+from dpjax.data.streaming import Stream
+from dpjax.data.tfds import from_tfds, stream_from_tfds
 
-__all__ = ["NAMES", "load"]
+__all__ = ["NAMES", "load", "stream"]
 
 NAMES: tuple[str, ...] = ("digits", *SOURCES)
 """The names that `load` knows."""
 
 
-def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
+def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[Split]:
     """Loads a data set by name.
 
     ======================  ==========  ===========  ====================================
@@ -63,12 +64,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """
     if name == "digits":
         return _digits()
-    if name not in SOURCES:
-        raise ValueError(
-            f"data.load({name!r}): no such data set; expected one of {', '.join(NAMES)}. "
-            "Data of your own needs no name: wherever a data set is asked for, arrays do."
-        )
-    source = SOURCES[name]
+    source = _source(name, "load")
     folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
     path = Path(folder, source.file) if folder else None
     if path is not None and path.is_file():
@@ -83,7 +79,48 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     )
 
 
-def _digits() -> Dataset:
+def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[Stream]:
+    """Loads a data set by name, but leaves its training part on the disk.
+
+    TensorFlow Datasets serves it, in a format with random access (``array_record`` or
+    ``parquet``); what it has to download first it prepares so.  Files of `load`'s formats have
+    to be read whole, and are not looked for.
+
+    Args:
+      name: One of `load`'s names, of images that TensorFlow Datasets has.
+      data_dir: Where it keeps its data; by default what ``DPJAX_DATA_DIR`` says.
+
+    Returns:
+      The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
+      memory.  A label out of range is an error when it is read.
+
+    Example:
+      Data of your own, and data sets without a name here, are a `Stream` at once::
+
+          train = data.Stream(tfds.data_source("imagenet2012", split="train"), example=...)
+    """
+    if name == "digits":
+        raise ValueError("data.stream('digits'): they fit into memory: data.load('digits').")
+    source = _source(name, "stream")
+    if importlib.util.find_spec("tensorflow_datasets") is None:
+        raise ImportError(
+            f"data.stream({name!r}): TensorFlow Datasets, which reads single examples, is not "
+            "installed. Install the extra: pip install 'dpjax[tfds]'."
+        )
+    folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
+    return checked(stream_from_tfds(name, source, folder), "TensorFlow Datasets")
+
+
+def _source(name: str, asked: str) -> Source:
+    if name not in SOURCES:
+        raise ValueError(
+            f"data.{asked}({name!r}): no such data set; expected one of {', '.join(NAMES)}. "
+            "Data of your own needs no name: wherever a data set is asked for, arrays do."
+        )
+    return SOURCES[name]
+
+
+def _digits() -> Dataset[Split]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets that TensorFlow Datasets (TFDS) prepares: found, or downloaded by it.
 
-TFDS reads the formats that allow random access without TensorFlow.  What is on the disk
-already is not downloaded again.
+Formats that allow random access are read without TensorFlow, whole or as a `Stream`.  What
+is on the disk already is not downloaded again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -15,74 +16,108 @@ from typing import Any
 
 import numpy as np
 
-from dpjax.data.dataset import Dataset
+from dpjax.data.dataset import Dataset, Split
 from dpjax.data.files import table, unit
 from dpjax.data.sources import Source
+from dpjax.data.streaming import Stream
 
-__all__ = ["from_tfds"]
+__all__ = ["from_tfds", "stream_from_tfds"]
 
 
-def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Dataset:
-    """A data set as TensorFlow Datasets has it.
+def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Dataset[Split]:
+    """A data set as TensorFlow Datasets has it, in memory.
 
     Args:
       name: The word it is asked for by.
       source: Where it is found.
       folder: Where TFDS keeps its data; by default where it likes.
     """
+    builder = _prepared(name, source, folder)
+    try:
+        parts = _random_access(name, builder)
+    except ValueError:
+        if importlib.util.find_spec("tensorflow") is None:
+            raise
+        as_numpy = importlib.import_module("tensorflow_datasets").as_numpy
+        parts = {part: list(as_numpy(rows)) for part, rows in builder.as_dataset().items()}
+    if source.classes is None:
+        return table(name, source, *_whole(Stream(parts["train"], _wine)))
+    train, test = (_whole(_images(parts[part], source.classes)) for part in ("train", "test"))
+    return Dataset(name, train, test, source.classes, source.note)
+
+
+def stream_from_tfds(
+    name: str, source: Source, folder: str | os.PathLike[str] | None
+) -> Dataset[Stream]:
+    """The same, with a training part that stays on the disk."""
+    if source.classes is None:
+        raise ValueError(
+            f"data.stream({name!r}): this is a table, which is small and has no test part of its "
+            f"own. Load it: data.load({name!r})."
+        )
+    parts = _random_access(name, _prepared(name, source, folder))
+    train, test = (_images(parts[part], source.classes) for part in ("train", "test"))
+    return Dataset(name, train, _whole(test), source.classes, source.note)
+
+
+def _prepared(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Any:
+    """The TFDS builder of a data set that is on the disk, downloaded if it was not."""
     if source.tfds is None:
         raise FileNotFoundError(
             f"data.load({name!r}): TensorFlow Datasets does not have it. Put {source.file} into a "
             "folder and name it by data_dir=... or the environment variable DPJAX_DATA_DIR."
         )
-    splits = _tfds_splits(name, source.tfds, folder)
-    if source.classes is None:
-        rows = splits["train"]
-        x = np.stack([rows["features"][column] for column in _WINE], axis=1)
-        return table(name, source, x, np.asarray(rows["quality"]))
-    train, test = (
-        (
-            unit(np.asarray(rows["image"]), "TensorFlow Datasets"),
-            np.asarray(rows["label"]).astype(np.int32),
-        )
-        for rows in (splits["train"], splits["test"])
-    )
-    return Dataset(name, train, test, source.classes, source.note)
-
-
-def _tfds_splits(
-    name: str, tfds_name: str, folder: str | os.PathLike[str] | None
-) -> Mapping[str, Any]:
-    """All columns of all splits; what is on the disk already is not downloaded again."""
     tfds = importlib.import_module("tensorflow_datasets")
-
     place = None if folder is None else os.fspath(folder)
-    failure: Exception | None = None
-    for download in (False, True):
-        try:
-            if importlib.util.find_spec("tensorflow") is not None:
-                batch = tfds.load(tfds_name, data_dir=place, download=download, batch_size=-1)
-                return tfds.as_numpy(batch)
-            # Without TensorFlow, TFDS still reads the formats that allow random access.
-            rows: Any = tfds.data_source(tfds_name, data_dir=place, download=download)
-            return {
-                split: _columns(list(rows[split])) for split in ("train", "test") if split in rows
-            }
-        except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
-            failure = error
-    raise FileNotFoundError(
-        f"data.load({name!r}): TensorFlow Datasets could neither find {tfds_name} in "
-        f"{place or 'its default folder'} nor download it. Without a network, prepare it elsewhere "
-        "and copy the folder, or set DPJAX_DATA_DIR to a folder with the file that data.load's "
-        "documentation names. Without TensorFlow, prepare it with file_format='array_record'."
-    ) from failure
+    try:
+        builder = tfds.builder(source.tfds, data_dir=place)
+        if not builder.is_prepared():
+            # The default format is one that only TensorFlow writes and reads.
+            builder = tfds.builder(source.tfds, data_dir=place, file_format="array_record")
+            builder.download_and_prepare()
+        return builder
+    except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
+        raise FileNotFoundError(
+            f"data.load({name!r}): TensorFlow Datasets could neither find {source.tfds} in "
+            f"{place or 'its default folder'} nor download it. Without a network, prepare it "
+            "elsewhere and copy the folder, or set DPJAX_DATA_DIR to a folder with the file that "
+            "data.load's documentation names."
+        ) from error
 
 
-def _columns(rows: Sequence[Any]) -> Any:
-    """Turns a list of (nested) dictionaries into a (nested) dictionary of arrays."""
-    if isinstance(rows[0], Mapping):
-        return {key: _columns([row[key] for row in rows]) for key in rows[0]}
-    return np.stack(rows)
+def _random_access(name: str, builder: Any) -> Mapping[str, Sequence[Any]]:
+    """Parts that are read by index; nothing is read yet."""
+    try:
+        return builder.as_data_source()
+    except NotImplementedError as error:
+        raise ValueError(
+            f"data: {name!r} is prepared in {builder.data_dir} in a format without random access, "
+            "which only TensorFlow reads. Prepare it again, in another folder: tfds build "
+            f"{builder.name} --file_format=array_record --data_dir=..."
+        ) from error
+
+
+def _whole(stream: Stream) -> Split:
+    return stream.rows(np.arange(len(stream)))
+
+
+def _images(rows: Sequence[Any], classes: int) -> Stream:
+    return Stream(rows, functools.partial(_image, classes=classes))
+
+
+def _image(record: Mapping[str, Any], *, classes: int) -> Split:
+    """One example; checked here, because nobody reads all of them at once."""
+    label = int(record["label"])
+    if not 0 <= label < classes:
+        raise ValueError(f"its label is {label}; expected 0 to {classes - 1}")
+    return unit(np.asarray(record["image"])[None], "TensorFlow Datasets")[0], np.asarray(
+        label, np.int32
+    )
+
+
+def _wine(record: Mapping[str, Any]) -> Split:
+    columns = record["features"]
+    return np.stack([columns[column] for column in _WINE]), np.asarray(record["quality"])
 
 
 _WINE = (
