@@ -30,6 +30,7 @@ FLOORS = {
             "scattering",
             "metrics",
             "accounting",
+            "checkpoints",
         ],
         2,
     ),

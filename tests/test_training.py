@@ -12,7 +12,8 @@ import optax
 import pytest
 
 import dpjax
-from dpjax import clipping, ledger, sampling, training
+from dpjax import clipping, ledger, sampling, training, trees
+from dpjax.data import Stream
 from dpjax.training.progress import Progress
 
 DATA = jnp.ones((50, 3))
@@ -122,16 +123,20 @@ def test_a_terminal_gets_one_live_line():
         def isatty(self):
             return True
 
-    show = Progress(10, stream=Terminal())
-    show.rate(5)
-    show.line(5, {"epsilon": 1.0, "examples_per_second": 10.0, "private": {"loss": 0.3}})
+    show = Progress(0, 10, 2.0, stream=Terminal())
+    show.tick(5)
+    show.line(
+        5, {"epsilon": 1.0, "accuracy": 0.5, "examples_per_second": 10.0, "private": {"loss": 0.3}}
+    )
     show.shown -= 1
     show.tick(6)
     show.close()
     text = show.stream.getvalue()
     assert text.count("\n") == 1
     assert text.count("\r") == 2
-    assert "step 6/10  epsilon 1.000  loss 0.300  10 examples/s" in text
+    assert "step 6/10  epsilon 1.00 of 2.00  loss 0.300  accuracy 0.500  0:00:00 left" in text
+    assert "\u2501" * 6 + "\u2500" * 4 in text
+    assert all(len(line) < 100 for line in text.split("\r"))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +155,14 @@ def test_any_optax_optimizer(optimizer):
     assert np.all(np.isfinite(state.params))
 
 
-def test_bfloat16_parameters_stay_bfloat16():
-    algorithm = make(steps=2)
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
+def test_bfloat16_parameters_stay_bfloat16(optimizer):
+    optimizer = optax.chain(optimizer, training.average_parameters())
+    algorithm = make(steps=3, optimizer=optimizer)
     state = algorithm.init(jax.random.key(0), jnp.zeros(3, jnp.bfloat16))
-    state, _ = algorithm.step(state)
+    state, _ = dpjax.fit(algorithm, state, progress=False)
     assert state.params.dtype == jnp.bfloat16
+    assert training.averaged(state.optimizer).dtype == jnp.float32
 
 
 def test_the_step_is_not_to_be_traced():
@@ -178,6 +186,179 @@ def test_two_fits_draw_different_batches():
     assert int(state.optimizer[0].step) == 10
     drawn = [tuple(np.asarray(sampler.draw(state.key, t).indices)) for t in range(10)]
     assert len(set(drawn)) == 10
+
+
+def test_many_steps_at_once_are_the_same_steps():
+    one, many = make(batch=25), make(batch=25)
+    state, losses = start(one), []
+    for _ in range(7):
+        state, info = one.step(state)
+        losses.append(info.loss)
+    whole, infos = many.run(trees.copy(start(many)), 7)
+    np.testing.assert_array_equal(whole.params, state.params)
+    np.testing.assert_array_equal(infos.loss, np.stack(losses))
+    assert whole.ledger.steps == state.ledger.steps == 7
+    assert int(whole.optimizer[0].step) == 7
+
+
+def test_more_steps_than_a_dispatch_holds():
+    one, many = make(steps=150), make(steps=150)
+    whole, infos = many.run(trees.copy(start(many)), 150)
+    state, _ = dpjax.fit(one, start(one), evaluate_every=7, progress=False)
+    np.testing.assert_array_equal(whole.params, state.params)
+    assert infos.examples.shape == (150,)
+
+
+def test_no_steps_at_once_are_a_mistake():
+    algorithm = make()
+    with pytest.raises(ValueError, match="at least 1"):
+        algorithm.run(start(algorithm), 0)
+
+
+def test_a_state_that_was_given_to_fit_or_step_can_be_used_again():
+    algorithm = make()
+    state = start(algorithm)
+    first, _ = dpjax.fit(algorithm, state, progress=False)
+    stepped, _ = algorithm.step(state)
+    second, _ = dpjax.fit(algorithm, state, progress=False)
+    np.testing.assert_array_equal(first.params, second.params)
+    np.testing.assert_array_equal(state.params, np.zeros(3))
+    assert np.any(stepped.params != 0)
+
+
+class TestStreamed:
+    X = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+
+    @pytest.mark.parametrize("microbatch_size", [None, 1, 8])
+    @pytest.mark.parametrize("sampler", ["poisson", "shuffled", "fixed", "full"])
+    def test_it_takes_the_steps_of_data_in_memory(self, sampler, microbatch_size):
+        sizes = () if sampler == "full" else (20,)
+        mechanism = dataclasses.replace(
+            make().mechanism, sampling=getattr(sampling, sampler)(50, *sizes)
+        )
+        states, infos = [], []
+        for data in (self.X, Stream(self.X)):
+            algorithm = dpjax.dpsgd(
+                loss, optax.adam(0.1), mechanism, data, microbatch_size=microbatch_size
+            )
+            state, info = algorithm.run(trees.copy(start(algorithm)), 5)
+            states.append(state)
+            infos.append(info)
+        np.testing.assert_allclose(*(state.params for state in states), rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *infos)
+
+    def test_only_what_is_drawn_is_read(self):
+        read = []
+
+        class Counted(list):
+            def __getitem__(self, index):
+                read.append(index)
+                return super().__getitem__(index)
+
+        algorithm = dpjax.dpsgd(
+            loss, optax.sgd(0.1), make(batch=5).mechanism, Stream(Counted(self.X))
+        )
+        read.clear()
+        _, infos = algorithm.run(trees.copy(start(algorithm)), 4)
+        assert len(read) == infos.examples.sum()
+        assert sum(infos.examples) < 45
+
+    def test_empty_draws_are_pure_noise(self):
+        mechanism = make(batch=0.01, steps=3).mechanism
+        algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, Stream(self.X))
+        state, infos = algorithm.run(trees.copy(start(algorithm)), 3)
+        assert infos.examples.sum() == 0
+        assert np.all(np.isfinite(state.params))
+        assert np.all(state.params != 0)
+
+    def test_entries_of_the_step_reach_streamed_examples(self):
+        mechanism = dataclasses.replace(make(steps=3).mechanism, clipping=clipping.flat(100.0))
+        states = []
+        for data in ((self.X,), Stream(self.X, example=lambda x: (x,))):
+            algorithm = dpjax.dpsgd(
+                timed, optax.sgd(0.1), mechanism, data, per_step=lambda step: step
+            )
+            states.append(dpjax.fit(algorithm, start(algorithm), progress=False)[0])
+        np.testing.assert_allclose(*(state.params for state in states), rtol=1e-5)
+
+    def test_a_stream_of_another_length_is_refused(self):
+        with pytest.raises(ValueError, match="the data hold 49 examples"):
+            dpjax.dpsgd(loss, optax.sgd(0.1), make().mechanism, Stream(self.X[:49]))
+
+
+class TestBoundSchedule:
+    """A small bound first, a large one later."""
+
+    @staticmethod
+    def schedule(step):
+        return jnp.where(step < 2, 0.25, 8.0)
+
+    def run(self, rule, multiplier=0.0, steps=4, **options):
+        mechanism = dpjax.Mechanism(
+            sampling=sampling.full(50), clipping=rule, noise_multiplier=multiplier, steps=steps
+        )
+        algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, DATA * 3, **options)
+        return algorithm, algorithm.run(trees.copy(start(algorithm)), steps)
+
+    def test_it_is_clipping_to_the_bound_of_the_step(self):
+        _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
+        far = np.linalg.norm(3 * np.ones(3))
+        moved = [0.1, 0.1, 3.2, 3.2]  # bounds 0.1 and 3.2 x; the gradient is longer at first
+        want = 0.0
+        for length, seen in zip(moved, infos.norm, strict=True):
+            assert seen[0] == pytest.approx(far - want, rel=1e-5)
+            want += min(length, far - want)
+        np.testing.assert_allclose(np.linalg.norm(state.params), want, rtol=1e-5)
+        np.testing.assert_array_equal(infos.clipped[:, 0], [1, 1, 1, 0])
+
+    def test_noise_follows_the_bound(self):
+        zeros = jnp.zeros((50, 100_000))
+        mechanism = dpjax.Mechanism(
+            sampling=sampling.full(50),
+            clipping=clipping.flat(0.4),
+            noise_multiplier=2.0,
+            steps=3,
+        )
+        algorithm = dpjax.dpsgd(
+            lambda w, x: jnp.sum(w * x),
+            optax.sgd(1.0),
+            mechanism,
+            zeros,
+            bound_schedule=self.schedule,
+        )
+        state, before = algorithm.init(jax.random.key(0), jnp.zeros(100_000)), 0.0
+        for scale in (0.25, 0.25, 8.0):
+            state, _ = algorithm.step(state)
+            deviation = np.std(state.params - before)
+            assert deviation == pytest.approx(2.0 * 0.4 * scale / 50, rel=0.01)
+            before = state.params
+
+    def test_it_costs_nothing(self):
+        plain, (state, _) = self.run(clipping.flat(0.4), 1.0)
+        scheduled, (other, _) = self.run(clipping.flat(0.4), 1.0, bound_schedule=self.schedule)
+        assert ledger.epsilon(state.ledger, plain.mechanism, 1e-5) == ledger.epsilon(
+            other.ledger, scheduled.mechanism, 1e-5
+        )
+
+    def test_a_constant_one_is_a_larger_bound(self):
+        rule = clipping.grouped(0.5, clipping.by_leaf({"a": 0, "b": 0}))
+        data = {"a": DATA * 2, "b": DATA}
+
+        def both(w, x):
+            return loss(w["a"], x["a"]) + loss(w["b"], x["b"])
+
+        results = []
+        for bound, schedule in ((1.5, None), (0.5, lambda step: 3.0)):
+            rule = clipping.grouped(bound, clipping.by_leaf({"a": 0, "b": 0}))
+            mechanism = dataclasses.replace(make().mechanism, clipping=rule)
+            algorithm = dpjax.dpsgd(both, optax.sgd(0.1), mechanism, data, bound_schedule=schedule)
+            state = algorithm.init(jax.random.key(0), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+            results.append(algorithm.run(trees.copy(state), 20)[0].params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), *results)
+
+    def test_what_is_not_positive_is_refused(self):
+        with pytest.raises(ValueError, match="at step 3 it is not"):
+            self.run(clipping.flat(1.0), bound_schedule=lambda step: 3.0 - step)
 
 
 def test_a_noise_multiplier_of_a_thousand_wrecks_training():

@@ -12,6 +12,7 @@ A map of the house; every room is a module, every module a word:
   `ledger`      what was really spent; refusal
   `gradients`   the clipped sum, by several engines        `clipped_grad`
   `training`    algorithms, and the loop that drives them  `dpsgd`, `fit`
+  `checkpoints` any state on disk, and back to the last bit
   `reports`     the promise in words and as a file         `statement`
   `testing`     the laws, to run on your own rules and losses
   `auditing`    what an attacker can really tell, measured
@@ -27,6 +28,7 @@ from dpjax import (
     accounting,
     activations,
     auditing,
+    checkpoints,
     clipping,
     data,
     diagnostics,
@@ -58,6 +60,7 @@ __all__ = [
     "accounting",
     "activations",
     "auditing",
+    "checkpoints",
     "clip_and_sum",
     "clipped_grad",
     "clipping",

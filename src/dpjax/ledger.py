@@ -92,23 +92,28 @@ def empty() -> Ledger:
     return Ledger(np.zeros(0, np.float64), np.zeros(0, np.int64))
 
 
-def admit(ledger: Ledger, mechanism: Plan, budget: Budget | None = None) -> Ledger:
-    """Writes the next step down, or refuses it.
+def admit(
+    ledger: Ledger, mechanism: Plan, budget: Budget | None = None, *, steps: int = 1
+) -> Ledger:
+    """Writes the next steps down, or refuses them all.
 
     Args:
       ledger: What was spent so far.
       mechanism: What is run; the ledger must be a beginning of it.
       budget: What may not be passed.
+      steps: How many.
 
     Returns:
-      The ledger with the next step in it.  Call it before the step runs.
+      The ledger with the next steps in it.  Call it before they run.
 
     Raises:
-      Refused: The step is not planned, or would pass the budget, or the ledger is of
+      Refused: A step is not planned, or would pass the budget, or the ledger is of
         another mechanism.
     """
-    require(ledger, mechanism, 1, budget)
-    return _record(ledger, _multipliers(mechanism)[ledger.steps])
+    require(ledger, mechanism, steps, budget)
+    ran = _multipliers(mechanism)[: ledger.steps + steps]
+    starts = np.flatnonzero(np.diff(ran, prepend=np.nan))
+    return Ledger(ran[starts], np.diff(starts, append=len(ran)))
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
@@ -178,13 +183,3 @@ def epsilon(ledger: Ledger, mechanism: Plan, delta: float, method: str = "rdp") 
 @functools.lru_cache(maxsize=128)
 def _multipliers(mechanism: Plan) -> np.ndarray:
     return mechanism.multipliers
-
-
-def _record(ledger: Ledger, multiplier: float) -> Ledger:
-    """Appends one step; equal neighbours share a row."""
-    values, counts = ledger
-    if len(values) and values[-1] == multiplier:
-        counts = counts.copy()
-        counts[-1] += 1
-        return Ledger(values, counts)
-    return Ledger(np.append(values, multiplier), np.append(counts, 1))

@@ -128,6 +128,25 @@ class Mechanism:
         return self.sampling.batch_size
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON has it: equal for mechanisms that run and cost the same."""
+        starts = np.flatnonzero(np.diff(self.multipliers, prepend=np.nan))
+        return {
+            "sampling": self.sampling.name,
+            "examples": self.sampling.examples,
+            "batch size": self.sampling.batch_size,
+            "clipping": self.clipping.name,
+            "groups": list(self.clipping.partition.names),
+            "bounds": list(self.clipping.bounds),
+            "noise multipliers from step": [
+                [int(start), float(self.multipliers[start])] for start in starts
+            ],
+            "steps": self.steps,
+            "neighbours": self.relation.value,
+            "preparation": list(self.preparation),
+        }
+
+    @property
     def prepared(self) -> dp.DpEvent:
         """The privacy event of the queries that were made before the first step."""
         return accounting.compose(*map(accounting.gaussian, self.preparation))

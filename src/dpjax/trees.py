@@ -11,20 +11,25 @@ This file must never know what a gradient is for: no rules, no bounds, no noise 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax.types import Key, Purpose, PyTree
 
 __all__ = [
+    "copy",
     "expand",
+    "fingerprint",
     "group_norms",
     "leading_size",
     "leaf_names",
+    "on_host",
     "one_row",
     "random_like",
     "scaled_sum",
@@ -87,9 +92,35 @@ def one_row(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
+def copy(tree: PyTree) -> PyTree:
+    """A tree whose JAX arrays are in buffers of their own; other leaves as they are."""
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
+
+
 def expand(rows: Float[Array, " batch"], like: Array) -> Array:
     """Gives a value per example the rank of ``like``, so that they broadcast."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
+
+
+def fingerprint(tree: PyTree) -> str:
+    """A hash of all names, shapes, types and numbers of a tree: equal for equal trees alone.
+
+    Example:
+      >>> fingerprint({"x": np.arange(3)}) == fingerprint({"x": np.arange(3).astype(np.int8)})
+      False
+    """
+    digest = hashlib.sha256()
+    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        array = np.ascontiguousarray(on_host(leaf))
+        digest.update(f"{name} {array.dtype.name} {np.shape(leaf)} ".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """A copy as a NumPy array; of a typed key, its data."""
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def zeros_wide(tree: PyTree) -> PyTree:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -259,6 +259,11 @@ class Algorithm:
     """The `dpjax.Mechanism` that is both run and accounted."""
     budget: Any = None
     """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
+    run: Callable[[Any, int], tuple[Any, Any]] | None = None
+    """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
+    given; infos are stacked.  Without it `dpjax.fit` takes one step at a time."""
+    identity: Callable[[], Mapping[str, Any]] = dict
+    """What a run of it is, as JSON has it: processes with different ones share no folder."""
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         """Yields ``init`` and ``step``."""

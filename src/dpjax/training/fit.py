@@ -1,30 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop around any `Algorithm`: steps, evaluation, progress, a log.
+"""The loop around any `Algorithm`: steps, evaluation, progress, a log, checkpoints.
 
 `fit` asks the ledger whether all steps fit before it runs the first, so a run is never
 cut short half-way by its budget.  It writes two kinds of numbers and keeps them apart:
 what was released (parameters and what follows from them and public data) and what was
 computed from private data without noise (under ``"private"``).
+
+With a folder, a run that was killed goes on where its last checkpoint is.  Every step is a
+function of the state, keys included, so steps that are run again are the same steps: what
+they release is the same, and nothing is spent twice.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import pathlib
+import contextlib
+import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
 from dpjax import ledger
+from dpjax.training.folder import Folder
 from dpjax.training.progress import Progress
+from dpjax.training.run import Run, numbers
+from dpjax.training.stopping import Stop
 from dpjax.types import Algorithm
 
 __all__ = ["fit"]
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
+
+_SAVE = 300.0  # seconds between two checkpoints
 
 
 def fit(
@@ -36,20 +43,27 @@ def fit(
     evaluate_every: int | None = None,
     delta: float = 1e-5,
     method: str = "rdp",
-    directory: str | pathlib.Path | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    configuration: Mapping[str, Any] | None = None,
+    save_every: int | None = None,
     progress: bool = True,
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Runs an algorithm.
+    """Runs an algorithm, and goes on with a run that was interrupted.
 
     Args:
       algorithm: For example from `dpjax.dpsgd`.
-      state: From ``algorithm.init``, or from an earlier `fit`.
+      state: From ``algorithm.init``, or from an earlier `fit`; it can be used again.
       steps: How many more steps; by default all that are planned.
-      evaluate: ``state -> {name: number}``, for example the accuracy on test data.
+      evaluate: ``state -> {name: number}``, for example the accuracy on test data.  The
+        next steps reuse the state's buffers: copy what is to be kept.
       evaluate_every: Evaluate after this many steps; by default twenty times a run.
       delta: The delta at which epsilon is shown.
       method: The `dpjax.accounting` method by which it is.
-      directory: Where ``metrics.jsonl`` is written, a line an evaluation.
+      directory: The folder of this run, and of no other: ``metrics.jsonl``, a line an
+        evaluation; ``run.json``, what the run is; ``checkpoints``.
+      configuration: What else makes the run what it is (learning rate, seed, ...), as JSON
+        has it.  Another one in the same folder is refused.
+      save_every: Steps between two checkpoints; by default about five minutes.
       progress: Whether to show a live line.
 
     Returns:
@@ -57,7 +71,22 @@ def fit(
       private data without noise: look at it, do not publish it.
 
     Raises:
-      dpjax.ledger.Refused: Before the first step, if not all steps fit.
+      dpjax.ledger.Refused: Before the first step, if not all steps fit, or if the folder
+        is held by another process or holds another run.
+
+    | the folder | what happens |
+    |---|---|
+    | is empty | the state is saved, the root key with it, before the first step |
+    | holds this run, stopped or killed at any moment | the last whole checkpoint is taken
+      instead of a fresh ``state``; the result is the same to the last bit |
+    | holds this run, done | its last state and rows are returned |
+    | is full | logged; the run goes on, and the next checkpoint is tried |
+
+    On SIGTERM and Ctrl-C the step at hand is finished and saved before the process ends (by
+    ``SystemExit(143)`` and ``KeyboardInterrupt``).
+
+    Privacy:
+      Checkpoints hold the root key: never release them.
     """
     mechanism = algorithm.mechanism
     if mechanism is None:
@@ -65,66 +94,53 @@ def fit(
             "fit: this algorithm has no mechanism, so nothing says what a step costs. Build it "
             "as Algorithm(init, step, mechanism)."
         )
-    count = mechanism.steps - state.ledger.steps if steps is None else steps
-    ledger.require(state.ledger, mechanism, count, algorithm.budget)
+    begin = state.ledger.steps
+    end = mechanism.steps if steps is None else begin + steps
+    ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
     # What accounting cannot answer had better be refused before the first step.
-    mechanism.epsilon_of(mechanism.multipliers[: state.ledger.steps + count], delta, method)
-    every = evaluate_every or -(-count // 20) or 1
-    show, log = Progress(count, enabled=progress), _Log(directory)
-    history: list[dict[str, Any]] = []
-    seen: list[Any] = []
-    for step in range(1, count + 1):
-        state, info = algorithm.step(state)
-        seen.append(info)
-        if step % every and step != count:
-            show.tick(step)
-            continue
-        row = {
-            "step": state.ledger.steps,
-            "epsilon": ledger.epsilon(state.ledger, mechanism, delta, method),
-            "delta": delta,
-            **({} if evaluate is None else _numbers(evaluate(state))),
-            "examples_per_second": show.rate(step) * mechanism.batch_size,
-            "private": _means(seen),
-        }
-        seen.clear()
-        history.append(row)
-        log.write(row)
-        show.line(step, row)
-    show.close()
-    return state, history
+    planned = mechanism.epsilon_of(mechanism.multipliers[:end], delta, method)
+    every = evaluate_every or -(-(end - begin) // 20) or 1
+
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if directory is not None:
+            identity = {**algorithm.identity(), **(configuration or {})}
+            folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
+        run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
+        most = algorithm.budget.epsilon if algorithm.budget else planned
+        show = Progress(run.done, end, most, enabled=progress)
+        stack.callback(show.close)
+        while run.done < end:
+            to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
+            run.advance(min(end - run.done, to_row, to_save))
+            show.tick(run.done)
+            if run.done == end or _until(run.done - begin, every) == every:
+                row = {
+                    "step": run.done,
+                    "epsilon": ledger.epsilon(run.state.ledger, mechanism, delta, method),
+                    "delta": delta,
+                    **({} if evaluate is None else numbers(evaluate(run.state))),
+                    "examples_per_second": show.rate(run.done) * mechanism.batch_size,
+                }
+                show.line(run.done, run.add(row))
+            if folder is not None:
+                _save(run, save_every, now=run.done == end or stop.asked)
+            if stop.asked:
+                stop.leave()
+        return run.state, run.rows
 
 
-def _means(infos: list[Any]) -> dict[str, Any]:
-    """The mean of each field of the infos since the last row, empty draws left out."""
-    fields = [info._asdict() for info in jax.device_get(infos)]
-    stacked = {name: np.stack([row[name] for row in fields]) for name in fields[0]}
-    drawn = stacked.get("examples", np.ones(len(fields))) > 0
-    kept = {k: v if k == "examples" else v[drawn] for k, v in stacked.items()}
-    return {k: _plain(np.mean(v, axis=0)) for k, v in kept.items() if len(v)}
+def _until(done: int, every: int | None) -> int:
+    """Steps until the next multiple of ``every``; there is one, if at all, ahead."""
+    return sys.maxsize if every is None else every - done % every
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in row.items()}
-
-
-def _plain(value: Any) -> Any:
-    """A number (or a list, for several groups) that JSON can hold."""
-    array = np.atleast_1d(np.asarray(value, np.float64))
-    numbers = [float(x) if math.isfinite(x) else None for x in array.ravel()]
-    return numbers[0] if len(numbers) == 1 else numbers
-
-
-class _Log:
-    """Appends rows to ``metrics.jsonl``, each on disk before the next step."""
-
-    def __init__(self, directory: str | pathlib.Path | None) -> None:
-        self.path = None if directory is None else pathlib.Path(directory, "metrics.jsonl")
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(self, row: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+def _save(run: Run, every: int | None, *, now: bool) -> None:
+    """Saves where it is time to; insists where there will be no other time."""
+    due = time.monotonic() - run.saved > _SAVE if every is None else run.done % every == 0
+    if (now or due) and not run.save(wait=now) and now:
+        raise OSError(
+            f"fit: the last checkpoint could not be written, so what is in memory would be lost; "
+            f"{run.done} steps ran. The log above says why. With room on the disk, run the same "
+            "again: it goes on from the last checkpoint that is whole."
+        )

@@ -3,71 +3,88 @@
 
 from __future__ import annotations
 
+import datetime
+import shutil
 import sys
 import time
 from typing import Any, TextIO
 
 __all__ = ["Progress"]
 
+_QUIET = {"step", "epsilon", "delta", "examples_per_second", "private"}
+
 
 class Progress:
     """Shows how far a run is.
 
     Args:
-      steps: How many steps there are.
+      begin: The step at which it is.
+      end: The step at which it will end.
+      most: The largest epsilon: the budget, or what is planned.
       enabled: Whether to show anything.
       stream: Where to; standard error by default, so that results can be piped.
     """
 
-    def __init__(self, steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        most: float,
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
         self.stream = stream or sys.stderr
-        self.steps, self.enabled = steps, enabled
+        self.end, self.most, self.enabled = end, most, enabled
         self.live = enabled and self.stream.isatty()
         self.shown = time.monotonic()
-        self.mark, self.speed = (0, self.shown), 0.0
-        self.text = ""
+        self.mark, self.now, self.speed = (begin, self.shown), (begin, self.shown), 0.0
+        self.text = self.pace = ""
 
     def rate(self, step: int) -> float:
         """Steps per second since the last call; the first includes compilation."""
         now = time.monotonic()
         (before, then), self.mark = self.mark, (step, now)
-        self.speed = (step - before) / max(1e-9, now - then)
-        return self.speed
+        return (step - before) / max(1e-9, now - then)
 
     def tick(self, step: int) -> None:
-        """Moves the step counter of a live line, a few times a second at most."""
+        """Moves the bar of a live line, a few times a second at most."""
         now = time.monotonic()
-        if self.live and self.speed and now - self.shown > 0.2:
-            self.shown = now
+        (before, then), self.now = self.now, (step, now)
+        fresh = (step - before) / max(1e-9, now - then)
+        self.speed = 0.9 * self.speed + 0.1 * fresh if self.speed else fresh
+        if self.live and now - self.shown > 0.2:
             self._draw(step)
 
     def line(self, step: int, row: dict[str, Any]) -> None:
         """Shows a row of the log."""
         if not self.enabled:
             return
-        private = row.get("private", {})
         fields = {
-            "epsilon": row.get("epsilon"),
-            "loss": private.get("loss"),
+            "loss": row.get("private", {}).get("loss"),
             **{k: v for k, v in row.items() if k not in _QUIET},
         }
-        words = [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
-        words.append(f"{row['examples_per_second']:,.0f} examples/s")
-        self.text = "  ".join(words)
+        words = [f"epsilon {row['epsilon']:.2f} of {self.most:.2f}"]
+        words += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
+        self.text, self.pace = "  ".join(words), f"{row['examples_per_second']:,.0f} examples/s"
         self._draw(step)
         if not self.live:
             print(file=self.stream, flush=True)
 
     def _draw(self, step: int) -> None:
-        left = (self.steps - step) / max(1e-9, self.speed)
-        text = f"step {step}/{self.steps}  {self.text}  {left:.0f} s left"
-        start, end = ("\r", "\x1b[K") if self.live else ("", "")
-        print(f"{start}{text}{end}", end="", file=self.stream, flush=True)
+        self.shown = time.monotonic()
+        left = datetime.timedelta(seconds=round((self.end - step) / max(1e-9, self.speed)))
+        text = f"step {step}/{self.end}  {self.text}  {left} left  {self.pace}"
+        if self.live:
+            full = round(10 * step / max(1, self.end))
+            bar = "\u2501" * full + "\u2500" * (10 - full)
+            if (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8"):
+                bar = "=" * full + "-" * (10 - full)
+            width = shutil.get_terminal_size().columns - 1
+            text = f"\r{f'{bar} {text}'[:width]}\x1b[K"
+        print(text, end="", file=self.stream, flush=True)
 
     def close(self) -> None:
         """Ends the live line."""
         if self.live:
             print(file=self.stream, flush=True)
-
-
-_QUIET = {"step", "epsilon", "delta", "examples_per_second", "private"}

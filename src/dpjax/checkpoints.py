@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: any state on disk, atomically, and back again to the last bit.
+
+Orbax writes them, in the background and one folder a step, which gets its name only when
+it is whole.  A digest of every number is written beside them, so a checkpoint that was cut
+off or altered later is noticed, set aside, and the one before it taken.
+
+A state is a tree of arrays.  JAX arrays come back with the shape they had; NumPy arrays,
+such as a ledger's, may have grown.  This file must never know what a state means.
+
+Privacy: checkpoints hold the root key.  Who reads one can subtract the noise, so the folder
+is closed to other users, and is no part of what is released.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from dpjax import trees
+from dpjax.types import PyTree
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+__all__ = ["Checkpoints", "Damaged", "Restored"]
+
+
+class Damaged(RuntimeError):
+    """Checkpoints are there, and none can be read."""
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held."""
+
+    state: PyTree
+    facts: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+      directory: A folder of their own; made if it is not there.
+      keep: How many of the last are kept.
+
+    Example:
+      >>> import tempfile
+      >>> kept = Checkpoints(tempfile.mkdtemp())
+      >>> kept.save(3, {"w": jnp.arange(2.0)}, {"note": "three"})
+      True
+      >>> kept.wait()
+      True
+      >>> state, facts = kept.latest(like={"w": jnp.zeros(2)})
+      >>> state["w"].tolist(), facts["note"]
+      ([0.0, 1.0], 'three')
+      >>> kept.close()
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o700)
+        self.keep = keep
+        self.manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        import orbax.checkpoint as ocp  # it takes a second, which only runs with a folder pay
+
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self.keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        self.args = ocp.args
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> bool:
+        """Begins to write a state; the caller may go on, and reuse its buffers.
+
+        Args:
+          step: Its number; one that is there already is left as it is.
+          state: A tree of arrays and typed keys.
+          facts: Whatever else belongs to it, as JSON has it.
+
+        Returns:
+          Whether all went well so far, the save before this one included.  A full disk is
+          logged and answered False; earlier checkpoints are left alone.
+        """
+        went_well = self.wait()
+        if step in self.manager.all_steps():
+            return went_well
+        numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
+        written = {str(i): x for i, x in enumerate(numbers) if x.size}
+        notes = {
+            "facts": facts,
+            "leaves": _described(numbers),
+            "digest": trees.fingerprint(numbers),
+        }
+        args = self.args.Composite(
+            state=self.args.StandardSave(written), notes=self.args.JsonSave(notes)
+        )
+        try:
+            self.manager.save(step, args=args)
+        except Exception as error:  # storage layers raise many unrelated kinds
+            return self._failed(error)
+        return went_well
+
+    def wait(self) -> bool:
+        """Waits for what is being written; False if it failed."""
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:  # storage layers raise many unrelated kinds
+            return self._failed(error)
+        return True
+
+    def _failed(self, error: Exception) -> bool:
+        logging.error(
+            "checkpoints: a checkpoint could not be written to %s (%s). The run goes on from what "
+            "it has in memory; the last good checkpoint is %s. Usually the disk is full.",
+            *(self.directory, str(error).strip().split("\n")[0], self.manager.latest_step()),
+        )
+        self.manager = self._open()
+        return False
+
+    def latest(self, like: PyTree) -> Restored | None:
+        """The last checkpoint that is whole; None if there never was one.
+
+        Args:
+          like: A state of the same kind, for the structure and the shapes.
+
+        Raises:
+          Damaged: There are checkpoints, and none of them is whole.
+          ValueError: A whole checkpoint is of another kind than ``like``.
+        """
+        self.wait()
+        steps = sorted(self.manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                numbers, facts = self._read(step)
+            except Exception as error:  # a damaged file raises many unrelated kinds
+                self._set_aside(step, error)
+                continue
+            return Restored(_as(like, numbers, f"{self.directory}/{step}"), facts)
+        if steps or list(self.directory.glob("damaged-*")):
+            raise Damaged(
+                f"checkpoints: none of those in {self.directory} is whole. They hold the root key "
+                "of the run, so it cannot go on. What it has released is spent all the same: count "
+                "it beside whatever is run instead."
+            )
+        return None
+
+    def _read(self, step: int) -> tuple[list[np.ndarray], Mapping[str, Any]]:
+        """The numbers of a checkpoint, checked against their digest."""
+
+        def read(**items: Any) -> Any:
+            return self.manager.restore(step, args=self.args.Composite(**items))
+
+        notes = read(notes=self.args.JsonRestore())["notes"]
+        leaves, digest = notes["leaves"], notes["digest"]
+        empty = [np.empty(shape, _dtype(dtype)) for shape, dtype in leaves]
+        target = {str(i): x for i, x in enumerate(empty) if x.size}
+        found = read(state=self.args.StandardRestore(target))["state"]
+        numbers = [np.asarray(found.get(str(i), x)) for i, x in enumerate(empty)]
+        if trees.fingerprint(numbers) != digest:
+            raise ValueError("its numbers are not those that were written")
+        return numbers, notes["facts"]
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        aside = self.directory / f"damaged-{step}"
+        logging.error(
+            "checkpoints: %s/%d is damaged (%s). It is set aside as %s, and the one before taken.",
+            *(self.directory, step, str(error).strip().split("\n")[0], aside.name),
+        )
+        self.manager.close()
+        os.replace(self.directory / str(step), aside)
+        self.manager = self._open()
+
+    def close(self) -> None:
+        """Waits for what is being written and ends the threads."""
+        self.wait()
+        self.manager.close()
+
+
+def _described(numbers: Sequence[np.ndarray]) -> list[list[Any]]:
+    return [[list(x.shape), x.dtype.name] for x in numbers]
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(jnp.dtype(name))
+
+
+def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
+    """The numbers in the structure of a state, as the kinds of arrays that it has."""
+    leaves, structure = jax.tree.flatten(like)
+    names = trees.leaf_names(like)
+    if len(leaves) != len(numbers):
+        raise ValueError(
+            f"checkpoints: {where} holds {len(numbers)} arrays, and this run's state has "
+            f"{len(leaves)}. Usually the model or the optimizer is another one."
+        )
+
+    def one(name: str, old: Any, new: np.ndarray) -> Any:
+        if not isinstance(old, jax.Array):
+            return new
+        is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+        plain = jax.random.key_data(old) if is_key else old
+        if (plain.shape, plain.dtype) != (new.shape, new.dtype):
+            raise ValueError(
+                f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}, and this run's "
+                f"state as {plain.dtype}{list(plain.shape)}. Usually the model is another one."
+            )
+        if is_key:
+            return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(old))
+        return jax.device_put(new, old.sharding)
+
+    return structure.unflatten(map(one, names, leaves, numbers))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of one run: one process at a time, one identity, one log, its checkpoints.
+
+`run.json` says what the run is: the mechanism, the data's hash, whatever the caller calls
+its configuration.  A process that comes later, with anything else, is refused and told the
+difference; with the same, it goes on from the last checkpoint, and rows of the log that
+are younger than it are taken back, because they will be written again, and alike.
+
+Nothing here knows what a step does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from dpjax.checkpoints import Checkpoints
+from dpjax.ledger import Refused
+
+__all__ = ["Folder"]
+
+
+class Folder:
+    """The folder of one run, held by this process until `close`.
+
+    Args:
+      directory: Made if it is not there.
+      identity: What the run is, as JSON has it; equal for every process that takes part.
+
+    Raises:
+      Refused: Another process holds the folder, or it holds another run.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
+        self.path = pathlib.Path(directory)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
+        self._lock = _locked(self.path / "lock", self.path)
+        try:
+            _same_run(self.path / "run.json", json.loads(json.dumps(identity)), self.path)
+            self.checkpoints = Checkpoints(self.path / "checkpoints")
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def rows(self, until: int) -> list[dict[str, Any]]:
+        """The rows of the log up to a step; later ones are taken back."""
+        text = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+        kept = []
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # cut off as it was written, so it was the last
+                break
+            if row["step"] > until:
+                break
+            kept.append(row)
+        again = "".join(json.dumps(row) + "\n" for row in kept)
+        if again != text or not self.log.exists():
+            _replace(self.log, again)
+        return kept
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends a row to the log; what a full disk does not take is kept for the next time."""
+        self._waiting.append(json.dumps(row) + "\n")
+        size = self.log.stat().st_size
+        try:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write("".join(self._waiting))
+            self._waiting.clear()
+        except OSError as error:
+            os.truncate(self.log, size)  # half a line is no line
+            logging.error("fit: %s could not be written (%s); the run goes on.", self.log, error)
+
+    def close(self) -> None:
+        """Waits for checkpoints, and lets another process have the folder."""
+        self.checkpoints.close()
+        os.close(self._lock)
+
+
+def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
+    """Takes the lock, which the system gives back whenever and however this process ends."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(handle, 20, 0).decode() or "unknown"
+        os.close(handle)
+        raise Refused(
+            f"fit(directory={str(folder)!r}): process {holder} is running there. Two processes in "
+            "one folder would overwrite each other's checkpoints. Wait for it, or choose another "
+            "folder."
+        ) from error
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:
+    """Writes down what a run is, or compares it with what was written down."""
+    if not path.exists():
+        if (folder / "metrics.jsonl").exists():
+            raise Refused(
+                f"fit(directory={str(folder)!r}): there is a metrics.jsonl, and no run.json that "
+                "says which run wrote it. Choose another folder, or remove what is there."
+            )
+        _replace(path, json.dumps(identity, indent=2) + "\n")
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    names = [name for name in {**before, **identity} if before.get(name) != identity.get(name)]
+    if names:
+        lines = (
+            f"  {n}: {_short(before.get(n))} there, {_short(identity.get(n))} now" for n in names
+        )
+        raise Refused(
+            f"fit(directory={str(folder)!r}): another run is there:\n" + "\n".join(lines) + "\n"
+            "To go on with it, use its own settings. To change them, begin in another folder; "
+            "what this run has spent counts beside it: dpjax.training.earlier(folder)."
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file beside its place and moves it there: whole, or as it was."""
+    beside = path.with_name(path.name + ".part")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One private step, wherever the data are: sum over microbatches, then release once.
+
+`Recipe` is what a run was asked to do.  A step adds microbatches to `Sums`, which are
+secret, and `release` turns them into parameters, which are not: noise once, the division
+by the expected batch size, the optimizer.  Nothing else reads `Sums` but `Info`.
+
+This file must never know where examples come from, nor look at the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from dpjax import trees
+from dpjax.gradients import clipped_grad, layout
+from dpjax.mechanism import Mechanism
+from dpjax.types import ClippedSum, Key, LossFn, PyTree, Schedule
+
+__all__ = [
+    "Info",
+    "Microbatches",
+    "Recipe",
+    "Steps",
+    "Sums",
+    "mean_info",
+    "microbatches",
+    "nothing",
+    "release",
+]
+
+Steps = Callable[[PyTree, Any, Key, int], tuple[PyTree, Any, "Info"]]
+"""``(params, optimizer state, key, count)``, of which the first two are used up, to both of
+them ``count`` steps later and the infos of these steps as NumPy arrays ``[count, ...]``."""
+
+
+class Info(NamedTuple):
+    """What a step saw, **before** any noise.
+
+    Privacy: computed from private data without noise.  Look at it, do not publish it.
+    """
+
+    loss: Float[Array, ""]
+    """Mean loss of the drawn examples; NaN for an empty draw."""
+    examples: Int[Array, ""]
+    """How many examples were drawn."""
+    norm: Float[Array, " groups"]
+    """Mean gradient norm per group, before clipping."""
+    clipped: Float[Array, " groups"]
+    """Fraction of the drawn examples whose norm is above the bound, per group."""
+
+
+class Recipe(NamedTuple):
+    """What a run was asked to do; the arguments of `dpjax.dpsgd`."""
+
+    loss: LossFn
+    optimizer: optax.GradientTransformation
+    mechanism: Mechanism
+    engine: str
+    per_step: Callable[[Int[Array, ""]], PyTree] | None
+    bound_schedule: Schedule | None
+    microbatch_size: int | None
+
+    def scale(self, step: Int[Array, ""]) -> Any:
+        """By how much the rule's bounds, and the noise with them, are larger at this step."""
+        if self.bound_schedule is None:
+            return 1.0
+        return jnp.asarray(self.bound_schedule(step), jnp.float32)
+
+
+class Sums(NamedTuple):
+    """What a step has added up so far: secret, all of it."""
+
+    gradients: PyTree
+    losses: Float[Array, ""]
+    norms: Float[Array, " groups"]
+    over: Float[Array, " groups"]
+    examples: Int[Array, ""]
+
+
+class Microbatches(NamedTuple):
+    """How a batch is taken in pieces.
+
+    Args:
+      size: Rows in a microbatch, on all devices together.
+      add: ``(params, step, rows, mask, sums) -> sums``.
+    """
+
+    size: int
+    add: Callable[[PyTree, Int[Array, ""], PyTree, Bool[Array, " size"], Sums], Sums]
+
+
+def nothing(recipe: Recipe, params: PyTree) -> Sums:
+    """Sums over no examples."""
+    groups = jnp.zeros(len(recipe.mechanism.clipping.bounds), jnp.float32)
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    return Sums(trees.zeros_wide(params), zero, groups, groups, none)
+
+
+def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
+    """Chooses the microbatch, by shapes alone.
+
+    Args:
+      recipe: What is run.
+      params: Or their shapes.
+      row: Shapes of one example of the data.
+    """
+    rule, loss = recipe.mechanism.clipping, recipe.loss
+    bounds = jnp.asarray(rule.bounds)
+    example = jax.eval_shape(lambda rows: _with_entry(recipe, jnp.int32(0), rows, ()), row)
+    size, devices = layout(
+        lambda p, x: (loss(p, x), None),
+        params,
+        example,
+        _usual_size(recipe.mechanism),
+        recipe.engine,
+        microbatch_size=recipe.microbatch_size,
+    )
+
+    def add(
+        params: PyTree, step: Int[Array, ""], rows: PyTree, mask: Bool[Array, " size"], sums: Sums
+    ) -> Sums:
+        # To clip gradients of loss / scale to a bound, and multiply by the scale at the end,
+        # is to clip to bound x scale: what is noised does not know of the schedule.
+        scale = recipe.scale(step)
+        scaled = loss if recipe.bound_schedule is None else lambda p, x: loss(p, x) / scale
+        clipped = clipped_grad(scaled, rule, recipe.engine, size, devices=devices)
+        part: ClippedSum = clipped(params, _with_entry(recipe, step, rows, mask.shape), mask)
+        return Sums(
+            jax.tree.map(jnp.add, sums.gradients, part.value),
+            sums.losses + jnp.sum(part.losses, dtype=jnp.float32) * scale,
+            sums.norms + jnp.sum(part.norms, axis=0, dtype=jnp.float32) * scale,
+            sums.over + jnp.sum(part.norms > bounds, axis=0, dtype=jnp.float32),
+            sums.examples + jnp.sum(mask, dtype=jnp.int32),
+        )
+
+    return Microbatches(size * devices, add)
+
+
+def release(
+    recipe: Recipe, key: Key, params: PyTree, optimizer_state: Any, sums: Sums
+) -> tuple[PyTree, Any, Info]:
+    """The end of a step: noise once, the mean, the optimizer.
+
+    Privacy: the parameters that come out are private; the info is not.
+    """
+    noise_state, inner = optimizer_state
+    scale = recipe.scale(noise_state.step)
+    mean, noise_state = recipe.mechanism.privatize(key).update(sums.gradients, noise_state)
+    if recipe.bound_schedule is not None:
+        mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
+    updates, inner = recipe.optimizer.update(mean, inner, params)
+    return optax.apply_updates(params, updates), (noise_state, inner), mean_info(sums)
+
+
+def mean_info(sums: Sums) -> Info:
+    """What the observer is told of a step's sums."""
+    count = sums.examples
+    return Info(sums.losses / count, count, sums.norms / count, sums.over / count)
+
+
+def _with_entry(recipe: Recipe, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]) -> Any:
+    """Rows with what this step adds to every example, if it adds anything."""
+    if recipe.per_step is None:
+        return rows
+    entry = jax.tree.map(jnp.asarray, recipe.per_step(step))
+    every = jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), entry)
+    return (*rows, every)
+
+
+def _usual_size(mechanism: Mechanism) -> int:
+    """The size that nearly every draw stays below."""
+    sampler = mechanism.sampling
+    mean, rate = sampler.batch_size, sampler.sampling_rate
+    spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
+    return max(1, min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short-lived processes that train in one folder, for tests that kill them.
+
+They are forked from a server that has imported everything and computed nothing, so a life
+begins in some tens of milliseconds.
+"""
+
+import multiprocessing
+import os
+import resource
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpjax
+from dpjax import clipping, sampling, training
+
+DATA = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
+STEPS = 60
+
+
+def loss(w, x):
+    return 0.5 * jnp.sum((w - x) ** 2)
+
+
+def make(multiplier=1.0, batch=20, bound=1.0, data=DATA, steps=STEPS, rate=0.1, **options):
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(len(data), batch),
+        clipping=clipping.flat(bound),
+        noise_multiplier=multiplier,
+        steps=steps,
+    )
+    optimizer = optax.chain(optax.adam(rate), training.average_parameters(0.9))
+    return dpjax.dpsgd(loss, optimizer, mechanism, data, **options)
+
+
+def start(algorithm, key=None, size=5):
+    key = dpjax.noise.secret_key() if key is None else key
+    return algorithm.init(key, jnp.zeros(size))
+
+
+def fit(directory, algorithm=None, state=None, **options):
+    algorithm = make() if algorithm is None else algorithm
+    state = start(algorithm) if state is None else state
+    settings = {"evaluate_every": 7, "save_every": 3, "progress": False, **options}
+    evaluate = lambda state: {"length": jnp.linalg.norm(state.params)}  # noqa: E731
+    return dpjax.fit(algorithm, state, directory=directory, evaluate=evaluate, **settings)
+
+
+def read(directory):
+    """The last checkpoint of a finished run, as (state, rows without times)."""
+    state, rows = fit(directory)
+    assert state.ledger.steps == STEPS
+    return state, [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def life(directory, cache, born, largest=None, options=None):
+    """One process: trains in the folder until it is done, or killed."""
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    if largest is not None:  # a disk that takes no file longer than this
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+    born.set()
+    fit(directory, **(options or {}))
+
+
+def server():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["orbax.checkpoint", "dpjax", __name__])
+    return context
+
+
+def begin(context, directory, **how):
+    """A process that has begun to live."""
+    born = context.Event()
+    cache = jax.config.jax_compilation_cache_dir
+    process = context.Process(target=life, args=(directory, cache, born), kwargs=how)
+    process.start()
+    assert born.wait(60)
+    return process
+
+
+def killed(process, after):
+    """Kills a process, unless it is faster; whether it was killed."""
+    process.join(after)
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return process.exitcode == -signal.SIGKILL

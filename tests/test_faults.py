@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are killed, starved, cut off and disturbed: they end as if nothing had been."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import lives
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax import checkpoints, clipping, ledger, training
+
+
+@pytest.fixture(scope="module")
+def server():
+    return lives.server()
+
+
+def same(one, other):
+    """Two ends of a run with the same key: parameters, ledger and log, to the last bit."""
+    (state, rows), (again, others) = one, other
+    jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, *(jax.tree.leaves(s.optimizer[1]) for s in (state, again))
+    )
+    np.testing.assert_array_equal(state.ledger.expand(), again.ledger.expand())
+    assert rows == others
+
+
+def uninterrupted(folder, directory):
+    """The run of another folder, its key included, in one go."""
+    kept = checkpoints.Checkpoints(folder / "checkpoints")
+    key = kept.latest(like=lives.start(lives.make())).state.key
+    kept.close()
+    algorithm = lives.make()
+    lives.fit(directory, algorithm, lives.start(algorithm, key))
+    return lives.read(directory)
+
+
+def test_thirty_kills_change_nothing(server, tmp_path):
+    """SIGKILL at random moments: in a step, in a save, between a row and its checkpoint."""
+    moments = random.Random(0)
+    deaths = runs = 0
+    while deaths < 30:
+        folder = tmp_path / f"run{runs}"
+        while True:
+            process = lives.begin(server, folder)
+            if lives.killed(process, after=moments.uniform(0, 1.2)):
+                deaths += 1
+            elif process.exitcode == 0:
+                break
+            else:
+                pytest.fail(f"a life ended by itself, with status {process.exitcode}")
+        runs += 1
+        same(lives.read(folder), uninterrupted(folder, tmp_path / f"whole{runs}"))
+    assert runs < 30, "every run was killed at least once"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
+    how = {"options": {"save_every": None, "evaluate_every": 1}}
+    process = lives.begin(server, tmp_path / "run", **how)
+    log = tmp_path / "run" / "metrics.jsonl"
+    while not (log.exists() and log.read_text().count("\n") > 3):
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == (143 if number == signal.SIGTERM else 1)
+    saved = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    rows = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert saved == rows[-1] < lives.STEPS, "nothing that ran was lost"
+
+
+def test_a_full_disk_is_survived_and_reported(server, tmp_path):
+    """No file can grow for a while, whoever writes it."""
+    run, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    with pytest.raises(InterruptedError):
+        lives.fit(run, _dies_after(lives.make(), 9))
+    before = log.read_text()
+    starved = lives.begin(server, run, largest=len(before) + 50)
+    starved.join(60)
+    assert starved.exitcode == 1, "the last checkpoint could not be written, and this was said"
+    assert log.read_text() == before
+    same(lives.read(run), uninterrupted(run, tmp_path / "whole"))
+
+
+def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", lambda *_: False)
+    with pytest.raises(OSError, match="Nothing was run"):
+        lives.fit(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("hurt", ["cut off", "a bit changed", "a file gone"])
+def test_a_damaged_checkpoint_is_set_aside(tmp_path, hurt):
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path / "run", _dies_after(lives.make(), 30))
+    newest = max((tmp_path / "run" / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
+    for path in (p for p in newest.rglob("*") if p.is_file() and p.stat().st_size > 50):
+        content = bytearray(path.read_bytes())
+        if hurt == "cut off":
+            path.write_bytes(content[: len(content) // 2])
+        elif hurt == "a file gone":
+            path.unlink()
+        else:
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+    end = lives.read(tmp_path / "run")
+    assert (newest.parent / f"damaged-{newest.name}").is_dir()
+    same(end, uninterrupted(tmp_path / "run", tmp_path / "whole"))
+
+
+def test_numbers_of_another_checkpoint_are_noticed(tmp_path):
+    """Every file is whole, and still it is not what was saved."""
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path / "run", _dies_after(lives.make(), 30))
+    older, newest = sorted((tmp_path / "run" / "checkpoints").glob("[0-9]*"))[-2:]
+    shutil.rmtree(newest / "state")
+    shutil.copytree(older / "state", newest / "state")
+    end = lives.read(tmp_path / "run")
+    assert (newest.parent / f"damaged-{newest.name}").is_dir()
+    same(end, uninterrupted(tmp_path / "run", tmp_path / "whole"))
+
+
+def test_no_checkpoint_that_can_be_read_is_an_error_that_says_what_is_spent(tmp_path):
+    lives.fit(tmp_path, steps=9)
+    for path in (tmp_path / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(checkpoints.Damaged, match="spent all the same"):
+        lives.fit(tmp_path)
+    with pytest.raises(checkpoints.Damaged):
+        lives.fit(tmp_path)
+
+
+def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path, _dies_after(lives.make(), 9))
+    half = tmp_path / "checkpoints" / "12.orbax-checkpoint-tmp"
+    half.mkdir()
+    (half / "state").write_bytes(b"half")
+    with (tmp_path / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 14, "eps')
+    _, rows = lives.read(tmp_path)
+    assert [row["step"] for row in rows][:3] == [7, 14, 21]
+
+
+def test_two_processes_do_not_share_a_folder(server, tmp_path):
+    process = lives.begin(server, tmp_path, options={"evaluate_every": 1, "save_every": 1})
+    while not (tmp_path / "run.json").exists():
+        time.sleep(0.01)
+    with pytest.raises(ledger.Refused, match=f"process {process.pid} is running there"):
+        lives.fit(tmp_path)
+    lives.killed(process, after=0)
+    lives.read(tmp_path)  # the lock died with its holder
+
+
+OTHERS = {
+    "multiplier": ({"multiplier": 1.1}, "noise multipliers from step"),
+    "rate": ({"batch": 25}, "batch size: 20 there, 25 now"),
+    "bound": ({"bound": 0.5}, r"bounds: \[1.0\] there, \[0.5\] now"),
+    "steps": ({"steps": 61}, "steps: 60 there, 61 now"),
+    "data": ({"data": lives.DATA + 1}, "data: "),
+    "bounds later": ({"bound_schedule": lambda step: 2.0}, "bound schedule: null there"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_run_is_refused_by_name(tmp_path, other):
+    settings, message = OTHERS[other]
+    lives.fit(tmp_path, steps=3)
+    log = (tmp_path / "metrics.jsonl").read_text()
+    algorithm = lives.make(**settings)
+    with pytest.raises(ledger.Refused, match=message) as refusal:
+        lives.fit(tmp_path, algorithm)
+    assert str(refusal.value).count(" there, ") == 1, "only what differs is named"
+    assert (tmp_path / "metrics.jsonl").read_text() == log
+
+
+def test_another_configuration_is_refused_by_name(tmp_path):
+    lives.fit(tmp_path, steps=3, configuration={"learning_rate": 0.1, "model": "mlp"})
+    with pytest.raises(ledger.Refused, match=r"learning_rate: 0.1 there, 0.2 now"):
+        lives.fit(tmp_path, configuration={"learning_rate": 0.2, "model": "mlp"})
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path):
+    lives.fit(tmp_path, steps=3)
+    algorithm = dataclasses.replace(lives.make(), identity=lives.make().identity)
+    with pytest.raises(
+        ValueError, match=r"params as float32\[5\], and this run's state as .*\[6\]"
+    ):
+        lives.fit(tmp_path, algorithm, lives.start(algorithm, size=6))
+    other = dpjax.dpsgd(lives.loss, optax.sgd(0.1), algorithm.mechanism, lives.DATA)
+    with pytest.raises(ValueError, match="the model or the optimizer is another one"):
+        lives.fit(tmp_path, other)
+
+
+def test_a_state_of_another_run_is_refused(tmp_path):
+    algorithm = lives.make()
+    lives.fit(tmp_path, steps=3)
+    state, _ = algorithm.step(lives.start(algorithm))
+    with pytest.raises(ledger.Refused, match="checkpoints there are of another run"):
+        lives.fit(tmp_path, algorithm, state)
+
+
+def test_a_log_of_nobody_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ledger.Refused, match=r"no run\.json"):
+        lives.fit(tmp_path)
+
+
+def test_parts_of_a_run_share_its_folder(tmp_path):
+    """Fit after fit in one process, with the state handed on or not."""
+    algorithm = lives.make()
+    state, _ = lives.fit(tmp_path, algorithm, steps=10)
+    state, rows = lives.fit(tmp_path, algorithm, state, steps=10)
+    assert [row["step"] for row in rows] == [7, 10, 17, 20]
+    assert state.ledger.steps == 20
+    older, _ = lives.fit(tmp_path, algorithm, steps=15)  # that much is done already
+    assert older.ledger.steps == 20
+
+
+def test_the_root_key_is_on_disk_before_the_first_step(tmp_path):
+    class Died(Exception):
+        pass
+
+    algorithm = lives.make()
+
+    def die(state, count):
+        raise Died
+
+    with pytest.raises(Died):
+        lives.fit(tmp_path, dataclasses.replace(algorithm, run=die))
+    kept = checkpoints.Checkpoints(tmp_path / "checkpoints")
+    key = kept.latest(like=lives.start(algorithm)).state.key
+    kept.close()
+    end, _ = lives.fit(tmp_path)
+    np.testing.assert_array_equal(*map(jax.random.key_data, (key, end.key)))
+
+
+def test_an_algorithm_without_run_takes_single_steps(tmp_path):
+    algorithm = lives.make()
+    key = jax.random.key(3)
+    slow, rows = lives.fit(
+        tmp_path / "slow", dataclasses.replace(algorithm, run=None), lives.start(algorithm, key)
+    )
+    fast, others = lives.fit(tmp_path / "fast", algorithm, lives.start(algorithm, key))
+    np.testing.assert_array_equal(slow.params, fast.params)
+    for row, other in zip(rows, others, strict=True):
+        assert row["private"] == other["private"]
+
+
+def test_checkpoints_are_for_their_owner_alone_and_the_last_three(tmp_path):
+    lives.fit(tmp_path)
+    folder = tmp_path / "checkpoints"
+    assert folder.stat().st_mode & 0o077 == 0
+    assert sorted(int(p.name) for p in folder.glob("[0-9]*")) == [54, 57, 60]
+
+
+def test_signals_are_given_back(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    lives.fit(tmp_path, steps=1)
+    assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_a_second_signal_is_obeyed_at_once():
+    with training.stopping.Stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_bfloat16_typed_keys_and_empty_arrays_come_back(tmp_path):
+    state = {
+        "b": jnp.asarray([1.5, jnp.nan], jnp.bfloat16),
+        "key": jax.random.key(5),
+        "empty": np.zeros(0),
+        "count": jnp.int32(3),
+        "grown": np.arange(3),
+    }
+    like = {**state, "key": jax.random.key(0), "grown": np.arange(2)}
+    kept = checkpoints.Checkpoints(tmp_path)
+    assert kept.save(0, state, {"note": [1.5, None]})
+    found = kept.latest(like)
+    kept.close()
+    assert jax.tree.map(lambda x: x.dtype, found.state) == jax.tree.map(lambda x: x.dtype, state)
+    for one, other in zip(*map(jax.tree.leaves, (found.state, state)), strict=True):
+        one, other = (
+            x if x.dtype != state["key"].dtype else jax.random.key_data(x) for x in (one, other)
+        )
+        np.testing.assert_array_equal(np.asarray(one, float), np.asarray(other, float))
+    assert found.facts == {"note": [1.5, None]}
+
+
+def test_rules_with_several_groups_resume(tmp_path):
+    """Infos that are lists survive the checkpoint between two rows."""
+    rule = clipping.grouped(1.0, clipping.by_leaf({"a": 0, "b": 0}))
+    mechanism = dataclasses.replace(lives.make().mechanism, clipping=rule)
+
+    def both(w, x):
+        return lives.loss(w["a"], x) + lives.loss(w["b"], 2 * x)
+
+    def algorithm():
+        return dpjax.dpsgd(both, optax.sgd(0.1), mechanism, lives.DATA)
+
+    ends = []
+    for name, parts in (("whole", (60,)), ("parts", (20, 60))):
+        for steps in parts:
+            fresh = algorithm()
+            state = fresh.init(jax.random.key(0), {"a": jnp.zeros(5), "b": jnp.zeros(5)})
+            options = {"evaluate_every": 25, "save_every": 10, "progress": False}
+            if steps == 20:  # stopped at a checkpoint between two rows
+                stop = _dies_after(fresh, 20)
+                with pytest.raises(InterruptedError):
+                    dpjax.fit(stop, state, directory=tmp_path / name, **options)
+            else:
+                ends.append(dpjax.fit(fresh, state, directory=tmp_path / name, **options))
+    (one, rows), (two, others) = ends
+    jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
+    assert [r["private"] for r in rows] == [r["private"] for r in others]
+    assert len(rows[0]["private"]["norm"]) == 2
+
+
+def _dies_after(algorithm, steps):
+    def run(state, count):
+        if state.ledger.steps >= steps:
+            raise InterruptedError
+        return algorithm.run(state, count)
+
+    return dataclasses.replace(algorithm, run=run)
