@@ -8,9 +8,13 @@ recompute the epsilon without dpjax.
 
 Both read the mechanism that ran and the ledger of what was spent; neither takes a number
 from its caller except the delta.
+
+`report` sets what a run left in its folder as a page to look at, with a figure for whatever
+was written down, and a badge on each that says who may see it.
 """
 
 from dpjax.reports.card import card
+from dpjax.reports.run import report
 from dpjax.reports.statement import statement
 
-__all__ = ["card", "statement"]
+__all__ = ["card", "report", "statement"]

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts runs side by side: what each bought for its epsilon.
+
+  command   python experiments/compare.py RUN RUN ... [--out comparison.html]
+  result    one page that loads nothing else, and its figure beside it as a PNG
+
+Every RUN is a folder that `experiments/train.py` or `dpjax.fit` wrote.  Runs whose flags
+differ only in `seed` and `out` are one group, drawn as their mean and a band from the worst
+to the best of them; a run without `config.json` is a group of its own.
+
+Each epsilon is the price of one run alone.  To choose among runs by looking at private data
+has a cost of its own, which no number here includes; the page says so too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import textwrap
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import app, flags
+
+from dpjax.reports import drawing, page
+from dpjax.reports.figures import PRIVATE, RELEASED
+from dpjax.reports.folder import Missing, Run, read
+from dpjax.reports.rendering import png, svg
+
+_OUT = flags.DEFINE_string("out", "comparison.html", "The page; its figure has the same name.")
+
+REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
+COLUMNS = ("runs", "test accuracy", "of", "epsilon", "delta", "time of one")
+
+
+class Group(NamedTuple):
+    """Runs of one and the same configuration."""
+
+    label: str
+    runs: list[Run]
+
+    def finals(self) -> np.ndarray:
+        """The last accuracy of each run that has one, in per cent."""
+        last = [run.rows[-1].get("accuracy") for run in self.runs]
+        return 100 * np.array([value for value in last if value is not None], float)
+
+    def epsilon(self) -> float:
+        """What the dearest of the runs cost, by its best proven method."""
+        return max(min(run.epsilons.values()) for run in self.runs)
+
+
+def groups_of(runs: Iterable[Run]) -> list[Group]:
+    """Groups runs by their flags, and names each group by the flags in which groups differ."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        flags_of = configuration(run)
+        key = f"folder {run.path}" if flags_of is None else json.dumps(flags_of, sort_keys=True)
+        found.setdefault(key, []).append(run)
+    settings = [flags_of for members in found.values() if (flags_of := configuration(members[0]))]
+    names = sorted({name for flags_of in settings for name in flags_of})
+    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings}) > 1]
+    return [Group(label_of(members[0], varied), members) for members in found.values()]
+
+
+def configuration(run: Run) -> dict[str, Any] | None:
+    """The flags that make two runs the same experiment."""
+    if run.config is None or "flags" not in run.config:
+        return None
+    return {name: v for name, v in run.config["flags"].items() if name not in REPEATED}
+
+
+def label_of(run: Run, varied: list[str]) -> str:
+    settings = configuration(run)
+    if settings is None or not varied:
+        return run.path.resolve().name
+    return ", ".join(f"{name}={page.value(settings[name])}" for name in varied if name in settings)
+
+
+def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
+    """Epsilon at each evaluated step, and the accuracies of all runs there, in per cent."""
+    series = [
+        [run.series(name)[:, 0] for name in ("step", "epsilon", "accuracy")] for run in group.runs
+    ]
+    steps = np.unique(np.concatenate([of for of, _, _ in series]))
+    epsilon = np.zeros(len(steps))
+    accuracy = np.full((len(steps), len(series)), np.nan)
+    for column, (of, spent, right) in enumerate(series):
+        at = np.searchsorted(steps, of)
+        epsilon[at] = np.fmax(epsilon[at], spent)  # never shown for less than it cost
+        accuracy[at, column] = 100 * right
+    return epsilon, accuracy
+
+
+def draw(groups: list[Group], private: bool) -> tuple[str, bytes, list[str]]:
+    """The curves as SVG and PNG, and why groups are missing from them."""
+    absent = []
+    with drawing.style():
+        figure = drawing.canvas(height=3.6 + 0.16 * len(groups))
+        axes = drawing.panel(figure, "epsilon spent", "test accuracy (%)")
+        for number, group in enumerate(groups):
+            round_of, color = divmod(number, len(drawing.SERIES))
+            look = {**drawing.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
+            try:
+                drawing.band(axes, *curve(group), drawing.SERIES[color], short(group), **look)
+            except Missing as reason:
+                absent.append(f"{group.label} ({reason})")
+        if axes.lines:
+            legend = figure.legend(loc="outside lower left", frameon=False, labelcolor="linecolor")
+            for words in legend.get_texts():
+                words.set_parse_math(False)
+        image = svg(figure, "compared", "Test accuracy against epsilon, a line for each group")
+        return image, png(figure, PRIVATE if private else ""), absent
+
+
+def short(group: Group) -> str:
+    """A label that fits below the figure; the table has all of it."""
+    return textwrap.shorten(group.label, 90, placeholder=" …")
+
+
+def line(group: Group) -> list[str]:
+    """A group as a line of the table."""
+    finals, count = group.finals(), len(group.runs)
+    spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
+    seconds = [
+        run.config["seconds"] for run in group.runs if run.config and "seconds" in run.config
+    ]
+    return [
+        group.label,
+        f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
+        f"{count} run{'s' * (count > 1)}",
+        f"{group.epsilon():.3g}",
+        f"{group.runs[0].delta:g}",
+        f"{np.mean(seconds):.1f} s" if seconds else "not written",
+    ]
+
+
+def compare(directories: Iterable[str | pathlib.Path], out: str | pathlib.Path) -> pathlib.Path:
+    """Writes the page, and its figure as a PNG of the same name; returns the page's path."""
+    runs = [read(directory) for directory in directories]
+    groups = groups_of(runs)
+    private = any(math.isinf(group.epsilon()) for group in groups)
+    image, picture, absent = draw(groups, private)
+    out = pathlib.Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".png").write_bytes(picture)
+    body = body_of(groups, image, absent, PRIVATE if private else RELEASED, price(runs))
+    out.write_text(page.page("Runs compared", body), encoding="utf-8")
+    return out
+
+
+def price(runs: list[Run]) -> str:
+    """What all runs cost together, by adding up, which holds whatever they are."""
+    epsilon = sum(min(run.epsilons.values()) for run in runs)
+    if math.isinf(epsilon):
+        return "One of these runs is not private, so neither are all of them together."
+    return (
+        f"All {len(runs)} together, trained on the same data for the same neighbours, cost at most "
+        f"epsilon {epsilon:.3g} at delta {sum(run.delta for run in runs):.3g}."
+    )
+
+
+def body_of(
+    groups: list[Group], image: str, absent: list[str], words: str, together: str
+) -> Iterator[str]:
+    count = sum(len(group.runs) for group in groups)
+    yield f'<header><p class="kicker">{count} runs of dpjax</p><h1>Runs compared</h1>'
+    yield (
+        '<p class="notice">Each epsilon is the price of one run alone. To choose among runs by '
+        "looking at private data, be it a part held out of them, has a cost of its own, which no "
+        f"number here includes. {together}</p></header>"
+    )
+    yield "<h2>Accuracy and its price</h2>"
+    note = (
+        f"<h3>Test accuracy against epsilon</h3>{page.badge(words, warns=words == PRIVATE)}"
+        "<p>A line is the mean of runs that differ only in their seed, its band reaches from the "
+        "worst to the best of them. Further up for less epsilon is better.</p>"
+    )
+    yield page.section(note, image, tag="figure", name="compared")
+    note = (
+        "<h3>At the end</h3><p>Accuracy as mean and standard deviation over runs. Epsilon is the "
+        "smallest that an accountant proves, of the dearest run; curves have the one that the run "
+        "was logged with.</p>"
+    )
+    yield page.section(note, page.grid(COLUMNS, map(line, groups)))
+    if absent:
+        yield f'<p class="aside" id="left-out">Not drawn: {escape("; ".join(absent))}.</p>'
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) < 2:
+        raise app.UsageError("expected folders of runs: compare.py runs/a runs/b ...")
+    out = compare(argv[1:], _OUT.value)
+    print(f"Wrote {out} and {out.with_suffix('.png')}")
+    print("To choose among these runs by private data has a cost that their epsilons leave out.")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run went: accuracy, loss, noise and gradient norms, evaluation by evaluation.
+
+Each function draws one figure from a `folder.Run` and returns what is to be seen in it, in a
+sentence, or raises `folder.Missing`.  Lines have gaps where numbers were not finite; where
+there are several groups, a line is their mean and a band their range.
+
+This file must never know which figures may be published.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dpjax.reports.drawing import DOTS, PALETTE, band, legend, panel
+from dpjax.reports.folder import Missing, Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["accuracy", "clipping", "noise", "norms", "shades", "test_loss", "training_loss"]
+
+_COLUMNS = 60  # of shades: more would be thinner than a pixel
+
+
+def accuracy(figure: Figure, run: Run) -> str:
+    """Test accuracy against what had been spent."""
+    y = 100 * run.series("accuracy")
+    _against_epsilon(figure, run, y, "test accuracy (%)", "blue")
+    return f"{_last(y):.1f} % at the end, {np.nanmax(y):.1f} % at best."
+
+
+def test_loss(figure: Figure, run: Run) -> str:
+    """The loss on test examples, under either of its names, against what had been spent."""
+    try:
+        y = run.series("nll")
+    except Missing:
+        y = run.series("test_loss")
+    _against_epsilon(figure, run, y, "mean loss of test examples", "blue")
+    return f"{_last(y):.3g} at the end, {np.nanmin(y):.3g} at best."
+
+
+def training_loss(figure: Figure, run: Run) -> str:
+    """The mean loss of the examples that were drawn, against what had been spent."""
+    y = run.series("private", "loss")
+    _against_epsilon(figure, run, y, "mean loss of drawn examples", "clay")
+    return f"{_last(y):.3g} at the end."
+
+
+def noise(figure: Figure, run: Run) -> str:
+    """The noise multiplier of each step that ran."""
+    if run.card is None:
+        raise Missing("there is no privacy.json")
+    runs = run.card["noise"]["multiplier_and_steps"]
+    if not runs:
+        raise Missing("privacy.json says that no step ran")
+    z, counts = (np.array(side, float) for side in zip(*runs, strict=True))
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    axes = panel(figure, "step", "noise multiplier")
+    axes.stairs(z, edges, baseline=None, color=PALETTE["blue"], linewidth=1.6)
+    axes.set_ylim(0, 1.2 * z.max() or 1)
+    each = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
+    return f"{each}, over {int(edges[-1]):,} steps."
+
+
+def clipping(figure: Figure, run: Run) -> str:
+    """Which part of the examples was cut, and how far that turned their mean."""
+    cut = run.series("private", "clipped")
+    axes = panel(figure, "step", "")
+    band(axes, _steps(run), cut, "blue", "fraction above the bound")
+    seen = f"{100 * _last(cut):.0f} % of the examples were above the bound at the end"
+    lowest = 0.0
+    try:
+        turned = run.series("private", "cosine")
+        band(axes, _steps(run), turned, "clay", "cosine of clipped and unclipped mean")
+        seen, lowest = f"{seen}; the cosine was {_last(turned):.2f}", min(0, np.nanmin(turned))
+    except Missing:
+        pass
+    axes.set_ylim(1.05 * lowest - 0.03, 1.03)
+    legend(axes)
+    return f"{seen}."
+
+
+def norms(figure: Figure, run: Run) -> str:
+    """The mean norm of the drawn examples' gradients, before clipping, and the bound."""
+    y = run.series("private", "norm")
+    axes = panel(figure, "step", "mean gradient norm")
+    band(axes, _steps(run), y, "blue", "mean norm")
+    axes.set_ylim(bottom=0)
+    bounds = {float(bound) for bound in (run.card or {}).get("clipping", {}).get("bounds", [])}
+    bound = bounds.pop() if len(bounds) == 1 else np.inf  # several bounds are not one line
+    if np.isfinite(bound):
+        axes.axhline(bound, color=PALETTE["clay"], linewidth=1.2, linestyle="--", label="bound")
+        legend(axes)
+    return f"{_last(y):.3g} at the end."
+
+
+def shades(figure: Figure, run: Run) -> str:
+    """The histogram of gradient norms at each evaluation, as a column of shades."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    counts = np.nan_to_num(run.series("private", "norm_histogram"))
+    kept = np.unique(np.linspace(0, len(counts) - 1, _COLUMNS).astype(int))
+    share = counts[kept] / np.maximum(counts[kept].sum(axis=1, keepdims=True), 1)
+    ends = _steps(run)[kept]
+    starts = np.concatenate([[0], ends[:-1]])
+    axes = panel(figure, "step", "bin, from short to long norms")
+    look = {"facecolor": PALETTE["blue"], "linewidth": 0}
+    cells = [
+        Rectangle((start, low), end - start, 1, alpha=float(part), antialiased=False, **look)
+        for start, end, column in zip(starts, ends, share / (share.max() or 1), strict=True)
+        for low, part in enumerate(column)
+        if part > 0.005
+    ]
+    axes.add_collection(PatchCollection(cells, match_original=True))
+    axes.set(xlim=(0, ends[-1]), ylim=(0, share.shape[1]))
+    axes.locator_params(axis="y", integer=True)
+    axes.grid(visible=False)
+    return f"The fullest bin at the end is number {1 + int(share[-1].argmax())}."
+
+
+def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: str) -> None:
+    """One number of each evaluation; against steps where nothing finite was spent."""
+    try:
+        x, label = run.series("epsilon")[:, 0], "epsilon spent"
+    except Missing:
+        x, label = _steps(run), "step (epsilon is not finite)"
+    axes = panel(figure, label, name)
+    band(axes, x, y, color, **DOTS)
+
+
+def _steps(run: Run) -> np.ndarray:
+    return run.series("step")[:, 0]
+
+
+def _last(table: np.ndarray) -> float:
+    """The mean over groups of the last row that has a number."""
+    rows = table[~np.isnan(table).all(axis=1)]
+    return float(np.nanmean(rows[-1]))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run ended with: norms of gradients beside the bound, and norms layer by layer.
+
+The histogram says whether the bound fits the gradients; weights and pre-activations say
+whether the network stayed small, which bounded activations and the penalties of the papers
+are for.  Each function draws one figure and says what is to be seen in it.
+
+This file must never know which figures may be published.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dpjax.reports.drawing import PALETTE, legend, panel
+from dpjax.reports.folder import Missing, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["activations", "gradients", "weights"]
+
+_GROUPS = 12  # more histograms would be too small to read
+_DECADES = 1e-4  # shorter than this part of the longest counts as this long
+
+
+def gradients(figure: Figure, run: Run) -> str:
+    """A histogram of per-example gradient norms for each group, with its bound."""
+    norms = run.array("diagnostics", "norms")
+    bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
+    norms = norms.reshape(len(norms), -1).astype(float)
+    shown = min(norms.shape[1], _GROUPS)
+    columns = min(shown, 3)
+    rows = -(-shown // columns)
+    figure.set_size_inches(6.4, 3.1 if rows == 1 else 1.7 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[shown:]:
+        axes.set_axis_off()
+    for group, axes in enumerate(grid[:shown]):
+        _histogram(axes, norms[:, group], bounds[group])
+        if shown > 1:
+            axes.set_title(f"group {group}")
+    figure.supxlabel("gradient norm of an example", fontsize=8.5, color=PALETTE["muted"])
+    figure.supylabel("examples", fontsize=8.5, color=PALETTE["muted"])
+    if shown == 1:
+        legend(grid[0])
+    return _cut(norms, bounds, shown)
+
+
+def weights(figure: Figure, run: Run) -> str:
+    """The norm of each layer's weights at the end."""
+    names, values = _layers(run, "weight")
+    _lollipops(figure, names, values, "norm of the weights", "blue")
+    return _largest(names, values)
+
+
+def activations(figure: Figure, run: Run) -> str:
+    """The mean norm of what each layer hands to its activation, at the end."""
+    names, values = _layers(run, "activation")
+    _lollipops(figure, names, values, "norm of the pre-activations", "green")
+    return _largest(names, values)
+
+
+def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
+    """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
+    norms = norms[np.isfinite(norms)]
+    top = float(norms.max(initial=0)) or 1.0
+    low = max(float(norms.min(initial=top, where=norms > 0)) / 1.1, top * _DECADES)
+    edges = np.geomspace(low, 1.1 * top, 41)
+    counts, _ = np.histogram(np.maximum(norms, low), edges)  # zeros are in the first bin
+    axes.stairs(counts, edges, fill=True, color=PALETTE["blue"], alpha=0.55)
+    axes.set_xscale("log")
+    if low * _DECADES < bound < top / _DECADES:  # else it would squeeze the histogram
+        axes.axvline(bound, color=PALETTE["clay"], linestyle="--", label=f"bound {bound:.3g}")
+
+
+def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int) -> str:
+    """What the histograms show, and what they leave out."""
+    finite = np.isfinite(norms)
+    above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
+    middle = np.median(norms[finite]) if finite.any() else np.nan
+    words = f"Of {len(norms):,} examples, {above:.0%} of the norms are above; median {middle:.3g}."
+    if not finite.all():
+        words += f" {np.sum(~finite):,} norms are not finite, and are not drawn."
+    if shown < norms.shape[1]:
+        words += f" The first {shown} of {norms.shape[1]} groups are drawn."
+    return words
+
+
+def _layers(run: Run, what: str) -> tuple[list[str], np.ndarray]:
+    values = run.array("diagnostics", f"{what}_norms").astype(float).ravel()
+    names = [str(name) for name in run.array("diagnostics", f"{what}_names").ravel()]
+    if len(names) != len(values):
+        raise Missing(f"diagnostics.npz has {len(values)} {what}_norms and {len(names)} names")
+    return names, np.where(np.isfinite(values), values, np.nan)
+
+
+def _lollipops(
+    figure: Figure, names: list[str], values: np.ndarray, label: str, color: str
+) -> None:
+    """A line and a dot for each layer, from the first at the top to the last."""
+    figure.set_size_inches(6.4, 0.9 + 0.22 * max(3, len(names)))
+    axes, rows = panel(figure, label, ""), np.arange(len(names))
+    axes.hlines(rows, 0, values, color=PALETTE[color], linewidth=1.6)
+    axes.plot(values, rows, "o", color=PALETTE[color], markersize=5)
+    axes.set_yticks(rows, names, parse_math=False)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+
+
+def _largest(names: list[str], values: np.ndarray) -> str:
+    if np.isnan(values).all():
+        return "None of them is finite."
+    at = int(np.nanargmax(values))
+    return f"The largest is {values[at]:.3g}, of {names[at]}."

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs side by side: which are one group, their mean and spread, and what choosing costs."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+BINARY = pathlib.Path(__file__).parent.parent / "experiments" / "compare.py"
+EVIL = "<b>$x$</b>"
+
+
+def compare(*arguments, status=0):
+    outcome = subprocess.run(
+        [sys.executable, "-W", "error", BINARY, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
+    return outcome
+
+
+def write(path, accuracies, flags=None, epsilon=1.0, seconds=10.0):
+    """A run whose accuracies were seen at steps 10, 20, ... for equal parts of epsilon."""
+    path.mkdir()
+    parts = enumerate(accuracies, start=1)
+    rows = [
+        {"step": 10 * i, "epsilon": epsilon * i / len(accuracies), "delta": 1e-5, "accuracy": a}
+        for i, a in parts
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if flags is not None:
+        config = {"flags": {"out": str(path), **flags}, "seconds": seconds}
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def parsed(path):
+    tree = ET.fromstring(path.read_text(encoding="utf-8"))
+    for node in tree.iter():
+        node.tag = node.tag.rpartition("}")[2]
+    return tree
+
+
+def text(node):
+    return " ".join("".join(node.itertext()).split())
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [
+        write(folder / "a1", [0.5, 0.90], {"seed": 1, "rule": EVIL, "epochs": 3}),
+        write(folder / "a2", [0.6, None, 0.94], {"seed": 2, "rule": EVIL, "epochs": 3}, 1.5),
+        write(folder / "b", [0.7, 0.80], {"seed": 1, "rule": "flat", "epochs": 3}, 2.0),
+        write(folder / "bare", [0.1, 0.2]),
+    ]
+    out = folder / "deeper" / "side_by_side.html"
+    return out, compare(*runs, "--out", out)
+
+
+def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(compared):
+    lines = [[text(cell) for cell in line] for line in parsed(compared[0]).iter("tr")]
+    assert lines == [
+        ["runs", "test accuracy", "of", "epsilon", "delta", "time of one"],
+        [f"rule={EVIL}", "92.00 % ± 2.83", "2 runs", "1.5", "1e-05", "10.0 s"],
+        ["rule=flat", "80.00 %", "1 run", "2", "1e-05", "10.0 s"],
+        ["bare", "20.00 %", "1 run", "1", "1e-05", "not written"],
+    ]
+
+
+def test_the_figure_has_a_line_for_each_group_and_a_band_where_runs_repeat(compared):
+    (image,) = parsed(compared[0]).iter("svg")
+    shown = [text(node) for node in image.iter("text")]
+    assert [words for words in shown if words in (f"rule={EVIL}", "rule=flat", "bare")] == [
+        f"rule={EVIL}",
+        "rule=flat",
+        "bare",
+    ]
+    names = [node.get("id", "") for node in image.iter("g")]
+    assert sum("FillBetween" in name for name in names) == 1
+    assert compared[0].with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_says_what_choosing_costs(compared):
+    words = text(parsed(compared[0]).find(".//header"))
+    assert "looking at private data" in words
+    assert "a cost of its own" in words
+    # 1 + 1.5 + 2 + 1, and four times 1e-5.
+    assert "All 4 together" in words
+    assert "epsilon 5.5 at delta 4e-05" in words
+    assert "has a cost" in compared[1].stdout
+
+
+def test_the_page_is_escaped_and_loads_nothing(compared):
+    raw = compared[0].read_text()
+    assert "<b>" not in raw
+    assert "src=" not in raw
+    assert "<script" not in raw
+    assert raw.count("http") == 2, "the names of two XML namespaces"
+
+
+def test_a_run_that_is_not_private_is_said_to_be(tmp_path):
+    runs = [write(tmp_path / "a", [0.5, 0.9], epsilon=float("inf")), write(tmp_path / "b", [0.5])]
+    compare(*runs, "--out", tmp_path / "page.html")
+    tree = parsed(tmp_path / "page.html")
+    assert "not private" in text(tree.find(".//header"))
+    assert "do not publish" in text(tree.find(".//figure"))
+    assert text(tree.find(".//p[@id='left-out']")) == "Not drawn: a (metrics.jsonl has no epsilon)."
+
+
+def test_without_runs_the_usage_is_shown():
+    assert "expected folders of runs" in compare(status=1).stderr

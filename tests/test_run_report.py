@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a run: every figure, who may see it, and what became of broken files."""
+
+import ast
+import json
+import math
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax import clipping, data, losses, models, reports, sampling
+from dpjax.reports import curves, drawing, figures, folder, layers, page, predictions, rendering
+
+DELTA = 1e-5
+CARD = {
+    "noise": {"multiplier_and_steps": [[2.0, 6], [1.5, 4]]},
+    "clipping": {"bounds": [0.5]},
+    "delta": DELTA,
+    "epsilon": {
+        "rdp": {"value": 2.5, "proven": True},
+        "pld": {"value": 2.25, "proven": True},
+        "gdp": {"value": 1.5, "proven": False},
+    },
+    "seed_published": None,
+}
+EVIL = "<script>alert('x')</script>"
+CONFIG = {
+    "command": f"train.py --note={EVIL}",
+    "dataset": "digits & <i>more</i>",
+    "model": "mlp",
+    "parameters": 9610,
+    "seconds": 75.4,
+    "flags": {"note": EVIL, "seed": None, "hidden": ["128", "64"], "bound": 0.5},
+    "versions": {"dpjax": "0.1.0"},
+}
+STATEMENT = "Privacy statement\n\n  (2.25, 1e-05) <private>\n\nReferences\n@misc{x&y}\n"
+# 8 of 10 are right; of class 2, a half. Confidence is 0.8 throughout, so nothing is miscalibrated.
+LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
+GUESSES = np.array([0, 0, 0, 1, 1, 1, 2, 2, 0, 0])
+PROBABILITIES = np.where(np.eye(3)[GUESSES] > 0, 0.8, 0.1)
+DIAGNOSTICS = {
+    "norms": np.array([[0.0], [0.25], [1.0], [2.0]]),
+    "bounds": np.array([0.5]),
+    "weight_norms": np.array([3.0, 1.0]),
+    "weight_names": np.array(["<b>$first$", "second"]),
+    "activation_norms": np.array([2.0, 4.0]),
+    "activation_names": np.array(["first", "second"]),
+}
+PRIVATE = {"training_loss", "clipping", "norms", "shades", "gradients", "activations"}
+ALL = {plot.name for plot in figures.PLOTS}
+
+
+def row(step, **changes):
+    private = {
+        "loss": 2 / step,
+        "examples": 10.0,
+        "norm": 1.5,
+        "clipped": 0.75,
+        "norm_histogram": [1, 6, 3],
+        "cosine": 0.9,
+    }
+    return {
+        "step": step,
+        "epsilon": step / 4,
+        "delta": DELTA,
+        "accuracy": 0.4 + step / 25,
+        "nll": 1 / step,
+        "examples_per_second": 12345.6,
+        "private": private,
+        **changes,
+    }
+
+
+def write(path, rows=None, *, card=CARD, config=CONFIG, statement=STATEMENT, **diagnostics):
+    """The folder of a run, by hand."""
+    path.mkdir(parents=True, exist_ok=True)
+    rows = [row(step) for step in range(1, 11)] if rows is None else rows
+    (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    if card is not None:
+        (path / "privacy.json").write_text(json.dumps(card))
+        (path / "config.json").write_text(json.dumps(config))
+        (path / "statement.txt").write_text(statement)
+        np.savez(path / "evaluation.npz", labels=LABELS, probabilities=PROBABILITIES)
+        np.savez(path / "diagnostics.npz", **{**DIAGNOSTICS, **diagnostics})
+    return path
+
+
+def parsed(path):
+    """The page as XML, without the namespace of HTML or SVG."""
+    tree = ET.fromstring(path.read_text(encoding="utf-8"))
+    for node in tree.iter():
+        node.tag = node.tag.rpartition("}")[2]
+    return tree
+
+
+def text(node):
+    return " ".join("".join(node.itertext()).split())
+
+
+def badges(tree):
+    """Figure -> badge."""
+    return {figure.get("id"): text(figure.find(".//p[@class]")) for figure in tree.iter("figure")}
+
+
+def drawn(function, run):
+    """What a function draws, and what it says."""
+    with drawing.style():
+        figure = drawing.canvas()
+        return figure, function(figure, run)
+
+
+def stairs(figure):
+    """Values and edges of the first stairs of a figure."""
+    return figure.axes[0].patches[0].get_data()[:2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("runs") / "whole")
+    before = dict(matplotlib.rcParams)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reports.report(path) == path / "report.html"
+    assert dict(matplotlib.rcParams) == before, "a setting of the user's was changed"
+    return path
+
+
+def test_every_figure_is_there_as_svg_and_as_png(whole):
+    tree = parsed(whole / "report.html")
+    assert [figure.get("id") for figure in tree.iter("figure")] == [p.name for p in figures.PLOTS]
+    for figure, plot in zip(tree.iter("figure"), figures.PLOTS, strict=True):
+        (image,) = figure.iter("svg")
+        assert image.get("role") == "img"
+        assert image.get("aria-label", "").startswith(plot.title)
+        assert list(image.iter("path"))
+        assert plot.title in text(figure.find(".//h3"))
+        assert plot.words in text(figure.find(".//figcaption"))
+    pngs = {path.stem: path.read_bytes() for path in (whole / "figures").iterdir()}
+    assert set(pngs) == ALL
+    assert all(image.startswith(b"\x89PNG\r\n\x1a\n") for image in pngs.values())
+    assert "left-out" not in (whole / "report.html").read_text()
+
+
+def test_badges_say_what_was_computed_before_the_noise(whole):
+    found = badges(parsed(whole / "report.html"))
+    assert found == {name: figures.PRIVATE if name in PRIVATE else figures.RELEASED for name in ALL}
+    assert figures.RELEASED == "released"
+    assert figures.PRIVATE == "computed from private data without noise: do not publish"
+
+
+def test_pictures_of_private_data_say_so_themselves():
+    with drawing.style():
+        plain, warned = drawing.canvas(), drawing.canvas()
+        rendering.png(plain)
+        rendering.png(warned, figures.PRIVATE)
+    assert plain.get_suptitle() == ""
+    assert warned.get_suptitle() == figures.PRIVATE
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"activations_of": np.array("test")}, PRIVATE - {"activations"}),
+        ({"activations_of": np.array("train")}, PRIVATE),
+        ({"card": {**CARD, "epsilon": {"gdp": {"value": 1.0, "proven": False}}}}, ALL - {"noise"}),
+        (
+            {"card": {**CARD, "epsilon": {"rdp": {"value": "inf", "proven": True}}}},
+            ALL - {"noise"},
+        ),
+    ],
+    ids=["activations of test data", "of training data", "nothing proven", "epsilon infinite"],
+)
+def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
+    run = folder.read(write(tmp_path, **changes))
+    assert {plot.name for plot in figures.PLOTS if plot.private(run)} == expected
+
+
+def test_numbers_of_the_header(whole):
+    head = text(parsed(whole / "report.html").find(".//header"))
+    for words in (
+        "mlp on digits & <i>more</i>",
+        "(2.25, 10−5)-differentially private, with 80.0 % test accuracy.",
+        "epsilon2.25by pld; 2.5 by rdp",
+        "steps10",
+        "examples per second12,300",
+        "time1 min 15 s",
+    ):
+        assert words in head, words
+    assert "Seed" not in head
+
+
+def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("dpjax.reports.run.PLOTS", ())
+    claims = {"rdp": {"value": "inf", "proven": True}}
+    reports.report(write(tmp_path, card={**CARD, "epsilon": claims, "seed_published": 3}))
+    head = text(parsed(tmp_path / "report.html").find(".//header"))
+    assert "Not differentially private: epsilon is infinite" in head
+    assert "Seed published (3): not for release" in head
+
+
+def test_whatever_comes_from_outside_is_escaped(whole):
+    raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
+    assert "<script" not in raw
+    assert "<i>more" not in raw
+    assert "&lt;script&gt;" in raw
+    assert [text(cell) for cell in tree.iter("td")].count(EVIL) == 1
+    assert "(2.25, 1e-05) <private>" in text(tree.find(".//pre"))
+    assert "@misc{x&y}" in text(tree.find(".//details"))
+    assert "<b>$first$" in [text(node) for node in tree.iter("text")]
+    assert text(tree.find(".//title")) == "mlp on digits & <i>more</i>"
+    assert tree.get("lang") == "en"
+
+
+def test_the_page_loads_nothing_and_runs_nothing(whole):
+    raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
+    for node in tree.iter():
+        assert node.tag not in (
+            "script",
+            "link",
+            "img",
+            "iframe",
+            "object",
+            "image",
+            "foreignObject",
+        )
+        for name, value in node.attrib.items():
+            local = name.rpartition("}")[2]
+            assert not local.startswith("on"), local
+            assert local != "src"
+            assert local != "href" or value.startswith("#")
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", raw))
+    assert "@import" not in raw
+    names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, not addresses
+    assert set(re.findall(r"https?://[^\"'\s<]*", raw)) == names
+
+
+def test_ids_do_not_clash_and_colors_are_the_pages(whole):
+    raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
+    ids = [node.get("id") for node in tree.iter() if node.get("id")]
+    assert len(ids) == len(set(ids))
+    meant = re.findall(r"url\(#([^)]*)\)", raw)
+    meant += [
+        value[1:] for node in tree.iter() for name, value in node.attrib.items() if "href" in name
+    ]
+    assert meant
+    assert set(meant) <= set(ids)
+    for image in tree.iter("svg"):
+        inside = ET.tostring(image, encoding="unicode")
+        assert not re.findall(r"#[0-9a-f]{6}\b(?<!#000000)", inside), "a color of no palette"
+    assert set(drawing.PALETTE) == set(drawing.DARK)
+    dark = raw[raw.index("prefers-color-scheme:dark") :]
+    assert all(f"--{name}:{color};" in dark for name, color in drawing.DARK.items())
+
+
+def test_flags_are_written_as_one_would_type_them(whole):
+    cells = [
+        (text(line.find("th")), text(line.find("td")))
+        for line in parsed(whole / "report.html").iter("tr")
+    ]
+    for pair in (("hidden", "128, 64"), ("seed", "not set"), ("bound", "0.5"), ("dpjax", "0.1.0")):
+        assert pair in cells
+
+
+def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
+    write(tmp_path, [{"step": 3, "epsilon": 1.0, "delta": DELTA, "accuracy": 0.5}], card=None)
+    tree = parsed(reports.report(tmp_path))
+    assert set(badges(tree)) == {"accuracy"}
+    left_out = text(tree.find(".//p[@id='left-out']"))
+    for words in (
+        "test loss against epsilon (metrics.jsonl has no test_loss)",
+        "training loss against epsilon (metrics.jsonl has no private / loss)",
+        "noise schedule (there is no privacy.json)",
+        "what clipping does (metrics.jsonl has no private / clipped)",
+        "gradient norms at the end (there is no diagnostics.npz)",
+        "confusion matrix (there is no evaluation.npz)",
+    ):
+        assert words in left_out, words
+    assert left_out.count("(") == len(ALL) - 1
+    assert "epsilon1by the log" in text(tree.find(".//header"))
+    assert "There is no statement.txt" in text(tree)
+
+
+def test_a_half_written_last_line_is_no_line(tmp_path):
+    write(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "epsil')
+    assert [row["step"] for row in folder.read(tmp_path).rows] == list(range(1, 11))
+
+
+def test_of_a_repeated_step_the_last_line_counts(tmp_path):
+    rows = [row(2), row(4, accuracy=0.1), row(2, accuracy=0.3), row(4, accuracy=0.2)]
+    run = folder.read(write(tmp_path, rows))
+    np.testing.assert_array_equal(run.series("step")[:, 0], [2, 4])
+    np.testing.assert_array_equal(run.series("accuracy")[:, 0], [0.3, 0.2])
+
+
+def test_damaged_files_are_refused_in_words(tmp_path):
+    with pytest.raises(FileNotFoundError, match="one level off"):
+        reports.report(tmp_path)
+    write(tmp_path)
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text("{half\n" + whole)
+    with pytest.raises(ValueError, match="line 1: expected a JSON object with a step"):
+        reports.report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{half")
+    with pytest.raises(ValueError, match="no whole line"):
+        reports.report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(whole)
+    (tmp_path / "config.json").write_text('{"flags": ')
+    with pytest.raises(ValueError, match="interrupted while it wrote"):
+        reports.report(tmp_path)
+
+
+def test_nulls_leave_gaps(tmp_path):
+    rows = [row(step, accuracy=None if step == 2 else step / 4) for step in (1, 2, 3)]
+    rows[0]["private"]["norm"] = [1.0, 3.0]
+    rows[1]["private"]["norm"] = None
+    rows[2]["private"]["norm"] = [2.0, None]
+    run = folder.read(write(tmp_path, rows, card={**CARD, "clipping": {"bounds": [0.5, 0.5]}}))
+    figure, seen = drawn(curves.accuracy, run)
+    np.testing.assert_array_equal(figure.axes[0].lines[0].get_ydata(), [25, np.nan, 75])
+    assert seen == "75.0 % at the end, 75.0 % at best."
+    figure, seen = drawn(curves.norms, run)
+    line, bound = figure.axes[0].lines
+    np.testing.assert_array_equal(line.get_ydata(), [2, np.nan, 2])  # the mean of both groups
+    assert np.all(np.asarray(bound.get_ydata()) == 0.5)
+    assert len(figure.axes[0].collections) == 1, "the band from the shortest to the longest group"
+
+
+def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):
+    run = folder.read(write(tmp_path, [row(2, epsilon=math.inf), row(4, epsilon=None)]))
+    figure, _ = drawn(curves.accuracy, run)
+    assert figure.axes[0].get_xlabel() == "step (epsilon is not finite)"
+    np.testing.assert_array_equal(figure.axes[0].lines[0].get_xdata(), [2, 4])
+
+
+@pytest.mark.parametrize(
+    ("draw", "seen"),
+    [
+        (curves.accuracy, "80.0 % at the end, 80.0 % at best."),
+        (curves.test_loss, "0.1 at the end, 0.1 at best."),
+        (curves.training_loss, "0.2 at the end."),
+        (curves.noise, "From 2 to 1.5, over 10 steps."),
+        (
+            curves.clipping,
+            "75 % of the examples were above the bound at the end; the cosine was 0.90.",
+        ),
+        (curves.norms, "1.5 at the end."),
+        (curves.shades, "The fullest bin at the end is number 2."),
+        (layers.gradients, "Of 4 examples, 50% of the norms are above; median 0.625."),
+        (layers.weights, "The largest is 3, of <b>$first$."),
+        (layers.activations, "The largest is 4, of second."),
+        (predictions.classes, "Lowest: class 2, 50.0 % of 4 examples."),
+        (predictions.confusion, "Most often class 2 was taken for class 0: 2 of 4 examples."),
+        (predictions.calibration, "Expected calibration error (ECE) 0.000, largest (MCE) 0.000."),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_figures_say_what_is_to_be_seen(draw, seen, whole):
+    assert drawn(draw, folder.read(whole))[1] == seen
+
+
+def test_the_noise_is_drawn_step_by_step(whole):
+    figure, _ = drawn(curves.noise, folder.read(whole))
+    values, edges = stairs(figure)
+    np.testing.assert_array_equal(values, [2.0, 1.5])
+    np.testing.assert_array_equal(edges, [0, 6, 10])
+
+
+def test_every_example_is_in_the_histogram_and_the_bound_too(whole):
+    figure, _ = drawn(layers.gradients, folder.read(whole))
+    counts, edges = stairs(figure)
+    assert counts.sum() == 4
+    assert counts[0] == 1, "a gradient of zero is among the shortest"
+    assert edges[-1] > 2
+    assert np.all(np.asarray(figure.axes[0].lines[0].get_xdata()) == 0.5)
+
+
+def test_each_group_has_its_histogram(tmp_path):
+    draw = np.random.default_rng(0)
+    norms, bounds = draw.lognormal(size=(50, 14)), np.linspace(0.1, 1, 14)
+    norms[3, 2] = np.inf
+    run = folder.read(write(tmp_path, norms=norms, bounds=bounds))
+    figure, seen = drawn(layers.gradients, run)
+    lines = [np.max(np.asarray(axes.lines[0].get_xdata())) for axes in figure.axes if axes.lines]
+    np.testing.assert_allclose(lines, bounds[:12])
+    assert "1 norms are not finite" in seen
+    assert "The first 12 of 14 groups are drawn." in seen
+
+
+def test_probabilities_that_are_not_finite_are_not_drawn(tmp_path):
+    write(tmp_path)
+    broken = np.full_like(PROBABILITIES, np.nan)
+    np.savez(tmp_path / "evaluation.npz", labels=LABELS, probabilities=broken)
+    with pytest.raises(folder.Missing, match="not finite"):
+        drawn(predictions.confusion, folder.read(tmp_path))
+
+
+def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
+    write(
+        tmp_path,
+        weight_norms=np.array([0, np.inf]),
+        norms=np.zeros((3, 1)),
+        bounds=np.array([np.inf]),
+    )
+    labels = np.arange(100)
+    np.savez(tmp_path / "evaluation.npz", labels=labels, probabilities=np.eye(100))
+    run = folder.read(tmp_path)
+    for draw in (predictions.classes, predictions.confusion, layers.weights, layers.gradients):
+        figure, _ = drawn(draw, run)
+        with drawing.style():
+            assert "<path" in rendering.svg(figure, "some", "some")
+
+
+def test_small_numbers_are_powers():
+    assert page.power(1e-5) == "10<sup>\N{MINUS SIGN}5</sup>"
+    assert page.power(2.5e-6) == "2.5 × 10<sup>\N{MINUS SIGN}6</sup>"
+    assert page.power(0.01) == "0.01"
+
+
+def test_without_matplotlib_the_extra_is_named(whole, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'dpjax[plots]'")):
+        reports.report(whole)
+
+
+def test_pyplot_and_its_windows_are_never_touched():
+    for path in pathlib.Path(reports.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            assert not any("pyplot" in name for name in [*names, getattr(node, "module", "") or ""])
+
+
+def test_a_real_run_can_be_looked_at(tmp_path):
+    digits = data.load("digits")
+    model = models.by_name("mlp", 10, features=(16,))
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(len(digits.train[1]), 256),
+        clipping=clipping.grouped(0.5, 2),
+        noise_multiplier=2.0,
+        steps=6,
+    )
+    algorithm = dpjax.dpsgd(
+        losses.of(model, losses.cross_entropy), optax.sgd(0.4), mechanism, digits.train
+    )
+    params = model.init(jax.random.key(0), jnp.asarray(digits.train[0][0]))["params"]
+    state, history = dpjax.fit(
+        algorithm,
+        algorithm.init(jax.random.key(1), params),
+        evaluate=lambda state: {"accuracy": jnp.float32(0.25)},
+        evaluate_every=2,
+        directory=tmp_path,
+        progress=False,
+    )
+    facts = {"ledger": state.ledger, "seed": 1}
+    (tmp_path / "privacy.json").write_text(json.dumps(reports.card(mechanism, DELTA, **facts)))
+    (tmp_path / "statement.txt").write_text(dpjax.statement(mechanism, DELTA, **facts))
+    tree = parsed(reports.report(tmp_path))
+    expected = {"accuracy", "training_loss", "noise", "clipping", "norms"}
+    assert expected <= set(badges(tree))
+    proved = mechanism.epsilon(DELTA, "pld")
+    assert f"({proved:.4g}, 10−5)-differentially private" in text(tree.find(".//header"))
+    assert len(history) == 3
+    assert "hyper-parameters" in text(tree.find(".//pre"))
+
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
+def test_a_browser_shows_the_page_without_complaint(whole, tmp_path):
+    def open_page(*flags):
+        common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        common += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={tmp_path / 'profile'}"]
+        address = (whole / "report.html").as_uri()
+        outcome = subprocess.run(
+            [BROWSER, *common, *flags, address],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert "CONSOLE" not in outcome.stderr
+        return outcome.stdout
+
+    shown = open_page("--dump-dom")
+    for name in ALL:
+        assert f'id="{name}"' in shown
+    picture = tmp_path / "page.png"
+    open_page("--window-size=1000,2400", f"--screenshot={picture}")
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    paper = matplotlib.colors.to_rgb(drawing.PALETTE["paper"])
+    np.testing.assert_allclose(pixels[0, 0], paper, atol=0.01)
+    blue = matplotlib.colors.to_rgb(drawing.PALETTE["blue"])
+    assert np.any(np.all(np.abs(pixels - blue) < 0.02, axis=-1)), "a figure has its color"
