@@ -40,16 +40,15 @@ def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
     runs = [(z / 2 if halve else z, n) for z, n in card["noise"]["multiplier_and_steps"]]
     if sampling["name"] == "curriculum" and "not private" in sampling["claim"]:
         return dp.NonPrivateDpEvent()
-    if math.isinf(float(card["clipping"]["sensitivity"])) and runs:
+    if "clipping" in card and math.isinf(float(card["clipping"]["sensitivity"])) and runs:
         return dp.NonPrivateDpEvent()
     if sampling["name"] in ("shuffled", "curriculum"):
         steps = sampling["examples"] // sampling["batch_size"]
         each = np.repeat([z for z, _ in runs], [n for _, n in runs])
         runs = [(min(each[i : i + steps]), 1) for i in range(0, len(each), steps)]
     queries = card.get("preparation", {}).get("gaussian_multipliers", [])
-    before: list[dp.DpEvent] = [
-        dp.GaussianDpEvent(float(z) / 2 if halve else float(z)) for z in queries
-    ]
+    before = [event_of(spent, halve=halve) for spent in card.get("before", [])]
+    before += [dp.GaussianDpEvent(float(z) / 2 if halve else float(z)) for z in queries]
     steps = [dp.SelfComposedDpEvent(step_event(sampling, float(z)), n) for z, n in runs]
     return dp.ComposedDpEvent([*before, *steps])
 

@@ -165,10 +165,13 @@ def test_two_processes_do_not_share_a_folder(server, tmp_path):
 
 
 OTHERS = {
-    "multiplier": ({"multiplier": 1.1}, "noise multipliers from step"),
-    "rate": ({"batch": 25}, "batch size: 20 there, 25 now"),
+    "multiplier": (
+        {"multiplier": 1.1},
+        r"multiplier_and_steps: \[\[1.0, 60\]\] there, \[\[1.1, 60\]\] now",
+    ),
+    "rate": ({"batch": 25}, "batch_size: 20 there, 25 now"),
     "bound": ({"bound": 0.5}, r"bounds: \[1.0\] there, \[0.5\] now"),
-    "steps": ({"steps": 61}, "steps: 60 there, 61 now"),
+    "steps": ({"steps": 61}, "  steps: 60 there, 61 now"),
     "data": ({"data": lives.DATA + 1}, "data: "),
     "bounds later": ({"bound_schedule": lambda step: 2.0}, "bound schedule: null there"),
 }
@@ -182,7 +185,8 @@ def test_another_run_is_refused_by_name(tmp_path, other):
     algorithm = lives.make(**settings)
     with pytest.raises(ledger.Refused, match=message) as refusal:
         lives.fit(tmp_path, algorithm)
-    assert str(refusal.value).count(" there, ") == 1, "only what differs is named"
+    differences = 1 + (other == "steps")
+    assert str(refusal.value).count(" there, ") == differences, "only what differs is named"
     assert (tmp_path / "metrics.jsonl").read_text() == log
 
 
@@ -216,6 +220,38 @@ def test_a_log_of_nobody_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ledger.Refused, match=r"no run\.json"):
         lives.fit(tmp_path)
+
+
+def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
+    options = {"evaluate_every": 3, "save_every": 10}
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path, _dies_after(lives.make(), 18), **options)
+    _, rows = lives.fit(tmp_path, **options)
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert logged == rows
+    assert [row["step"] for row in rows] == list(range(3, 61, 3))
+
+
+def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
+    """Other settings, another folder, another key: the earlier steps are added up, twice over."""
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path / "a", _dies_after(lives.make(), 18), evaluate_every=3, save_every=20)
+    before = training.earlier(tmp_path / "a")
+    assert [spent.steps for spent in before] == [18], "a row of step 18 is on disk"
+    plain = lives.make(multiplier=2.0, batch=10)
+    mechanism = dataclasses.replace(plain.mechanism, before=before)
+    assert mechanism.epsilon(1e-5) > max(
+        plain.mechanism.epsilon(1e-5), lives.make(steps=18).mechanism.epsilon(1e-5)
+    )
+    algorithm = dpjax.dpsgd(lives.loss, optax.sgd(0.1), mechanism, lives.DATA)
+    _, rows = lives.fit(tmp_path / "b", algorithm, steps=30)
+    assert rows[0]["epsilon"] > mechanism.epsilon_of(np.zeros(0), 1e-5)
+    both = training.earlier(tmp_path / "b")
+    assert [(spent.steps, spent.runs[0][0]) for spent in both] == [(18, 1.0), (30, 2.0)]
+    with pytest.raises(ledger.Refused, match="before: "):
+        lives.fit(tmp_path / "b", plain, lives.start(plain))
+    with pytest.raises(FileNotFoundError, match="give the folder that holds it"):
+        training.earlier(tmp_path)
 
 
 def test_parts_of_a_run_share_its_folder(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mechanism: one description, run and accounted."""
 
+import json
 import math
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import dpjax
 from dpjax import clipping, sampling, schedules
+from dpjax.mechanism import Spent
 
 
 def make(**changes):
@@ -206,3 +208,59 @@ def test_calibration_leaves_room_for_the_preparation():
         prepared.calibrate(0.5, 1e-5)  # the preparation alone costs more
     fits = dpjax.ledger.affordable(calibrated, dpjax.ledger.Budget(epsilon=0.5, delta=1e-5))
     assert fits == 0
+
+
+def spent(steps=40, multiplier=1.5, **options):
+    return Spent(sampling=sampling.poisson(100, 20), runs=((multiplier, steps),), **options)
+
+
+def test_what_was_spent_before_is_paid_for():
+    def mechanism(steps, **options):
+        return dpjax.Mechanism(
+            sampling=sampling.poisson(100, 20),
+            clipping=clipping.flat(1.0),
+            noise_multiplier=1.5,
+            steps=steps,
+            **options,
+        )
+
+    for method in ("rdp", "pld"):
+        whole = mechanism(100).epsilon(1e-5, method)
+        parts = mechanism(60, before=[spent()]).epsilon(1e-5, method)
+        assert parts == pytest.approx(whole, rel=1e-3)
+    queries = mechanism(60, before=[spent(preparation=(9.0,))]).epsilon(1e-5)
+    assert queries == mechanism(100, preparation=(9.0,)).epsilon(1e-5) > parts
+
+
+def test_what_was_spent_is_cut_at_the_steps_that_ran():
+    curriculum = dpjax.Mechanism(
+        sampling=sampling.poisson(100, 20),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=lambda step: jnp.where(step < 5, 2.0, 1.0),
+        steps=12,
+    )
+    facts = json.loads(json.dumps(curriculum.facts))
+    assert Spent.of(facts).runs == ((2.0, 5), (1.0, 7))
+    assert Spent.of(facts, 8).runs == ((2.0, 5), (1.0, 3))
+    assert Spent.of(facts, 3).runs == ((2.0, 3),)
+    assert Spent.of(facts, 0).runs == ()
+    assert Spent.of(facts, 0).event == dpjax.accounting.compose()
+
+
+def test_a_relation_that_does_not_hold_for_what_was_spent_is_refused():
+    before = Spent(sampling=sampling.fixed(100, 20), runs=((1.0, 5),))
+    options = {
+        "sampling": sampling.poisson(100, 20),
+        "clipping": clipping.flat(1.0),
+        "noise_multiplier": 1.0,
+        "steps": 1,
+        "before": [before],
+    }
+    with pytest.raises(ValueError, match="fixed batches are proved for 'replace-one'"):
+        dpjax.Mechanism(**options)
+    assert dpjax.Mechanism(neighbours="replace-one", **options).before == (before,)
+
+
+def test_the_order_of_a_curriculum_is_no_word():
+    with pytest.raises(ValueError, match="is no word"):
+        sampling.by_name("curriculum", 10, 2)

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The statement and the card: every fact in them, and none that does not hold."""
 
+import dataclasses
 import json
 import math
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules
+from dpjax.mechanism import Spent
 
 
 def make(**changes):
@@ -133,3 +138,31 @@ def test_the_card_is_complete_and_strict_json():
     assert card["seed_published"] == 3
     infinite = reports.card(make(noise_multiplier=0.0), 1e-5)
     assert json.loads(json.dumps(infinite, allow_nan=False))["epsilon"]["rdp"]["value"] == "inf"
+
+
+def verdicts(card, folder):
+    """How many claims of a card hold by the file that does not know dpjax, and how many do not."""
+    path = folder / "privacy.json"
+    path.write_text(json.dumps(card))
+    verify = pathlib.Path(__file__).parents[1] / "experiments" / "verify.py"
+    out = subprocess.run([sys.executable, verify, path], capture_output=True, text=True).stdout
+    return out.count(": holds"), out.count("DOES NOT HOLD")
+
+
+def test_a_card_of_a_run_that_goes_on_is_verified(tmp_path):
+    earlier = Spent(sampling=sampling.poisson(1000, 50), runs=((1.5, 300),), preparation=(9.0,))
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(1000, 10),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=100,
+        before=[earlier],
+    )
+    card = json.loads(json.dumps(reports.card(mechanism, 1e-5)))
+    assert verdicts(card, tmp_path) == (3, 0)
+    lighter = dataclasses.replace(mechanism, before=())
+    card["epsilon"] = reports.card(lighter, 1e-5)["epsilon"]
+    assert verdicts(card, tmp_path) == (0, 3), "without the earlier run the claims are too small"
+    words = dpjax.statement(mechanism, 1e-5)
+    assert "300 steps of an earlier run on these data count too" in words
+    assert "multiplier 1.5; queries before it: 1" in words

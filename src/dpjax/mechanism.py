@@ -12,7 +12,7 @@ This file must never know a model, a loss or a data set.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from dpjax import accounting, noise, schedules
+from dpjax import accounting, noise, sampling, schedules
 from dpjax.types import (
     Clipping,
     Key,
@@ -33,10 +33,64 @@ from dpjax.types import (
     Sampler,
 )
 
-__all__ = ["Mechanism"]
+__all__ = ["Mechanism", "Spent"]
 
 # A proof for one of these holds, with the conversion that accounting makes, for those after it.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What an earlier run on the same data has spent.
+
+    Args:
+      sampling: How it drew.
+      runs: The multipliers of its steps, in order: ``(multiplier, steps)``.
+      preparation: The multipliers of its queries before the first step.
+    """
+
+    sampling: Sampler
+    runs: tuple[tuple[float, int], ...]
+    preparation: tuple[float, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """How many steps it ran."""
+        return sum(steps for _, steps in self.runs)
+
+    @property
+    def event(self) -> dp.DpEvent:
+        """Its privacy event."""
+        queries = map(accounting.gaussian, self.preparation)
+        each = np.repeat(*map(np.asarray, zip(*self.runs, strict=True))) if self.runs else []
+        return accounting.compose(*queries, self.sampling.event(np.asarray(each, np.float64)))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON has it; `of` reads it."""
+        return {
+            "sampling": self.sampling.name,
+            "examples": self.sampling.examples,
+            "batch_size": self.sampling.batch_size,
+            "multiplier_and_steps": [list(run) for run in self.runs],
+            "preparation": list(self.preparation),
+        }
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], steps: int | None = None) -> Spent:
+        """From `facts`, or those of a mechanism of which so many steps ran."""
+        runs, left = (
+            [],
+            sum(n for _, n in facts["multiplier_and_steps"]) if steps is None else steps,
+        )
+        for multiplier, planned in facts["multiplier_and_steps"]:
+            runs.append((float(multiplier), min(left, planned)))
+            left -= runs[-1][1]
+        return cls(
+            sampling=sampling.by_name(facts["sampling"], facts["examples"], facts["batch_size"]),
+            runs=tuple(run for run in runs if run[1]),
+            preparation=tuple(facts["preparation"]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +108,8 @@ class Mechanism:
       preparation: Noise multipliers of Gaussian queries that were made on all the data
         before the first step, such as `dpjax.features.Normalization.multipliers`.  They
         are paid for in full, however few steps run, and no sampling amplifies them.
+      before: What earlier runs have spent on these data, if this one goes on from what they
+        released; see `dpjax.training.earlier`.
 
     Example:
       >>> import dpjax
@@ -73,6 +129,7 @@ class Mechanism:
     steps: int
     neighbours: str | None = None
     preparation: Sequence[float] = ()
+    before: Sequence[Spent] = ()
 
     def __post_init__(self) -> None:
         """Refuses descriptions that mean nothing or claim too much."""
@@ -85,12 +142,14 @@ class Mechanism:
             object.__setattr__(self, "noise_multiplier", tuple(self.noise_multiplier))
         object.__setattr__(self, "steps", int(self.steps))
         object.__setattr__(self, "preparation", tuple(map(float, self.preparation)))
-        if _STRENGTH.index(self.relation) < _STRENGTH.index(self.sampling.neighbours):
-            raise ValueError(
-                f"Mechanism(neighbours={self.neighbours!r}): {self.sampling.name} batches are "
-                f"proved for {self.sampling.neighbours.value!r} neighbours only. Leave "
-                "neighbours out, or sample with sampling.poisson."
-            )
+        object.__setattr__(self, "before", tuple(self.before))
+        for sampler in (self.sampling, *(spent.sampling for spent in self.before)):
+            if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):
+                raise ValueError(
+                    f"Mechanism(neighbours={self.relation.value!r}): {sampler.name} batches are "
+                    f"proved for {sampler.neighbours.value!r} neighbours only. Leave neighbours "
+                    "out or ask for that relation, or sample with sampling.poisson."
+                )
         noise.check_multiplier(self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
@@ -130,26 +189,28 @@ class Mechanism:
     @property
     def facts(self) -> dict[str, Any]:
         """What it is, as JSON has it: equal for mechanisms that run and cost the same."""
-        starts = np.flatnonzero(np.diff(self.multipliers, prepend=np.nan))
         return {
-            "sampling": self.sampling.name,
-            "examples": self.sampling.examples,
-            "batch size": self.sampling.batch_size,
+            **self.spent(self.multipliers).facts,
+            "neighbours": self.relation.value,
             "clipping": self.clipping.name,
             "groups": list(self.clipping.partition.names),
-            "bounds": list(self.clipping.bounds),
-            "noise multipliers from step": [
-                [int(start), float(self.multipliers[start])] for start in starts
-            ],
+            "bounds": [float(bound) for bound in self.clipping.bounds],
             "steps": self.steps,
-            "neighbours": self.relation.value,
-            "preparation": list(self.preparation),
+            "before": [spent.facts for spent in self.before],
         }
+
+    def spent(self, multipliers: np.ndarray) -> Spent:
+        """What this run alone has spent after steps with these multipliers, in this order."""
+        starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
+        counts = np.diff(starts, append=len(multipliers))
+        runs = [(float(multipliers[i]), int(n)) for i, n in zip(starts, counts, strict=True)]
+        return Spent(sampling=self.sampling, runs=tuple(runs), preparation=tuple(self.preparation))
 
     @property
     def prepared(self) -> dp.DpEvent:
-        """The privacy event of the queries that were made before the first step."""
-        return accounting.compose(*map(accounting.gaussian, self.preparation))
+        """The privacy event of all that came before the first step."""
+        queries = map(accounting.gaussian, self.preparation)
+        return accounting.compose(*(spent.event for spent in self.before), *queries)
 
     @property
     def event(self) -> dp.DpEvent:

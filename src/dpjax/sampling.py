@@ -26,7 +26,7 @@ from jaxtyping import Array, Int
 from dpjax import trees
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
-__all__ = ["curriculum", "fixed", "full", "poisson", "shuffled"]
+__all__ = ["by_name", "curriculum", "fixed", "full", "poisson", "shuffled"]
 
 _WORDS = 2**32
 
@@ -84,6 +84,24 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         event=event if rate < 1 else _gaussians,
         claim="exact Poisson sampling; amplification by sampling is proved and counted",
     )
+
+
+def by_name(name: str, examples: int, batch_size: float) -> Sampler:
+    """The sampler of that name: ``poisson``, ``fixed``, ``shuffled`` or ``full``.
+
+    Example:
+      >>> by_name("fixed", 100, 10).claim
+      'uniform batches of a fixed size; proved for replace-one neighbours (RDP)'
+    """
+    if name == "full":
+        return full(examples)
+    by_size = {"poisson": poisson, "fixed": fixed, "shuffled": shuffled}
+    if name not in by_size:
+        raise ValueError(
+            f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}. The order of "
+            "a curriculum is no word; build it with sampling.curriculum(order, batch_size)."
+        )
+    return by_size[name](examples, batch_size)
 
 
 def full(examples: int) -> Sampler:

@@ -11,11 +11,9 @@ import math
 from importlib import metadata
 from typing import Any
 
-import numpy as np
-
 from dpjax import accounting
 from dpjax.ledger import Ledger
-from dpjax.mechanism import Mechanism
+from dpjax.mechanism import Mechanism, Spent
 from dpjax.reports.spending import epsilons, multipliers
 
 __all__ = ["card"]
@@ -51,33 +49,19 @@ def card(
       [[4.0, 2]]
     """
     ran = multipliers(mechanism, ledger)
-    sampling, rule = mechanism.sampling, mechanism.clipping
-    starts = np.flatnonzero(np.diff(ran, prepend=np.nan))
-    counts = np.diff(np.append(starts, len(ran)))
+    rule = mechanism.clipping
     return {
         "format": "dpjax privacy card 1",
         "unit": "example",
         "neighbours": mechanism.relation.value,
-        "sampling": {
-            "name": sampling.name,
-            "examples": sampling.examples,
-            "batch_size": sampling.batch_size,
-            "sampling_rate": sampling.sampling_rate,
-            "claim": sampling.claim,
-        },
+        **_spent(mechanism.spent(ran)),
         "clipping": {
             "name": rule.name,
             "groups": list(rule.partition.names),
             "bounds": [_number(bound) for bound in rule.bounds],
             "sensitivity": _number(rule.sensitivity),
         },
-        "noise": {
-            "distribution": "gaussian",
-            "multiplier_and_steps": [
-                [float(ran[start]), int(count)] for start, count in zip(starts, counts, strict=True)
-            ],
-        },
-        "preparation": {"gaussian_multipliers": list(mechanism.preparation)},
+        "before": [_spent(spent) for spent in mechanism.before],
         "steps": len(ran),
         "planned_steps": mechanism.steps,
         "delta": delta,
@@ -89,6 +73,25 @@ def card(
         "versions": {
             name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
+    }
+
+
+def _spent(spent: Spent) -> dict[str, Any]:
+    """What is needed to account for steps and for the queries before them."""
+    sampling = spent.sampling
+    return {
+        "sampling": {
+            "name": sampling.name,
+            "examples": sampling.examples,
+            "batch_size": sampling.batch_size,
+            "sampling_rate": sampling.sampling_rate,
+            "claim": sampling.claim,
+        },
+        "noise": {
+            "distribution": "gaussian",
+            "multiplier_and_steps": [list(run) for run in spent.runs],
+        },
+        "preparation": {"gaussian_multipliers": list(spent.preparation)},
     }
 
 

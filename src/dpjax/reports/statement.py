@@ -147,6 +147,14 @@ def _facts(
         each = ", ".join(f"{multiplier:.4g}" for multiplier in mechanism.preparation)
         yield "  preparation   Gaussian queries on all the data before the first step, with"
         yield f"                multiplier {each}"
+    for spent in mechanism.before:
+        noise = _range(np.array([multiplier for multiplier, _ in spent.runs]))
+        queries = f"; queries before it: {len(spent.preparation)}" if spent.preparation else ""
+        yield f"  before        {spent.steps:,} steps of an earlier run on these data count too:"
+        yield (
+            f"                {spent.sampling.name}, {spent.sampling.batch_size:g} examples a "
+            f"step, multiplier {noise}{queries}"
+        )
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {len(ran):,}{planned}"
     yield f"  delta         {delta:g}"

@@ -4,11 +4,13 @@
 `dpsgd` joins a loss, an Optax optimizer, a `Mechanism` and data into an `Algorithm`.
 `fit` drives an algorithm: progress, evaluation, refusal before a budget is passed.
 `average_parameters` is an Optax link that keeps a running mean of the parameters, which
-is free of privacy cost and worth several points of accuracy under noise.
+is free of privacy cost and worth several points of accuracy under noise.  `earlier` says
+what a run in a folder has spent, for one that goes on from it with other settings.
 """
 
 from dpjax.training.averaging import average_parameters, averaged
 from dpjax.training.dpsgd import Info, State, dpsgd
 from dpjax.training.fit import fit
+from dpjax.training.folder import earlier
 
-__all__ = ["Info", "State", "average_parameters", "averaged", "dpsgd", "fit"]
+__all__ = ["Info", "State", "average_parameters", "averaged", "dpsgd", "earlier", "fit"]

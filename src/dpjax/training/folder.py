@@ -22,8 +22,9 @@ from absl import logging
 
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
+from dpjax.mechanism import Spent
 
-__all__ = ["Folder"]
+__all__ = ["Folder", "earlier"]
 
 
 class Folder:
@@ -51,18 +52,10 @@ class Folder:
 
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step; later ones are taken back."""
-        text = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
-        kept = []
-        for line in text.splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:  # cut off as it was written, so it was the last
-                break
-            if row["step"] > until:
-                break
-            kept.append(row)
+        rows = _rows(self.log)
+        kept = [row for row in rows if row["step"] <= until]
         again = "".join(json.dumps(row) + "\n" for row in kept)
-        if again != text or not self.log.exists():
+        if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
             _replace(self.log, again)
         return kept
 
@@ -82,6 +75,47 @@ class Folder:
         """Waits for checkpoints, and lets another process have the folder."""
         self.checkpoints.close()
         os.close(self._lock)
+
+
+def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
+    """What the run in a folder has spent, and what had been spent before it.
+
+    For a run that goes on from what that one released, with other settings:
+    ``Mechanism(..., before=earlier(folder))``, in a folder of its own and with a key of its
+    own.  Steps count as soon as something of them is on disk, a checkpoint or a row.
+
+    Example:
+      >>> import tempfile
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> facts = {"sampling": "full", "examples": 9, "batch_size": 9, "preparation": []}
+      >>> run = {**facts, "multiplier_and_steps": [[2.0, 50]], "before": []}
+      >>> _ = (folder / "run.json").write_text(json.dumps(run))
+      >>> _ = (folder / "metrics.jsonl").write_text('{"step": 30}')
+      >>> earlier(folder)[0].runs
+      ((2.0, 30),)
+    """
+    folder = pathlib.Path(directory)
+    try:
+        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"training.earlier({str(directory)!r}): there is no run.json, so no run of dpjax.fit "
+            "with this directory; give the folder that holds it."
+        ) from error
+    saved = [int(path.name) for path in (folder / "checkpoints").glob("[0-9]*") if path.is_dir()]
+    logged = [row["step"] for row in _rows(folder / "metrics.jsonl")]
+    return (*map(Spent.of, facts["before"]), Spent.of(facts, max([*saved, *logged, 0])))
+
+
+def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a log; a last one that was cut off as it was written is none."""
+    rows = []
+    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
 
 
 def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
@@ -120,8 +154,9 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         )
         raise Refused(
             f"fit(directory={str(folder)!r}): another run is there:\n" + "\n".join(lines) + "\n"
-            "To go on with it, use its own settings. To change them, begin in another folder; "
-            "what this run has spent counts beside it: dpjax.training.earlier(folder)."
+            "To go on with it, use its own settings. To change them, begin in another folder from "
+            "what this run released, and count what it spent: "
+            "Mechanism(..., before=dpjax.training.earlier(folder))."
         )
 
 
