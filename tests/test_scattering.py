@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax import data, scattering
-from dpjax.scattering import transform
+from dpjax.scattering import fourier, transform
 from dpjax.scattering.filters import coarsen, filter_bank, mirrored, padded_size
 
 RNG = np.random.default_rng(0)
@@ -105,6 +105,24 @@ def test_any_scales_angles_and_sides_follow_the_definition(shape, J, L):
     np.testing.assert_allclose(features[0], want, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [6, 8, 12])
+@pytest.mark.parametrize("columns", [4, 8, 20])
+def test_the_products_are_fourier_transforms(rows, columns):
+    field = RNG.normal(size=(rows, 3, columns)).astype(np.float32)
+    spectrum = fourier.spectrum_of(jnp.asarray(field[mirrored(rows)]), 2)
+    parts = np.asarray(spectrum).reshape(rows, 3, 2, 2, columns // 2).swapaxes(2, 3)
+    want = np.fft.fft2(field, axes=(0, 2))
+    np.testing.assert_allclose(parts[:, :, 0].reshape(field.shape), want.real, atol=1e-4)
+    np.testing.assert_allclose(parts[:, :, 1].reshape(field.shape), want.imag, atol=1e-4)
+    # Filters that pass everything, and every second pixel of what has passed.
+    for step in (1, 2):
+        passed = fourier.filtered(spectrum, np.ones((2, rows, columns)), step, 2)
+        found = fourier.moduli(passed, 2 // step)
+        kept = np.abs(field[::step, :, ::step])[mirrored(rows // step)]
+        for angle in (0, 1):
+            np.testing.assert_allclose(found[:, :, angle], kept, atol=1e-5)
+
+
 def test_lower_orders_are_the_first_paths():
     images = RNG.random((2, 16, 16, 1), np.float32)
     features = scattering.scatter(images, 2, 4)
@@ -121,6 +139,8 @@ def test_the_filters():
         np.testing.assert_allclose(scale[:, 0, 0], 0, atol=1e-12)  # waves have no mean
         assert scale.max() > 0.9
     assert filter_bank(36, 40, 2, 8) is bank
+    with pytest.raises(ValueError, match="read-only"):  # the next caller has the same ones
+        bank.lowpass[0][0] = 2
     assert sorted(mirrored(7)) == list(range(7))
 
 
@@ -172,6 +192,7 @@ def test_narrow_images_are_computed_in_float32():
     [
         (np.zeros((1, 8, 8, 1), np.uint8), {}, TypeError, "divided by 255"),
         (np.zeros((8, 8, 1)), {}, ValueError, r"images\[..., None\]"),
+        (np.zeros((2, 8, 8, 0)), {"J": 1}, ValueError, "at least one channel"),
         (np.zeros((1, 8, 8, 1)), {"J": 4}, ValueError, "fewer than 16 a side"),
         (np.zeros((1, 3, 32, 32)), {}, ValueError, "another order than channels last"),
         (np.zeros((1, 8, 8, 1)), {"order": 3}, ValueError, "order 0, 1 or 2"),

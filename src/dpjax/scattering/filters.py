@@ -61,7 +61,7 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
       L: How many angles.
 
     Returns:
-      The `Bank`; the same object in every call.
+      The `Bank`; the same object in every call, and so not to be written to.
 
     Example:
       >>> bank = filter_bank(36, 36, J=2, L=8)
@@ -72,7 +72,10 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     wavelets = tuple(
         np.stack([_morlet((rows, columns), j, angle, 4 / L) for angle in angles]) for j in range(J)
     )
-    return Bank(wavelets, (_gaussian(rows, J - 1), _gaussian(columns, J - 1)))
+    lowpass = _gaussian(rows, J - 1), _gaussian(columns, J - 1)
+    for shared in (*wavelets, *lowpass):
+        shared.setflags(write=False)
+    return Bank(wavelets, lowpass)
 
 
 def _width(j: int) -> float:

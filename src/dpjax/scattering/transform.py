@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scattering transform of a batch of images, as matrix products.
+"""The scattering transform of a batch of images: the cascade of wavelets, moduli and averages.
 
-For images of this size a Fourier transform is faster as a product with a small matrix of cosines
-and sines than by an FFT.  So nothing here is complex, and a *field* is laid out for products:
-rows first (in `mirrored` order), columns last, and between them everything that is alike for all
-pixels: images, paths.  A *spectrum* has, in its last axis, the real and the imaginary parts side
-by side, in blocks which lie so that folding the spectrum (subsampling the field) adds whole
-blocks.  One product turns the last axis, one the first, and no array is ever transposed.
+A *field* is laid out for the products of `fourier`: rows first, in `mirrored` order, columns last,
+and between them everything that is alike for all pixels: images, paths.  No array is transposed
+before the features are done.
 
 This page must never look at two images together, nor at a label.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax.scattering.filters import Bank, averaging, coarsen, filter_bank, mirrored, padded_size
+from dpjax.scattering.fourier import filtered, moduli, on_columns, on_rows, spectrum_of
 from dpjax.trees import wide
 
 __all__ = ["Path", "paths", "scatter"]
@@ -113,11 +111,11 @@ def _check(images: Array, J: int, L: int, order: int) -> None:
             f"scattering.scatter: got {images.dtype} images; expected floating-point numbers, "
             "usually in [0, 1]. Bytes are divided by 255 first; data.load does that."
         )
-    if images.ndim != 4:
+    if images.ndim != 4 or not images.shape[-1]:
         raise ValueError(
             f"scattering.scatter: got images of shape {images.shape}; expected (batch, height, "
-            "width, channels). Usually the channel axis is missing: images[..., None]; or it is "
-            "one image: images[None]."
+            "width, channels), with at least one channel. Usually the channel axis is missing: "
+            "images[..., None]; or it is one image: images[None]."
         )
     if J < 1 or L < 1 or order not in (0, 1, 2):
         raise ValueError(
@@ -160,7 +158,7 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     found = [_average(field, bank, 0)[:, :, None]]
     if order >= 1:
-        spectrum = _spectrum(field, 2 ** (J - 1))
+        spectrum = spectrum_of(field, 2 ** (J - 1))
         once = [_response(spectrum, bank, j, 0) for j in range(J)]
         found += [_average(first, bank, j) for j, first in enumerate(once)]
         if order == 2:
@@ -174,7 +172,7 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
 def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images paths columns"]:
     """What all coarser wavelets make of the first order's moduli at scale ``j``, averaged."""
     J = len(bank.wavelets)
-    spectrum = _spectrum(first, 2 ** (J - 1 - j))
+    spectrum = spectrum_of(first, 2 ** (J - 1 - j))
     found = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
     rows, images, *_, columns = found[0].shape
     return jnp.concatenate(found, axis=3).reshape(rows, images, -1, columns)
@@ -186,14 +184,14 @@ def _response(
     """The moduli of all wavelets of scale ``j``, from the spectrum of a field halved so often."""
     blocks = 2 ** (len(bank.wavelets) - 1 - resolution)
     step = 2 ** (j - resolution)
-    filtered = _filtered(spectrum, coarsen(bank.wavelets[j], resolution), step, blocks)
-    return _modulus(filtered, blocks // step)
+    passed = filtered(spectrum, coarsen(bank.wavelets[j], resolution), step, blocks)
+    return moduli(passed, blocks // step)
 
 
 def _average(field: Array, bank: Bank, resolution: int) -> Array:
     """The low-pass filter, subsampling, and the margins cut off."""
     down, across = (averaging(f, resolution, len(bank.wavelets)) for f in bank.lowpass)
-    return _columns(_rows(down[:, mirrored(down.shape[1])], field), across.T)
+    return on_columns(on_rows(down[:, mirrored(down.shape[1])], field), across.T)
 
 
 def _field(images: Array, J: int) -> Float[Array, "rows images columns"]:
@@ -208,74 +206,3 @@ def _reflected(size: int, J: int) -> np.ndarray:
     """Which pixel stands at each place of a padded side."""
     margin = padded_size(size, J) - size
     return np.pad(np.arange(size), (margin // 2, margin - margin // 2), mode="reflect")
-
-
-# Accelerators would round the inputs of matrix products to a few bits.
-_PRECISION = jax.lax.Precision.HIGHEST
-
-
-def _rows(matrix: np.ndarray, field: Array) -> Array:
-    """Applies a matrix to the first axis."""
-    return jnp.tensordot(jnp.asarray(matrix, field.dtype), field, axes=1, precision=_PRECISION)
-
-
-def _columns(field: Array, matrix: np.ndarray) -> Array:
-    """Applies a matrix to the last axis."""
-    return jnp.matmul(field, jnp.asarray(matrix, field.dtype), precision=_PRECISION)
-
-
-def _waves(outputs: Any, inputs: Any, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of all products of two sets of indices."""
-    angle = 2 * math.pi / size * np.outer(outputs, inputs)
-    return np.cos(angle), np.sin(angle)
-
-
-def _spectrum(field: Array, blocks: int) -> Float[Array, "rows *images_and_paths parts"]:
-    """The Fourier transform; parts are ``(blocks, real and imaginary, columns / blocks)``."""
-    rows, columns = field.shape[0], field.shape[-1]
-    cosine, sine = _waves(np.arange(rows // 2 + 1), mirrored(rows), rows)
-    across, down = _waves(np.arange(columns), np.arange(columns), columns)
-    even = _columns(_rows(cosine, field), _parts(across, -down, blocks))
-    odd = _columns(_rows(sine, field), _parts(-down, -across, blocks))
-    return jnp.concatenate([even + odd, (even - odd)[(rows - 1) // 2 : 0 : -1]])
-
-
-def _parts(real: np.ndarray, imaginary: np.ndarray, blocks: int) -> np.ndarray:
-    """Lays the last axes of two arrays side by side, block by block."""
-    split = [part.reshape(*part.shape[:-1], blocks, 1, -1) for part in (real, imaginary)]
-    return np.concatenate(split, axis=-2).reshape(*real.shape[:-1], -1)
-
-
-def _filtered(
-    spectrum: Array, wavelets: np.ndarray, step: int, blocks: int
-) -> Float[Array, "rows *images_and_paths angles parts"]:
-    """Multiplies by every wavelet and folds, so that the field is subsampled by ``step``."""
-    wavelets = np.moveaxis(_parts(wavelets, wavelets, blocks), 0, 1) / step**2
-    rows, _, parts = (n // step for n in wavelets.shape)
-    between = (1,) * (spectrum.ndim - 2)
-    total = jnp.zeros((), spectrum.dtype)
-    for i in range(step):
-        for k in range(step):
-            down, across = slice(i * rows, (i + 1) * rows), slice(k * parts, (k + 1) * parts)
-            weight = wavelets[down, :, across].reshape(rows, *between, -1, parts)
-            total += spectrum[down, ..., None, across] * jnp.asarray(weight, spectrum.dtype)
-    return total
-
-
-def _modulus(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths angles columns"]:
-    """The absolute value of the inverse Fourier transform."""
-    rows, columns = spectrum.shape[0], spectrum.shape[-1] // 2
-    cosine, sine = _waves(np.arange(columns), np.arange(columns), columns)
-    matrix = _parts(np.hstack([cosine, sine]).T, np.hstack([-sine, cosine]).T, blocks).T
-    half = _columns(spectrum, matrix / (rows * columns))
-    cosine, sine = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
-    even, odd = jnp.split(_rows(np.concatenate([cosine, sine]), half), 2)
-    (a, b), (c, d) = (jnp.split(part, 2, axis=-1) for part in (even, odd))
-    # Opposite rows share their cosines, and their sines up to a sign.
-    return jnp.concatenate([_norm(a - d, b + c), _norm(a + d, b - c)[1 : (rows + 1) // 2]])
-
-
-def _norm(real: Array, imaginary: Array) -> Array:
-    """The length of a complex number, with a gradient of 0 instead of NaN where it is 0."""
-    square = real * real + imaginary * imaginary
-    return jnp.sqrt(jnp.maximum(square, jnp.finfo(square.dtype).tiny))
