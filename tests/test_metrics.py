@@ -84,7 +84,9 @@ def test_jit_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("labels", [np.eye(5, dtype=int)[LABELS], LABELS[:-1]])
+@pytest.mark.parametrize(
+    "labels", [np.eye(5, dtype=int)[LABELS], LABELS[:-1], LABELS.astype(float), LABELS[:0]]
+)
 def test_wrong_shapes_are_refused(name, labels):
     with pytest.raises(ValueError, match=r"expected \[batch, classes\] and \[batch\]"):
         getattr(metrics, name)(LOGITS, labels)
@@ -93,3 +95,58 @@ def test_wrong_shapes_are_refused(name, labels):
 def test_no_bins_are_refused():
     with pytest.raises(ValueError, match="at least one bin"):
         metrics.ece(LOGITS, LABELS, bins=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_labels_out_of_range_are_refused(name, shift):
+    with pytest.raises(ValueError, match=r"labels from .* of 5 classes; classes are counted from"):
+        getattr(metrics, name)(LOGITS, LABELS + shift)
+
+
+def test_half_precision_counts_beyond_what_it_can_count():
+    logits, labels = jnp.zeros((1000, 3), jnp.bfloat16).at[:, 0].set(1), np.zeros(1000, int)
+    assert metrics.reliability(logits, labels).counts.sum() == 1000
+    for name in ("nll", "ece", "mce"):
+        function = getattr(metrics, name)
+        want = function(logits.astype(jnp.float32), labels)
+        assert want.dtype == function(logits, labels).dtype == jnp.float32
+        assert function(logits, labels) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_nan_is_no_prediction():
+    broken = LOGITS.copy()
+    broken[:100, 2] = np.nan
+    right = (PREDICTED == LABELS)[100:]
+    assert metrics.accuracy(broken, LABELS) == pytest.approx(right.sum() / 500)
+    rest = reference.confusion_matrix(LABELS[100:], PREDICTED[100:])
+    assert np.array_equal(metrics.confusion(broken, LABELS), rest)
+    want = np.diagonal(rest) / np.bincount(LABELS)
+    np.testing.assert_allclose(metrics.per_class_accuracy(broken, LABELS), want, rtol=1e-6)
+    assert metrics.reliability(broken, LABELS).counts.sum() == 500
+    for name in ("nll", "ece", "mce"):
+        assert np.isnan(getattr(metrics, name)(broken, LABELS))
+
+
+def test_labels_may_be_bytes():
+    many = np.repeat(LOGITS, 10, axis=0), np.repeat(LABELS, 10)  # more than 255 of each class
+    for name in NAMES:
+        function = getattr(metrics, name)
+        want, got = function(*many), function(many[0], many[1].astype(np.uint8))
+        jax.tree.map(np.testing.assert_array_equal, want, got)
+
+
+def test_one_example_is_a_batch():
+    logits, labels = LOGITS[:1], LABELS[:1]
+    assert metrics.accuracy(logits, labels) == float(PREDICTED[0] == LABELS[0])
+    assert metrics.nll(logits, labels) == pytest.approx(-np.log(PROBABILITIES[0, LABELS[0]]), 1e-5)
+    assert metrics.ece(logits, labels) == metrics.mce(logits, labels)
+
+
+def test_doubles_stay_doubles():
+    with jax.enable_x64(True):
+        exact = metrics.nll(LOGITS.astype(np.float64), LABELS)
+        assert exact.dtype == np.float64
+        doubles = np.exp(LOGITS.astype(np.float64))
+        doubles /= doubles.sum(-1, keepdims=True)
+        assert exact == pytest.approx(reference.log_loss(LABELS, doubles), rel=1e-12)

@@ -3,7 +3,16 @@
 
 Accuracy in total, by class and as a confusion table; the negative log-likelihood; and
 calibration, which compares the confidence of predictions with how often they are right.
-All are functions of logits and labels, on arrays, fit for `jax.jit`.
+All are functions of logits and labels, on arrays, fit for `jax.jit`; inside it labels out of
+range are not noticed.
+
+========================  ====================================================================
+edge case                 value
+========================  ====================================================================
+NaN among the logits      no prediction: wrong, and in no column of the table; the rest is NaN
+no example of a class     NaN for that class
+bfloat16, float16         probabilities, sums and counts are float32
+========================  ====================================================================
 
 These numbers look at examples without any noise: on training data they are private.
 This room must never know what made the logits.
@@ -15,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 __all__ = [
@@ -60,7 +70,7 @@ def accuracy(
       0.75
     """
     _expect_batch("accuracy", logits, labels)
-    return jnp.mean(logits.argmax(axis=-1) == labels)
+    return jnp.mean(_predicted(logits) == labels)
 
 
 def confusion(
@@ -83,7 +93,7 @@ def confusion(
     _expect_batch("confusion", logits, labels)
     classes = logits.shape[-1]
     counts = jnp.zeros((classes, classes), jnp.int32)
-    return counts.at[labels, logits.argmax(axis=-1)].add(1)
+    return counts.at[labels, _predicted(logits)].add(1, mode="drop")
 
 
 def per_class_accuracy(
@@ -104,8 +114,11 @@ def per_class_accuracy(
       >>> per_class_accuracy(jnp.eye(2), jnp.array([0, 0]))
       Array([0.5, nan], dtype=float32)
     """
-    table = confusion(logits, labels)
-    return jnp.diagonal(table) / table.sum(axis=1)
+    _expect_batch("per_class_accuracy", logits, labels)
+    right = _predicted(logits) == labels
+    rows = jnp.stack([jnp.ones_like(right), right], axis=-1).astype(jnp.int32)
+    counts, rights = jax.ops.segment_sum(rows, labels, num_segments=logits.shape[-1]).T
+    return rights / counts
 
 
 def nll(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> Float[Array, ""]:
@@ -123,7 +136,7 @@ def nll(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> 
       2.3026
     """
     _expect_batch("nll", logits, labels)
-    scores = jax.nn.log_softmax(logits)
+    scores = jax.nn.log_softmax(_wide(logits))
     return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
 
 
@@ -152,9 +165,10 @@ def reliability(
         raise ValueError(
             f"metrics.reliability(bins={bins}): expected at least one bin; 15 is usual."
         )
-    confidence = jax.nn.softmax(logits).max(axis=-1)
-    right = (logits.argmax(axis=-1) == labels).astype(confidence.dtype)
-    place = jnp.clip(jnp.ceil(confidence * bins).astype(jnp.int32) - 1, 0, bins - 1)
+    confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
+    right = (_predicted(logits) == labels).astype(confidence.dtype)
+    place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
+    place = jnp.clip(place, 0, bins - 1)
     rows = jnp.stack([jnp.ones_like(confidence), confidence, right], axis=-1)
     counts, *sums = jax.ops.segment_sum(rows, place, num_segments=bins).T
     filled = jnp.maximum(counts, 1)
@@ -215,10 +229,30 @@ def mce(
     return jnp.max(jnp.abs(table.accuracy - table.confidence))
 
 
+def _predicted(logits: Array) -> Int[Array, " batch"]:
+    """The class of the largest logit; where one is NaN, a class that does not exist."""
+    logits = jnp.asarray(logits)
+    return jnp.where(jnp.isnan(logits).any(axis=-1), logits.shape[-1], logits.argmax(axis=-1))
+
+
+def _wide(logits: Array) -> Array:
+    return jnp.asarray(logits, jnp.promote_types(logits.dtype, jnp.float32))
+
+
 def _expect_batch(name: str, logits: Array, labels: Array) -> None:
-    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size:
+    whole = jnp.issubdtype(labels.dtype, jnp.integer)
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
         raise ValueError(
             f"metrics.{name}: got logits of shape {logits.shape} and labels of shape "
-            f"{labels.shape}; expected [batch, classes] and [batch], with at least one example. "
-            "Labels are whole numbers: for one-hot rows, pass labels.argmax(-1)."
+            f"{labels.shape} and type {labels.dtype}; expected [batch, classes] and [batch], with "
+            "at least one example. Labels are whole numbers: for one-hot rows, pass "
+            "labels.argmax(-1)."
+        )
+    if isinstance(labels, Tracer):
+        return
+    if labels.min() < 0 or labels.max() >= logits.shape[-1]:
+        raise ValueError(
+            f"metrics.{name}: got labels from {labels.min()} to {labels.max()} for logits of "
+            f"{logits.shape[-1]} classes; classes are counted from 0. Labels from 1 on need "
+            "labels - 1; others belong to another data set than the model."
         )
