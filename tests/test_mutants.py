@@ -493,6 +493,27 @@ MUTANTS = [
         NOISE + "the_halves_of_a_draw_know_nothing_of_each_other",
     ),
     Mutant(
+        "every block of a draw repeats the first",
+        "noise/normal.py",
+        "counter[0] += first",
+        "counter[0] += 0 * first",
+        NOISE + "no_number_is_drawn_twice",
+    ),
+    Mutant(
+        "radius and angle of a normal number from the same word",
+        "noise/normal.py",
+        "_either(last, *_threefry",
+        "_either(False, *_threefry",
+        NOISE + "the_distribution_is_normal",
+    ),
+    Mutant(
+        "every draw of a tree repeats the first",
+        "trees.py",
+        "jax.random.fold_in(key, len(values))",
+        "jax.random.fold_in(key, 0)",
+        NOISE + "leaves_are_cut_from_few_draws_and_share_no_number",
+    ),
+    Mutant(
         "one link, two runs, the same noise",
         "noise/link.py",
         "if runs and not replay:",
@@ -744,7 +765,7 @@ MUTANTS = [
     Mutant(
         "the card forgets the preparation",
         "reports/card.py",
-        '{"gaussian_multipliers": list(mechanism.preparation)}',
+        '{"gaussian_multipliers": list(spent.preparation)}',
         '{"gaussian_multipliers": []}',
         FEATURES + "the_card_and_the_statement_carry_it",
     ),
@@ -867,6 +888,13 @@ MUTANTS = [
         '"before": [_spent(spent) for spent in mechanism.before]',
         '"before": []',
         "test_reports.py::test_a_card_of_a_run_that_goes_on_is_verified",
+    ),
+    Mutant(
+        "the deviation on the mean is that on the sum",
+        "mechanism.py",
+        "[deviation / self.batch_size for deviation in each]",
+        "each",
+        "test_training.py::TestAdam::test_groups_have_their_own_noise",
     ),
     # The ledger
     Mutant(

@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 import scipy.stats
+from jax.extend.random import threefry_2x32
 
 import dpjax
 from dpjax import clipping, noise, schedules, trees, types
+from dpjax.noise import normal
 
 RULE = clipping.flat(1.0)
 
@@ -29,14 +31,15 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
     word = lambda *values: jnp.array(values, jnp.uint32)  # noqa: E731
     smallest = word(0, 0, 0, 0)
     axes = word(*((1 << 21) + quarter * (1 << 22) for quarter in range(4)))
-    along, across = noise._box_muller(smallest, axes)
-    for values in (along, across):
+    for across in (False, True):
+        values = normal._box_muller(smallest, axes, across)
         assert float(jnp.max(values)) > 7.0
         assert float(jnp.min(values)) < -7.0
     for words in (word(0, 2**32 - 1, 2**31, 2**31 - 1), word(0, 2**32 - 1, 12345, 2**31)):
         for a in words:
             for b in words:
-                assert np.all(np.isfinite(noise._box_muller(a[None], b[None])))
+                assert np.isfinite(normal._box_muller(a, b, False))
+                assert np.isfinite(normal._box_muller(a, b, True))
 
 
 def test_the_distribution_is_normal():
@@ -54,11 +57,58 @@ def test_the_distribution_is_normal():
 
 
 def test_the_halves_of_a_draw_know_nothing_of_each_other():
-    """The two numbers of each Box-Muller pair lie half a draw apart."""
-    z = np.asarray(noise.standard_normal(jax.random.key(0), (2_000_000,)), np.float64)
-    along, across = z.reshape(2, -1)
+    """The two numbers of each Box-Muller pair lie half a block apart."""
+    z = noise.standard_normal(jax.random.key(0), (64, 2, normal._ROWS * normal._COLUMNS))
+    along, across = np.moveaxis(np.asarray(z, np.float64), 1, 0).reshape(2, -1)
     for f in (lambda x: x, np.abs, lambda x: x**2):
         assert abs(np.corrcoef(f(along), f(across))[0, 1]) < 0.005
+
+
+def test_leaves_are_cut_from_few_draws_and_share_no_number(monkeypatch):
+    sizes = [3, 2, 0, 4, 700, 5]
+    tree = {str(i): jnp.zeros((n, 2), jnp.float32) for i, n in enumerate(sizes)}
+    tree["3"] = tree["3"].astype(jnp.bfloat16)
+    together = trees.random_like(noise.standard_normal, jax.random.key(0), tree)
+    monkeypatch.setattr(trees, "_TOGETHER", 20)
+    apart = trees.random_like(noise.standard_normal, jax.random.key(0), tree)
+    for draws in (together, apart):
+        assert [z.shape for z in draws.values()] == [(n, 2) for n in sizes]
+        assert {z.dtype for z in draws.values()} == {jnp.dtype("float32")}
+        numbers = np.concatenate([z.reshape(-1) for z in draws.values()])
+        assert np.unique(numbers).size >= numbers.size - 1
+    assert np.any(together["5"] != apart["5"])
+
+
+def test_the_words_are_those_of_threefry():
+    key, counter = jnp.array([5, 7], jnp.uint32), jnp.arange(20, dtype=jnp.uint32)
+    words = normal._threefry(key, [counter[:10], counter[10:]])
+    np.testing.assert_array_equal(jnp.concatenate(words), threefry_2x32(key, counter))
+
+
+def test_no_number_is_drawn_twice():
+    """Blocks, rows and columns all count; in float64 numbers hardly ever meet by chance."""
+    with jax.enable_x64(True):
+        z = np.asarray(noise.standard_normal(jax.random.key(0), (100_000,), jnp.float64))
+    assert np.unique(z).size == z.size
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_pair_is_what_box_and_muller_say(dtype):
+    """From the same 64 bits, in float64, the words taken apart by hand."""
+    with jax.enable_x64(True):
+        first, second = jax.random.bits(jax.random.key(0), (2, 10_000), jnp.uint32)
+        first = first.at[:4].set(jnp.array([0, 2**32 - 1, 2**31, 2**31 - 1], jnp.uint32))
+        found = [normal._box_muller(first, second, across, dtype) for across in (False, True)]
+    a, b = (np.asarray(x, np.float64) for x in (first, second))
+    above = (2.0**32 - 1 - a) + (255.5 - b // 2**24) / 256
+    below = a + (b // 2**24 + 0.5) / 256
+    log = np.where(a < 2**31, np.log(below * 2.0**-32), np.log1p(-above * 2.0**-32))
+    angle = ((b % 2**22) - 2**21 + 0.5) / 2**23 * math.pi
+    angle += math.pi * (b // 2**22 % 2) + math.pi / 2 * (b // 2**23 % 2)
+    wanted = np.sqrt(-2 * log) * np.array([np.cos(angle), np.sin(angle)])
+    size = np.sqrt(-2 * log)
+    tolerance = 20 * float(jnp.finfo(dtype).eps)
+    assert np.max(np.abs(np.array(found) - wanted) / size) < tolerance
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 3)])

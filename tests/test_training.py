@@ -139,20 +139,98 @@ def test_a_terminal_gets_one_live_line():
     assert all(len(line) < 100 for line in text.split("\r"))
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.adam(1e-2),
-        optax.adamw(1e-2),
-        optax.adagrad(0.1),
-        optax.rmsprop(1e-2),
-        optax.sgd(optax.cosine_decay_schedule(0.1, 20), momentum=0.9, nesterov=True),
-    ],
-)
-def test_any_optax_optimizer(optimizer):
-    algorithm = make(optimizer=optimizer, steps=3)
+OPTIMIZERS = {
+    "heavy ball": optax.sgd(0.05, momentum=0.9),
+    "nesterov": optax.sgd(optax.cosine_decay_schedule(0.05, 40), momentum=0.9, nesterov=True),
+    "adagrad": optax.adagrad(0.5),
+    "rmsprop": optax.rmsprop(0.05),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, weight_decay=1e-4),
+    "warm-up": optax.adam(optax.warmup_constant_schedule(0.0, 0.1, 10)),
+    "lookahead": optax.chain(optax.lion(0.05), optax.ema(0.5)),
+}
+
+
+@pytest.mark.parametrize("rule", [clipping.flat(0.5), clipping.hard_threshold(0.5, screen=5.0)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optax_optimizer_with_local_and_global_clipping(optimizer, rule):
+    mechanism = dataclasses.replace(make(steps=40, batch=40, multiplier=0.05).mechanism)
+    mechanism = dataclasses.replace(mechanism, clipping=rule)
+    algorithm = dpjax.dpsgd(loss, OPTIMIZERS[optimizer], mechanism, DATA)
     state, _ = dpjax.fit(algorithm, start(algorithm), progress=False)
-    assert np.all(np.isfinite(state.params))
+    distance = np.linalg.norm(np.asarray(state.params) - 1.0)
+    assert distance < 0.8 * np.sqrt(3), "it has moved towards where the loss is least"
+
+
+class TestAdam:
+    """Adam without what the noise adds to its second moment."""
+
+    def mechanism(self, multiplier=1.0, rule=None, steps=200):
+        return dpjax.Mechanism(
+            sampling=sampling.full(50),
+            clipping=clipping.flat(1.0) if rule is None else rule,
+            noise_multiplier=multiplier,
+            steps=steps,
+        )
+
+    def test_without_noise_it_is_adam(self):
+        ours = training.dp_adam(0.1, self.mechanism(0.0), floor=1e-16)
+        theirs = optax.adam(0.1, eps=1e-8)
+        params, gradients = jnp.zeros(3), jnp.array([1.0, -0.3, 0.02])
+        states = [ours.init(params), theirs.init(params)]
+        for t in range(5):
+            (one, states[0]), (two, states[1]) = (
+                link.update(gradients * (t + 1), state, params)
+                for link, state in zip((ours, theirs), states, strict=True)
+            )
+            np.testing.assert_allclose(one, two, rtol=1e-5)
+
+    @pytest.mark.parametrize("scheduled", [False, True])
+    def test_what_is_left_is_the_gradients_own_second_moment(self, scheduled):
+        """Noise a hundred times the gradient: Adam sees it alone, this one the gradient."""
+        steps, size, gradient = 150, 20_000, 3e-3
+        noise = (lambda t: 10.0 + t / 10) if scheduled else 10.0
+        bounds = (lambda t: jnp.where(t < 50, 1.0, 0.5)) if scheduled else None
+        mechanism = self.mechanism(noise, steps=steps)
+        ours = training.dp_adam(1.0, mechanism, floor=1e-12, bound_schedule=bounds)
+        params = jnp.zeros(size)
+        state = ours.init(params)
+        rng = np.random.default_rng(0)
+        for t in range(steps):
+            deviation = float(mechanism.deviations(t)[0]) * (1.0 if bounds is None else bounds(t))
+            mean = gradient + deviation * rng.normal(size=size)
+            _, state = ours.update(jnp.asarray(mean, jnp.float32), state, params)
+        weight = 1 - 0.999**steps
+        second = np.mean(np.asarray(state[0].second, np.float64)) / weight
+        noisy = float(state[0].noise[0]) / weight
+        assert second > 1000 * gradient**2, "the noise is nearly all of it"
+        assert second - noisy == pytest.approx(gradient**2, abs=0.003 * second)
+        assert noisy == pytest.approx(second, rel=0.005)
+
+    def test_groups_have_their_own_noise(self):
+        rule = clipping.per_group((1.0, 4.0), clipping.by_leaf({"a": 0, "b": 0}))
+        ours = training.dp_adam(1.0, self.mechanism((2.0, 3.0), rule), b2=0.5, floor=1e-9)
+        params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+        means = jax.tree.map(lambda x: x + 1.0, params)
+        updates, state = ours.update(means, ours.init(params), params)
+        want = np.square([2.0 * 1.0 / 50, 3.0 * 4.0 / 50])
+        np.testing.assert_allclose(state[0].noise / 0.5, want, rtol=1e-6)
+        for name, part in zip("ab", want, strict=True):
+            np.testing.assert_allclose(updates[name], -1 / np.sqrt(1 - part), rtol=1e-5)
+
+    def test_it_trains(self):
+        mechanism = self.mechanism(0.5)
+        algorithm = dpjax.dpsgd(
+            loss, training.dp_adam(0.05, mechanism, floor=1e-6), mechanism, DATA
+        )
+        state, _ = dpjax.fit(algorithm, start(algorithm), progress=False)
+        assert np.linalg.norm(np.asarray(state.params) - 1.0) < 0.5
+
+    def test_errors_teach(self):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            training.dp_adam(0.1, self.mechanism(), floor=0.0)
+        with pytest.raises(ValueError, match="of which this holds none"):
+            training.scaled_rate(0.1, 256)
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])

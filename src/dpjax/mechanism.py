@@ -181,6 +181,11 @@ class Mechanism:
             return np.full(self.steps, multiplier, np.float64)
         return np.asarray(schedules.values(multiplier, self.steps), np.float64)
 
+    def deviations(self, step: Any) -> list[Any]:
+        """The noise's standard deviation on the mean, in each group, at a step."""
+        each = noise.standard_deviations(self.noise_multiplier, self.clipping, step)
+        return [deviation / self.batch_size for deviation in each]
+
     @property
     def batch_size(self) -> float:
         """The expected number of examples a step: what sums are divided by."""

@@ -12,7 +12,9 @@ This file must never know what a gradient is for: no rules, no bounds, no noise 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +39,9 @@ __all__ = [
     "wide",
     "zeros_wide",
 ]
+
+# As many numbers are drawn at once, for all leaves that they suffice for: 16 MiB.
+_TOGETHER = 2**22
 
 
 def wide(dtype: Any) -> jnp.dtype:
@@ -199,18 +204,39 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
 def random_like(
     sample: Callable[[Key, tuple[int, ...], Any], Array], key: Key, tree: PyTree
 ) -> PyTree:
-    """A tree of independent draws; consumes the key, one fold per leaf.
+    """A tree of independent draws; consumes the key.
+
+    Leaves that lie beside each other are cut from one draw: many small draws take longer to
+    run, and far longer to compile.
 
     Args:
       sample: ``(key, shape, dtype) -> array``.
-      key: Consumed.
+      key: Consumed, one fold per draw.
       tree: Gives structure and shapes.
 
     Returns:
       Draws of ``tree``'s shapes, in float32 or wider.
     """
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(
-        sample(jax.random.fold_in(key, i), jnp.shape(leaf), wide(leaf.dtype))
-        for i, leaf in enumerate(leaves)
-    )
+    values: list[Array] = []
+    for run in _runs(leaves):
+        sizes = [math.prod(jnp.shape(leaf)) for leaf in run]
+        where = jax.random.fold_in(key, len(values))
+        drawn = sample(where, (sum(sizes),), wide(run[0].dtype))
+        parts = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
+        values += [x.reshape(jnp.shape(leaf)) for x, leaf in zip(parts, run, strict=True)]
+    return structure.unflatten(values)
+
+
+def _runs(leaves: Sequence[Array]) -> list[list[Array]]:
+    """Leaves beside each other of one dtype, together no more numbers than `_TOGETHER`, or one."""
+    runs: list[list[Array]] = []
+    room = 0
+    for leaf in leaves:
+        size = math.prod(jnp.shape(leaf))
+        if not runs or size > room or wide(leaf.dtype) != wide(runs[-1][0].dtype):
+            runs.append([])
+            room = _TOGETHER
+        runs[-1].append(leaf)
+        room -= size
+    return runs

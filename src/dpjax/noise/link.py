@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise: the link after which a gradient may be released.
+"""The link after which a gradient may be released.
 
 Its scale is a *multiplier* times the rule's sensitivity, so the number that is accounted
-is the number that is drawn.  Noise is drawn in float32 or wider from a sampler that has
-its tails: a float32 inverse-CDF sampler ends at 5.4 standard deviations and a bfloat16
-one at 2.9, and beyond its end an attacker who sees a value knows that no noise made it.
+is the number that is drawn.
 
 Keys are explicit.  There is no default key: `secret_key` asks the operating system.  The
 noise of step t comes from ``fold_in(fold_in(root, NOISE), t)``, and a link that was given
 a key is used for one run.
 
-Privacy: float32 arithmetic and the threefry generator are not a hardened source of
-randomness; see README.  This file must never know how a gradient was made.
+This file must never know how a gradient was made.
 """
 
 from __future__ import annotations
@@ -27,18 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dpjax import trees
+from dpjax.noise.normal import standard_normal
 from dpjax.types import Clipping, Key, NoiseMultiplier, Purpose, PyTree
 
-__all__ = [
-    "GaussianState",
-    "check_multiplier",
-    "gaussian",
-    "secret_key",
-    "standard_normal",
-]
+__all__ = ["GaussianState", "check_multiplier", "gaussian", "secret_key", "standard_deviations"]
 
 
 class GaussianState(NamedTuple):
@@ -112,7 +104,7 @@ def gaussian(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
         del params, extra
-        deviations = _deviations(noise_multiplier, rule, state.step)
+        deviations = standard_deviations(noise_multiplier, rule, state.step)
         groups = rule.partition.assign(updates)
         draws = trees.random_like(
             standard_normal, trees.step_key(state.key, Purpose.NOISE, state.step), updates
@@ -127,8 +119,14 @@ def gaussian(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
-    """The standard deviation of the noise in each group at a step."""
+def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
+    """The standard deviation of the noise in each group at a step: what `gaussian` adds.
+
+    Args:
+      noise_multiplier: As in `gaussian`.
+      rule: As in `gaussian`.
+      step: The number of the step, traced or not.
+    """
     if isinstance(noise_multiplier, Sequence):
         pairs = zip(noise_multiplier, rule.bounds, strict=True)
         return [_product(multiplier, bound) for multiplier, bound in pairs]
@@ -182,76 +180,6 @@ def _refuse_multi_steps() -> None:
                 "the sum is exact and the memory is bounded."
             )
         frame = frame.f_back
-
-
-def standard_normal(
-    key: Key, shape: tuple[int, ...], dtype: Any = jnp.float32
-) -> Float[Array, "..."]:
-    r"""Standard normal numbers with full tails; consumes the key.
-
-    Pairs by Box and Muller, $r (\cos\theta, \sin\theta)$ with $r^2 = -2 \log u$, where
-    $u$ has 40 random bits: the support reaches 7.5 standard deviations on both sides
-    (``jax.random.normal`` in float32 ends at 5.4 and 5.2), beyond which a true normal has
-    a mass of 6e-14.
-
-    Args:
-      key: Consumed.
-      shape: Any shape, empty ones too.
-      dtype: float32 or float64; nothing narrower is drawn.
-
-    Example:
-      >>> standard_normal(jax.random.key(0), (2, 3)).shape
-      (2, 3)
-
-    References:
-      Box and Muller, "A Note on the Generation of Random Normal Deviates", 1958.
-    """
-    if trees.wide(dtype) != jnp.dtype(dtype):
-        raise ValueError(
-            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): noise is never drawn "
-            "in less than float32; a narrow type has few distinct values and no tail. "
-            "Draw in float32 and cast the noisy sum."
-        )
-    count = math.prod(shape)
-    words = jax.random.bits(key, (2, (count + 1) // 2), jnp.uint32)
-
-    # One after the other in a loop: joined in one expression, XLA on CPU would work them out
-    # number by number inside whatever uses them, and take three times as long.
-    def half(second: Array) -> Array:
-        along, across = _box_muller(*words, dtype=dtype)
-        return jnp.where(second, across, along)
-
-    halves = jax.lax.map(half, jnp.array([False, True]))
-    return halves.reshape(-1)[:count].reshape(shape)
-
-
-def _box_muller(first: Array, second: Array, *, dtype: Any = jnp.float32) -> tuple[Array, Array]:
-    """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
-    # u = (first + low / 2^8) / 2^32 in (0, 1).  Its upper half is held as 1 - u, so that
-    # both ends keep the full relative precision of a float.
-    low = second >> 24
-    upper = first >= jnp.uint32(1 << 31)
-    first, low = jnp.where(upper, ~first, first), jnp.where(upper, 255 - low, low)
-    tail = (first.astype(dtype) + (low.astype(dtype) + 0.5) * 2.0**-8) * 2.0**-32
-    radius = jnp.sqrt(-2 * jnp.where(upper, jnp.log1p(-tail), jnp.log(tail)))
-    # A direction within an eighth of a turn of the axis, then one of four quarter turns:
-    # there a short Taylor series is exact, and much cheaper than jnp.cos and jnp.sin.
-    eighth = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
-    cosine, sine = _cos_sin(eighth * (math.pi * 2.0**-23))
-    radius = jnp.where(second & (1 << 22), -radius, radius)
-    quarter = (second & (1 << 23)) != 0
-    along, across = radius * cosine, radius * sine
-    return jnp.where(quarter, -across, along), jnp.where(quarter, along, across)
-
-
-def _cos_sin(angle: Array) -> tuple[Array, Array]:
-    """Cosine and sine for angles up to pi / 4, to the last digit of float64."""
-    square = angle * angle
-    cosine = sine = jnp.ones_like(angle)
-    for k in range(8, 0, -1):
-        cosine = 1 - cosine * square / (2 * k * (2 * k - 1))
-        sine = 1 - sine * square / (2 * k * (2 * k + 1))
-    return cosine, angle * sine
 
 
 def secret_key() -> Key:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What private training asks of an optimizer, beyond Optax.
+
+Any Optax optimizer takes private means: it computes from what is released, and is free.
+Two things are worth knowing.  Adam divides by the root of a second moment that is mostly
+noise, whose part is known exactly: `dp_adam` takes it away.  And rates are published for a
+batch size: `scaled_rate` follows the convention by which they carry over to another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from dpjax.mechanism import Mechanism
+from dpjax.types import PyTree, Schedule
+
+__all__ = ["DPAdamState", "dp_adam", "scaled_rate"]
+
+
+def scaled_rate(base: float, batch_size: float) -> float:
+    r"""The learning rate for a batch, $\lfloor B / 512 \rfloor$ times a base rate.
+
+    Under noise a larger batch is worth a larger rate in proportion; rates in the
+    literature on wavelet features are given for 512 examples.
+
+    Args:
+      base: The rate for a batch of 512.
+      batch_size: $B$, the expected size; at least 512.
+
+    Example:
+      >>> scaled_rate(0.25, 2048)
+      1.0
+
+    References:
+      Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
+      Data)", 2021, appendix D.
+    """
+    if batch_size < 512:
+        raise ValueError(
+            f"training.scaled_rate(batch_size={batch_size}): the convention counts whole batches "
+            "of 512, of which this holds none. Choose the rate itself."
+        )
+    return batch_size // 512 * base
+
+
+class DPAdamState(NamedTuple):
+    """Moments of the private mean, and what the noise adds to the second, per group."""
+
+    step: Int[Array, ""]
+    first: PyTree
+    second: PyTree
+    noise: Float[Array, " groups"]
+
+
+def dp_adam(
+    learning_rate: float | Schedule,
+    mechanism: Mechanism,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    floor: float = 1e-8,
+    *,
+    bound_schedule: Schedule | None = None,
+) -> optax.GradientTransformation:
+    r"""Adam whose second moment is that of the gradient, not of the noise.
+
+    Noise of standard deviation $\sigma_t$ adds $\sigma_t^2$ to every square.  Its running
+    mean $\hat s_t$, by the same weights as Adam's, is public and is taken away:
+
+    $$ \theta_{t+1} = \theta_t - \eta_t\, \hat m_t
+       \big/ \sqrt{\max(\hat v_t - \hat s_t,\ \mathrm{floor})} $$
+
+    Args:
+      learning_rate: $\eta_t$.
+      mechanism: What is run: the noise of each step and group is read off it.
+      b1: Decay of the first moment.
+      b2: Decay of the second.
+      floor: The least that is divided by the root of: where the gradient is lost in noise,
+        the step is $\hat m_t / \sqrt{\mathrm{floor}}$.  It matters as much as the rate does.
+      bound_schedule: The one that `dpjax.dpsgd` was given, if it was.
+
+    Returns:
+      An Optax optimizer for the private means of this mechanism.
+
+    Privacy:
+      Post-processing: moments of private means, and constants of the mechanism.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=2.0,
+      ...     steps=5,
+      ... )
+      >>> optimizer = dp_adam(1e-3, mechanism)
+      >>> _, state = optimizer.update(jnp.ones(3), optimizer.init(jnp.ones(3)), jnp.ones(3))
+      >>> print(round(float(state[0].noise[0]), 7))  # (2.0 x 1.0 / 10) ^ 2 x (1 - b2)
+      4e-05
+
+    References:
+      Tang, Shpilevskiy and Lécuyer, "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You
+      Apply Bias Correction)", 2023.
+    """
+    if not floor > 0:
+        raise ValueError(
+            f"training.dp_adam(floor={floor}): expected a positive number. Without noise the "
+            "second moment may be 0, and less than 0 after the correction; start from 1e-8."
+        )
+    groups = mechanism.clipping.partition
+
+    def init(params: PyTree) -> DPAdamState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return DPAdamState(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros(groups.size))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, DPAdamState]:
+        del params
+        means = updates
+        scale = 1.0 if bound_schedule is None else bound_schedule(state.step)
+        variances = jnp.square(jnp.stack(mechanism.deviations(state.step)) * scale)
+        first = optax.tree_utils.tree_update_moment(means, state.first, b1, 1)
+        second = optax.tree_utils.tree_update_moment(means, state.second, b2, 2)
+        noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
+        count = state.step + 1
+        leaves, structure = jax.tree.flatten(second)
+        own = [v - noise[group] for v, group in zip(leaves, groups.assign(means), strict=True)]
+        updates = jax.tree.map(
+            lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),
+            first,
+            structure.unflatten(own),
+        )
+        return updates, DPAdamState(count, first, second, noise)
+
+    adam = optax.GradientTransformation(init, update)
+    return optax.chain(adam, optax.scale_by_learning_rate(learning_rate))
