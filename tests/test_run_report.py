@@ -277,8 +277,11 @@ def test_flags_are_written_as_one_would_type_them(whole):
 
 def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
     write(tmp_path, [{"step": 3, "epsilon": 1.0, "delta": DELTA, "accuracy": 0.5}], card=None)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "norms.png").write_bytes(b"from an earlier page")
     tree = parsed(reports.report(tmp_path))
     assert set(badges(tree)) == {"accuracy"}
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["accuracy.png"]
     left_out = text(tree.find(".//p[@id='left-out']"))
     for words in (
         "test loss against epsilon (metrics.jsonl has no test_loss)",
@@ -338,6 +341,7 @@ def test_nulls_leave_gaps(tmp_path):
     line, bound = figure.axes[0].lines
     np.testing.assert_array_equal(line.get_ydata(), [2, np.nan, 2])  # the mean of both groups
     assert np.all(np.asarray(bound.get_ydata()) == 0.5)
+    assert seen == "2 at the end. The line is the mean of 2 groups, the band their range."
     assert len(figure.axes[0].collections) == 1, "the band from the shortest to the longest group"
 
 
@@ -346,6 +350,24 @@ def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):
     figure, _ = drawn(curves.accuracy, run)
     assert figure.axes[0].get_xlabel() == "step (epsilon is not finite)"
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_xdata(), [2, 4])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "identity", "lines"),
+    [
+        ([0.5], {}, 2),
+        ([0.5, 0.5], {"bound schedule": None}, 2),
+        ([0.5, 0.6], {}, 1),
+        (["inf"], {}, 1),
+        ([0.5], {"bound schedule": "some hash"}, 1),
+    ],
+    ids=["one", "one for all groups", "several", "infinite", "scheduled"],
+)
+def test_the_bound_is_a_line_where_it_is_one_number(bounds, identity, lines, tmp_path):
+    write(tmp_path, card={**CARD, "clipping": {"bounds": bounds}})
+    (tmp_path / "run.json").write_text(json.dumps(identity))
+    figure, _ = drawn(curves.norms, folder.read(tmp_path))
+    assert len(figure.axes[0].lines) == lines
 
 
 @pytest.mark.parametrize(
@@ -394,10 +416,13 @@ def test_each_group_has_its_histogram(tmp_path):
     draw = np.random.default_rng(0)
     norms, bounds = draw.lognormal(size=(50, 14)), np.linspace(0.1, 1, 14)
     norms[3, 2] = np.inf
-    run = folder.read(write(tmp_path, norms=norms, bounds=bounds))
+    card = {**CARD, "clipping": {"groups": ["$first$", "the/very/long/name/of/a/layer/kernel"]}}
+    run = folder.read(write(tmp_path, card=card, norms=norms, bounds=bounds))
     figure, seen = drawn(layers.gradients, run)
     lines = [np.max(np.asarray(axes.lines[0].get_xdata())) for axes in figure.axes if axes.lines]
     np.testing.assert_allclose(lines, bounds[:12])
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[:3] == ["$first$", "…" + "the/very/long/name/of/a/layer/kernel"[-25:], "group 2"]
     assert "1 norms are not finite" in seen
     assert "The first 12 of 14 groups are drawn." in seen
 

@@ -62,7 +62,8 @@ def noise(figure: Figure, run: Run) -> str:
     axes.stairs(z, edges, baseline=None, color=PALETTE["blue"], linewidth=1.6)
     axes.set_ylim(0, 1.2 * z.max() or 1)
     each = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
-    return f"{each}, over {int(edges[-1]):,} steps."
+    earlier = " What ran before, in other runs, is not drawn." if run.card.get("before") else ""
+    return f"{each}, over {int(edges[-1]):,} steps.{earlier}"
 
 
 def clipping(figure: Figure, run: Run) -> str:
@@ -80,7 +81,7 @@ def clipping(figure: Figure, run: Run) -> str:
         pass
     axes.set_ylim(1.05 * lowest - 0.03, 1.03)
     legend(axes)
-    return f"{seen}."
+    return f"{seen}.{_groups(cut)}"
 
 
 def norms(figure: Figure, run: Run) -> str:
@@ -89,12 +90,11 @@ def norms(figure: Figure, run: Run) -> str:
     axes = panel(figure, "step", "mean gradient norm")
     band(axes, _steps(run), y, "blue", "mean norm")
     axes.set_ylim(bottom=0)
-    bounds = {float(bound) for bound in (run.card or {}).get("clipping", {}).get("bounds", [])}
-    bound = bounds.pop() if len(bounds) == 1 else np.inf  # several bounds are not one line
+    bound = _bound(run)
     if np.isfinite(bound):
         axes.axhline(bound, color=PALETTE["clay"], linewidth=1.2, linestyle="--", label="bound")
         legend(axes)
-    return f"{_last(y):.3g} at the end."
+    return f"{_last(y):.3g} at the end.{_groups(y)}"
 
 
 def shades(figure: Figure, run: Run) -> str:
@@ -132,8 +132,20 @@ def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: 
     band(axes, x, y, color, **DOTS)
 
 
+def _bound(run: Run) -> float:
+    """The bound, if it is one line: the same for all groups, and at all steps."""
+    bounds = {float(bound) for bound in (run.card or {}).get("clipping", {}).get("bounds", [])}
+    scheduled = (run.identity or {}).get("bound schedule") is not None
+    return bounds.pop() if len(bounds) == 1 and not scheduled else np.inf
+
+
 def _steps(run: Run) -> np.ndarray:
     return run.series("step")[:, 0]
+
+
+def _groups(table: np.ndarray) -> str:
+    width = table.shape[1]
+    return f" The line is the mean of {width} groups, the band their range." if width > 1 else ""
 
 
 def _last(table: np.ndarray) -> float:

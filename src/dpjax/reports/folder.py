@@ -33,6 +33,7 @@ class Run(NamedTuple):
 
     path: pathlib.Path
     rows: list[dict[str, Any]]
+    identity: dict[str, Any] | None
     card: dict[str, Any] | None
     statement: str | None
     config: dict[str, Any] | None
@@ -96,6 +97,7 @@ def read(directory: str | pathlib.Path) -> Run:
     return Run(
         path,
         _rows(path / "metrics.jsonl"),
+        _json(path / "run.json"),
         _json(path / "privacy.json"),
         _text(path / "statement.txt"),
         _json(path / "config.json"),

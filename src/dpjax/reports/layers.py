@@ -42,7 +42,7 @@ def gradients(figure: Figure, run: Run) -> str:
     for group, axes in enumerate(grid[:shown]):
         _histogram(axes, norms[:, group], bounds[group])
         if shown > 1:
-            axes.set_title(f"group {group}")
+            axes.set_title(_group(run, group), parse_math=False)
     figure.supxlabel("gradient norm of an example", fontsize=8.5, color=PALETTE["muted"])
     figure.supylabel("examples", fontsize=8.5, color=PALETTE["muted"])
     if shown == 1:
@@ -75,6 +75,13 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     axes.set_xscale("log")
     if low * _DECADES < bound < top / _DECADES:  # else it would squeeze the histogram
         axes.axvline(bound, color=PALETTE["clay"], linestyle="--", label=f"bound {bound:.3g}")
+
+
+def _group(run: Run, group: int) -> str:
+    """The name that the card has for a group, as far as it fits above a histogram."""
+    names = (run.card or {}).get("clipping", {}).get("groups", [])
+    name = str(names[group]) if group < len(names) else f"group {group}"
+    return name if len(name) <= 26 else f"…{name[-25:]}"
 
 
 def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int) -> str:

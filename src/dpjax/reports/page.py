@@ -124,6 +124,7 @@ sup{font-size:.68em;line-height:0}
   background:color-mix(in srgb,var(--clay) 9%,transparent)}
 svg{display:block;width:100%;height:auto}
 svg *{stroke-linejoin:round;stroke-linecap:butt}
+svg [id*=PatchCollection]{shape-rendering:crispEdges}
 svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif!important}
 pre,td,code{font:.8rem/1.6 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace}
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
@@ -145,7 +146,8 @@ th,td{padding:.22rem 1.2rem .22rem 0;vertical-align:baseline;border-bottom:1px s
 .aside{color:var(--muted);font-size:.94rem;max-width:46rem;margin:1rem 0 0}
 h2+.row{margin-top:1.6rem}
 @media (max-width:56rem){main{padding:2rem 1.1rem 4rem}
-  .row{grid-template-columns:minmax(0,1fr)} h1{font-size:1.8rem} .flags{columns:1}}
+  .row{grid-template-columns:minmax(0,1fr)} h1{font-size:1.8rem} .flags{columns:1}
+  .plate{overflow-x:auto} .plate svg{min-width:28rem} .plate pre{white-space:pre}}
 @media print{main{max-width:none;padding:0} .row{break-inside:avoid}
   .row{grid-template-columns:minmax(0,1fr)}}
 """

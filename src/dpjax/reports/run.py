@@ -57,6 +57,8 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     folder.mkdir(exist_ok=True)
     for figure in figures:
         (folder / f"{figure.plot.name}.png").write_bytes(figure.png)
+    for plot, _ in absent:  # of an earlier page, perhaps of other data
+        (folder / f"{plot.name}.png").unlink(missing_ok=True)
     path = run.path / "report.html"
     body = [*_header(run), *_promise(run), *_figures(figures), *_made_with(run), *_left_out(absent)]
     path.write_text(page(_name(run), body), encoding="utf-8")
