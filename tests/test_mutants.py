@@ -474,8 +474,8 @@ MUTANTS = [
     Mutant(
         "noise in bfloat16",
         "trees.py",
-        "jnp.shape(leaf), wide(leaf.dtype))",
-        "jnp.shape(leaf), leaf.dtype)",
+        "(sum(sizes),), wide(run[0].dtype))",
+        "(sum(sizes),), run[0].dtype)",
         NOISE + "narrow_noise_is_refused_and_narrow_leaves_get_wide_noise",
     ),
     Mutant(
