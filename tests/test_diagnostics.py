@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diagnostics: against matrices written out, the facts of the paper, and edges."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,3 +256,91 @@ def test_a_group_for_each_layer_may_lose_both(corner, eigenvalue):
 def test_what_is_no_square_matrix_is_refused(matrix):
     with pytest.raises(ValueError, match="square matrix of finite"):
         diagnostics.definiteness(matrix)
+
+
+# --- edges --------------------------------------------------------------------------------------
+
+
+def bowl(w, x):
+    return 0.5 * x * jnp.sum(w**2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
+def test_every_width(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        w, x = jnp.ones(3, dtype), jnp.full(4, 2, dtype)
+        found = diagnostics.sharpness(bowl, w, x, key=KEY)
+        assert found.value == pytest.approx(2, rel=0.01)
+        assert found.direction.dtype == dtype
+        bias = diagnostics.clipping_bias(bowl, clipping.flat(1.0), w, x)
+        assert bias.cosine == pytest.approx(1)
+        assert bias.shrinkage == pytest.approx(1 / np.sqrt(12))
+        # 300 products of 1 and 1.0078125, which narrow sums would round to whole twos
+        inputs = jnp.full((1, 300), 1.0078125, dtype)
+        kernel = diagnostics.ntk(lambda w, x: w @ x, jnp.ones(300, dtype), inputs)
+        assert kernel == pytest.approx(300 * 1.0078125**2, rel=1e-5)
+
+
+def test_sums_of_zero_have_no_angle():
+    rule, opposite = clipping.flat(1.0), jnp.array([[1.0, 0.0], [-1.0, 0.0]])
+    bias = diagnostics.clipping_bias(lambda w, x: w @ x, rule, jnp.zeros(2), opposite)
+    assert jnp.isnan(bias.cosine)
+    assert jnp.isnan(bias.shrinkage)
+    silent = diagnostics.clipping_bias(bowl, clipping.flat(0.0), jnp.ones(2), jnp.ones(3))
+    assert jnp.isnan(silent.cosine)
+    assert silent.shrinkage == 0
+
+
+def test_one_example_is_a_batch():
+    bias = diagnostics.clipping_bias(bowl, clipping.flat(1.0), jnp.ones(4), jnp.ones(1))
+    assert bias.cosine == pytest.approx(1)
+    assert bias.shrinkage == pytest.approx(0.5)
+    assert diagnostics.sharpness(bowl, jnp.ones(4), jnp.ones(1), key=KEY).value == pytest.approx(1)
+    assert diagnostics.ntk(lambda w, x: w @ x, jnp.ones(2), jnp.ones((1, 2))).tolist() == [[2.0]]
+    assert diagnostics.definiteness(jnp.ones((1, 1))).positive_quadratic
+
+
+@pytest.mark.parametrize(
+    ("ask", "word"),
+    [
+        (
+            lambda: diagnostics.clipping_bias(bowl, clipping.flat(1.0), jnp.ones(3), jnp.ones(0)),
+            "batch of 0 examples",
+        ),
+        (
+            lambda: diagnostics.clipping_bias(
+                bowl, clipping.flat(1.0), jnp.ones(3), jnp.ones(2), microbatch_size=0
+            ),
+            r"microbatch_size=0\)",
+        ),
+        (
+            lambda: diagnostics.sharpness(bowl, jnp.ones(3), jnp.ones(0), key=KEY),
+            "at least one example",
+        ),
+        (
+            lambda: diagnostics.sharpness(bowl, jnp.ones(3), jnp.ones(1), key=KEY, iterations=0),
+            "at least one iteration",
+        ),
+        (lambda: diagnostics.ntk(network, PARAMS, X[:0]), "at least one input"),
+        (lambda: diagnostics.definiteness(np.zeros((0, 0))), "square matrix of finite"),
+        (
+            lambda: diagnostics.clipped_fraction(jnp.ones(3), clipping.flat(1.0)),
+            r"expected \[batch, groups\].* 1 groups of the rule",
+        ),
+        (
+            lambda: diagnostics.clipped_fraction(jnp.ones((4, 2)), clipping.flat(1.0)),
+            r"shape \(4, 2\)",
+        ),
+        (lambda: diagnostics.norm_histogram(jnp.ones((3, 1)), bins=0), "at least one bin"),
+    ],
+)
+def test_what_has_no_answer_is_refused(ask, word):
+    with pytest.raises(ValueError, match=word):
+        ask()
+
+
+def test_a_model_that_keeps_nothing_is_refused():
+    model = nn.Dense(2)
+    params = model.init(KEY, X[0])["params"]
+    with pytest.raises(ValueError, match=r"Dense keeps no pre-activations.*self\.sow"):
+        diagnostics.preactivation_norms(model, params, X)

@@ -7,8 +7,8 @@ activations and the penalty of the papers hold down; `curvature` has the largest
 value of the Hessian; `kernel` the matrices from which convergence_calibration_2023
 reasons; `vectors` reads trees as vectors.
 
-All of it sees gradients or data without any noise: look, but do not publish.  This room
-must never know of noise, sampling or epsilon.
+All of it but `weight_norms` sees gradients or data without any noise: look, but do not
+publish.  This room must never know of noise, sampling or epsilon.
 """
 
 from dpjax.diagnostics.bias import (

@@ -63,7 +63,8 @@ def clipping_bias(
     edge case                               value
     ======================================  ===================================================
     a NaN or infinite gradient of one       left out of both means
-    a mean of zeros                         cosine and shrinkage NaN
+    the gradients add up to 0               cosine and shrinkage NaN
+    the clipped ones do (bound 0)           cosine NaN, shrinkage 0
     ======================================  ===================================================
 
     Args:
@@ -87,6 +88,11 @@ def clipping_bias(
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
     size = trees.leading_size(batch)
+    if not size or microbatch_size < 1:
+        raise ValueError(
+            f"diagnostics.clipping_bias(microbatch_size={microbatch_size}): got a batch of {size} "
+            "examples; expected at least one, and at least one at a time."
+        )
     part = jax.jit(partial(_part, loss, rule))
     parts = [
         part(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
@@ -126,11 +132,9 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
       >>> norm_histogram(jnp.array([[0.5], [1.5], [2.0]]), bins=2).counts
       Array([[1, 2]], dtype=int32)
     """
-    if norms.ndim != 2 or bins < 1:
-        raise ValueError(
-            f"diagnostics.norm_histogram: got norms of shape {norms.shape} and bins={bins}; "
-            "expected [batch, groups], as in ClippedSum.norms, and at least one bin."
-        )
+    _expect_norms("norm_histogram", norms)
+    if bins < 1:
+        raise ValueError(f"diagnostics.norm_histogram(bins={bins}): expected at least one bin.")
     finite = jnp.isfinite(norms)
     top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
     edges = jnp.linspace(0, jnp.where(top > 0, top, 1), bins + 1)
@@ -144,8 +148,19 @@ def clipped_fraction(
 ) -> Float[Array, " groups"]:
     """The part of the examples whose norm is above the bound, per group.
 
+    An infinite norm is above any bound; a NaN is above none, though the example is dropped.
+
     Example:
       >>> clipped_fraction(jnp.array([[0.5], [1.0], [3.0], [2.0]]), clipping.flat(1.0))
       Array([0.5], dtype=float32)
     """
+    _expect_norms("clipped_fraction", norms, len(rule.bounds))
     return jnp.mean(norms > jnp.asarray(rule.bounds), axis=0)
+
+
+def _expect_norms(name: str, norms: Array, groups: int | None = None) -> None:
+    if norms.ndim != 2 or groups not in (None, norms.shape[1]):
+        raise ValueError(
+            f"diagnostics.{name}: got norms of shape {norms.shape}; expected [batch, groups], as "
+            f"in ClippedSum.norms{f', with the {groups} groups of the rule' if groups else ''}."
+        )

@@ -54,7 +54,8 @@ def sharpness(
       batch: Examples, on leading axes.
       key: Of the first direction; consumed.
       iterations: At most so many products.
-      tolerance: It ends when the value changes by less than this part of itself.
+      tolerance: It ends when the value changes by less than this part of itself.  Where the
+        two largest singular values are nearly equal this is early, and the value too small.
 
     Returns:
       A `Sharpness`; where the Hessian is zero, the value is 0.
@@ -68,6 +69,11 @@ def sharpness(
     References:
       Golub and Van Loan, "Matrix Computations", 2013, section 8.2.
     """
+    if not trees.leading_size(batch) or iterations < 1:
+        raise ValueError(
+            f"diagnostics.sharpness(iterations={iterations}): expected at least one iteration, and "
+            "at least one example."
+        )
 
     def mean(params: PyTree) -> Array:
         return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
@@ -87,6 +93,7 @@ def sharpness(
 
     first = trees.random_like(jax.random.normal, key, params)
     first = jax.tree.map(lambda v, p: v.astype(p.dtype), first, params)
-    start = (unit(first, first), jnp.float32(0), jnp.float32(-1), jnp.int32(0))
+    nothing = jnp.zeros_like(length(first))
+    start = (unit(first, first), nothing, nothing - 1, jnp.int32(0))
     direction, value, _, steps = jax.jit(lambda s: jax.lax.while_loop(going, body, s))(start)
     return Sharpness(value, direction, steps)

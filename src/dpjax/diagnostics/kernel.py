@@ -12,6 +12,7 @@ never know how factors were made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,14 +81,17 @@ def ntk(
     """
     size = trees.leading_size(inputs, name="ntk inputs")
     rows = jax.vmap(jax.jacrev(lambda p, x: jnp.ravel(function(p, x))), (None, 0))(params, inputs)
-    leaves = [leaf.reshape(size * leaf.shape[1], -1) for leaf in jax.tree.leaves(rows)]
+    leaves = [
+        leaf.reshape(size * leaf.shape[1], math.prod(leaf.shape[2:])).astype(trees.wide(leaf.dtype))
+        for leaf in jax.tree.leaves(rows)
+    ]
     groups = partition.assign(params) if partition else (0,) * len(leaves)
     columns = jnp.ones((size, max(groups) + 1)) if factors is None else factors
-    if columns.shape != (size, max(groups) + 1):
+    if not size or columns.shape != (size, max(groups) + 1):
         raise ValueError(
             f"diagnostics.ntk: got factors of shape {columns.shape} for {size} inputs and "
             f"{max(groups) + 1} groups; expected one for each input and group, as in "
-            "ClippedSum.factors of the same batch, and the rule's partition."
+            "ClippedSum.factors of the same batch, the rule's partition, and at least one input."
         )
     wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
     return sum(
@@ -123,7 +127,7 @@ def definiteness(matrix: Float[Array, "n n"], tolerance: float = 1e-5) -> Defini
       Bu, Wang, Dai and Long, 2023, definition 4.2, theorem 1 and appendix A.
     """
     a = np.asarray(matrix, np.float64)
-    if a.ndim != 2 or a.shape[0] != a.shape[1] or not np.isfinite(a).all():
+    if a.ndim != 2 or a.shape[0] != a.shape[1] or not a.size or not np.isfinite(a).all():
         raise ValueError(
             f"diagnostics.definiteness: got shape {a.shape}; expected a square matrix of finite "
             "numbers. A NaN usually comes from an example whose gradient is not finite."

@@ -25,6 +25,9 @@ __all__ = ["preactivation_norms", "weight_norms"]
 def weight_norms(params: PyTree) -> dict[str, Array]:
     """The norm of the weights of each layer; a layer is what its leaves' names share.
 
+    Privacy:
+      Of parameters that are private already: free, unlike the rest of this room.
+
     Example:
       >>> weight_norms({"Dense_0": {"bias": jnp.array([3.0]), "kernel": jnp.array([[4.0]])}})
       {'Dense_0': Array(5., dtype=float32)}
@@ -45,7 +48,10 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
       x: A batch of inputs.
 
     Returns:
-      The mean over examples of the norm, by layer, in the order in which they were kept.
+      The mean over examples of the norm, by layer, sorted by name.
+
+    Privacy:
+      A mean over the batch without noise: as private as the batch.
 
     Example:
       >>> from dpjax.models import MLP
@@ -57,6 +63,12 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
 
     def norms(x: PyTree) -> dict[str, Array]:
         _, kept = model.apply({"params": params}, x, mutable=["preactivations"])
+        if not jax.tree.leaves(kept):
+            raise ValueError(
+                f"diagnostics.preactivation_norms: {type(model).__name__} keeps no "
+                "pre-activations. The models of dpjax do; in one of your own, call "
+                "self.sow('preactivations', 'hidden', h) before each activation."
+            )
         named = zip(trees.leaf_names(kept), jax.tree.leaves(kept), strict=True)
         return {name.removeprefix("preactivations/"): length(h) for name, h in named}
 
