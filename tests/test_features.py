@@ -70,6 +70,16 @@ def test_other_data_are_other_features(tmp_path, change):
     assert compute.runs == 2
 
 
+def test_equal_bytes_of_another_type_are_other_data(tmp_path):
+    """Settings may have the names of other facts, and two types the same bytes."""
+    compute = Counted()
+    for kind in (np.float16, jnp.bfloat16, ">f2", np.int16):
+        ask(tmp_path, compute, np.arange(6, dtype=np.int16).view(kind), dtype="float32", shape=6)
+    assert compute.runs == 4
+    ask(tmp_path, compute, np.arange(6, dtype=np.int16), dtype="float64", shape=6)
+    assert compute.runs == 5
+
+
 def test_other_settings_are_other_features(tmp_path):
     compute, inputs = Counted(), RNG.random((5, 3))
     for settings in ({}, {"J": 2}, {"J": 3}, {"L": 2}, {"J": 2, "L": 2}, {"L": 2, "J": 2}):
@@ -115,9 +125,10 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert compute.runs == 2
 
 
-def test_objects_are_neither_written_nor_read(tmp_path):
-    with pytest.raises(ValueError, match="pickle"):
-        ask(tmp_path, lambda x: np.array([{}]), np.zeros(3))
+@pytest.mark.parametrize("made", [np.array([{}]), np.array(["x"]), jnp.ones(3, jnp.bfloat16)])
+def test_what_a_file_would_not_bring_back_is_not_written(tmp_path, made):
+    with pytest.raises(TypeError, match="bfloat16 as float32, and no objects"):
+        ask(tmp_path, lambda x: made, np.zeros(3))
     assert not list(tmp_path.iterdir())
 
 
@@ -133,6 +144,9 @@ def test_a_whole_data_set_is_what_its_images_are(tmp_path):
     features.scattered(images, 1, 3, directory=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert features.scattered(images[:0], 1, 2).shape == (0, 4, 4, 3)
+    for size in (0, -3):
+        with pytest.raises(ValueError, match="at least one image at a time"):
+            features.scattered(images, 1, 2, batch_size=size)
 
 
 # --- one example at a time --------------------------------------------------------------------
@@ -157,6 +171,42 @@ def test_normalize():
     got = features.normalize(x, moments)
     np.testing.assert_allclose(got[..., 0], (x[..., 0] - 1) / math.sqrt(4 + 1e-5), atol=1e-6)
     assert np.all(np.asarray(got[..., 1]) == 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_features_are_scaled_in_float32(dtype):
+    x = jnp.asarray(RNG.normal(100, 1, (4, 5, 5, 6)), dtype)  # squares of 100 are far from 1 apart
+    got = features.group_norm(x, groups=3)
+    assert got.dtype == dtype
+    want = features.group_norm(x.astype(jnp.float32), groups=3)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (np.ones((3, 6), np.float32), r"shape \(3, 6\).*vectors\[:, None, None\]"),
+        (np.ones((3, 2, 2, 6), int), "floating-point"),
+    ],
+)
+def test_what_are_no_features_is_refused(wrong, word):
+    moments = features.Moments(jnp.zeros(6), jnp.ones(6))
+    release = describe(examples=3).release
+    for ask in (
+        lambda x: features.group_norm(x, groups=2),
+        lambda x: features.normalize(x, moments),
+        lambda x: release(KEY, x),
+        features.channel_norms,
+    ):
+        with pytest.raises(ValueError, match=word):
+            ask(wrong)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_moments_of_other_features_are_refused(channels):
+    moments = features.Moments(jnp.zeros(channels), jnp.ones(channels))
+    with pytest.raises(ValueError, match=rf"6 channels and moments of shapes \({channels},\)"):
+        features.normalize(jnp.ones((3, 2, 2, 6)), moments)
 
 
 # --- all examples at once, with noise ---------------------------------------------------------
@@ -309,6 +359,17 @@ def test_it_is_composed_into_the_training():
     assert prepared.epsilon(DELTA) == pytest.approx(2.5910, abs=2e-3)
 
 
+def test_with_replace_one_neighbours_its_sums_move_twice_as_far():
+    """As a full batch of the same multiplier does: one relation for the whole mechanism."""
+    sampler, asked = sampling.full(50_000), {"neighbours": "replace-one"}
+    queries = mechanism(describe(), steps=0, sampling=sampler, **asked)
+    facts = {"sampling": sampler, "noise_multiplier": 8.0}
+    steps = mechanism(None, steps=2, **facts, **asked)
+    halved = mechanism(None, steps=2, **facts | {"noise_multiplier": 4.0})
+    assert queries.epsilon(DELTA, "pld") == pytest.approx(steps.epsilon(DELTA, "pld"), rel=1e-6)
+    assert queries.epsilon(DELTA, "pld") == pytest.approx(halved.epsilon(DELTA, "pld"), rel=1e-6)
+
+
 def test_a_search_is_paid_for():
     searched = describe(thresholds=features.Search(noise_multiplier=20.0))
     assert searched.multipliers == (20.0, 20.0, 8.0, 8.0)
@@ -348,11 +409,22 @@ def test_the_card_and_the_statement_carry_it(tmp_path):
         ({"thresholds": (math.inf, 1.0)}, "infinite"),
         ({"noise_multiplier": -1.0}, "number >= 0"),
         ({"noise_multiplier": math.nan}, "number >= 0"),
+        ({"examples": 40.5}, "number of examples"),
+        ({"thresholds": 0.3}, "expected two"),
+        ({"thresholds": (0.3, math.nan)}, "bound must be positive"),
     ],
 )
 def test_what_means_nothing_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         describe(**changes)
+
+
+@pytest.mark.parametrize("multiplier", [lambda step: 8.0, (8.0,), [8.0, 8.0]])
+def test_a_query_has_one_multiplier(multiplier):
+    with pytest.raises(TypeError, match=r"Normalization.*one number"):
+        describe(noise_multiplier=multiplier)
+    with pytest.raises(TypeError, match=r"Search.*one number"):
+        features.Search(noise_multiplier=multiplier)
 
 
 def test_searches_that_find_nothing_are_refused():

@@ -160,7 +160,7 @@ class Stream:
         """Room for a batch, and the threads' promises to fill it."""
         indices = _checked(indices, len(self))
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
-        shares = np.array_split(np.arange(len(indices)), min(self.workers, len(indices)) or 1)
+        shares = np.array_split(np.arange(len(indices)), max(1, min(self.workers, len(indices))))
         return room, [pool.submit(self._fill, room, indices, share) for share in shares]
 
     def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:

@@ -61,6 +61,10 @@ def scattered(
       >>> scattered(np.ones((5, 8, 8, 1), np.float32), J=1, L=2, batch_size=2).shape
       (5, 4, 4, 3)
     """
+    if batch_size < 1:
+        raise ValueError(
+            f"features.scattered(batch_size={batch_size}): at least one image at a time."
+        )
 
     def transform(part: Any) -> jax.Array:
         return scatter(part, J, L, order)
@@ -130,12 +134,20 @@ def cached(
     found = _read(path)
     if found is None:
         found = np.asarray(compute(inputs))
+        if found.dtype.kind not in "biufc":
+            raise TypeError(
+                f"features.cached: the transform returned {found.dtype}, which a file of plain "
+                "arrays does not bring back as it was. Return numbers that NumPy knows itself: "
+                "bfloat16 as float32, and no objects."
+            )
         _write(path, found)
     return found
 
 
 def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
-    facts = {"name": name, "dtype": inputs.dtype.str, "shape": inputs.shape, **settings}
+    # By two names: float16 and bfloat16 are alike in bytes, byte orders alike in words.
+    kind = [inputs.dtype.name, inputs.dtype.str]
+    facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
     return hashed.hexdigest()[:32]

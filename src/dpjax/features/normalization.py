@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax import clipping, noise, trees
-from dpjax.features.scaling import Moments
+from dpjax.features.scaling import Moments, checked
 from dpjax.types import Key, Purpose
 
 __all__ = ["Normalization", "Search", "channel_norms"]
@@ -79,6 +79,7 @@ class Search:
 
     def __post_init__(self) -> None:
         """Refuses searches that can find nothing."""
+        _check_number("Search", self.noise_multiplier, bound=1.0)
         if not (0 < self.quantile < 1 and 0 < self.lowest < self.highest and self.bins >= 2):
             raise ValueError(
                 f"{self}: expected 0 < quantile < 1, 0 < lowest < highest and 2 bins or more. "
@@ -145,22 +146,19 @@ class Normalization:
 
     def __post_init__(self) -> None:
         """Refuses descriptions that mean nothing."""
-        if self.examples < 1:
+        if self.examples < 1 or int(self.examples) != self.examples:
             raise ValueError(
                 f"Normalization(examples={self.examples}): expected the number of examples, "
                 "which is public and divides the sums."
             )
-        if isinstance(self.thresholds, Search):
-            noise.check_multiplier(self.thresholds.noise_multiplier, clipping.flat(1.0))
-            noise.check_multiplier(self.noise_multiplier, clipping.flat(1.0))
-            return
-        if len(self.thresholds) != 2:
+        bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
+        if np.shape(bounds) != (2,):
             raise ValueError(
                 f"Normalization(thresholds={self.thresholds}): expected two, for the norms of "
                 "the channel means and of the mean squares, or a features.Search."
             )
-        for bound in self.thresholds:
-            noise.check_multiplier(self.noise_multiplier, clipping.flat(bound))
+        for bound in bounds:
+            _check_number("Normalization", self.noise_multiplier, bound)
 
     @property
     def multipliers(self) -> tuple[float, ...]:
@@ -175,7 +173,8 @@ class Normalization:
 
         Args:
           key: Consumed; the root key of the run may be given, for no other purpose shares
-            its streams.
+            its streams.  A second release, of other features say, is more queries and needs
+            another key: equal noise on both would cancel in their difference.
           features: ``[examples, height, width, channels]``, one example after the other made
             from one raw example each.
 
@@ -210,9 +209,19 @@ class Normalization:
         return float(search.edges[np.argmax(below) if below.any() else -1])
 
 
+def _check_number(name: str, multiplier: float, bound: float) -> None:
+    if callable(multiplier) or np.ndim(multiplier):
+        raise TypeError(
+            f"{name}(noise_multiplier={multiplier}): expected one number; every query runs once, "
+            "so there is neither a schedule nor a multiplier per group."
+        )
+    noise.check_multiplier(multiplier, clipping.flat(bound))
+
+
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means, and means of squares, of each example: ``[examples, channels]``."""
+    features = checked(features)
     if features.ndim != 4:
         raise ValueError(
             f"features: got an array of shape {features.shape}; expected (examples, height, "

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from dpjax import trees
 
-__all__ = ["Moments", "group_norm", "normalize"]
+__all__ = ["Moments", "checked", "group_norm", "normalize"]
 
 
 class Moments(NamedTuple):
@@ -57,6 +57,7 @@ def group_norm(
     References:
       Wu and He, "Group Normalization", 2018; without its learned scale and shift.
     """
+    features = checked(features)
     *rest, channels = features.shape
     if groups < 1 or channels % groups:
         raise ValueError(
@@ -100,5 +101,28 @@ def normalize(
       >>> normalize(jnp.array([[[[6.0, 5.5]]]]), moments).round(3)
       Array([[[[2., 0.]]]], dtype=float32)
     """
+    features = checked(features)
+    if not features.shape[-1:] == moments.mean.shape == moments.variance.shape:
+        raise ValueError(
+            f"features.normalize: got features of {features.shape[-1]} channels and moments of "
+            f"shapes {moments.mean.shape} and {moments.variance.shape}; expected a mean and a "
+            "variance for each channel. Usually the moments are of other features."
+        )
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
     return (features - moments.mean) * scale
+
+
+def checked(features: Array) -> Array:
+    """The features, if they are: floating point, and with two axes of places and one of channels.
+
+    Args:
+      features: As they were given.
+    """
+    features = jnp.asarray(features)
+    if features.ndim < 3 or not jnp.issubdtype(features.dtype, jnp.floating):
+        raise ValueError(
+            f"features: got {features.dtype} of shape {features.shape}; expected floating-point "
+            "numbers, (examples, height, width, channels), as scattering makes them. A table of "
+            "vectors has places too, one each: vectors[:, None, None]."
+        )
+    return features
