@@ -526,6 +526,15 @@ def test_aux_goes_through():
     np.testing.assert_allclose(result.aux["first"], batch[:, 0])
 
 
+def test_a_remat_is_walked_through():
+    def loss(w, x):
+        return jnp.sum(jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x) ** 2)
+
+    params, batch = array(4, 3), array(5, 4)
+    assert "dot_general  product" in gradients.explain(loss, params, batch[0])
+    testing.assert_engines_agree(loss, clipping.flat(0.3), params, batch, engines=("ghost",))
+
+
 def test_explain_names_every_leaf():
     model = nn.Sequential([nn.Conv(4, (3, 3)), lambda x: x.reshape(-1), nn.Dense(3)])
     params = model.init(KEY, jnp.zeros((8, 8, 1)))["params"]

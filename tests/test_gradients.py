@@ -67,6 +67,21 @@ def test_layouts_are_chosen_from_the_shapes():
     assert gradients.layout(matrix, params, example, 0) == (1, 1)
 
 
+def test_programs_inside_a_program_are_counted():
+    w, x = jnp.zeros((10, 1000)), jnp.zeros(10)
+
+    def bytes_of(inside):
+        return bytes_per_example(lambda w, x: (inside(w, x), None), w, x, "vmap")
+
+    def values(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    once = bytes_of(values)
+    assert bytes_of(jax.jit(values)) == bytes_of(jax.checkpoint(values)) == once
+    both = bytes_of(lambda w, x: jax.lax.cond(x[0] > 0, values, lambda w, x: values(w, -x), w, x))
+    assert both - 8 * w.size > 1.9 * (once - 8 * w.size)
+
+
 def test_jit_vmap_and_grad_compose_with_it():
     clipped = dpjax.clipped_grad(loss, RULE)
     batch = jnp.arange(12.0).reshape(4, 3)

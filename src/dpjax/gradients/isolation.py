@@ -10,12 +10,13 @@ the sum by as many bounds as there are others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from dpjax import trees
+from dpjax.gradients.primitives import inner_programs
 from dpjax.gradients.rows import Engine, Rows, microbatched
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -46,14 +47,7 @@ def isolated(
     return guarded
 
 
-def _convolutions(program: Any) -> int:
+def _convolutions(program: Jaxpr) -> int:
     """How many convolutions a program has, however deep."""
-    inner = [
-        part.jaxpr if hasattr(part, "jaxpr") else part
-        for equation in program.eqns
-        for value in equation.params.values()
-        for part in (value if isinstance(value, tuple | list) else [value])
-        if hasattr(part, "jaxpr") or hasattr(part, "eqns")
-    ]
     here = sum(e.primitive.name == "conv_general_dilated" for e in program.eqns)
-    return here + sum(map(_convolutions, inner))
+    return here + sum(_convolutions(p) for e in program.eqns for p in inner_programs(e))

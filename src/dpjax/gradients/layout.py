@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 
+from dpjax.gradients.primitives import inner_programs
 from dpjax.gradients.rules import foresee
 from dpjax.gradients.walk import trace
 from dpjax.types import LossFn, PyTree
@@ -124,15 +125,16 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
     return _program_bytes(program, moving, fused=_on_cpu()) + 4 * numbers
 
 
-def _program_bytes(jaxpr: Any, moving: Sequence[bool], fused: bool = False) -> int:
+def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
     """Bytes of the values that depend on moving inputs; if fused, of those written down."""
     moves = {v for v, moved in zip(jaxpr.invars, moving, strict=False) if moved}
     total = 0
     for equation in jaxpr.eqns:
         entering = [not isinstance(v, Literal) and v in moves for v in equation.invars]
-        inner = [p for p in equation.params.values() if hasattr(p, "jaxpr")]
+        # All branches of a `cond` run where it depends on an example.
+        inner = inner_programs(equation)
         for program in inner:
-            size = _program_bytes(program.jaxpr, entering[-len(program.jaxpr.invars) :], fused)
+            size = _program_bytes(program, entering[-len(program.invars) :], fused)
             total += size * equation.params.get("length", 1)
         written = not fused or equation.primitive.name in _WRITES
         if not inner and any(entering) and written:

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from dpjax.gradients.convolution import convolution
 from dpjax.gradients.pooling import pool_max, pool_sum
 
-__all__ = ["FAST", "bind", "bind_fast"]
+__all__ = ["FAST", "bind", "bind_fast", "inner_programs"]
 
 FAST: dict[str, Callable[..., Array]] = {
     "conv_general_dilated": convolution,
@@ -49,3 +49,14 @@ def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, by its row of `FAST` if it has one."""
     fast = FAST.get(equation.primitive.name)
     return bind(equation, inputs) if fast is None else [fast(equation.params, *inputs)]
+
+
+def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
+    held = [
+        part
+        for value in equation.params.values()
+        for part in (value if isinstance(value, tuple | list) else [value])
+    ]
+    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in held]
+    return [part for part in opened if isinstance(part, Jaxpr)]

@@ -54,7 +54,13 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
 # Of these several inputs may be views at once: they are linear in all of them together.
 _TOGETHER = {"concatenate", "select_n", "dynamic_update_slice"}
 # Programs inside a program, and the parameter that holds them.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr"}
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
 
 Leaves = Sequence[Array]
 Memo = dict[int, list[Array]]
