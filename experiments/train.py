@@ -15,15 +15,20 @@ losing_less_2022, or a network on wavelet features that are scaled privately:
   python experiments/train.py --dataset=mnist --model=scatter_cnn --features=scattering \\
       --normalization=data
 
-It prints the privacy statement and leaves four files in the output folder:
-`metrics.jsonl` (a line an evaluation), `params.msgpack` (Flax; may be released),
-`privacy.json` (from which `experiments/verify.py` recomputes epsilon) and `statement.txt`.
+It prints the privacy statement, and in the output folder it leaves `report.html` (figures,
+each with a word on who may see it), `metrics.jsonl` (a line an evaluation), `params.msgpack`
+(Flax; may be released), `privacy.json` (from which `experiments/verify.py` recomputes
+epsilon), `statement.txt`, and `checkpoints` (secret: they hold the key).  A run that was
+killed goes on when the same command is given again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,24 +37,26 @@ from typing import Any
 import flax.serialization
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl import app, flags, logging
+from looking import Looking, describe
 
 import dpjax
 from dpjax import (
+    accounting,
     activations,
     clipping,
     data,
     features,
     losses,
-    metrics,
     models,
     noise,
+    reports,
     sampling,
     schedules,
     training,
 )
-from dpjax.reports import card
 
 _DATASET = flags.DEFINE_enum("dataset", "digits", data.NAMES, "What to learn.")
 _DATA_DIR = flags.DEFINE_string(
@@ -120,6 +127,12 @@ _EPSILON = flags.DEFINE_float(
 _MULTIPLIER = flags.DEFINE_float(
     "noise_multiplier", None, "Instead of --target_epsilon: scale the noise by this."
 )
+_MOST = flags.DEFINE_float(
+    "max_epsilon",
+    None,
+    "With --noise_multiplier: run until one more step would pass this; with --epochs or --steps "
+    "as well, refuse to begin what would pass it.",
+)
 _DELTA = flags.DEFINE_float("delta", 1e-5, "The delta of the guarantee.")
 _METHOD = flags.DEFINE_enum("accountant", "rdp", ["rdp", "pld"], "Which accountant.")
 
@@ -128,15 +141,45 @@ _SAMPLER = flags.DEFINE_enum(
 )
 _BATCH = flags.DEFINE_integer("batch_size", 512, "The expected size of a batch.")
 _EPOCHS = flags.DEFINE_float("epochs", 40, "How many epochs.", lower_bound=0)
-_RATE = flags.DEFINE_float("learning_rate", 0.4, "Of SGD with momentum.")
+_STEPS = flags.DEFINE_integer("steps", None, "Instead of --epochs: how many steps.", 0)
+
+_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "sgd": lambda rate, _: optax.sgd(rate, momentum=_MOMENTUM.value),
+    "nesterov": lambda rate, _: optax.sgd(rate, momentum=_MOMENTUM.value, nesterov=True),
+    "adagrad": lambda rate, _: optax.adagrad(rate),
+    "rmsprop": lambda rate, _: optax.rmsprop(rate),
+    "adam": lambda rate, _: optax.adam(rate),
+    "adamw": lambda rate, _: optax.adamw(rate),
+    "dp_adam": lambda rate, mechanism: training.dp_adam(rate, mechanism, floor=_FLOOR.value),
+}
+_OPTIMIZER = flags.DEFINE_enum(
+    "optimizer", "sgd", list(_OPTIMIZERS), "dp_adam is Adam without the noise's second moment."
+)
+_RATE = flags.DEFINE_float("learning_rate", 0.4, "Of the optimizer.")
+_PER_512 = flags.DEFINE_bool("rate_per_512", False, "The rate is for 512 examples: scale it.")
+_WARMUP = flags.DEFINE_integer("warmup_steps", 0, "Steps in which the rate rises from 0.", 0)
 _MOMENTUM = flags.DEFINE_float("momentum", 0.9, "Of SGD.")
+_FLOOR = flags.DEFINE_float("floor", 1e-8, "Of dp_adam's second moment.")
 _AVERAGE = flags.DEFINE_float("average", 0.95, "Decay of the parameter average.")
 _EVALUATIONS = flags.DEFINE_integer("evaluations", 20, "How often to test on the way.", 1)
 
 _SEED = flags.DEFINE_integer(
     "seed", None, "For reproduction only: whoever knows it can subtract the noise."
 )
-_OUT = flags.DEFINE_string("out", "runs/train", "Folder for the results.")
+_OUT = flags.DEFINE_string(
+    "out", "runs/train", "Folder of the run; one that was interrupted goes on."
+)
+_OVERWRITE = flags.DEFINE_bool("overwrite", False, "Forget the run that is in the folder.")
+_CONTINUE = flags.DEFINE_string(
+    "continue_from",
+    None,
+    "The folder of an earlier run on these data: begin with the parameters that it released, "
+    "under other settings, and count what it spent too.",
+)
+_SAVE = flags.DEFINE_integer("save_every", None, "Steps between checkpoints; else 5 minutes.", 1)
+_REPORT = flags.DEFINE_bool("report", True, "Write report.html and its figures.")
+
+_ELSEWHERE = {"out", "overwrite", "data_dir", "cache_dir", "save_every", "report"}  # same run
 
 
 def numbers(pairs: list[str]) -> dict[str, Any]:
@@ -150,7 +193,15 @@ def numbers(pairs: list[str]) -> dict[str, Any]:
     return read
 
 
-def prepared(dataset: data.Dataset, key: Any) -> tuple[data.Dataset, tuple[float, ...]]:
+def settings() -> dict[str, Any]:
+    """The flags that make the run what it is."""
+    own = flags.FLAGS.get_flags_for_module(sys.modules[__name__])
+    return {flag.name: flag.value for flag in own if flag.name not in _ELSEWHERE}
+
+
+def prepared(
+    dataset: data.Dataset, key: Any, folder: pathlib.Path
+) -> tuple[data.Dataset, tuple[float, ...]]:
     """The features that the flags describe, and the queries on private data that they took."""
     if _FEATURES.value == "none":
         return dataset, ()
@@ -166,10 +217,19 @@ def prepared(dataset: data.Dataset, key: Any) -> tuple[data.Dataset, tuple[float
             noise_multiplier=_NORM_NOISE.value,
             thresholds=features.Search(noise_multiplier=_SEARCH_NOISE.value),
         )
-        scale = partial(features.normalize, moments=normalization.release(key, x))
-        queries = normalization.multipliers
+        moments = released_once(folder / "moments.npz", lambda: normalization.release(key, x))
+        scale, queries = partial(features.normalize, moments=moments), normalization.multipliers
     x, x_test = map(jax.jit(scale), (x, x_test))
     return dataset._replace(train=(x, labels), test=(x_test, test_labels)), queries
+
+
+def released_once(path: pathlib.Path, release: Callable[[], features.Moments]) -> features.Moments:
+    """What queries released, kept for a run that goes on: to ask again would spend again."""
+    if not path.exists():
+        beside = path.with_suffix(".part.npz")
+        np.savez(beside, **release()._asdict())
+        os.replace(beside, path)
+    return features.Moments(**np.load(path))
 
 
 def steps_per_epoch(examples: int) -> int:
@@ -186,16 +246,36 @@ def mechanism_from_flags(examples: int, queries: tuple[float, ...] = ()) -> dpja
         curriculum = schedules.CURRICULA[_SCHEDULE.value]
         noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
     options: dict[str, Any] = {"groups": _GROUPS.value} if _RULE.value == "grouped" else {}
+    steps = round(_EPOCHS.value * examples / _BATCH.value) if _STEPS.value is None else _STEPS.value
     mechanism = dpjax.Mechanism(
         sampling=getattr(sampling, _SAMPLER.value)(examples, _BATCH.value),
         clipping=getattr(clipping, _RULE.value)(_BOUND.value, **options),
         noise_multiplier=noise_multiplier,
-        steps=round(_EPOCHS.value * examples / _BATCH.value),
+        steps=steps,
         preparation=queries,
+        before=() if _CONTINUE.value is None else training.earlier(_CONTINUE.value),
     )
-    if _MULTIPLIER.value is not None:
-        return mechanism.scaled(_MULTIPLIER.value)
-    return mechanism.calibrate(_EPSILON.value, _DELTA.value, _METHOD.value)
+    if _MULTIPLIER.value is None:
+        return mechanism.calibrate(_EPSILON.value, _DELTA.value, _METHOD.value)
+    mechanism = mechanism.scaled(_MULTIPLIER.value)
+    if _MOST.value is None or flags.FLAGS["epochs"].present or flags.FLAGS["steps"].present:
+        return mechanism
+    fit_in = accounting.largest_steps(
+        lambda n: dataclasses.replace(mechanism, steps=n).event,
+        *(_MOST.value, _DELTA.value, _METHOD.value, mechanism.relation),
+    )
+    return dataclasses.replace(mechanism, steps=fit_in)
+
+
+def optimizer_from_flags(mechanism: dpjax.Mechanism) -> optax.GradientTransformation:
+    """The optimizer that the flags describe; it keeps an average of the parameters."""
+    rate = _RATE.value
+    if _PER_512.value:
+        rate = training.scaled_rate(rate, mechanism.batch_size)
+    if _WARMUP.value:
+        rate = optax.warmup_constant_schedule(0.0, rate, _WARMUP.value)
+    moves = _OPTIMIZERS[_OPTIMIZER.value](rate, mechanism)
+    return optax.chain(moves, training.average_parameters(_AVERAGE.value))
 
 
 def train(
@@ -203,44 +283,38 @@ def train(
     model: Any,
     loss: losses.ExampleLoss,
     mechanism: dpjax.Mechanism,
+    optimizer: optax.GradientTransformation,
     *,
-    per_step: Callable[[Any], Any] | None = None,
-    evaluations: int,
-    learning_rate: float,
-    momentum: float,
-    average: float,
-    delta: float,
-    method: str,
     key: Any,
-    directory: str | pathlib.Path | None = None,
-    progress: bool = True,
+    params: Any = None,
+    per_step: Callable[[Any], Any] | None = None,
+    budget: dpjax.ledger.Budget | None = None,
+    evaluations: int = 20,
+    **options: Any,
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Trains a model; returns averaged parameters, the last state and the log."""
-    optimizer = optax.chain(
-        optax.sgd(learning_rate, momentum=momentum),
-        training.average_parameters(average),
+    """Trains a model; returns averaged parameters, the last state and the log.
+
+    ``options`` are those of `dpjax.fit`; with a directory, the run can be looked at there.
+    """
+    of_example = losses.of(model, loss)
+    algorithm = dpjax.dpsgd(
+        of_example, optimizer, mechanism, dataset.train, per_step=per_step, budget=budget
     )
-    loss = losses.of(model, loss)
-    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, dataset.train, per_step=per_step)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.asarray(dataset.train[0][0]))["params"]
-
-    @jax.jit
-    def accuracy(params: Any, x: Any, y: Any) -> Any:
-        logits = jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=500)
-        return metrics.accuracy(logits, y)
-
-    test = jax.tree.map(jnp.asarray, dataset.test)
+    fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(dataset.train[0][0]))["params"]
+    if params is not None:
+        fresh = flax.serialization.from_bytes(fresh, params)
+    looking = Looking(model, of_example if per_step is None else None, mechanism, dataset)
     state, history = dpjax.fit(
         algorithm,
-        algorithm.init(key, params),
-        evaluate=lambda state: {"accuracy": accuracy(training.averaged(state.optimizer), *test)},
+        algorithm.init(key, fresh),
+        evaluate=looking.evaluate,
         evaluate_every=-(-mechanism.steps // evaluations) or None,
-        delta=delta,
-        method=method,
-        directory=directory,
-        progress=progress,
+        **options,
     )
-    return training.averaged(state.optimizer), state, history
+    average = training.averaged(state.optimizer)
+    if options.get("directory") is not None:
+        looking.leave(pathlib.Path(options["directory"]), average)
+    return average, state, history
 
 
 def model_from_flags(classes: int) -> Any:
@@ -267,41 +341,68 @@ def main(_: list[str]) -> None:
         )
     model, loss = model_from_flags(dataset.classes), _LOSSES[_LOSS.value]
     key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
-    started = time.monotonic()
-    dataset, queries = prepared(dataset, key)
+    started, folder = time.time(), pathlib.Path(_OUT.value)
+    if _OVERWRITE.value:
+        training.forget(folder)
+        (folder / "moments.npz").unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    dataset, queries = prepared(dataset, key, folder)
     examples = len(dataset.train[1])
     mechanism = mechanism_from_flags(examples, queries)
     per_epoch = steps_per_epoch(examples)
-    folder = pathlib.Path(_OUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)  # a run tells one story
-
-    params, state, history = train(
-        dataset,
-        model,
-        loss(**numbers(_LOSS_OPTIONS.value)),
-        mechanism,
-        per_step=(lambda step: step // per_epoch) if _LOSS.value == "composite" else None,
-        evaluations=_EVALUATIONS.value,
-        learning_rate=_RATE.value,
-        momentum=_MOMENTUM.value,
-        average=_AVERAGE.value,
-        delta=_DELTA.value,
-        method=_METHOD.value,
-        key=key,
-        directory=folder,
+    earlier = _CONTINUE.value and pathlib.Path(_CONTINUE.value, "params.msgpack").read_bytes()
+    budget = _MOST.value and dpjax.ledger.Budget(
+        epsilon=_MOST.value, delta=_DELTA.value, method=_METHOD.value
     )
+    planned = mechanism.epsilon(_DELTA.value, _METHOD.value)
+    print(
+        f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
+        f"cost epsilon {planned:.4g} at delta={_DELTA.value:g} ({_METHOD.value})",
+        flush=True,
+    )
+    try:
+        params, state, history = train(
+            dataset,
+            model,
+            loss(**numbers(_LOSS_OPTIONS.value)),
+            mechanism,
+            optimizer_from_flags(mechanism),
+            key=key,
+            params=earlier,
+            per_step=(lambda step: step // per_epoch) if _LOSS.value == "composite" else None,
+            budget=budget,
+            evaluations=_EVALUATIONS.value,
+            delta=_DELTA.value,
+            method=_METHOD.value,
+            directory=folder,
+            configuration=settings(),
+            save_every=_SAVE.value,
+        )
+    except dpjax.ledger.Refused as refused:
+        sys.exit(
+            f"{refused}\nHere: another --out, --overwrite to forget what is there, or "
+            "--continue_from=RUN --out=ANOTHER to go on from it under other settings."
+        )
     facts = {"ledger": state.ledger, "seed": _SEED.value}
     words = dpjax.statement(mechanism, _DELTA.value, **facts)
-    (folder / "params.msgpack").write_bytes(flax.serialization.to_bytes(params))
-    (folder / "privacy.json").write_text(
-        json.dumps(card(mechanism, _DELTA.value, **facts), indent=2) + "\n"
-    )
+    card = reports.card(mechanism, _DELTA.value, **facts)
+    (folder / "privacy.json").write_text(json.dumps(card, indent=2) + "\n")
     (folder / "statement.txt").write_text(words + "\n")
+    describe(
+        folder,
+        {**settings(), "out": _OUT.value},
+        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
+        seconds=round(time.time() - started, 1),
+        dataset=f"{dataset.name} {dataset.note}".strip(),
+        model=_MODEL.value,
+        parameters=sum(x.size for x in jax.tree.leaves(params)),
+    )
     print(words)
     accuracy = history[-1]["accuracy"] if history else float("nan")
     print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
-    print(f"{time.monotonic() - started:.1f} s on {jax.devices()[0].device_kind}")
+    if _REPORT.value:
+        print(f"To look at: {reports.report(folder)}")
+    print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
     print(f"Files in {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())))
     print(f"Recompute epsilon: python experiments/verify.py {folder / 'privacy.json'}")
 

@@ -4,9 +4,12 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,13 +18,23 @@ import dpjax
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 
 
+def environment():
+    """That of the tests, and their cache of compiled programs."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    return {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | cache
+
+
 def run(binary, *flags, status=0):
     outcome = subprocess.run(
         [sys.executable, "-W", "error", EXPERIMENTS / binary, *map(str, flags)],
         capture_output=True,
         text=True,
         check=False,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
+        env=environment(),
     )
     assert outcome.returncode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
     return outcome
@@ -51,6 +64,98 @@ def test_the_demo_keeps_its_promise(demo):
     assert (folder / "params.msgpack").stat().st_size > 1000
     # Progress and nothing else: no warnings, no noise of the libraries below.
     assert all(line.startswith("step ") for line in outcome.stderr.splitlines())
+    assert (
+        "112 steps with noise multiplier 5.778 cost epsilon 3 at delta=1e-05 (rdp)"
+        in outcome.stdout
+    )
+
+
+def test_the_demo_ends_with_a_report_in_which_no_figure_is_missing(demo):
+    folder, _ = demo
+    page = (folder / "report.html").read_text()
+    for title in ("Test accuracy against epsilon", "Histograms of norms over time", "Reliability"):
+        assert title in page
+    assert page.count("<svg") == len(list((folder / "figures").glob("*.png"))) == 13
+    assert "There is no " not in page
+
+
+def test_the_same_command_shows_a_finished_run_again_and_another_is_refused(demo, tmp_path):
+    folder, outcome = demo
+    before = (folder / "params.msgpack").read_bytes()
+    again = run("train.py", "--out", folder, "--noreport")
+    words = next(line for line in outcome.stdout.splitlines() if line.startswith("Test accuracy"))
+    assert words in again.stdout
+    assert (folder / "params.msgpack").read_bytes() == before
+    assert not again.stderr, "no step was run"
+    refused = run("train.py", "--out", folder, "--bound=1", status=1).stderr
+    for word in ("bounds: [0.5] there, [1.0] now", "--overwrite", "--continue_from"):
+        assert word in refused
+
+
+def test_a_killed_binary_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
+    """SIGKILL in the middle; the private scales of the data are not asked for again."""
+    flags = ["--epochs=30", "--save_every=4", "--evaluations=10", "--noreport", "--seed=1"]
+    command = [sys.executable, EXPERIMENTS / "train.py", "--out", tmp_path / "killed", *flags]
+    log = tmp_path / "killed" / "metrics.jsonl"
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment(), **silent) as process:
+        while not (log.exists() and log.read_text().count("\n") > 2):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "params.msgpack").exists()
+    for name in ("killed", "whole"):
+        run("train.py", "--out", tmp_path / name, *flags)
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("killed", "whole")
+    ]
+    for one, other in zip(*rows, strict=True):
+        assert {**one, "examples_per_second": 0} == {**other, "examples_per_second": 0}
+    parameters = [(tmp_path / name / "params.msgpack").read_bytes() for name in ("killed", "whole")]
+    assert parameters[0] == parameters[1]
+    cards = [
+        json.loads((tmp_path / name / "privacy.json").read_text()) for name in ("killed", "whole")
+    ]
+    assert cards[0] == cards[1]
+
+
+def test_a_run_goes_on_from_another_and_its_card_counts_both(demo, tmp_path):
+    folder, _ = demo
+    flags = ["--continue_from", folder, "--steps=5", "--noise_multiplier=8", "--noreport"]
+    outcome = run("train.py", "--out", tmp_path, *flags)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["accuracy"] > 0.8, "it begins where the other ended"
+    assert rows[0]["epsilon"] > 3.0
+    assert "112 steps of an earlier run on these data count too" in outcome.stdout
+    assert run("verify.py", tmp_path / "privacy.json").stdout.count("holds") == 3
+
+
+def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
+    budget = ["--max_epsilon=2", "--noise_multiplier=6", "--evaluations=1", "--noreport"]
+    outcome = run("train.py", "--out", tmp_path / "used", *budget)
+    card = json.loads((tmp_path / "used" / "privacy.json").read_text())
+    assert 1.97 < card["epsilon"]["rdp"]["value"] <= 2.0
+    assert f"{card['steps']} steps with noise multiplier 6 cost epsilon" in outcome.stdout
+    one_more = [*budget, f"--steps={card['steps'] + 1}"]
+    refused = run("train.py", "--out", tmp_path / "refused", *one_more, status=1).stderr
+    assert f"{card['steps']} of {card['steps'] + 1} steps fit" in refused
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer=dp_adam", "--learning_rate=0.01", "--floor=1e-6", "--warmup_steps=5"],
+        ["--optimizer=nesterov", "--rate_per_512", "--learning_rate=0.3"],
+        ["--optimizer=adamw", "--learning_rate=0.02"],
+    ],
+    ids=["dp_adam", "nesterov", "adamw"],
+)
+def test_optimizers_by_flag(flags, tmp_path):
+    run("train.py", "--out", tmp_path, "--epochs=15", "--evaluations=1", "--noreport", *flags)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["accuracy"] > 0.75
 
 
 def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
@@ -74,7 +179,8 @@ def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
     ids=["grouped and scheduled", "automatic and shuffled", "threshold and fixed"],
 )
 def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
-    outcome = run("train.py", "--out", tmp_path, "--epochs=5", "--batch_size=256", *flags)
+    short = ["--epochs=5", "--batch_size=256", "--noreport"]
+    outcome = run("train.py", "--out", tmp_path, *short, *flags)
     card = json.loads((tmp_path / "privacy.json").read_text())
     given = dict(flag.removeprefix("--").split("=") for flag in flags)
     assert card["clipping"]["name"] == given["clipping"]
@@ -96,7 +202,7 @@ def small_mnist(tmp_path_factory):
 
 
 SHORT = ["--dataset=mnist", "--epochs=1", "--batch_size=64", "--evaluations=1"]
-SHORT += ["--noise_multiplier=4"]
+SHORT += ["--noise_multiplier=4", "--noreport"]
 
 
 def test_a_published_loss_is_told_the_epoch(small_mnist, tmp_path):
@@ -117,6 +223,11 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     bare = dpjax.accounting.subsampled_gaussian(4.0, 0.5, 2)
     assert card["epsilon"]["rdp"]["value"] > dpjax.accounting.epsilon(bare, 1e-5)
     assert len(list((tmp_path / "features").iterdir())) == 2
+    # A run that goes on does not ask the private data again: the answers are kept.
+    moments = (tmp_path / "moments.npz").read_bytes()
+    (tmp_path / "params.msgpack").unlink()
+    run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *scattered, *cache)
+    assert (tmp_path / "moments.npz").read_bytes() == moments
 
 
 @pytest.mark.parametrize(
@@ -132,7 +243,7 @@ def test_what_does_not_fit_is_refused_in_words(flags, words, tmp_path):
 
 
 def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):
-    run("train.py", "--out", tmp_path, "--noise_multiplier=1000", "--epochs=5")
+    run("train.py", "--out", tmp_path, "--noise_multiplier=1000", "--epochs=5", "--noreport")
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["accuracy"] < 0.5
 

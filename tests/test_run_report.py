@@ -382,7 +382,7 @@ def test_the_bound_is_a_line_where_it_is_one_number(bounds, identity, lines, tmp
             "75 % of the examples were above the bound at the end; the cosine was 0.90.",
         ),
         (curves.norms, "1.5 at the end."),
-        (curves.shades, "The fullest bin at the end is number 2."),
+        (curves.shades, "The fullest bin at the end is 0.22 to 4.6 bounds."),
         (layers.gradients, "Of 4 examples, 50% of the norms are above; median 0.625."),
         (layers.weights, "The largest is 3, of <b>$first$."),
         (layers.activations, "The largest is 4, of second."),

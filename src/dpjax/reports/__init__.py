@@ -10,11 +10,13 @@ Both read the mechanism that ran and the ledger of what was spent; neither takes
 from its caller except the delta.
 
 `report` sets what a run left in its folder as a page to look at, with a figure for whatever
-was written down, and a badge on each that says who may see it.
+was written down, and a badge on each that says who may see it; `norm_counts` makes of
+gradient norms what it draws over time.
 """
 
 from dpjax.reports.card import card
+from dpjax.reports.curves import norm_counts
 from dpjax.reports.run import report
 from dpjax.reports.statement import statement
 
-__all__ = ["card", "report", "statement"]
+__all__ = ["card", "norm_counts", "report", "statement"]

@@ -10,9 +10,12 @@ This file must never know which figures may be published.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
 
 from dpjax.reports.drawing import DOTS, PALETTE, band, legend, panel
 from dpjax.reports.folder import Missing, Run
@@ -20,7 +23,16 @@ from dpjax.reports.folder import Missing, Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy", "clipping", "noise", "norms", "shades", "test_loss", "training_loss"]
+__all__ = [
+    "accuracy",
+    "clipping",
+    "noise",
+    "norm_counts",
+    "norms",
+    "shades",
+    "test_loss",
+    "training_loss",
+]
 
 _COLUMNS = 60  # of shades: more would be thinner than a pixel
 
@@ -107,19 +119,50 @@ def shades(figure: Figure, run: Run) -> str:
     share = counts[kept] / np.maximum(counts[kept].sum(axis=1, keepdims=True), 1)
     ends = _steps(run)[kept]
     starts = np.concatenate([[0], ends[:-1]])
-    axes = panel(figure, "step", "bin, from short to long norms")
+    edges = _edges(counts.shape[1])
+    axes = panel(figure, "step", "gradient norm, in bounds")
     look = {"facecolor": PALETTE["blue"], "linewidth": 0}
     cells = [
-        Rectangle((start, low), end - start, 1, alpha=float(part), antialiased=False, **look)
+        Rectangle(
+            (start, low), end - start, high - low, alpha=float(part), antialiased=False, **look
+        )
         for start, end, column in zip(starts, ends, share / (share.max() or 1), strict=True)
-        for low, part in enumerate(column)
+        for low, high, part in zip(edges, edges[1:], column, strict=False)
         if part > 0.005
     ]
     axes.add_collection(PatchCollection(cells, match_original=True))
-    axes.set(xlim=(0, ends[-1]), ylim=(0, share.shape[1]))
-    axes.locator_params(axis="y", integer=True)
+    seen = np.flatnonzero(share.sum(axis=0))
+    low, high = (seen.min(), seen.max() + 1) if len(seen) else (0, len(edges) - 1)
+    axes.set(xlim=(0, ends[-1]), ylim=(edges[low] / 2, 2 * edges[high]), yscale="log")
+    axes.axhline(1, color=PALETTE["clay"], linewidth=1.2, linestyle="--")
     axes.grid(visible=False)
-    return f"The fullest bin at the end is number {1 + int(share[-1].argmax())}."
+    fullest = int(share[-1].argmax())
+    return f"The fullest bin at the end is {edges[fullest]:.2g} to {edges[fullest + 1]:.2g} bounds."
+
+
+def norm_counts(
+    norms: Float[ArrayLike, "batch groups"], bounds: Sequence[float], bins: int = 40
+) -> np.ndarray:
+    """How many norms are how long, in bounds: what `shades` draws of each evaluation.
+
+    Args:
+      norms: Of each example's gradient in each group, before clipping.
+      bounds: Of each group; a group without a finite one is left out.
+      bins: Equal steps of the logarithm from a hundredth of the bound to a hundred times it;
+        what lies beyond is in the outer ones.
+
+    Example:
+      >>> norm_counts([[0.5], [3.0], [1e9]], bounds=[1.0], bins=4).tolist()
+      [0, 1, 1, 1]
+    """
+    edges, finite = _edges(bins), np.isfinite(bounds) & (np.asarray(bounds) > 0)
+    relative = np.asarray(norms)[:, finite] / np.asarray(bounds)[finite]
+    kept = relative[np.isfinite(relative)]
+    return np.histogram(np.clip(kept, edges[0], edges[-1]), edges)[0]
+
+
+def _edges(bins: int) -> np.ndarray:
+    return np.geomspace(1e-2, 1e2, bins + 1)
 
 
 def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: str) -> None:

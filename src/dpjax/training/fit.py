@@ -54,7 +54,8 @@ def fit(
       algorithm: For example from `dpjax.dpsgd`.
       state: From ``algorithm.init``, or from an earlier `fit`; it can be used again.
       steps: How many more steps; by default all that are planned.
-      evaluate: ``state -> {name: number}``, for example the accuracy on test data.  The
+      evaluate: ``state -> {name: number}``, for example the accuracy on test data; what it
+        finds out about private data it returns as ``{"private": {name: number}}``.  The
         next steps reuse the state's buffers: copy what is to be kept.
       evaluate_every: Evaluate after this many steps; by default twenty times a run.
       delta: The delta at which epsilon is shown.

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 
-__all__ = ["Folder", "earlier"]
+__all__ = ["Folder", "earlier", "forget"]
 
 
 class Folder:
@@ -105,6 +106,26 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
     saved = [int(path.name) for path in (folder / "checkpoints").glob("[0-9]*") if path.is_dir()]
     logged = [row["step"] for row in _rows(folder / "metrics.jsonl")]
     return (*map(Spent.of, facts["before"]), Spent.of(facts, max([*saved, *logged, 0])))
+
+
+def forget(directory: str | os.PathLike[str]) -> None:
+    """Removes a run from its folder, so that another can begin there; other files stay.
+
+    Privacy: what it released is spent all the same.  Of that, nothing here will tell.
+
+    Raises:
+      Refused: A process is running there.
+    """
+    folder = pathlib.Path(directory)
+    if not (folder / "run.json").exists():
+        return
+    lock = _locked(folder / "lock", folder)
+    try:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in ("metrics.jsonl", "run.json"):  # the run exists as long as its last file
+            (folder / name).unlink(missing_ok=True)
+    finally:
+        os.close(lock)
 
 
 def _rows(log: pathlib.Path) -> list[dict[str, Any]]:

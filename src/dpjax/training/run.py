@@ -80,7 +80,7 @@ class Run:
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Adds a row to the log, with what was seen since the last one."""
-        whole = {**row, "private": _means(self.seen)}
+        whole = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
         self.rows.append(whole)
         self.seen = []
         if self.folder is not None:
@@ -122,7 +122,10 @@ def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """A mapping of arrays as JSON can hold it."""
-    return {name: _plain(value) for name, value in row.items()}
+    return {
+        name: numbers(value) if isinstance(value, Mapping) else _plain(value)
+        for name, value in row.items()
+    }
 
 
 def _plain(value: Any) -> Any:

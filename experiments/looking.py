@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is looked at while a classifier trains, and what it leaves behind to be looked at.
+
+`Looking` evaluates a run on its test examples, whose numbers may be shown as far as the
+training data are concerned, and on a few hundred training examples, whose numbers may not:
+those go under "private".  At the end it writes what `dpjax.reports.report` draws.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpjax
+from dpjax import data, diagnostics, metrics, reports, training
+
+
+class Looking:
+    """Looks at a classifier.
+
+    Args:
+      model: A Linen module.
+      loss: ``loss(params, (x, y)) -> scalar``, for gradients of single examples; None if the
+        loss takes more than that, and gradients are not looked at.
+      mechanism: What is run.
+      dataset: What it learns and is tested on.
+      sample: How many training examples are looked at.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Callable[..., Any] | None,
+        mechanism: dpjax.Mechanism,
+        dataset: data.Dataset,
+        sample: int = 128,
+    ) -> None:
+        self.model, self.loss, self.mechanism = model, loss, mechanism
+        self.test = jax.tree.map(jnp.asarray, dataset.test)
+        size = len(dataset.train[1])
+        some = np.linspace(0, size - 1, min(sample, size)).astype(int)
+        self.sample = jax.tree.map(lambda x: jnp.asarray(x[some]), dataset.train)
+        self.logits = jax.jit(
+            lambda params, x: jax.lax.map(
+                lambda x: model.apply({"params": params}, x), x, batch_size=500
+            )
+        )
+        self.bias = jax.jit(
+            lambda params, batch: diagnostics.clipping_bias(
+                self.loss, mechanism.clipping, params, batch
+            )
+        )
+
+    def evaluate(self, state: Any) -> dict[str, Any]:
+        """The numbers of one evaluation; of averaged parameters, where an average is kept."""
+        x, y = self.test
+        logits = self.logits(training.averaged(state.optimizer), x)
+        row: dict[str, Any] = {
+            "accuracy": metrics.accuracy(logits, y),
+            "nll": metrics.nll(logits, y),
+        }
+        if self.loss is not None:
+            row["private"] = self._gradients(state.params)
+        return row
+
+    def _gradients(self, params: Any) -> dict[str, Any]:
+        bias = self.bias(params, self.sample)
+        counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
+        return {"cosine": bias.cosine, "norm_histogram": counts}
+
+    def leave(self, folder: pathlib.Path, params: Any) -> None:
+        """Writes parameters, predictions and lengths into the folder."""
+        (folder / "params.msgpack").write_bytes(flax.serialization.to_bytes(params))
+        x, y = self.test
+        probabilities = jax.nn.softmax(self.logits(params, x))
+        np.savez(folder / "evaluation.npz", labels=y, probabilities=probabilities)
+        weights = diagnostics.weight_norms(params)
+        try:
+            hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
+        except ValueError:  # a linear model has none
+            hidden = {}
+        found = {
+            "weight_names": list(weights),
+            "weight_norms": list(weights.values()),
+            "activation_names": list(hidden),
+            "activation_norms": list(hidden.values()),
+        }
+        if self.loss is not None:
+            norms = self.bias(params, self.sample).norms
+            found |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
+        np.savez(folder / "diagnostics.npz", **{k: np.asarray(v) for k, v in found.items()})
+
+
+def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
+    """Writes what the run was made with."""
+    names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
+    device = jax.devices()[0]
+    config = {
+        "command": " ".join(sys.argv),
+        "flags": dict(flags),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in names},
+        "hardware": {"device": device.device_kind, "devices": jax.device_count()},
+        **facts,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints by themselves: what comes back, and what is refused.  Faults: `test_faults`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dpjax.checkpoints import Checkpoints, Damaged
+
+STATE = {
+    "b": jnp.asarray([1.5, jnp.nan], jnp.bfloat16),
+    "key": jax.random.key(5),
+    "empty": np.zeros(0),
+    "scalar": jnp.int32(3),
+    "grown": np.arange(3),
+    "optimizer": optax.adam(0.1).init(jnp.ones((2, 3))),
+}
+
+
+@pytest.fixture
+def kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    yield checkpoints
+    checkpoints.close()
+
+
+def test_every_kind_of_leaf_comes_back(kept):
+    like = {**STATE, "key": jax.random.key(0), "grown": np.arange(2), "scalar": jnp.int32(0)}
+    assert kept.save(0, STATE, {"note": [1.5, None, 0.1]})
+    found = kept.latest(like)
+    assert found.facts == {"note": [1.5, None, 0.1]}
+    assert jax.tree.structure(found.state) == jax.tree.structure(STATE)
+    for one, other in zip(*map(jax.tree.leaves, (found.state, STATE)), strict=True):
+        assert one.dtype == other.dtype
+        assert isinstance(one, jax.Array) == isinstance(other, jax.Array)
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = map(jax.random.key_data, (one, other))
+        np.testing.assert_array_equal(np.asarray(one, float), np.asarray(other, float))
+
+
+def test_the_buffers_may_be_used_again_at_once(kept):
+    """Saving goes on in the background, from copies."""
+    numbers = np.arange(5.0)
+    kept.save(0, {"x": numbers}, {})
+    numbers[:] = -1
+    np.testing.assert_array_equal(kept.latest({"x": numbers}).state["x"], np.arange(5.0))
+
+
+def test_nothing_saved_is_nothing_found(kept):
+    assert kept.latest(STATE) is None
+
+
+def test_the_last_three_are_kept_and_the_last_is_taken(kept):
+    for step in range(5):
+        assert kept.save(step, {"x": jnp.float32(step)}, {"step": step})
+    assert kept.latest({"x": jnp.float32(0)}).facts == {"step": 4}
+    assert sorted(int(p.name) for p in kept.directory.glob("[0-9]*")) == [2, 3, 4]
+
+
+def test_a_step_that_is_there_is_left_as_it_is(kept):
+    assert kept.save(1, {"x": jnp.float32(1)}, {})
+    assert kept.save(1, {"x": jnp.float32(2)}, {})
+    assert kept.latest({"x": jnp.float32(0)}).state["x"] == 1
+
+
+def test_no_other_user_can_read_the_key(kept):
+    assert kept.directory.stat().st_mode & 0o077 == 0
+
+
+def test_another_shape_type_or_number_of_arrays_is_refused_by_name(kept):
+    kept.save(0, {"a": jnp.ones(2), "w": jnp.ones((2, 3))}, {})
+    with pytest.raises(ValueError, match=r"has w as float32\[2, 3\], .* as float32\[3, 3\]"):
+        kept.latest({"a": jnp.ones(2), "w": jnp.ones((3, 3))})
+    with pytest.raises(ValueError, match=r"state as int32\[2, 3\]"):
+        kept.latest({"a": jnp.ones(2), "w": jnp.ones((2, 3), jnp.int32)})
+    with pytest.raises(ValueError, match="holds 2 arrays, and this run's state has 1"):
+        kept.latest({"a": jnp.ones(2)})
+
+
+def test_a_damaged_one_is_set_aside_for_the_one_before(kept):
+    for step in (1, 2):
+        kept.save(step, {"x": jnp.float32(step)}, {})
+    kept.wait()
+    for path in (kept.directory / "2").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    assert kept.latest({"x": jnp.float32(0)}).state["x"] == 1
+    assert (kept.directory / "damaged-2").is_dir()
+    assert kept.save(2, {"x": jnp.float32(5)}, {}), "its number is free again"
+    assert kept.latest({"x": jnp.float32(0)}).state["x"] == 5
+
+
+def test_all_of_them_damaged_is_said(kept):
+    kept.save(1, {"x": jnp.float32(1)}, {})
+    kept.wait()
+    for path in (kept.directory / "1").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(Damaged, match="spent all the same"):
+            kept.latest({"x": jnp.float32(0)})
