@@ -179,10 +179,18 @@ def weighted_sum(
             run = jax.vmap(entry.site.apply, (None, 0))
             part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
         else:
-            summed = _product("bhks,bhsd->hkd", form.x, form.g)
-            part = _pulled(leaf, leaves, entry.site.of)(form.place(summed))
+            part = _pulled(leaf, leaves, entry.site.of)(form.place(_over_all(form)))
         total = total + part
     return total
+
+
+def _over_all(form: Outer) -> Array:
+    """The outer products of all examples and positions, summed: ``[blocks, inputs, outputs]``."""
+    if form.g.shape[1] > 1:
+        return _product("bhks,bhsd->hkd", form.x, form.g)
+    # As a product of two matrices: XLA would copy the inputs to bring them into its order.
+    x = jnp.swapaxes(form.x, 2, 3).reshape(-1, form.x.shape[2])
+    return _product("nk,nd->kd", x, form.g.reshape(-1, form.g.shape[3]))[None]
 
 
 def _product_norms(form: Outer) -> Squares:
