@@ -69,10 +69,36 @@ def test_impossible_parameters_are_refused(arguments, word):
         ("softplus", np.log1p(np.exp(0.5))),
         ("softsign", 1 / 3),
         ("silu", 0.5 / (1 + np.exp(-0.5))),
+        ("gelu", 0.25 * (1 + np.tanh(np.sqrt(2 / np.pi) * (0.5 + 0.044715 * 0.5**3)))),
+        ("leaky_relu", 0.5),
+        ("mish", 0.5 * np.tanh(np.log1p(np.exp(0.5)))),
+        ("selu", 0.5 * 1.0507009873554805),
     ],
 )
 def test_names(name, expected):
     assert activations.by_name(name)(jnp.float32(0.5)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("relu", 0),
+        ("leaky_relu", -0.02),
+        ("elu", np.expm1(-2)),
+        ("selu", 1.0507009873554805 * 1.6732632423543772 * np.expm1(-2)),
+        ("hard_tanh", -1),
+        ("identity", -2),
+    ],
+)
+def test_names_below_zero(name, expected):
+    assert activations.by_name(name)(jnp.float32(-2)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_name_is_differentiable_everywhere_and_keeps_the_dtype():
+    for name in activations._NAMED:
+        slopes = jax.vmap(jax.grad(activations.by_name(name)))(jnp.asarray(POINTS, jnp.float32))
+        assert jnp.isfinite(slopes).all(), name
+        assert activations.by_name(name)(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():

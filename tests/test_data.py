@@ -90,7 +90,7 @@ def test_the_folder_may_come_from_the_environment(tmp_path, monkeypatch):
     assert data.load("mnist").train[0].shape == (6, 28, 28, 1)
 
 
-def test_jpeg_streams(tmp_path):
+def jpegs():
     stored = {}
     for part, shades in (("train", [0, 100, 255]), ("test", [50])):
         pieces = []
@@ -101,6 +101,34 @@ def test_jpeg_streams(tmp_path):
         stored[f"jpeg_{part}"] = np.frombuffer(b"".join(pieces), np.uint8)
         stored[f"offsets_{part}"] = np.cumsum([0, *map(len, pieces)])
         stored[f"y_{part}"] = np.arange(len(shades), dtype=np.uint8)
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("array", "change", "word"),
+    [
+        ("jpeg_train", lambda x: x[:-300], "reach from 0 to"),
+        ("jpeg_train", lambda x: x[: len(x) // 2], "cut off: fetch it again"),
+        ("jpeg_train", lambda x: np.concatenate([x[:-300], x[:300]]), "do not decode"),
+        ("offsets_train", lambda x: None, "not where they begin"),
+        ("offsets_train", lambda x: x.astype(float), "not where they begin"),
+        ("offsets_train", lambda x: x[None], "not where they begin"),
+        ("offsets_train", lambda x: x[1:], "by their offsets they reach"),
+        ("offsets_train", lambda x: x[[0, 2, 1, 3]], "do not decode"),
+        ("offsets_train", lambda x: x[[0, 1, 3]], "2 inputs and 3 targets"),
+    ],
+)
+def test_damaged_jpeg_streams_are_refused(tmp_path, array, change, word):
+    stored = jpegs()
+    stored |= {array: change(stored[array])}
+    np.savez(tmp_path / "cifar10.npz", **{k: v for k, v in stored.items() if v is not None})
+    with pytest.raises(ValueError, match=word) as error:
+        data.load("cifar10", data_dir=tmp_path)
+    assert str(tmp_path / "cifar10.npz") in str(error.value)
+
+
+def test_jpeg_streams(tmp_path):
+    stored = jpegs()
     np.savez(tmp_path / "cifar10.npz", **stored)
     loaded = data.load("cifar10", data_dir=tmp_path)
     assert loaded.train[0].shape == (3, 32, 32, 3)
@@ -193,9 +221,19 @@ def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, nam
         ({"x_train": np.full((6, 28, 28), np.nan)}, r"numbers in \[0, 1\]"),
         ({"x_train": np.zeros((6, 28, 28), np.int64)}, "expected bytes"),
         ({"x_train": np.zeros((6, 784), np.uint8)}, r"\[examples, height, width, channels\]"),
-        ({"x_test": np.zeros((3, 32, 32, 3), np.uint8)}, r"shape \(32, 32, 3\), and training"),
+        (
+            {"x_test": np.zeros((3, 32, 32, 3), np.uint8)},
+            r"shape \(32, 32, 3\); expected \(28, 28, 1\)",
+        ),
         ({"x_train": np.zeros((5, 28, 28), np.uint8)}, "5 inputs and 6 targets; each needs one"),
         ({"x_test": np.zeros((0, 28, 28), np.uint8), "y_test": np.zeros(0)}, "0 inputs and 0"),
+        ({"x_test": np.zeros((0, 28, 28)), "y_test": np.zeros(0)}, "0 inputs and 0"),
+        ({"x_train": np.zeros((6, 28, 27), np.uint8)}, r"shape \(28, 27, 1\); expected"),
+        ({"y_train": np.array([0, 1, 2, 3, 4, 3.7])}, "a whole number for each example"),
+        ({"y_train": np.array([0, 1, 2, 3, 4, np.nan])}, "labels of type float64"),
+        ({"y_train": np.array([0, 1, 2, 3, 4, 2**32 + 3])}, "labels of type int64"),
+        ({"y_train": np.array(list("abcdef"))}, "a whole number for each example"),
+        ({"y_train": np.eye(10)[:6]}, r"shape \(6, 10\).*argmax"),
         ({"y_train": np.array([0, 1, 2, 3, 4, 10])}, "labels from 0 to 10; expected 0 to 9"),
         ({"y_test": np.array([-1, 0, 1])}, "labels from -1 to 1"),
         ({"y_test": np.array([None, 0, 1])}, "not a whole .npz file of plain arrays"),
@@ -209,12 +247,21 @@ def test_wrong_contents_are_refused_and_the_file_is_named(tmp_path, change, word
     assert str(tmp_path / "mnist.npz") in str(error.value)
 
 
-@pytest.mark.parametrize("kept", [0, 10, 200, -1, -400])
+def test_whole_labels_may_be_stored_as_floats(tmp_path):
+    stored = arrays()
+    np.savez(tmp_path / "mnist.npz", **stored | {"y_train": stored["y_train"].astype(np.float64)})
+    loaded = data.load("mnist", data_dir=tmp_path)
+    assert loaded.train[1].dtype == np.int32
+    assert np.array_equal(loaded.train[1], stored["y_train"])
+
+
+@pytest.mark.parametrize("kept", [0, 10, 200, 0.5, -1, -400])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_a_file_that_was_cut_off_is_refused(tmp_path, save, kept):
     save(tmp_path / "mnist.npz", **arrays())
     whole = (tmp_path / "mnist.npz").read_bytes()
-    (tmp_path / "mnist.npz").write_bytes(whole[:kept])
+    end = kept if isinstance(kept, int) else int(len(whole) * kept)
+    (tmp_path / "mnist.npz").write_bytes(whole[:end])
     with pytest.raises(ValueError, match=r"mnist\.npz is not a whole .* fetch it again"):
         data.load("mnist", data_dir=tmp_path)
 
@@ -277,10 +324,23 @@ def test_a_table_with_something_else_in_it_is_refused(tmp_path, cell, word):
     assert str(tmp_path / "wine_quality_red.csv") in str(error.value)
 
 
-def test_a_table_that_was_cut_off_is_refused(tmp_path):
-    (tmp_path / "wine_quality_red.csv").write_text(table("wine_quality", 320)[0])
-    with pytest.raises(ValueError, match="cut off"):
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (table("wine_quality", 320)[0].encode(), "got 320 rows.*cut off"),
+        (b"", "got 0 rows"),
+        (b"a;b\n", "got 0 rows"),
+        (table("wine_quality", 330)[0].encode()[:-5] + b";", "not a table of numbers"),
+        (table("wine_quality", 330)[0].encode() + b"\n1;2", "not a table of numbers"),
+        (b"\xff\xfe" + table("wine_quality", 330)[0].encode(), "not a table of numbers"),
+        (table("california_housing", 330)[0].encode(), r"shape \(8,\); expected \(11,\)"),
+    ],
+)
+def test_a_table_that_is_not_whole_or_another_is_refused(tmp_path, content, word):
+    (tmp_path / "wine_quality_red.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=word) as error:
         data.load("wine_quality", data_dir=tmp_path)
+    assert str(tmp_path / "wine_quality_red.csv") in str(error.value)
 
 
 # --- TensorFlow Datasets ----------------------------------------------------------------------

@@ -98,18 +98,21 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
     return ((values - np.asarray(mean)) / np.asarray(scale)).astype(np.float32)
 
 
-def checked(dataset: Dataset[_Train], where: str) -> Dataset[_Train]:
+def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dataset[_Train]:
     """The data set, if it is one.  Of a `Stream` only the shape: its rows are not here yet.
 
     Args:
       dataset: As it was read.
+      shape: Of one example's inputs.
       where: The file, or the place it was read from, for the error.
     """
     train = dataset.train
-    streamed = isinstance(train, Stream)
-    shape = train.row[0].shape if streamed else train[0].shape[1:]
-    for part, (x, y) in ([] if streamed else [("train", train)]) + [("test", dataset.test)]:
-        fault = _fault(x, y, shape, dataset.classes)
+    if isinstance(train, Stream):
+        first = _other_shape(train.row[0].shape, shape)
+    else:
+        first = _fault(*train, shape, dataset.classes)
+    faults = {"train": first, "test": _fault(*dataset.test, shape, dataset.classes)}
+    for part, fault in faults.items():
         if fault:
             raise ValueError(
                 f"data.load({dataset.name!r}): {where}: its {part} part has {fault}. The file may "
@@ -122,9 +125,13 @@ def _fault(x: np.ndarray, y: np.ndarray, shape: tuple[int, ...], classes: int | 
     if not len(y) or len(x) != len(y):
         return f"{len(x)} inputs and {len(y)} targets; each needs one"
     if x.shape[1:] != shape:
-        return f"examples of shape {x.shape[1:]}, and training ones have {shape}"
+        return _other_shape(x.shape[1:], shape)
     if not np.isfinite(x).all() or not np.isfinite(y).all():
         return "numbers that are NaN or infinite"
     if classes is not None and not (y.min() >= 0 and y.max() < classes):
         return f"labels from {y.min()} to {y.max()}; expected 0 to {classes - 1}"
     return None
+
+
+def _other_shape(found: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
+    return None if found == shape else f"examples of shape {found}; expected {shape}"

@@ -40,37 +40,38 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
         )
     if x.dtype == np.uint8:
         return x.astype(np.float32) / np.float32(255)
-    if x.dtype.kind != "f" or not (x.min() >= 0 and x.max() <= 1):
+    if x.dtype.kind != "f" or (x.size and not (x.min() >= 0 and x.max() <= 1)):
+        reach = f" from {x.min()} to {x.max()}" if x.size else ""
         raise ValueError(
-            f"data.load: {where}: got images of type {x.dtype} from {x.min()} to {x.max()}; "
+            f"data.load: {where}: got images of type {x.dtype}{reach}; "
             "expected bytes, or numbers in [0, 1]. Images that were standardised must be stored "
             "as they came."
         )
     return x.astype(np.float32)
 
 
-def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset[Split]:
+def table(name: str, source: Source, x: np.ndarray, y: np.ndarray, where: str) -> Dataset[Split]:
     """A table as a data set: some of its rows are split off for the test."""
     if len(x) <= source.test_size:
         raise ValueError(
-            f"data.load({name!r}): got {len(x)} rows; expected more than the {source.test_size} "
-            "that are kept for the test. The file may have been cut off."
+            f"data.load({name!r}): {where}: got {len(x)} rows; expected more than the "
+            f"{source.test_size} that are kept for the test. The file may have been cut off."
         )
     rows = (x.astype(np.float32), y.astype(np.float32))
     return Dataset(name, *hold_out(rows, source.test_size), source.classes, source.note)
 
 
 def _read_csv(name: str, source: Source, path: Path) -> Dataset[Split]:
-    with path.open(encoding="utf-8") as lines:
-        separator = ";" if ";" in lines.readline() else ","
     try:
-        rows = np.loadtxt(path, delimiter=separator, skiprows=1, ndmin=2, encoding="utf-8")
+        header, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        separator = ";" if ";" in header else ","
+        rows = np.loadtxt(lines, delimiter=separator, ndmin=2) if lines else np.zeros((0, 1))
     except ValueError as error:
         raise ValueError(
             f"data.load({name!r}): {path} is not a table of numbers: {error}. Expected a header, "
             "and then rows of equal length with the target last."
         ) from error
-    return table(name, source, rows[:, :-1], rows[:, -1])
+    return table(name, source, rows[:, :-1], rows[:, -1], str(path))
 
 
 def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
@@ -106,12 +107,36 @@ def _arrays(name: str, path: Path) -> Mapping[str, np.ndarray]:
 def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path) -> Split:
     x, y = arrays[images], arrays[labels]
     if images.startswith("jpeg"):
-        x = _decoded(x, arrays[images.replace("jpeg", "offsets")], path)
-    return unit(x, str(path)), y.astype(np.int32).ravel()
+        x = _decoded(x, arrays.get(images.replace("jpeg", "offsets")), path)
+    return unit(x, str(path)), _whole(y, path)
 
 
-def _decoded(stream: np.ndarray, starts: np.ndarray, path: Path) -> np.ndarray:
+def _whole(y: np.ndarray, path: Path) -> np.ndarray:
+    """Labels as int32, ``[examples]``; MedMNIST has a second axis of length 1."""
+    column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    numbers = column.ndim == 1 and column.dtype.kind in "iuf" and np.isfinite(column).all()
+    if not numbers or np.any(column % 1) or np.abs(column).max(initial=0) >= 2**31:
+        raise ValueError(
+            f"data.load: {path}: got labels of type {y.dtype} and shape {y.shape}; expected a "
+            "whole number for each example, counted from 0. One-hot rows become so by "
+            ".argmax(axis=1)."
+        )
+    return column.astype(np.int32)
+
+
+def _decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.ndarray:
     """Images from a buffer of JPEG streams."""
+    edges = np.zeros(0, np.int64) if starts is None else starts
+    if edges.ndim != 1 or edges.dtype.kind not in "iu" or len(edges) < 2 or stream.ndim != 1:
+        raise ValueError(
+            f"data.load: {path} holds JPEG streams, but not where they begin: offsets_train and "
+            "offsets_test are whole numbers, one more than there are images."
+        )
+    if edges[0] != 0 or edges[-1] != stream.nbytes:
+        raise ValueError(
+            f"data.load: {path} holds {stream.nbytes} bytes of JPEG streams, and by their offsets "
+            f"they reach from {edges[0]} to {edges[-1]}. It may have been cut off: fetch it again."
+        )
     try:
         from PIL import Image
     except ImportError as error:
@@ -120,7 +145,7 @@ def _decoded(stream: np.ndarray, starts: np.ndarray, path: Path) -> np.ndarray:
             "installed. Install the extra: pip install 'dpjax[data]'."
         ) from error
     whole = stream.tobytes()
-    pieces = (io.BytesIO(whole[a:b]) for a, b in itertools.pairwise(starts))
+    pieces = (io.BytesIO(whole[a:b]) for a, b in itertools.pairwise(edges.tolist()))
     try:
         return np.stack([np.asarray(Image.open(piece)) for piece in pieces])
     except (OSError, ValueError) as error:

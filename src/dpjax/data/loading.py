@@ -47,7 +47,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
 
     An ``.npz`` holds ``x_train, y_train, x_test, y_test`` (bytes, or numbers in [0, 1]), or
     instead of each ``x`` a buffer ``jpeg_train`` of JPEG streams that begin at
-    ``offsets_train``; or it is as MedMNIST publishes it, whose validation part is left out.
+    ``offsets_train`` (whose last entry is the end); or it is as MedMNIST publishes it, whose validation part is left out.
     A ``.csv`` has a header, and its target in the last column.
 
     Args:
@@ -68,9 +68,9 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
     path = Path(folder, source.file) if folder else None
     if path is not None and path.is_file():
-        return checked(read(name, source, path), str(path))
+        return checked(read(name, source, path), source.shape, str(path))
     if importlib.util.find_spec("tensorflow_datasets") is not None:
-        return checked(from_tfds(name, source, folder), "TensorFlow Datasets")
+        return checked(from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
     raise FileNotFoundError(
         f"data.load({name!r}): found neither {path or source.file} nor TensorFlow Datasets. Put "
         f"{source.file} into a folder and name it by data_dir=... or the environment variable "
@@ -108,7 +108,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
             "installed. Install the extra: pip install 'dpjax[tfds]'."
         )
     folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
-    return checked(stream_from_tfds(name, source, folder), "TensorFlow Datasets")
+    return checked(stream_from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
 
 
 def _source(name: str, asked: str) -> Source:

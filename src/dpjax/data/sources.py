@@ -18,6 +18,7 @@ class Source:
 
     Args:
       file: Its name in the folder; ``.npz`` or ``.csv``.
+      shape: Of one example's inputs.
       classes: How many labels there are; None where the target is a quantity.
       test_size: How many rows of a table are kept for the test.
       tfds: What TensorFlow Datasets calls it; None if it does not have it.
@@ -25,6 +26,7 @@ class Source:
     """
 
     file: str
+    shape: tuple[int, ...]
     classes: int | None = None
     test_size: int = 0
     tfds: str | None = None
@@ -33,18 +35,21 @@ class Source:
 
 SOURCES: MappingProxyType[str, Source] = MappingProxyType(
     {
-        "mnist": Source(file="mnist.npz", classes=10, tfds="mnist"),
-        "fashion_mnist": Source(file="fashion_mnist.npz", classes=10, tfds="fashion_mnist"),
-        "cifar10": Source(file="cifar10.npz", classes=10, tfds="cifar10"),
-        "cifar100": Source(file="cifar100.npz", classes=100, tfds="cifar100"),
-        "svhn": Source(file="svhn.npz", classes=10, tfds="svhn_cropped"),
-        "pathmnist": Source(file="pathmnist.npz", classes=9),
-        "organamnist": Source(file="organamnist.npz", classes=11),
-        "organcmnist": Source(file="organcmnist.npz", classes=11),
-        "organsmnist": Source(file="organsmnist.npz", classes=11),
-        "california_housing": Source(file="california_housing.csv", test_size=2_064),
+        "mnist": Source(file="mnist.npz", shape=(28, 28, 1), classes=10, tfds="mnist"),
+        "fashion_mnist": Source(
+            file="fashion_mnist.npz", shape=(28, 28, 1), classes=10, tfds="fashion_mnist"
+        ),
+        "cifar10": Source(file="cifar10.npz", shape=(32, 32, 3), classes=10, tfds="cifar10"),
+        "cifar100": Source(file="cifar100.npz", shape=(32, 32, 3), classes=100, tfds="cifar100"),
+        "svhn": Source(file="svhn.npz", shape=(32, 32, 3), classes=10, tfds="svhn_cropped"),
+        "pathmnist": Source(file="pathmnist.npz", shape=(28, 28, 3), classes=9),
+        "organamnist": Source(file="organamnist.npz", shape=(28, 28, 1), classes=11),
+        "organcmnist": Source(file="organcmnist.npz", shape=(28, 28, 1), classes=11),
+        "organsmnist": Source(file="organsmnist.npz", shape=(28, 28, 1), classes=11),
+        "california_housing": Source(file="california_housing.csv", shape=(8,), test_size=2_064),
         "wine_quality": Source(
             file="wine_quality_red.csv",
+            shape=(11,),
             test_size=320,
             tfds="wine_quality/red",
             note="some rows repeat exactly; the unit of privacy is a row",

@@ -41,7 +41,8 @@ def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) 
         as_numpy = importlib.import_module("tensorflow_datasets").as_numpy
         parts = {part: list(as_numpy(rows)) for part, rows in builder.as_dataset().items()}
     if source.classes is None:
-        return table(name, source, *_whole(Stream(parts["train"], _wine)))
+        rows = _whole(Stream(parts["train"], _wine))
+        return table(name, source, *rows, "TensorFlow Datasets")
     train, test = (_whole(_images(parts[part], source.classes)) for part in ("train", "test"))
     return Dataset(name, train, test, source.classes, source.note)
 
