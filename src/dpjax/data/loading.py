@@ -47,7 +47,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
 
     An ``.npz`` holds ``x_train, y_train, x_test, y_test`` (bytes, or numbers in [0, 1]), or
     instead of each ``x`` a buffer ``jpeg_train`` of JPEG streams that begin at
-    ``offsets_train`` (whose last entry is the end); or it is as MedMNIST publishes it, whose validation part is left out.
+    ``offsets_train``, whose last entry is the end; or it is as MedMNIST publishes it, whose
+    validation part is left out.
     A ``.csv`` has a header, and its target in the last column.
 
     Args:

@@ -170,15 +170,19 @@ class Stream:
 
     def _fill(self, room: list[np.ndarray], indices: np.ndarray, share: np.ndarray) -> None:
         """Puts a share of a batch in its places."""
+        first, structure = jax.tree.flatten(self._first)
         for place, example in zip(share, self._read(indices[share].tolist()), strict=True):
-            found = jax.tree.map(_shape, example)
-            if jax.tree.flatten(found) != jax.tree.flatten(self._first):
+            leaves, found = jax.tree.flatten(example)
+            arrays = [np.asarray(leaf) for leaf in leaves]
+            kinds = [(array.shape, array.dtype) for array in arrays]
+            if found != structure or kinds != [(r.shape, r.dtype) for r in first]:
                 raise ValueError(
-                    f"data.Stream: example {indices[place]} is {found}; the first one, and so "
-                    f"every one, is {self._first}. Let `example` bring them to one shape and type."
+                    f"data.Stream: example {indices[place]} is {jax.tree.map(_shape, example)}; "
+                    f"the first one, and so every one, is {self._first}. Let `example` bring them "
+                    "to one shape and type."
                 )
-            for array, leaf in zip(room, jax.tree.leaves(example), strict=True):
-                array[place] = leaf
+            for rows, array in zip(room, arrays, strict=True):
+                rows[place] = array
 
     def _read(self, indices: list[int]) -> Iterator[PyTree]:
         """The examples at indices; an error says which of them it was."""
