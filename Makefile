@@ -68,7 +68,7 @@ endif
 $(VENV)/ready-run: pyproject.toml .ci/lock.txt $(BROKEN)
 	@$(call create)
 	@echo "dpjax: installing what dpjax runs with (a minute or so, the first time)"
-	@$(PIP) install -q -c .ci/lock.txt -e '.[data,plots,checkpoints,progress]'
+	@$(PIP) install -q -c .ci/lock.txt -e '.[data,plots]'
 	@touch $@
 
 $(VENV)/ready-dev: $(VENV)/ready-run

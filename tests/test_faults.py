@@ -254,6 +254,26 @@ def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
         training.earlier(tmp_path)
 
 
+def test_a_forgotten_run_makes_room_for_another(tmp_path):
+    lives.fit(tmp_path, steps=3)
+    (tmp_path / "mine").write_text("stays")
+    training.forget(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "mine"]
+    _, rows = lives.fit(tmp_path, lives.make(multiplier=2.0), steps=3)
+    assert [row["step"] for row in rows] == [3]
+    training.forget(tmp_path / "nothing")
+
+
+def test_a_running_run_is_not_forgotten(server, tmp_path):
+    process = lives.begin(server, tmp_path, options={"evaluate_every": 1, "save_every": 1})
+    while not (tmp_path / "run.json").exists():
+        time.sleep(0.01)
+    with pytest.raises(ledger.Refused, match="is running there"):
+        training.forget(tmp_path)
+    lives.killed(process, after=0)
+    assert (tmp_path / "run.json").exists()
+
+
 def test_parts_of_a_run_share_its_folder(tmp_path):
     """Fit after fit in one process, with the state handed on or not."""
     algorithm = lives.make()

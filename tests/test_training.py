@@ -98,6 +98,33 @@ def test_the_log_keeps_the_two_doors_apart(tmp_path):
     assert "loss" not in rows[-1]
 
 
+def test_a_board_shows_the_log(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    algorithm = make()
+    _, rows = dpjax.fit(
+        algorithm, start(algorithm), directory=tmp_path, evaluate_every=10, progress=False
+    )
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    content, seen = path.read_bytes(), {}
+    while content:  # a length, a checksum of it, an event, a checksum of that
+        size = int.from_bytes(content[:8], "little")
+        event = Event.FromString(content[12 : 12 + size])
+        content = content[16 + size :]
+        for value in event.summary.value:
+            seen[value.tag, event.step] = value.simple_value
+    assert seen["epsilon", 20] == pytest.approx(rows[-1]["epsilon"])
+    assert seen["private/loss", 10] == pytest.approx(rows[0]["private"]["loss"])
+    assert ("loss", 10) not in seen
+
+
+def test_no_board_is_no_obstacle(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    algorithm = make(steps=2)
+    dpjax.fit(algorithm, start(algorithm), directory=tmp_path, progress=False)
+    assert not (tmp_path / "tensorboard").exists()
+
+
 def test_empty_draws_leave_no_gap_in_the_log():
     algorithm = make(batch=0.2)
     _, history = dpjax.fit(algorithm, start(algorithm), progress=False)

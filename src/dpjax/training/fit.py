@@ -61,7 +61,8 @@ def fit(
       delta: The delta at which epsilon is shown.
       method: The `dpjax.accounting` method by which it is.
       directory: The folder of this run, and of no other: ``metrics.jsonl``, a line an
-        evaluation; ``run.json``, what the run is; ``checkpoints``.
+        evaluation; ``run.json``, what the run is; ``checkpoints``; and TensorBoard's events
+        in ``tensorboard``, if that extra is installed.
       configuration: What else makes the run what it is (learning rate, seed, ...), as JSON
         has it.  Another one in the same folder is refused.
       save_every: Steps between two checkpoints; by default about five minutes.
@@ -108,6 +109,7 @@ def fit(
             identity = {**algorithm.identity(), **(configuration or {})}
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
+        stack.callback(run.close)
         most = algorithm.budget.epsilon if algorithm.budget else planned
         show = Progress(run.done, end, most, enabled=progress)
         stack.callback(show.close)

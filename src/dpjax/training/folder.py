@@ -121,7 +121,8 @@ def forget(directory: str | os.PathLike[str]) -> None:
         return
     lock = _locked(folder / "lock", folder)
     try:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in ("checkpoints", "tensorboard"):
+            shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("metrics.jsonl", "run.json"):  # the run exists as long as its last file
             (folder / name).unlink(missing_ok=True)
     finally:

@@ -19,6 +19,7 @@ from absl import logging
 
 from dpjax import trees
 from dpjax.ledger import Refused
+from dpjax.training.board import Board
 from dpjax.training.folder import Folder
 from dpjax.types import Algorithm
 
@@ -41,8 +42,10 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.seen: list[Mapping[str, Any]] = []
         self.state, self.pace, self.saved = trees.copy(state), 1, time.monotonic()
+        self.board = None
         if folder is not None:
             self._take_up(folder)
+            self.board = Board(folder.path / "tensorboard", self.done)
 
     @property
     def done(self) -> int:
@@ -83,9 +86,15 @@ class Run:
         whole = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
         self.rows.append(whole)
         self.seen = []
-        if self.folder is not None:
+        if self.folder is not None and self.board is not None:
             self.folder.write(whole)
+            self.board.write(whole)
         return whole
+
+    def close(self) -> None:
+        """Ends what is written beside the folder's own files."""
+        if self.board is not None:
+            self.board.close()
 
     def save(self, *, wait: bool = False) -> bool:
         """Begins a checkpoint; whether all went well."""

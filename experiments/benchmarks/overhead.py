@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run costs beside its steps: the host, single dispatches, the disk, checkpoints.
+
+  claim    host time is under 5 % of a small model's step when `fit` drives it
+  command  python experiments/benchmarks/overhead.py [--out overhead.json]
+
+The model is the demo's (digits, one hidden layer of 128, batches of 512).  A dispatch of n
+steps takes a fixed time and n times a step's, both from dispatches of 8 and of 64 steps; what
+`fit` takes beyond its steps is the host's: ledger, log, signals, progress.  Evaluations and
+checkpoints are left out there, and checkpoints timed by themselves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import reporting
+from absl import app, flags
+
+import dpjax
+from dpjax import checkpoints, clipping, data, losses, models, sampling, trees
+
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "How often each is timed.", 1)
+_STEPS = flags.DEFINE_integer("steps", 2048, "Steps of a run.", 128)
+_OUT = flags.DEFINE_string("out", None, "Where the figures go, as JSON.")
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def algorithm(examples: Any) -> dpjax.types.Algorithm:
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(1437, 512),
+        clipping=clipping.flat(0.5),
+        noise_multiplier=5.0,
+        steps=10 * _STEPS.value,
+    )
+    model = models.MLP(features=(128,), classes=10)
+    loss = losses.of(model, losses.cross_entropy)
+    return dpjax.dpsgd(loss, optax.sgd(0.4, momentum=0.9), mechanism, examples)
+
+
+def begun(algorithm: dpjax.types.Algorithm) -> Any:
+    model = models.MLP(features=(128,), classes=10)
+    params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)))["params"]
+    return algorithm.init(jax.random.key(0), params)
+
+
+def dispatches(algorithm: dpjax.types.Algorithm) -> tuple[float, float]:
+    """Seconds of a step inside a dispatch, and of a dispatch beside its steps."""
+    state, times = begun(algorithm), {}
+    few, many = 8, 64
+    for count in (few, many):
+        algorithm.run(trees.copy(state), count)
+    for _ in range(_ROUNDS.value):
+        for count in (few, many):
+            fresh = jax.block_until_ready(trees.copy(state))
+            times.setdefault(count, []).append(
+                seconds(lambda s=fresh, n=count: jax.block_until_ready(algorithm.run(s, n)))
+            )
+    short, long = statistics.median(times[few]), statistics.median(times[many])
+    step = (long - short) / (many - few)
+    return step, short - few * step
+
+
+def runs(algorithm: dpjax.types.Algorithm) -> float:
+    """Seconds of a step when `fit` drives it."""
+    state = begun(algorithm)
+    options = {"evaluate_every": _STEPS.value, "progress": False, "steps": _STEPS.value}
+    with tempfile.TemporaryDirectory() as folder:  # compiles, and fills the caches
+        dpjax.fit(algorithm, state, directory=folder, **options)
+    return seconds(lambda: dpjax.fit(algorithm, state, **options)) / _STEPS.value
+
+
+def saving(state: Any) -> tuple[float, float]:
+    """Seconds for which a checkpoint holds up the run, and until it is on disk."""
+    held, whole = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        kept = checkpoints.Checkpoints(folder)
+        for step in range(_ROUNDS.value):
+            held.append(seconds(lambda n=step: kept.save(n, state, {})))
+            whole.append(held[-1] + seconds(kept.wait))
+        kept.close()
+    return statistics.median(held), statistics.median(whole)
+
+
+def main(_: list[str]) -> None:
+    report = reporting.begin(("dpjax", "jax", "orbax-checkpoint"), rounds=_ROUNDS.value)
+    train = data.load("digits").train
+    resident = algorithm(train)
+    step, dispatch = dispatches(resident)
+    driven = statistics.median(runs(resident) for _ in range(5))
+    streamed, _ = dispatches(algorithm(data.Stream(list(zip(*train, strict=True)))))
+    held, whole = saving(begun(resident))
+    report |= {
+        "step_ms": 1e3 * step,
+        "dispatch_ms": 1e3 * dispatch,
+        "step_driven_by_fit_ms": 1e3 * driven,
+        "host_share": (driven - step) / driven,
+        "single_step_ms": 1e3 * (step + dispatch),
+        "streamed_step_ms": 1e3 * streamed,
+        "checkpoint_held_ms": 1e3 * held,
+        "checkpoint_ms": 1e3 * whole,
+    }
+    for name in list(report)[-8:]:
+        print(f"{name:22} {report[name]:8.3f}")
+    reporting.keep(report, _OUT.value)
+
+
+if __name__ == "__main__":
+    app.run(main)
