@@ -35,6 +35,7 @@ LAWS, CLIP, NOISE = "test_laws.py::test_", "test_clipping.py::test_", "test_nois
 SAMPLE, MECHANISM, LEDGER = (f"test_{x}.py::test_" for x in ("sampling", "mechanism", "ledger"))
 ACCOUNT, GHOST = "test_accounting.py::test_", "test_ghost.py::test_ghost_"
 FEATURES = "test_features.py::test_"
+SELECT = "test_selection.py::test_"
 
 MUTANTS = [
     # Clipping and sensitivity
@@ -698,6 +699,70 @@ MUTANTS = [
         "proven=True",
         LEDGER + "budgets_that_mean_nothing_are_refused",
     ),
+    # Keeping the best of many runs
+    Mutant(
+        "selection: the losers' share left out",
+        "accounting/selection.py",
+        "(1 + eta) * least",
+        "eta * least",
+        SELECT + "published_figures_of_the_reference_run",
+    ),
+    Mutant(
+        "selection: no price for a number that is hardly hidden",
+        "accounting/selection.py",
+        "(1 - 1 / second) * r + tail / second",
+        "(1 - 1 / second) * r",
+        SELECT + "published_figures_of_the_reference_run",
+    ),
+    Mutant(
+        "selection: more runs than one for the price of one",
+        "accounting/selection.py",
+        "    return one + (1 + eta) * least + math.log(runs) / (ORDERS - 1)",
+        "    return one + (1 + eta) * least",
+        SELECT + "published_figures_of_the_reference_run",
+    ),
+    Mutant(
+        "selection: Poisson pays for one delta instead of one a run",
+        "accounting/selection.py",
+        "runs * np.array(delta_hat)",
+        "np.array(delta_hat)",
+        SELECT + "the_theorems_with_orders_between_ours[poisson-10-1.0]",
+    ),
+    Mutant(
+        "selection: Poisson with a larger epsilon than its theorem allows",
+        "accounting/selection.py",
+        "math.log1p(1 / (a - 1))",
+        "math.log1p(2 / (a - 1))",
+        SELECT + "the_theorems_with_orders_between_ours[poisson-10-1.0]",
+    ),
+    Mutant(
+        "selection: the cheapest of the settings that may be drawn",
+        "accounting/selection.py",
+        "np.max([renyi.total",
+        "np.min([renyi.total",
+        SELECT + "settings_that_may_be_drawn_cost_at_least_the_dearest_of_them",
+    ),
+    Mutant(
+        "selection: the mean of runs rounded down for all of them",
+        "accounting/selection.py",
+        "math.ceil(runs) * one",
+        "math.floor(runs / 2) * one",
+        SELECT + "published_figures_of_the_reference_run",
+    ),
+    Mutant(
+        "selection: twice the runs are drawn that are accounted",
+        "accounting/selection.py",
+        "_geometric(math.log(runs), coin)",
+        "_geometric(math.log(2 * runs), coin)",
+        SELECT + "numbers_are_drawn_from_the_distribution_that_is_accounted",
+    ),
+    Mutant(
+        "selection: a geometric drawn where the logarithmic is accounted",
+        "accounting/selection.py",
+        "_geometric(power * _logarithmic_tail(runs), coin)",
+        "_geometric(_logarithmic_tail(runs), coin)",
+        SELECT + "numbers_are_drawn_from_the_distribution_that_is_accounted",
+    ),
     # Private normalisation of features
     Mutant(
         "normalisation: examples not clipped",
@@ -1027,8 +1092,8 @@ MUTANTS = [
     Mutant(
         "a stream reads other rows than were drawn",
         "data/streaming.py",
-        "self._read(indices[share].tolist())",
-        "self._read(share.tolist())",
+        "examples(self.source, self.example, indices[share].tolist())",
+        "examples(self.source, self.example, share.tolist())",
         "test_streaming.py::test_rows_come_as_they_are_asked_for_and_nothing_else_is_read",
     ),
     Mutant(
@@ -1040,9 +1105,9 @@ MUTANTS = [
     ),
     Mutant(
         "a stream takes padding for the last example",
-        "data/streaming.py",
-        "indices.min() >= 0 and indices.max() < examples",
-        "indices.max() < examples",
+        "data/records.py",
+        "indices.min() >= 0 and indices.max() < size",
+        "indices.max() < size",
         "test_streaming.py::test_indices_are_checked",
     ),
     Mutant(

@@ -10,7 +10,8 @@ the CLT estimate of Gaussian DP.
 One convention rules: a noise multiplier in an event is relative to the *add-or-remove*
 sensitivity (one example joins or leaves). Asking for `neighbours="replace-one"` doubles the
 sensitivity, and that is converted here, once. Read `events`, then `leaves`, `rdp`, `pld`, `gdp`,
-and last `methods` and `search`, which join them.
+then `methods` and `search`, which join them, and last `selection`: what it costs to keep the best
+of many runs.
 """
 
 from dpjax.accounting.events import (
@@ -25,21 +26,26 @@ from dpjax.accounting.leaves import NEIGHBOURS
 from dpjax.accounting.methods import METHODS, Method, delta, epsilon
 from dpjax.accounting.rdp import ORDERS, renyi_divergence
 from dpjax.accounting.search import calibrate, largest_steps
+from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
 
 __all__ = [
+    "DISTRIBUTIONS",
     "METHODS",
     "NEIGHBOURS",
     "ORDERS",
     "Estimate",
     "Method",
+    "Selection",
     "calibrate",
     "compose",
     "delta",
+    "draw_runs",
     "effective_multiplier",
     "epsilon",
     "gaussian",
     "largest_steps",
     "renyi_divergence",
     "scheduled_gaussian",
+    "select_best",
     "subsampled_gaussian",
 ]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search costs: many private runs, of which only the best is published.
+
+To keep the best of several runs is a query of its own, even if their scores come from public
+data: which run wins depends on what all of them learnt. A *fixed* number of runs costs their
+composition. A *random* number costs far less, because nobody can tell how many runs the winner
+has beaten; that is what `select_best` accounts, from the Rényi curve of one run, and `draw_runs`
+draws the number that is accounted.
+
+Three distributions of the number, one row each. This page knows nothing of what a run is, or how
+two of them are compared.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from dp_accounting import DpEvent
+from dp_accounting.rdp import rdp_privacy_accountant as library
+from scipy import stats
+from scipy.optimize import root_scalar
+from scipy.special import exprel
+
+from dpjax.accounting import renyi
+from dpjax.accounting.leaves import split
+from dpjax.accounting.methods import epsilon
+from dpjax.accounting.rdp import ORDERS
+from dpjax.types import Key
+
+__all__ = ["DISTRIBUTIONS", "Distribution", "Selection", "draw_runs", "select_best"]
+
+
+class Selection(NamedTuple):
+    """What a search costs, by three ways to count it, at one delta.
+
+    Attributes:
+      epsilon_one: one run that was fixed beforehand; *not* the price of a search.
+      epsilon_best: the best of a random number of runs, if it alone is published.
+      epsilon_all: so many runs (rounded up) composed; then all of them may be published.
+      mean_runs: how many runs there are on average.
+    """
+
+    epsilon_one: float
+    epsilon_best: float
+    epsilon_all: float
+    mean_runs: float
+
+
+class Distribution(NamedTuple):
+    """How the number of runs is drawn.
+
+    Attributes:
+      words: one line for reports.
+      divergence: from the curve of one run and the mean number to the curve of the best.
+      draw: from the mean number and two uniform numbers in (0, 1) to a number of runs.
+    """
+
+    words: str
+    divergence: Callable[[np.ndarray, float], np.ndarray]
+    draw: Callable[[float, float, float], int]
+
+
+def select_best(
+    event: DpEvent | Sequence[DpEvent],
+    delta: float,
+    *,
+    runs: float,
+    distribution: str = "geometric",
+    neighbours: str = "add-or-remove",
+) -> Selection:
+    """The epsilon of running a training `K` times and publishing the best run, `K` random.
+
+    With `r` the Rényi curve of one run, at every order `a`, for the truncated negative binomials
+    (`eta` 1: geometric; 0: logarithmic; `gamma` their parameter), and for Poisson,
+
+        r(a) + (1 + eta) min_b [(1 - 1/b) r(b) + log(1/gamma) / b] + log(runs) / (a - 1)
+        r(a) + runs * delta_hat(log(a / (a - 1))) + log(runs) / (a - 1)
+
+    where `delta_hat` is the delta of one run; the best order then gives epsilon.
+
+    Args:
+      event: one run; or several events, if each run draws its settings: all that could be drawn.
+      delta: the probability beside epsilon, in (0, 1).
+      runs: the mean of `K`, 1 or more.
+      distribution: "geometric", "logarithmic" (smaller epsilon, heavier tail) or "poisson" (close
+        to the mean, now and then no run at all; dear when one run's epsilon is large).
+      neighbours: as for `accounting.epsilon`.
+
+    Returns:
+      A `Selection`, by RDP. For a fixed number by another method, or if all runs are published:
+      `accounting.epsilon(accounting.compose(*events), ...)`.  To compose the best run with other
+      releases there is dp_accounting's `RepeatAndSelectDpEvent`, which the RDP here reads.
+
+    Privacy:
+      `epsilon_best` holds if all of these do.
+
+      1. `K` was drawn by `draw_runs` before the first result was seen, and stays secret: no table
+         of runs, no seed from which it follows. To stop early, or to add a run, voids it.
+      2. Runs have keys of their own. Settings are drawn anew for each, from candidates that
+         were fixed beforehand and are *all* in `event`, drawn or not.
+      3. The score is a function of what the run releases and of public data. A score on private
+         data that is not paid for in `event` has no epsilon.
+      4. The best run alone is published; with no run (Poisson), nothing or a constant.
+
+      | given | epsilon_best |
+      |---|---|
+      | `runs == 1`, not Poisson | `epsilon_one`: there is one run |
+      | something released bare | infinity |
+      | an event that RDP cannot account | an error |
+
+    Example:
+      >>> from dpjax import accounting
+      >>> event = accounting.subsampled_gaussian(1.1, sampling_rate=256 / 60_000, steps=14_063)
+      >>> select_best(event, delta=1e-5, runs=10)
+      Selection(epsilon_one=2.596..., epsilon_best=5.049..., epsilon_all=9.593..., mean_runs=10.0)
+
+    References:
+      Papernot, Steinke, *Hyperparameter tuning with Rényi differential privacy*, 2022, theorems 2
+      and 6.  Liu, Talwar, *Private selection from private candidates*, 2019.
+    """
+    who = "accounting.select_best"
+    row, runs = _row(distribution, who), _mean(runs, who)
+    events = [event] if isinstance(event, DpEvent) else list(event)
+    if not events:
+        raise ValueError(f"{who}(event=[]): expected the event of one run, or several in a list.")
+    alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
+    if not math.isfinite(alone):
+        return Selection(math.inf, math.inf, math.inf, runs)
+    one = np.max([renyi.total(split(each), neighbours) for each in events], axis=0)
+    best, every = row.divergence(one, runs), math.ceil(runs) * one
+    return Selection(alone, _epsilon(best, delta), _epsilon(every, delta), runs)
+
+
+def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
+    """Draws how many runs a search makes, from the distribution that `select_best` accounts.
+
+    Args:
+      key: from `noise.secret_key()`, or whoever knows it knows the number; consumed.
+      runs: the mean, 1 or more.
+      distribution: as for `select_best`.
+
+    Returns:
+      The number; 0 is possible with "poisson" alone. Probabilities are right to `2^-53`.
+
+    Example:
+      >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]
+      [1, 8, 5, 25, 2, 8]
+    """
+    who = "accounting.draw_runs"
+    row, runs = _row(distribution, who), _mean(runs, who)
+    words = np.asarray(jax.random.bits(key, (2, 2), "uint32"), np.uint64)
+    # Odd multiples of 2^-53: exact in a double, and neither 0 nor 1.
+    coins = (2 * (words[:, 0] << 20 | words[:, 1] >> 12) + 1) / 2**53
+    return row.draw(runs, *map(float, coins))
+
+
+def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndarray:
+    """Theorem 2; `tail` is log(1 / gamma). The second order may be 1, where `r` has no part."""
+    second, r = np.append(1.0, ORDERS), np.append(0.0, one)
+    least = np.min((1 - 1 / second) * r + tail / second)
+    return one + (1 + eta) * least + math.log(runs) / (ORDERS - 1)
+
+
+def _poisson(one: np.ndarray, runs: float) -> np.ndarray:
+    """Theorem 6; the largest epsilon_hat that it allows has the smallest delta_hat."""
+    orders, r = ORDERS.tolist(), np.maximum(one, 1e-15).tolist()
+    delta_hat = [library.compute_delta(orders, r, math.log1p(1 / (a - 1)))[0] for a in orders]
+    return one + runs * np.array(delta_hat) + math.log(runs) / (ORDERS - 1)
+
+
+def _logarithmic_tail(runs: float) -> float:
+    """log(1 / gamma) of the logarithmic distribution, whose mean is `(1/gamma - 1)` over it."""
+    bracket = (0.0, 2 * math.log(runs) + 2)
+    found = root_scalar(lambda t: exprel(t) - runs, bracket=bracket, method="brentq", xtol=1e-14)
+    return float(found.root)
+
+
+def _geometric(tail: float, coin: float) -> int:
+    """The first success of coins that succeed with probability `gamma`: `K > k` if all k fail."""
+    gamma = math.exp(-tail)
+    return 1 + math.floor(math.log(coin) / math.log1p(-gamma)) if gamma < 1 else 1
+
+
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "geometric": Distribution(
+        "after each run a coin says whether there is another",
+        lambda one, runs: _truncated(one, runs, 1, math.log(runs)),
+        lambda runs, coin, _: _geometric(math.log(runs), coin),
+    ),
+    "logarithmic": Distribution(
+        "often one run, sometimes very many",
+        lambda one, runs: _truncated(one, runs, 0, _logarithmic_tail(runs)),
+        # A geometric whose gamma is itself drawn, as gamma to a uniform power.
+        lambda runs, coin, power: _geometric(power * _logarithmic_tail(runs), coin),
+    ),
+    "poisson": Distribution(
+        "close to the mean, now and then no run at all",
+        _poisson,
+        lambda runs, coin, _: int(stats.poisson.ppf(coin, runs)),
+    ),
+}
+
+
+def _epsilon(curve: np.ndarray, delta: float) -> float:
+    return float(library.compute_epsilon(ORDERS.tolist(), curve.tolist(), delta)[0])
+
+
+def _row(name: str, who: str) -> Distribution:
+    if name not in DISTRIBUTIONS:
+        rows = "; ".join(f"{known!r}: {row.words}" for known, row in DISTRIBUTIONS.items())
+        raise ValueError(
+            f"{who}(distribution={name!r}): not known. There are: {rows}. A fixed number of runs "
+            "has no such bound: it costs all of them, accounting.compose(*events)."
+        )
+    return DISTRIBUTIONS[name]
+
+
+def _mean(runs: float, who: str) -> float:
+    if not (math.isfinite(runs) and runs >= 1):
+        raise ValueError(
+            f"{who}(runs={runs}): the mean number of runs must be 1 or more, and finite. It need "
+            "not be whole; it is what the search may take on average, not what it happened to take."
+        )
+    return float(runs)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeping the best of many runs: its price against figures, proofs, truth and draws."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize, special, stats
+
+import dpjax
+from dpjax import accounting
+from dpjax.accounting import draw_runs, select_best
+
+MNIST = accounting.subsampled_gaussian(1.1, 256 / 60_000, 14_063)
+SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
+ALL = pytest.mark.parametrize("distribution", SHAPES)
+
+
+@pytest.mark.parametrize(("runs", "best"), [(10, 5.0490), (50, 6.0113)])
+def test_published_figures_of_the_reference_run(runs, best):
+    found = select_best(MNIST, 1e-5, runs=runs)
+    assert found.epsilon_one == pytest.approx(2.5967, abs=5e-5)
+    assert found.epsilon_best == pytest.approx(best, abs=5e-5)
+    every = accounting.epsilon(accounting.compose(*[MNIST] * runs), 1e-5)
+    assert found.epsilon_all == pytest.approx(every, rel=1e-9)
+    assert found.mean_runs == runs
+
+
+@ALL
+@pytest.mark.parametrize("runs", [1.5, 10, 300])
+def test_never_above_the_accounting_library_and_hardly_below(distribution, runs):
+    event = RepeatAndSelectDpEvent(MNIST, runs, SHAPES[distribution])
+    library = accounting.epsilon(event, 1e-5)
+    ours = select_best(MNIST, 1e-5, runs=runs, distribution=distribution).epsilon_best
+    assert 0.999 * library <= ours <= library + 1e-9
+
+
+# --- the theorems, once more, for one Gaussian, whose curve is a / (2 z^2) at every order ---
+
+
+def log_inverse_gamma(runs, eta):
+    """Of the distribution with this mean, in the paper's own variable."""
+    if eta:
+        return math.log(runs)
+    found = optimize.root_scalar(
+        lambda g: (1 / g - 1) / -math.log(g) - runs, bracket=(1e-9, 1 - 1e-9), xtol=1e-16
+    )
+    return -math.log(found.root)
+
+
+def by_theorem_2(z, delta, runs, eta):
+    tail = log_inverse_gamma(runs, eta)
+
+    def penalty(b):
+        return (1 - 1 / b) * b / (2 * z**2) + tail / b
+
+    least = minimum(penalty, 1, 1000)
+    return lowest(lambda a: a / (2 * z**2) + (1 + eta) * least, delta, runs)
+
+
+def by_theorem_6(z, delta, runs):
+    def delta_of_one(epsilon):
+        """The improved conversion, at its best order."""
+
+        def log_delta(a):
+            return (a - 1) * (a / (2 * z**2) - epsilon + math.log1p(-1 / a)) - math.log(a)
+
+        orders = np.geomspace(1.02, 1024, 4000)
+        return math.exp(min(0.0, *map(log_delta, orders)))
+
+    return lowest(
+        lambda a: a / (2 * z**2) + runs * delta_of_one(math.log(a / (a - 1))), delta, runs
+    )
+
+
+def lowest(curve, delta, runs):
+    def epsilon(a):
+        r = curve(a) + math.log(runs) / (a - 1)
+        return r + math.log1p(-1 / a) - math.log(delta * a) / (a - 1)
+
+    orders = np.geomspace(1.02, 1024, 400)
+    near = orders[np.argmin([epsilon(a) for a in orders])]
+    return minimum(epsilon, max(1.02, near * 0.9), near * 1.1)
+
+
+def minimum(function, low, high):
+    return function(optimize.fminbound(function, low, high, xtol=1e-9))
+
+
+@pytest.mark.parametrize("z", [1.0, 4.0])
+@pytest.mark.parametrize("runs", [2, 10, 100])
+@ALL
+def test_the_theorems_with_orders_between_ours(distribution, runs, z):
+    if distribution == "poisson":
+        exact = by_theorem_6(z, 1e-5, runs)
+    else:
+        exact = by_theorem_2(z, 1e-5, runs, SHAPES[distribution])
+    found = select_best(accounting.gaussian(z), 1e-5, runs=runs, distribution=distribution)
+    assert exact * (1 - 1e-3) <= found.epsilon_best <= exact * (1 + 1e-2)
+
+
+# --- the truth, for a run that releases one Gaussian number and wins by it ---
+
+
+def slope(distribution, x, runs):
+    """The derivative of the generating function of K: with it the law of the largest of K."""
+    gamma = 1 / runs
+    if distribution == "geometric":
+        return gamma / (1 - (1 - gamma) * x) ** 2
+    if distribution == "poisson":
+        return runs * np.exp(runs * (x - 1))
+    gamma = math.exp(-log_inverse_gamma(runs, 0))
+    return (1 - gamma) / -math.log(gamma) / (1 - (1 - gamma) * x)
+
+
+def true_delta(epsilon, z, runs, distribution):
+    """What the best run tells about one example, in the worse direction, by quadrature."""
+    y = np.linspace(-12, 14, 200_001)
+    away, home = (
+        slope(distribution, stats.norm.cdf(y - shift), runs) * stats.norm.pdf(y - shift)
+        for shift in (1 / z, 0)
+    )
+    pairs = ((away, home), (home, away))
+    return max(np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), y) for p, q in pairs)
+
+
+@pytest.mark.parametrize("z", [0.8, 3.0])
+@pytest.mark.parametrize("runs", [2, 20])
+@ALL
+def test_no_less_than_what_the_best_of_them_truly_tells(distribution, runs, z):
+    delta = 1e-3
+    found = select_best(accounting.gaussian(z), delta, runs=runs, distribution=distribution)
+    assert true_delta(found.epsilon_best, z, runs, distribution) <= delta
+
+
+@pytest.mark.parametrize("distribution", ["geometric", "logarithmic"])
+def test_one_runs_own_epsilon_does_not_hold_for_the_best(distribution):
+    one = accounting.epsilon(accounting.gaussian(1.0), 1e-3, method="pld")
+    assert true_delta(one, 1.0, 50, distribution) > 1.1e-3
+
+
+# --- laws ---
+
+RUNS, NOISE = st.floats(1, 1000), st.floats(0.5, 20)
+
+
+@given(z=NOISE, runs=RUNS, eta=st.sampled_from([0, 1]))
+def test_between_one_run_at_a_smaller_delta_and_the_second_order_one(z, runs, eta):
+    """`b = 1` in the theorem costs `(1 + eta) log(1/gamma)`; any other costs at least nothing."""
+    event, delta = accounting.gaussian(z), 1e-5
+    found = select_best(event, delta, runs=runs, distribution=["logarithmic", "geometric"][eta])
+    one = accounting.epsilon(event, delta / runs)
+    tail = log_inverse_gamma(runs, eta) if runs > 1.01 else math.log(runs) * 2
+    assert one - 1e-9 <= found.epsilon_best <= one + (1 + eta) * tail + 1e-9
+    assert found.epsilon_one <= found.epsilon_best + 1e-9
+
+
+@given(z=NOISE, runs=st.tuples(RUNS, RUNS), deltas=st.tuples(*[st.floats(1e-9, 0.1)] * 2))
+@ALL
+def test_more_runs_and_a_smaller_delta_cost_more(distribution, z, runs, deltas):
+    few, many = (
+        select_best(
+            accounting.gaussian(z), delta, runs=mean, distribution=distribution
+        ).epsilon_best
+        for mean, delta in zip(sorted(runs), sorted(deltas, reverse=True), strict=True)
+    )
+    assert few <= many + 1e-9
+
+
+@pytest.mark.parametrize("distribution", ["geometric", "logarithmic"])
+def test_a_search_of_one_run_costs_one_run(distribution):
+    found = select_best(MNIST, 1e-5, runs=1, distribution=distribution)
+    assert found.epsilon_best == found.epsilon_all == found.epsilon_one
+    assert {draw_runs(jax.random.key(s), 1, distribution) for s in range(20)} == {1}
+
+
+def test_many_runs_cost_far_less_than_all_of_them():
+    for distribution in ("geometric", "logarithmic"):
+        found = select_best(MNIST, 1e-5, runs=1000, distribution=distribution)
+        assert found.epsilon_best < 8 < 200 < found.epsilon_all
+
+
+@ALL
+def test_settings_that_may_be_drawn_cost_at_least_the_dearest_of_them(distribution):
+    often = accounting.subsampled_gaussian(1.0, 0.01, 1000)
+    strong = accounting.gaussian(4.0)
+    both, back, one, other = (
+        select_best(events, 1e-5, runs=5, distribution=distribution)
+        for events in ([often, strong], [strong, often], often, strong)
+    )
+    assert both == back
+    for field in ("epsilon_one", "epsilon_best", "epsilon_all"):
+        assert getattr(both, field) >= max(getattr(one, field), getattr(other, field))
+
+
+def test_what_is_bare_stays_bare_and_neighbours_are_passed_on():
+    for event in (accounting.gaussian(0.0), [MNIST, accounting.gaussian(0.0)]):
+        assert select_best(event, 1e-5, runs=3)[:3] == (math.inf,) * 3
+    swapped = select_best(accounting.gaussian(4.0), 1e-5, runs=3, neighbours="replace-one")
+    assert swapped == select_best(accounting.gaussian(2.0), 1e-5, runs=3)
+
+
+# --- the number of runs ---
+
+
+def masses(distribution, runs):
+    """The probabilities of 0, 1, 2, ... runs, from the paper's definitions."""
+    k = np.arange(500.0)
+    if distribution == "poisson":
+        return np.exp(k * math.log(runs) - runs - special.gammaln(k + 1))
+    gamma = math.exp(-log_inverse_gamma(runs, SHAPES[distribution]))
+    if distribution == "geometric":
+        return np.where(k > 0, gamma * (1 - gamma) ** (k - 1), 0)
+    return np.where(k > 0, (1 - gamma) ** k / np.maximum(k, 1) / -math.log(gamma), 0)
+
+
+@pytest.mark.parametrize("runs", [1.3, 6])
+@ALL
+def test_the_mean_that_is_named_is_the_mean(distribution, runs):
+    assert np.sum(np.arange(500) * masses(distribution, runs)) == pytest.approx(runs, rel=1e-6)
+
+
+@pytest.mark.parametrize("runs", [1.3, 6])
+@ALL
+def test_numbers_are_drawn_from_the_distribution_that_is_accounted(distribution, runs):
+    keys = jax.random.split(jax.random.key(5), 8000)
+    drawn = np.array([draw_runs(key, runs, distribution) for key in keys])
+    want = masses(distribution, runs) * len(drawn)
+    likely = np.flatnonzero(want >= 8)
+    seen = [np.sum(drawn == k) for k in likely] + [np.sum(~np.isin(drawn, likely))]
+    wanted = [*want[likely], max(len(drawn) - want[likely].sum(), 1)]
+    square = sum((s - w) ** 2 / w for s, w in zip(seen, wanted, strict=True))
+    assert stats.chi2.sf(square, len(likely)) > 1e-3
+    assert (drawn.min() == 0) == (distribution == "poisson")
+
+
+def test_a_key_draws_one_number():
+    numbers = [draw_runs(jax.random.key(seed), 10) for seed in (0, 0, 1, 2, 3)]
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers)) > 2
+    assert isinstance(draw_runs(dpjax.noise.secret_key(), 10), int)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("given", "teaches"),
+    [
+        ({"runs": 0.5}, r"runs=0\.5.*on average"),
+        ({"runs": math.nan}, "1 or more, and finite"),
+        ({"runs": math.inf}, "1 or more, and finite"),
+        ({"distribution": "fixed"}, "'geometric'.*'logarithmic'.*'poisson'.*compose"),
+        ({"delta": 1.5}, "swapped"),
+        ({"event": []}, "several in a list"),
+        ({"neighbours": "replace-one"}, "RDP has no proof for Poisson sampling"),
+    ],
+)
+def test_errors_say_what_to_do(given, teaches):
+    with pytest.raises(ValueError, match=teaches):
+        select_best(**{"event": MNIST, "delta": 1e-5, "runs": 5, **given})
+    with pytest.raises(ValueError, match="draw_runs"):
+        draw_runs(jax.random.key(0), 0.2)
