@@ -7,8 +7,6 @@ error that names it.
 
 from __future__ import annotations
 
-import io
-import itertools
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -17,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dpjax.data.dataset import Dataset, Split, hold_out
+from dpjax.data.jpeg import decoded
 from dpjax.data.sources import Source
 
 __all__ = ["read", "table", "unit"]
@@ -107,7 +106,7 @@ def _arrays(name: str, path: Path) -> Mapping[str, np.ndarray]:
 def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path) -> Split:
     x, y = arrays[images], arrays[labels]
     if images.startswith("jpeg"):
-        x = _decoded(x, arrays.get(images.replace("jpeg", "offsets")), path)
+        x = decoded(x, arrays.get(images.replace("jpeg", "offsets")), path)
     return unit(x, str(path)), _whole(y, path)
 
 
@@ -122,34 +121,3 @@ def _whole(y: np.ndarray, path: Path) -> np.ndarray:
             ".argmax(axis=1)."
         )
     return column.astype(np.int32)
-
-
-def _decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.ndarray:
-    """Images from a buffer of JPEG streams."""
-    edges = np.zeros(0, np.int64) if starts is None else starts
-    if edges.ndim != 1 or edges.dtype.kind not in "iu" or len(edges) < 2 or stream.ndim != 1:
-        raise ValueError(
-            f"data.load: {path} holds JPEG streams, but not where they begin: offsets_train and "
-            "offsets_test are whole numbers, one more than there are images."
-        )
-    if edges[0] != 0 or edges[-1] != stream.nbytes:
-        raise ValueError(
-            f"data.load: {path} holds {stream.nbytes} bytes of JPEG streams, and by their offsets "
-            f"they reach from {edges[0]} to {edges[-1]}. It may have been cut off: fetch it again."
-        )
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            f"data.load: {path} holds JPEG streams, and Pillow, which decodes them, is not "
-            "installed. Install the extra: pip install 'dpjax[data]'."
-        ) from error
-    whole = stream.tobytes()
-    pieces = (io.BytesIO(whole[a:b]) for a, b in itertools.pairwise(edges.tolist()))
-    try:
-        return np.stack([np.asarray(Image.open(piece)) for piece in pieces])
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"data.load: {path} holds JPEG streams that do not decode ({error}). It may have been "
-            "cut off while it was copied: fetch it again."
-        ) from error

@@ -12,34 +12,19 @@ accounted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
+from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
-__all__ = ["RandomAccess", "Stream"]
-
-
-class RandomAccess(Protocol):
-    """A source of records: a length, and the record at an index.
-
-    This is grain's ``RandomAccessDataSource``.  A source that also has
-    ``__getitems__(indices)``, as those of TensorFlow Datasets do, is asked for many at once.
-    """
-
-    def __len__(self) -> int:
-        """How many records there are."""
-        ...
-
-    def __getitem__(self, index: Any, /) -> Any:
-        """The record at an index."""
-        ...
+__all__ = ["Stream"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +92,7 @@ class Stream:
     @cached_property
     def _first(self) -> PyTree:
         """Shapes and types of the first example as they are read."""
-        (example,) = self._read([0])
+        (example,) = examples(self.source, self.example, [0])
         for path, leaf in jax.tree_util.tree_leaves_with_path(example):
             if np.asarray(leaf).dtype.kind not in "biufcV":  # V: bfloat16 and its like
                 raise TypeError(
@@ -158,7 +143,7 @@ class Stream:
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
         """Room for a batch, and the threads' promises to fill it."""
-        indices = _checked(indices, len(self))
+        indices = checked_indices(indices, len(self))
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
         shares = np.array_split(np.arange(len(indices)), max(1, min(self.workers, len(indices))))
         return room, [pool.submit(self._fill, room, indices, share) for share in shares]
@@ -171,7 +156,8 @@ class Stream:
     def _fill(self, room: list[np.ndarray], indices: np.ndarray, share: np.ndarray) -> None:
         """Puts a share of a batch in its places."""
         first, structure = jax.tree.flatten(self._first)
-        for place, example in zip(share, self._read(indices[share].tolist()), strict=True):
+        read = examples(self.source, self.example, indices[share].tolist())
+        for place, example in zip(share, read, strict=True):
             leaves, found = jax.tree.flatten(example)
             arrays = [np.asarray(leaf) for leaf in leaves]
             kinds = [(array.shape, array.dtype) for array in arrays]
@@ -184,53 +170,7 @@ class Stream:
             for rows, array in zip(room, arrays, strict=True):
                 rows[place] = array
 
-    def _read(self, indices: list[int]) -> Iterator[PyTree]:
-        """The examples at indices; an error says which of them it was."""
-        records = self._at_once(indices)
-        for place, index in enumerate(indices):
-            try:
-                record = self.source[index] if records is None else records[place]
-                example = record if self.example is None else self.example(record)
-            except Exception as error:
-                raise RuntimeError(
-                    f"data.Stream: example {index} could not be read ({type(error).__name__}: "
-                    f"{error}). The source may be damaged there, or `example` does not fit its "
-                    "record."
-                ) from error
-            yield example
-
-    def _at_once(self, indices: list[int]) -> list[Any] | None:
-        """All records by one call; None if they have to be read one by one."""
-        many = getattr(self.source, "__getitems__", None)
-        if many is None:
-            return None
-        try:
-            records = list(many(indices))
-        except Exception:  # it cannot say where: found again, and named, one by one
-            return None
-        if len(records) != len(indices):
-            raise ValueError(
-                f"data.Stream: the source's __getitems__ gave {len(records)} records for "
-                f"{len(indices)} indices; expected one for each, repeated ones too."
-            )
-        return records
-
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     array = np.asarray(leaf)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def _checked(indices: np.ndarray, examples: int) -> np.ndarray:
-    indices = np.asarray(indices)
-    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-        raise TypeError(
-            f"data.Stream: got indices of shape {indices.shape} and type {indices.dtype}; "
-            "expected a list of whole numbers, [n]."
-        )
-    if indices.size and not (indices.min() >= 0 and indices.max() < examples):
-        raise IndexError(
-            f"data.Stream: got indices from {indices.min()} to {indices.max()}; the source has "
-            f"{examples} examples. Padding is cut off before reading: draw.indices[:draw.size]."
-        )
-    return indices.astype(np.int64)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that are stored as JPEG streams, all in one buffer.
+
+Such a file is a tenth as large as its pixels, and its images are lossy copies: whoever reads it
+says so in the data set's note.  This page must never know of parts or labels.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["decoded"]
+
+
+def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.ndarray:
+    """Images from a buffer of JPEG streams.
+
+    Args:
+      stream: Their bytes, one image after the other.
+      starts: Where each begins, and at last the end.
+      path: The file, for errors.
+
+    Returns:
+      Bytes, ``[examples, height, width, channels]``.
+    """
+    edges = np.zeros(0, np.int64) if starts is None else starts
+    if edges.ndim != 1 or edges.dtype.kind not in "iu" or len(edges) < 2 or stream.ndim != 1:
+        raise ValueError(
+            f"data.load: {path} holds JPEG streams, but not where they begin: offsets_train and "
+            "offsets_test are whole numbers, one more than there are images."
+        )
+    if edges[0] != 0 or edges[-1] != stream.nbytes:
+        raise ValueError(
+            f"data.load: {path} holds {stream.nbytes} bytes of JPEG streams, and by their offsets "
+            f"they reach from {edges[0]} to {edges[-1]}. It may have been cut off: fetch it again."
+        )
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            f"data.load: {path} holds JPEG streams, and Pillow, which decodes them, is not "
+            "installed. Install the extra: pip install 'dpjax[data]'."
+        ) from error
+    whole = stream.tobytes()
+    pieces = (io.BytesIO(whole[a:b]) for a, b in itertools.pairwise(edges.tolist()))
+    try:
+        return np.stack([np.asarray(Image.open(piece)) for piece in pieces])
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data.load: {path} holds JPEG streams that do not decode ({error}). It may have been "
+            "cut off while it was copied: fetch it again."
+        ) from error
