@@ -9,6 +9,8 @@
             W3 CNN on wavelets, B 1024   717       245          1520           294
             W4 MLP, B 1024                 4.5       6.4          21.6           9.9
             W5 Transformer, B 64         204       187           420           186
+  since     noise and sums got cheaper; without peers and on a busy machine, plain / dpjax auto
+            W1 33.9 / 9.6, W4 5.7 / 6.8, W5 360 / 327 (experiments/results/steps_alone.json)
   not run   jax_privacy but on W1 (106 ms), on W5 any Opacus mode but ghost and ew, peaks but on W1,
             any GPU
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 3 rounds (W1) and 5;
