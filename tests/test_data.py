@@ -557,6 +557,11 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
         monkeypatch.setattr("tensorflow_datasets.core.constants.DATA_DIR", str(tmp_path / "none"))
         with pytest.raises(FileNotFoundError, match="could neither find mnist"):
             data.load("mnist", data_dir=folder)
+    (part,) = tmp_path.rglob("*test*")
+    part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    for ask in (data.load, data.stream):
+        with pytest.raises(ValueError, match=r"in .*3\.0\.1 cannot be read whole.*prepared anew"):
+            ask("mnist", data_dir=tmp_path)
     (info,) = tmp_path.rglob("dataset_info.json")
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(ValueError, match=r"prepared in .*3\.0\.1 in a format without random"):

@@ -41,10 +41,11 @@ def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) 
         as_numpy = importlib.import_module("tensorflow_datasets").as_numpy
         parts = {part: list(as_numpy(rows)) for part, rows in builder.as_dataset().items()}
     if source.classes is None:
-        rows = _whole(Stream(parts["train"], _wine))
+        rows = _whole(Stream(parts["train"], _wine), builder)
         return table(name, source, *rows, "TensorFlow Datasets")
-    train, test = (_whole(_images(parts[part], source.classes)) for part in ("train", "test"))
-    return Dataset(name, train, test, source.classes, source.note)
+    train, test = (_images(parts[part], source.classes) for part in ("train", "test"))
+    whole = _whole(train, builder), _whole(test, builder)
+    return Dataset(name, *whole, source.classes, source.note)
 
 
 def stream_from_tfds(
@@ -56,9 +57,10 @@ def stream_from_tfds(
             f"data.stream({name!r}): this is a table, which is small and has no test part of its "
             f"own. Load it: data.load({name!r})."
         )
-    parts = _random_access(name, _prepared(name, source, folder))
+    builder = _prepared(name, source, folder)
+    parts = _random_access(name, builder)
     train, test = (_images(parts[part], source.classes) for part in ("train", "test"))
-    return Dataset(name, train, _whole(test), source.classes, source.note)
+    return Dataset(name, train, _whole(test, builder), source.classes, source.note)
 
 
 def _prepared(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Any:
@@ -98,8 +100,14 @@ def _random_access(name: str, builder: Any) -> Mapping[str, Sequence[Any]]:
         ) from error
 
 
-def _whole(stream: Stream) -> Split:
-    return stream.rows(np.arange(len(stream)))
+def _whole(stream: Stream, builder: Any) -> Split:
+    try:
+        return stream.rows(np.arange(len(stream)))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"data: what TensorFlow Datasets prepared in {builder.data_dir} cannot be read whole. "
+            f"{error} Delete that folder, and it is prepared anew."
+        ) from error
 
 
 def _images(rows: Sequence[Any], classes: int) -> Stream:
