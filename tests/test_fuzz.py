@@ -765,13 +765,13 @@ def disagreement(case, rule, mask, want, got, tolerance):
         return f"losses: {a.losses} and {b.losses}"
     # Of squares, relative to the whole: positions that cancel leave Gram matrices less.
     whole = np.linalg.norm(a.norms, axis=1, keepdims=True) + 1e-30
-    if not np.all(np.abs(a.norms**2 - b.norms**2) <= 8 * tolerance * whole**2):
+    if not np.all(np.abs(a.norms**2 - b.norms**2) <= tolerance * whole**2):
         return f"norms: {a.norms} and {b.norms}"
     held = expected_factors(case, rule, mask, got.norms)
     if not np.allclose(b.factors, held, rtol=1e-6, atol=0):
         return f"factors are not those of the norms: {b.factors} and {held}"
     apart = np.abs(a.factors - b.factors)
-    slack = 8 * tolerance * whole**2 / np.maximum(a.norms**2, 1e-300)
+    slack = tolerance * whole**2 / np.maximum(a.norms**2, 1e-300)
     if rule.startswith("hard_threshold") and np.any(np.abs(a.norms / SCREEN - 1) < slack):
         return None
     if np.any((slack < 0.1) & (apart > 2 * slack * a.factors)):
@@ -780,7 +780,7 @@ def disagreement(case, rule, mask, want, got, tolerance):
     groups = case.rules[rule].partition.assign(case.params)
     for group, x, y in zip(groups, *map(jax.tree.leaves, (a.value, b.value)), strict=True):
         off = float(np.linalg.norm(x - y))
-        allowed = 8 * tolerance * np.sum((b.factors * whole)[:, group])
+        allowed = tolerance * np.sum((b.factors * whole)[:, group])
         if not off <= allowed + np.sum((apart * a.norms)[:, group]):
             return f"the sum of a leaf {x.shape}: off by {off:.3g}, allowed {allowed:.3g}"
     return None
@@ -806,7 +806,7 @@ def spread_of_a_broken_example(rule, before, spoilt, without, definition, tolera
     """
     a, b = np.asarray(before.norms, np.float64), np.asarray(spoilt.norms, np.float64)
     whole = np.linalg.norm(a, axis=1, keepdims=True)
-    if not np.all(np.abs(a - b)[1:] <= 8 * tolerance * whole[1:]):
+    if not np.all(np.abs(a - b)[1:] <= tolerance * whole[1:]):
         return f"{rule}: others have other norms, {a} and now {b}"
     if np.all(np.isfinite(b[0])):
         return None if np.all(np.isfinite(definition.norms[0])) else f"{rule}: it is not broken"

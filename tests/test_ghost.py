@@ -526,6 +526,21 @@ def test_aux_goes_through():
     np.testing.assert_allclose(result.aux["first"], batch[:, 0])
 
 
+def test_a_parameter_may_be_padded_with_data():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(lax.pad(w, x[0] * x[1], ((1, 0, 0), (-1, 2, 1)))) * x.sum())
+
+    params, batch = array(3, 4), array(5, 2)
+    testing.assert_engines_agree(loss, clipping.flat(0.3), params, batch, engines=("ghost",))
+
+    def through(w, x):
+        return jnp.sum(lax.pad(w, jnp.sum(jnp.sin(x @ w)), ((1, 1, 0), (0, 2, 0))) ** 2)
+
+    testing.assert_engines_agree(
+        through, clipping.flat(0.3), array(2, 4), batch, engines=("ghost",)
+    )
+
+
 def test_a_remat_is_walked_through():
     def loss(w, x):
         return jnp.sum(jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x) ** 2)

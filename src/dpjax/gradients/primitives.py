@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
@@ -20,8 +23,19 @@ from dpjax.gradients.pooling import pool_max, pool_sum
 
 __all__ = ["FAST", "bind", "bind_fast", "inner_programs"]
 
+
+def _pad(parameters: dict[str, Any], x: Array, filling: Any) -> Array:
+    """JAX cannot differentiate a pad by its filling alone, as where a parameter is padded."""
+    edges = parameters["padding_config"]
+    if not isinstance(filling, Tracer):
+        return jax.lax.pad(x, filling, edges)
+    outside = jax.lax.pad(jnp.zeros(x.shape, bool), jnp.array(True), edges)
+    return jnp.where(outside, filling, jax.lax.pad(x, jnp.zeros((), x.dtype), edges))
+
+
 FAST: dict[str, Callable[..., Array]] = {
     "conv_general_dilated": convolution,
+    "pad": _pad,
     "reduce_window_max": pool_max,
     "reduce_window_sum": pool_sum,
 }
