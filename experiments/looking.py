@@ -47,9 +47,9 @@ class Looking:
     ) -> None:
         self.model, self.loss, self.mechanism = model, loss, mechanism
         self.test = jax.tree.map(jnp.asarray, dataset.test)
-        size = len(dataset.train[1])
+        size = dataset.examples
         some = np.linspace(0, size - 1, min(sample, size)).astype(int)
-        self.sample = jax.tree.map(lambda x: jnp.asarray(x[some]), dataset.train)
+        self.sample = jax.tree.map(jnp.asarray, dataset.rows(some))
         self.logits = jax.jit(
             lambda params, x: jax.lax.map(
                 lambda x: model.apply({"params": params}, x), x, batch_size=500

@@ -62,6 +62,9 @@ _DATASET = flags.DEFINE_enum("dataset", "digits", data.NAMES, "What to learn.")
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Where the data are; by default what DPJAX_DATA_DIR says."
 )
+_STREAM = flags.DEFINE_bool(
+    "stream", False, "Leave training examples on the disk, and read what is drawn (by TFDS)."
+)
 _FEATURES = flags.DEFINE_enum(
     "features", "none", ["none", "scattering"], "What is computed of each image beforehand."
 )
@@ -179,7 +182,15 @@ _CONTINUE = flags.DEFINE_string(
 _SAVE = flags.DEFINE_integer("save_every", None, "Steps between checkpoints; else 5 minutes.", 1)
 _REPORT = flags.DEFINE_bool("report", True, "Write report.html and its figures.")
 
-_ELSEWHERE = {"out", "overwrite", "data_dir", "cache_dir", "save_every", "report"}  # same run
+_ELSEWHERE = {
+    "out",
+    "stream",
+    "overwrite",
+    "data_dir",
+    "cache_dir",
+    "save_every",
+    "report",
+}  # same run
 
 
 def numbers(pairs: list[str]) -> dict[str, Any]:
@@ -205,6 +216,8 @@ def prepared(
     """The features that the flags describe, and the queries on private data that they took."""
     if _FEATURES.value == "none":
         return dataset, ()
+    if _STREAM.value:
+        raise app.UsageError("--features are computed of all images at once: leave --stream out.")
     (images, labels), (test_images, test_labels) = dataset.train, dataset.test
     x, x_test = (
         jnp.asarray(features.scattered(part, directory=_CACHE.value))
@@ -217,19 +230,29 @@ def prepared(
             noise_multiplier=_NORM_NOISE.value,
             thresholds=features.Search(noise_multiplier=_SEARCH_NOISE.value),
         )
-        moments = released_once(folder / "moments.npz", lambda: normalization.release(key, x))
+        moments = released_once(folder / "moments.npz", normalization, key, x)
         scale, queries = partial(features.normalize, moments=moments), normalization.multipliers
     x, x_test = map(jax.jit(scale), (x, x_test))
     return dataset._replace(train=(x, labels), test=(x_test, test_labels)), queries
 
 
-def released_once(path: pathlib.Path, release: Callable[[], features.Moments]) -> features.Moments:
-    """What queries released, kept for a run that goes on: to ask again would spend again."""
+def released_once(
+    path: pathlib.Path, normalization: features.Normalization, key: Any, x: Any
+) -> features.Moments:
+    """What the queries released, kept for a run that goes on: to ask again is to spend again."""
+    asked = {"multipliers": normalization.multipliers, "of": dpjax.trees.fingerprint(x)}
     if not path.exists():
         beside = path.with_suffix(".part.npz")
-        np.savez(beside, **release()._asdict())
+        np.savez(beside, **asked, **normalization.release(key, x)._asdict())
         os.replace(beside, path)
-    return features.Moments(**np.load(path))
+    kept = np.load(path)
+    if any(not np.array_equal(kept[name], asked[name]) for name in asked):
+        raise dpjax.ledger.Refused(
+            f"{path} holds the answers to other queries, or of other data: multipliers "
+            f"{kept['multipliers'].tolist()} there, {list(normalization.multipliers)} now. What "
+            "they cost is spent."
+        )
+    return features.Moments(kept["mean"], kept["variance"])
 
 
 def steps_per_epoch(examples: int) -> int:
@@ -300,7 +323,8 @@ def train(
     algorithm = dpjax.dpsgd(
         of_example, optimizer, mechanism, dataset.train, per_step=per_step, budget=budget
     )
-    fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(dataset.train[0][0]))["params"]
+    (x,), _ = dataset.rows(np.array([0]))
+    fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(x))["params"]
     if params is not None:
         fresh = flax.serialization.from_bytes(fresh, params)
     looking = Looking(model, of_example if per_step is None else None, mechanism, dataset)
@@ -333,8 +357,19 @@ def model_from_flags(classes: int) -> Any:
 
 
 def main(_: list[str]) -> None:
+    try:
+        job()
+    except dpjax.ledger.Refused as refused:
+        sys.exit(
+            f"{refused}\nHere: another --out, --overwrite to forget what is there, or "
+            "--continue_from=RUN --out=ANOTHER to go on from it under other settings."
+        )
+
+
+def job() -> None:
+    """The whole of it: data, mechanism, training, and the files."""
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
-    dataset = data.load(_DATASET.value, _DATA_DIR.value)
+    dataset = (data.stream if _STREAM.value else data.load)(_DATASET.value, _DATA_DIR.value)
     if dataset.classes is None:
         raise app.UsageError(
             f"--dataset={_DATASET.value} has a quantity to predict; this binary classifies."
@@ -347,7 +382,7 @@ def main(_: list[str]) -> None:
         (folder / "moments.npz").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     dataset, queries = prepared(dataset, key, folder)
-    examples = len(dataset.train[1])
+    examples = dataset.examples
     mechanism = mechanism_from_flags(examples, queries)
     per_epoch = steps_per_epoch(examples)
     earlier = _CONTINUE.value and pathlib.Path(_CONTINUE.value, "params.msgpack").read_bytes()
@@ -360,29 +395,23 @@ def main(_: list[str]) -> None:
         f"cost epsilon {planned:.4g} at delta={_DELTA.value:g} ({_METHOD.value})",
         flush=True,
     )
-    try:
-        params, state, history = train(
-            dataset,
-            model,
-            loss(**numbers(_LOSS_OPTIONS.value)),
-            mechanism,
-            optimizer_from_flags(mechanism),
-            key=key,
-            params=earlier,
-            per_step=(lambda step: step // per_epoch) if _LOSS.value == "composite" else None,
-            budget=budget,
-            evaluations=_EVALUATIONS.value,
-            delta=_DELTA.value,
-            method=_METHOD.value,
-            directory=folder,
-            configuration=settings(),
-            save_every=_SAVE.value,
-        )
-    except dpjax.ledger.Refused as refused:
-        sys.exit(
-            f"{refused}\nHere: another --out, --overwrite to forget what is there, or "
-            "--continue_from=RUN --out=ANOTHER to go on from it under other settings."
-        )
+    params, state, history = train(
+        dataset,
+        model,
+        loss(**numbers(_LOSS_OPTIONS.value)),
+        mechanism,
+        optimizer_from_flags(mechanism),
+        key=key,
+        params=earlier,
+        per_step=(lambda step: step // per_epoch) if _LOSS.value == "composite" else None,
+        budget=budget,
+        evaluations=_EVALUATIONS.value,
+        delta=_DELTA.value,
+        method=_METHOD.value,
+        directory=folder,
+        configuration=settings(),
+        save_every=_SAVE.value,
+    )
     facts = {"ledger": state.ledger, "seed": _SEED.value}
     words = dpjax.statement(mechanism, _DELTA.value, **facts)
     card = reports.card(mechanism, _DELTA.value, **facts)

@@ -8,10 +8,14 @@ import os
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
+import dpjax
 from dpjax import data
 
 RNG = np.random.default_rng(0)
@@ -548,6 +552,27 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
     for (x, y), draw in zip(streamed.train.batches(draws), draws, strict=True):
         assert np.array_equal(x, loaded.train[0][draw])
         assert np.array_equal(y, loaded.train[1][draw])
+
+    # What trains on the arrays trains on what is read from the disk, to the same end.
+    ends = []
+    for dataset in (loaded, streamed):
+        (image,), _ = dataset.rows(np.array([3]))
+        assert image.shape == (28, 28, 1)
+        mechanism = dpjax.Mechanism(
+            sampling=dpjax.sampling.poisson(dataset.examples, 2),
+            clipping=dpjax.clipping.flat(1.0),
+            noise_multiplier=1.0,
+            steps=5,
+        )
+        algorithm = dpjax.dpsgd(
+            lambda w, example: jnp.vdot(w, example[0]) * example[1],
+            optax.sgd(0.1),
+            mechanism,
+            dataset.train,
+        )
+        state = algorithm.init(jax.random.key(0), jnp.zeros((28, 28, 1)))
+        ends.append(dpjax.fit(algorithm, state, progress=False)[0].params)
+    np.testing.assert_allclose(*ends, rtol=1e-5, atol=1e-7)
 
     def no_network(self):
         raise OSError("no network")

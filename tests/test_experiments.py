@@ -228,6 +228,12 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     (tmp_path / "params.msgpack").unlink()
     run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *scattered, *cache)
     assert (tmp_path / "moments.npz").read_bytes() == moments
+    # Answers with less noise than is accounted are not believed, even where no run began.
+    dpjax.training.forget(tmp_path)
+    quieter = [*scattered, *cache, "--norm_multiplier=9"]
+    given = ["--out", tmp_path, "--data_dir", small_mnist]
+    words = run("train.py", *given, *SHORT, *quieter, status=1).stderr
+    assert "holds the answers to other queries" in words
 
 
 @pytest.mark.parametrize(

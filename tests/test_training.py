@@ -307,11 +307,11 @@ def test_many_steps_at_once_are_the_same_steps():
 
 
 def test_more_steps_than_a_dispatch_holds():
-    one, many = make(steps=150), make(steps=150)
-    whole, infos = many.run(trees.copy(start(many)), 150)
-    state, _ = dpjax.fit(one, start(one), evaluate_every=7, progress=False)
+    one, many = make(steps=600), make(steps=600)
+    whole, infos = many.run(trees.copy(start(many)), 600)
+    state, _ = dpjax.fit(one, start(one), evaluate_every=70, progress=False)
     np.testing.assert_array_equal(whole.params, state.params)
-    assert infos.examples.shape == (150,)
+    assert infos.examples.shape == (600,)
 
 
 def test_no_steps_at_once_are_a_mistake():

@@ -13,7 +13,7 @@ A map of the house; every room is a module, every module a word:
   `gradients`   the clipped sum, by several engines        `clipped_grad`
   `training`    algorithms, and the loop that drives them  `dpsgd`, `fit`
   `checkpoints` any state on disk, and back to the last bit
-  `reports`     the promise in words and as a file         `statement`
+  `reports`     the promise in words, as a file, as a page `statement`
   `testing`     the laws, to run on your own rules and losses
   `auditing`    what an attacker can really tell, measured
   `diagnostics` what clipping cuts, what grows, how the loss bends

@@ -38,6 +38,18 @@ class Dataset(NamedTuple, Generic[_Train]):
     classes: int | None
     note: str = ""
 
+    @property
+    def examples(self) -> int:
+        """How many there are to learn from."""
+        return len(self.train) if isinstance(self.train, Stream) else len(self.train[1])
+
+    def rows(self, indices: np.ndarray) -> Split:
+        """Some of the examples to learn from, read from the disk if they lie there."""
+        if isinstance(self.train, Stream):
+            return self.train.rows(indices)
+        x, y = self.train
+        return x[indices], y[indices]
+
 
 def hold_out(split: Split, size: int) -> tuple[Split, Split]:
     """Splits rows off a data set, to validate on or to test on.

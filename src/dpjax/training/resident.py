@@ -31,7 +31,7 @@ from dpjax.types import Key, PyTree
 
 __all__ = ["resident"]
 
-_MOST = 64  # steps in one dispatch
+_MOST = 512  # steps in one dispatch
 
 
 def resident(recipe: Recipe, data: PyTree) -> Steps:
