@@ -763,6 +763,10 @@ def disagreement(case, rule, mask, want, got, tolerance):
     a, b = (jax.tree.map(lambda x: np.asarray(x, np.float64), r) for r in (want, got))
     if not np.allclose(a.losses, b.losses, rtol=tolerance, atol=tolerance):
         return f"losses: {a.losses} and {b.losses}"
+    # A network may have no derivative where it stands; then no engine may find one.
+    if np.any(np.isfinite(a.norms) != np.isfinite(b.norms)):
+        return f"norms: {a.norms} and {b.norms}"
+    a, b = (r._replace(norms=np.where(np.isfinite(r.norms), r.norms, 0)) for r in (a, b))
     # Of squares, relative to the whole: positions that cancel leave Gram matrices less.
     whole = np.linalg.norm(a.norms, axis=1, keepdims=True) + 1e-30
     if not np.all(np.abs(a.norms**2 - b.norms**2) <= tolerance * whole**2):
@@ -805,6 +809,8 @@ def spread_of_a_broken_example(rule, before, spoilt, without, definition, tolera
       tolerance: As everywhere.
     """
     a, b = np.asarray(before.norms, np.float64), np.asarray(spoilt.norms, np.float64)
+    if not np.all(np.isfinite(a)):
+        return None  # without a derivative even before; that says nothing of the spread
     whole = np.linalg.norm(a, axis=1, keepdims=True)
     if not np.all(np.abs(a - b)[1:] <= tolerance * whole[1:]):
         return f"{rule}: others have other norms, {a} and now {b}"
