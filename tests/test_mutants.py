@@ -908,8 +908,8 @@ MUTANTS = [
     Mutant(
         "a run with another noise goes on",
         "mechanism.py",
-        "[int(start), float(self.multipliers[start])] for start in starts",
-        "[int(start), 1.0] for start in starts",
+        "runs = [(float(multipliers[i]), int(n)) for",
+        "runs = [(1.0, int(n)) for",
         "test_faults.py::test_another_run_is_refused_by_name[multiplier]",
     ),
     Mutant(
