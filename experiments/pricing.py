@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search costs in privacy: one run, all runs, or the best of a random number.
+
+Events are rebuilt from the privacy cards that the runs left; a run that did not end well has
+none, and then what it has spent so far is read from its log and its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import dp_accounting
+import searching
+from verify import event_of
+
+from dpjax import accounting, training
+
+Card = dict[str, Any]
+
+
+class Price(NamedTuple):
+    """An epsilon, if it is known, of what, and when it is the right one."""
+
+    what: str
+    epsilon: float | None
+    holds: str
+
+    def __str__(self) -> str:
+        epsilon = "not known" if self.epsilon is None else f"epsilon {self.epsilon:.3f}"
+        return f"{epsilon:<16}{self.what}: {self.holds}"
+
+
+def card_of(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / "privacy.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path}: expected the privacy card of a run that has finished ({error}). The binary "
+            "must leave one in --out, as train.py does; dpjax.reports.card makes it."
+        ) from error
+
+
+def spent_so_far(folder: pathlib.Path) -> dp_accounting.DpEvent:
+    """The event of a run that has not finished; of one that never began, none."""
+    path = folder / "run.json"
+    if not path.exists():
+        return dp_accounting.NoOpDpEvent()
+    runs = training.earlier(folder)
+    bare = math.inf in json.loads(path.read_text(encoding="utf-8"))["bounds"]
+    if bare and runs[-1].steps:
+        return dp_accounting.NonPrivateDpEvent()
+    return accounting.compose(*(run.event for run in runs))
+
+
+def prices(
+    cards: Sequence[Card],
+    others: Iterable[dp_accounting.DpEvent],
+    number: tuple[str, float] | None,
+    uncovered: str,
+) -> tuple[list[Price], float, str]:
+    """The prices of a search, with their delta and their neighbours.
+
+    Args:
+      cards: Those of the runs that have finished.
+      others: What other runs of the search have spent.
+      number: How their number was drawn and its mean, if it was.
+      uncovered: Why cards do not say what any run could have cost, or nothing.
+    """
+    delta, relation = min(card["delta"] for card in cards), cards[0]["neighbours"]
+    if any(card["neighbours"] != relation for card in cards):
+        found = sorted({card["neighbours"] for card in cards})
+        raise ValueError(
+            f"What these runs cost cannot be added: they protect {' and '.join(found)} neighbours. "
+            "Usually --sampling was searched; make a search of each."
+        )
+    spent = [event_of(card, halve=False) for card in cards]
+    kinds = list({repr(event): event for event in spent}.values())
+    one = max(accounting.epsilon(event, delta, "rdp", relation) for event in kinds)
+    every = accounting.epsilon(accounting.compose(*spent, *others), delta, "rdp", relation)
+    found = [
+        Price("one run alone", one, "right only if its settings were fixed without these data"),
+        Price("all runs together", every, "whichever is kept, and if all of them are published"),
+    ]
+    if number is not None:
+        found.append(_best(kinds, delta, number, relation, uncovered))
+    return found, delta, relation
+
+
+def _best(
+    events: list[dp_accounting.DpEvent],
+    delta: float,
+    number: tuple[str, float],
+    relation: str,
+    uncovered: str,
+) -> Price:
+    name, mean = number
+    what = f"the best of a {name} number, {mean:g} on average"
+    if uncovered:
+        return Price(what, None, uncovered)
+    best = accounting.select_best(events, delta, runs=mean, distribution=name, neighbours=relation)
+    return Price(
+        what, best.epsilon_best, "if that run alone is published, and how many ran stays secret"
+    )
+
+
+def uncovered(
+    candidates: searching.Candidates, done: Iterable[searching.Trial], free: Collection[str]
+) -> str:
+    """Why the cards of these runs do not say what any run that could be drawn would have cost.
+
+    A flag in ``free`` changes no price, whatever its value, but for an infinite bound.  Of the
+    others every combination must have run.
+    """
+    dear = {
+        name: values
+        for name, values in candidates.items()
+        if name not in free or (isinstance(values, list) and "inf" in " ".join(values).lower())
+    }
+    tried = {searching.words({name: trial.settings[name] for name in dear}) for trial in done}
+    ranges = any(isinstance(values, searching.Range) for values in dear.values())
+    if not ranges and tried.issuperset(map(searching.words, searching.every(dear))):
+        return ""
+    return f"settings of {', '.join(dear)} that were not run may cost more"

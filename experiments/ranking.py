@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a search in the order of their test accuracy, from the folders of its runs."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import searching
+
+from dpjax.reports.folder import Run, read
+
+
+def accuracy(run: Run) -> float:
+    """The last test accuracy of a run, in per cent; NaN if it has none."""
+    seen = [row["accuracy"] for row in run.rows if row.get("accuracy") is not None]
+    return 100 * seen[-1] if seen else math.nan
+
+
+def epsilon(run: Run) -> float:
+    """What a run cost by RDP, as the search is priced, or else by the best method it has."""
+    return run.epsilons.get("rdp", min(run.epsilons.values()))
+
+
+def results(trials: Mapping[pathlib.Path, searching.Trial]) -> list[dict[str, Any]]:
+    """A row for each setting, the best mean first."""
+    groups: dict[str, list[pathlib.Path]] = {}
+    for folder, trial in trials.items():
+        groups.setdefault(searching.words(trial.settings), []).append(folder)
+    rows = [row(folders, trials[folders[0]].settings) for folders in groups.values()]
+    return sorted(rows, key=lambda row: math.inf if row["mean"] is None else -row["mean"])
+
+
+def row(folders: list[pathlib.Path], settings: dict[str, str]) -> dict[str, Any]:
+    """One setting: the mean of its runs, and their standard deviation if there are several."""
+    runs = [read(folder) for folder in folders]
+    seen = [accuracy(run) for run in runs]
+    return {
+        "settings": settings,
+        "runs": len(runs),
+        "mean": number(float(np.mean(seen))),
+        "deviation": number(float(np.std(seen, ddof=1))) if len(seen) > 1 else None,
+        "accuracies": list(map(number, seen)),
+        "epsilon": number(max(map(epsilon, runs))),
+        "folders": [folder.name for folder in folders],
+    }
+
+
+def number(value: float | None) -> float | str | None:
+    """A number as strict JSON knows it: infinity is a word, and what is not known is null."""
+    if value is None or math.isnan(value):
+        return None
+    return value if math.isfinite(value) else "inf"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'test accuracy':>17}  {'runs':>4}  {'epsilon':>7}  settings"]
+    for row in rows:
+        spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"
+        mean = "none" if row["mean"] is None else f"{row['mean']:.2f} %{spread}"
+        spent, name = float(row["epsilon"]), searching.words(row["settings"])
+        lines.append(f"{mean:>17}  {row['runs']:>4}  {spent:>7.3f}  {name}")
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search tries: candidates for flags, and the runs that are drawn from them.
+
+  learning_rate=0.2,0.4;bound=0.5,1          two values each
+  hidden=64|128,64                           values that contain commas
+  learning_rate=log:0.05:1;epochs=whole:5:9  a number between two, drawn evenly in its logarithm;
+                                             likewise whole numbers, or uniform:0:1
+
+Everything is drawn before the first run starts, from a seed or from the operating system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import app
+
+SCALES: dict[str, Callable[[np.random.Generator, float, float], float]] = {
+    "log": lambda draw, low, high: float(np.exp(draw.uniform(np.log(low), np.log(high)))),
+    "uniform": lambda draw, low, high: float(draw.uniform(low, high)),
+    "whole": lambda draw, low, high: int(draw.integers(int(low), int(high), endpoint=True)),
+}
+
+
+class Range(NamedTuple):
+    """Numbers between two, both included."""
+
+    scale: str
+    low: float
+    high: float
+
+
+OURS = ("out", "seed", "overwrite")  # flags that the search gives to its runs, or never gives
+Candidates = dict[str, list[str] | Range]
+
+
+class Trial(NamedTuple):
+    """One run of a search: values of the flags that are searched, and its seed if it has one."""
+
+    settings: dict[str, str]
+    seed: int | None
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """Its folder: what is tried in it, as far as a file system takes it."""
+        last = f"repeat={self.repeat}" if self.seed is None else f"seed={self.seed}"
+        text = ",".join([words(self.settings), last] if self.settings else [last])
+        safe = re.sub(r"[^\w.,=+-]", "_", text)[:120]
+        return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def words(settings: dict[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in sorted(settings.items()))
+
+
+def pairs(text: str, flag: str) -> dict[str, str]:
+    """Reads ``name=value;name=value``."""
+    found: dict[str, str] = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value) or name in (*found, *OURS):
+            raise app.UsageError(
+                f"--{flag}: {part!r} is not name=value, or names a flag twice, or one of "
+                f"{', '.join(OURS)}, which belong to the search. Flags are separated by ';', as in "
+                "'learning_rate=0.2,0.4;bound=1'."
+            )
+        found[name] = value
+    return found
+
+
+def candidates(text: str, flag: str) -> Candidates:
+    """Reads what may be tried of each flag."""
+    return {name: _values(name, value, flag) for name, value in pairs(text, flag).items()}
+
+
+def _values(name: str, text: str, flag: str) -> list[str] | Range:
+    scale, *ends = text.split(":")
+    if scale not in SCALES or len(ends) != 2:
+        return [value.strip() for value in text.split("|" if "|" in text else ",")]
+    try:
+        low, high = map(float, ends)
+    except ValueError:
+        low = high = float("nan")
+    if flag == "grid" or not (low <= high and (scale != "log" or low > 0)):
+        raise app.UsageError(
+            f"--{flag}: {name}={text} is no range to draw from. Expected log:LOW:HIGH (LOW above "
+            "0), uniform:LOW:HIGH or whole:LOW:HIGH, in --ranges; a grid has values only."
+        )
+    return Range(scale, low, high)
+
+
+def every(of: Candidates) -> list[dict[str, str]]:
+    """All combinations of values; none can be listed where there are ranges."""
+    lists = [values for values in of.values() if isinstance(values, list)]
+    return [dict(zip(of, chosen, strict=True)) for chosen in itertools.product(*lists)]
+
+
+def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[str, str]]:
+    """So many settings, each drawn independently of the others, so that some may be equal."""
+    return [{name: _one(values, draw) for name, values in of.items()} for _ in range(count)]
+
+
+def _one(values: list[str] | Range, draw: np.random.Generator) -> str:
+    if isinstance(values, Range):
+        return f"{SCALES[values.scale](draw, values.low, values.high):.6g}"
+    return values[int(draw.integers(len(values)))]
+
+
+def trials(settings: Iterable[dict[str, str]], seed: int | None) -> list[Trial]:
+    """The runs of a search; equal settings are repeats of each other, with seeds of their own."""
+    seen: Counter[str] = Counter()
+    found = []
+    for chosen in settings:
+        repeat = seen[words(chosen)]
+        seen[words(chosen)] += 1
+        found.append(Trial(chosen, None if seed is None else seed + repeat, repeat))
+    return found
+
+
+def stored(found: Iterable[Trial]) -> list[dict[str, Any]]:
+    return [trial._asdict() for trial in found]

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches: what is run, that nothing is run twice or beside itself, and what it all costs.
+
+Most run a stand-in for the training binary, which leaves what that leaves, in no time, and
+notes in `lives` when it begins and when it ends.
+"""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from absl import app
+
+from dpjax import accounting
+
+EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
+STAND_IN = """
+import json, os, pathlib, sys, time
+
+given = dict(flag.removeprefix("--").split("=", 1) for flag in sys.argv[1:])
+out, z = pathlib.Path(given["out"]), float(given.get("noise_multiplier", 2))
+note = lambda word: (out / "lives").open("a").write(f"{word} {os.getpid()}\\\\n")
+note("begin")
+if "gate" in given and float(given["x"]) >= float(given.get("waits", 0)):
+    while not os.path.exists(given["gate"]):
+        time.sleep(0.01)
+if "fails" in given and given["x"] == given["fails"] and not os.path.exists(given["gate"]):
+    sys.exit("the data have a hole")
+sampling = {"name": "poisson", "examples": 100, "batch_size": 10, "sampling_rate": 0.1}
+card = {
+    "neighbours": "add-or-remove",
+    "sampling": {**sampling, "claim": "Poisson"},
+    "noise": {"multiplier_and_steps": [[z, 50]]},
+    "delta": 1e-5,
+    "epsilon": {"rdp": {"value": 4 / z, "proven": True}},
+}
+right = float(given["x"]) / 100 + int(given.get("seed", 0)) / 1000
+row = {"step": 50, "epsilon": 4 / z, "delta": 1e-5, "accuracy": right}
+(out / "metrics.jsonl").write_text(json.dumps(row) + "\\\\n")
+(out / "privacy.json").write_text(json.dumps(card))
+note("end")
+""".replace("\\\\", "\\")
+ONE = accounting.subsampled_gaussian(2.0, 0.1, 50)
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    path = tmp_path / "stand_in.py"
+    path.write_text(STAND_IN)
+    return path
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The modules beside the binary, which are imported by their names there."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("searching"), importlib.import_module("pricing")
+
+
+def command(*flags):
+    return [sys.executable, "-W", "error", EXPERIMENTS / "sweep.py", *map(str, flags)]
+
+
+def sweep(*flags, status=0):
+    outcome = subprocess.run(command(*flags), capture_output=True, text=True, check=False)
+    said = outcome.stdout[-3000:] + outcome.stderr[-3000:]
+    assert outcome.returncode == status, said
+    return said
+
+
+def lives(folder):
+    return [line.split()[0] for line in (folder / "lives").read_text().splitlines()]
+
+
+def results(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def prices(folder):
+    return [price["epsilon"] for price in json.loads((folder / "costs.json").read_text())["prices"]]
+
+
+def wait_for(condition):
+    until = time.time() + 60
+    while not condition():
+        assert time.time() < until
+        time.sleep(0.02)
+
+
+def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
+    flags = ["--grid", "learning_rate=0.1,0.4;bound=0.5,1", "--seed=0", "--jobs=2"]
+    flags += ["--fixed", "epochs=1;report=false;evaluations=1", "--out", tmp_path]
+    said = sweep(*flags)
+    rows = results(tmp_path)
+    assert len(rows) == 4
+    means = [row["mean"] for row in rows]
+    assert means == sorted(means, reverse=True)
+    cards = [json.loads(path.read_text()) for path in tmp_path.glob("*/privacy.json")]
+    assert len(cards) == 4
+    z, steps = cards[0]["noise"]["multiplier_and_steps"][0]
+    one = accounting.subsampled_gaussian(z, cards[0]["sampling"]["sampling_rate"], steps)
+    every = accounting.epsilon(accounting.compose(*[one] * 4), 1e-5)
+    assert prices(tmp_path) == pytest.approx([accounting.epsilon(one, 1e-5), every])
+    assert "These seeds are published" in said
+    assert (tmp_path / "comparison.html").stat().st_size > 1000
+    best = tmp_path / rows[0]["folders"][0]
+    assert (best / "params.msgpack").exists()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
+    again = sweep(*flags, "--nopage")
+    assert "4 runs, of which 4 have finished" in again
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
+
+
+def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_go_on(stand_in, tmp_path):
+    gate, out = tmp_path / "gate", tmp_path / "out"
+    flags = ["--binary", stand_in, "--grid", "x=50,70,60", "--seeds=2", "--seed=4", "--nopage"]
+    flags += ["--fixed", f"gate={gate};waits=1000;fails=70", "--out", out]
+    said = sweep(*flags, status=1)
+    assert said.count("FAILED with status 1: the data have a hole") == 2
+    rows = results(out)
+    assert [(row["settings"], row["runs"]) for row in rows] == [({"x": "60"}, 2), ({"x": "50"}, 2)]
+    assert rows[0]["accuracies"] == pytest.approx([60.4, 60.5])
+    assert rows[0]["deviation"] == pytest.approx(np.std([60.4, 60.5], ddof=1))
+    gate.touch()
+    said = sweep(*flags)
+    assert "6 runs, of which 4 have finished" in said
+    assert "70.45 % ± 0.07     2    2.000  x=70" in said
+    assert prices(out)[1] == pytest.approx(accounting.epsilon(accounting.compose(*[ONE] * 6), 1e-5))
+    assert lives(out / "x=50,seed=4") == ["begin", "end"]
+    assert lives(out / "x=70,seed=4") == ["begin", "begin", "end"]
+
+
+def test_what_a_killed_search_left_running_is_waited_for(stand_in, tmp_path):
+    gate, out = tmp_path / "gate", tmp_path / "out"
+    flags = ["--binary", stand_in, "--grid", "x=10,20,30,40", "--jobs=2", "--nopage"]
+    flags += ["--fixed", f"gate={gate};waits=20", "--out", out]
+    names = [f"x={x},repeat=0" for x in (10, 20, 30, 40)]
+    first = subprocess.Popen(command(*flags), stdout=subprocess.DEVNULL)
+    wait_for(lambda: all((out / name / "lives").exists() for name in names[:3]))
+    assert not (out / names[3]).exists(), "two at once, no more"
+    first.kill()
+    first.wait()
+    second = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: (out / names[3] / "lives").exists())
+    assert [lives(out / name) for name in names[1:3]] == [["begin"]] * 2
+    sweep(*flags, status=1)  # a third, beside the second, is refused
+    gate.touch()
+    assert "4 runs, of which 1 have finished" in second.communicate(timeout=60)[0]
+    assert second.returncode == 0
+    assert [lives(out / name) for name in names] == [
+        ["begin", "end"] * count for count in (1, 2, 2, 1)
+    ]
+
+
+def test_a_signal_stops_the_runs_and_the_same_command_goes_on(stand_in, tmp_path):
+    gate, out = tmp_path / "gate", tmp_path / "out"
+    flags = ["--binary", stand_in, "--grid", "x=10,20,30", "--nopage"]
+    flags += ["--fixed", f"gate={gate};waits=20", "--out", out]
+    search = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True)
+    noted = out / "x=20,repeat=0" / "lives"
+    wait_for(lambda: noted.exists() and noted.read_text().endswith("\n"))
+    search.send_signal(signal.SIGTERM)
+    said = search.communicate(timeout=60)[0]
+    assert search.returncode == 143
+    assert "stopped" in said
+    assert "The same command goes on" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text().split()[1]), 0)
+    assert not (out / "x=30,repeat=0").exists()
+    gate.touch()
+    assert "3 runs, of which 1 have finished" in sweep(*flags)
+    assert lives(noted.parent) == ["begin", "begin", "end"]
+
+
+def test_a_random_number_of_runs_costs_what_selection_costs(stand_in, tmp_path):
+    flags = ["--binary", stand_in, "--random_runs=geometric:3", "--seed=1", "--nopage"]
+    count = accounting.draw_runs(jax.random.key(1), 3)
+    said = sweep(*flags, "--grid=x=10,20", "--free=x", "--out", tmp_path / "out")
+    assert f"{count} runs, of which 0" in said
+    want = accounting.select_best(ONE, 1e-5, runs=3)
+    assert prices(tmp_path / "out")[::2] == pytest.approx([want.epsilon_one, want.epsilon_best])
+    other = sweep(*flags, "--grid=x=10,30", "--out", tmp_path / "out", status=1)
+    assert "--grid: x=10,20 there, x=10,30 now" in other
+
+
+def test_flags_that_do_not_go_together_are_refused(tmp_path):
+    assert "either --grid or --ranges" in sweep("--out", tmp_path, status=1)
+    both = ["--grid=a=1", "--fixed=a=2", "--out", tmp_path]
+    assert "both say what a is" in sweep(*both, status=1)
+
+
+# --- candidates ---
+
+
+def test_candidates_are_values_or_ranges(modules):
+    searching, _ = modules
+    found = searching.candidates("a=1, 2 ;hidden=64|128,64; rate=log:0.05:1", "ranges")
+    assert found == {
+        "a": ["1", "2"],
+        "hidden": ["64", "128,64"],
+        "rate": searching.Range("log", 0.05, 1.0),
+    }
+    assert len(searching.every({"a": ["1", "2"], "b": ["x", "y", "z"]})) == 6
+
+
+def test_draws_are_even_on_their_scale_and_follow_their_seed(modules):
+    searching, _ = modules
+    of = searching.candidates("a=log:0.01:1;b=uniform:2:4;c=whole:1:3;d=x,y", "ranges")
+    many, again, others = (
+        searching.drawn(of, 4000, np.random.default_rng(seed)) for seed in (0, 0, 1)
+    )
+    assert many == again != others
+    a, b, c = (np.array([float(one[name]) for one in many]) for name in "abc")
+    assert np.mean(a < 0.1) == pytest.approx(0.5, abs=0.03)
+    assert 0.01 <= a.min() < a.max() <= 1
+    assert np.mean(b) == pytest.approx(3, abs=0.05)
+    assert {int(value): pytest.approx(1 / 3, abs=0.03) for value in (1, 2, 3)} == {
+        value: np.mean(c == value) for value in (1, 2, 3)
+    }
+    assert {one["d"] for one in many} == {"x", "y"}
+
+
+def test_equal_settings_are_repeats_with_seeds_and_folders_of_their_own(modules):
+    searching, _ = modules
+    found = searching.trials([{"b": "1"}, {"b": "1"}, {"b": "2"}, {"b": "a/" + "x" * 200}], 7)
+    assert [trial.seed for trial in found] == [7, 8, 7, 7]
+    assert [trial.name for trial in found[:3]] == ["b=1,seed=7", "b=1,seed=8", "b=2,seed=7"]
+    assert "/" not in found[3].name
+    assert len(found[3].name) < 140
+    assert searching.trials([{"b": "1"}], None)[0].name == "b=1,repeat=0"
+    assert [searching.Trial(**stored) for stored in searching.stored(found)] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("a", "grid"),
+        ("a=1;a=2", "grid"),
+        ("seed=1", "fixed"),
+        ("out=x", "fixed"),
+        ("a=log:0:1", "ranges"),
+        ("a=uniform:2:1", "ranges"),
+        ("a=log:x:1", "ranges"),
+        ("a=uniform:1:2", "grid"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_an_example(modules, text, flag):
+    with pytest.raises(app.UsageError, match=f"--{flag}: .*(log:LOW:HIGH|learning_rate=0.2,0.4)"):
+        modules[0].candidates(text, flag)
+
+
+# --- prices ---
+
+
+def card(z=2.0, **changes):
+    sampling = {"name": "poisson", "examples": 100, "batch_size": 10, "sampling_rate": 0.1}
+    return {
+        "neighbours": "add-or-remove",
+        "sampling": {**sampling, "claim": "Poisson"},
+        "noise": {"multiplier_and_steps": [[z, 50]]},
+        "delta": 1e-5,
+        **changes,
+    }
+
+
+def test_the_dearest_run_and_all_of_them_and_the_smallest_delta(modules):
+    _, pricing = modules
+    cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
+    cards = [card(4.0), card(2.0, delta=1e-6), card(4.0)]
+    found, delta, relation = pricing.prices(cards, [ONE], ("logarithmic", 4.0), "")
+    want = [
+        accounting.epsilon(ONE, 1e-6),
+        accounting.epsilon(accounting.compose(cheap, cheap, ONE, ONE), 1e-6),
+        accounting.select_best([ONE, cheap], 1e-6, runs=4, distribution="logarithmic").epsilon_best,
+    ]
+    assert [price.epsilon for price in found] == pytest.approx(want)
+    assert (delta, relation) == (1e-6, "add-or-remove")
+    with pytest.raises(ValueError, match="add-or-remove and zero-out neighbours"):
+        pricing.prices([card(), card(neighbours="zero-out")], [], None, "")
+
+
+def test_what_might_have_been_drawn_counts_unless_it_changes_no_price(modules):
+    searching, pricing = modules
+    free = ["bound", "rate"]
+
+    def why(text, *ran):
+        of = searching.candidates(text, "ranges")
+        return pricing.uncovered(of, searching.trials(ran, None), free)
+
+    assert not why("bound=1,2;rate=log:0.1:1", {"bound": "1", "rate": "0.5"})
+    assert not why("noise=1,2;rate=uniform:0:1", *({"noise": z, "rate": "0"} for z in "12"))
+    assert "settings of noise" in why("noise=1,2;rate=3", {"noise": "2", "rate": "3"})
+    assert "settings of noise" in why("noise=uniform:1:2", {"noise": "1"})
+    assert "settings of bound" in why("bound=1,inf", {"bound": "1"})
+    unknown = pricing.prices([card()], [], ("geometric", 3.0), "because")[0][-1]
+    assert unknown.epsilon is None
+    assert str(unknown).startswith("not known")
+
+
+def test_a_run_that_has_not_finished_has_spent_its_steps(modules, tmp_path):
+    _, pricing = modules
+    assert accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5) == 0
+    run = {"sampling": "poisson", "examples": 100, "batch_size": 10, "preparation": []}
+    run |= {"multiplier_and_steps": [[2.0, 80]], "before": [], "bounds": [1.0]}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 50}\n')
+    spent = accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5)
+    assert spent == pytest.approx(accounting.epsilon(ONE, 1e-5))
+    (tmp_path / "run.json").write_text(json.dumps({**run, "bounds": [math.inf]}))
+    assert accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5) == math.inf
+    with pytest.raises(ValueError, match="expected the privacy card"):
+        pricing.card_of(tmp_path)
