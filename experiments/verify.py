@@ -101,7 +101,8 @@ def main(argv: list[str]) -> None:
     for method, claimed, proved in results:
         verdict = "holds" if claimed >= proved else "DOES NOT HOLD"
         print(
-            f"{method:12} claims epsilon {claimed:.4f} at delta={card['delta']:g}; "
+            f"{method:12} claims epsilon {claimed:.4f} for one {card['unit']} at "
+            f"delta={card['delta']:g}; "
             f"recomputed {proved:.4f}: {verdict}"
         )
     sys.exit(not (results and all(claimed >= proved for _, claimed, proved in results)))

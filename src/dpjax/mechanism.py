@@ -37,6 +37,7 @@ __all__ = ["Mechanism", "Spent"]
 
 # A proof for one of these holds, with the conversion that accounting makes, for those after it.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
+_UNITS = ("example", "client")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,13 @@ class Spent:
       sampling: How it drew.
       runs: The multipliers of its steps, in order: ``(multiplier, steps)``.
       preparation: The multipliers of its queries before the first step.
+      unit: Whose data it protected: those of one example, or of one client.
     """
 
     sampling: Sampler
     runs: tuple[tuple[float, int], ...]
     preparation: tuple[float, ...] = ()
+    unit: str = "example"
 
     @property
     def steps(self) -> int:
@@ -74,6 +77,7 @@ class Spent:
             "batch_size": self.sampling.batch_size,
             "multiplier_and_steps": [list(run) for run in self.runs],
             "preparation": list(self.preparation),
+            "unit": self.unit,
         }
 
     @classmethod
@@ -90,6 +94,7 @@ class Spent:
             sampling=sampling.by_name(facts["sampling"], facts["examples"], facts["batch_size"]),
             runs=tuple(run for run in runs if run[1]),
             preparation=tuple(facts["preparation"]),
+            unit=facts.get("unit", "example"),
         )
 
 
@@ -110,6 +115,9 @@ class Mechanism:
         are paid for in full, however few steps run, and no sampling amplifies them.
       before: What earlier runs have spent on these data, if this one goes on from what they
         released; see `dpjax.training.earlier`.
+      unit: Whose data are protected.  With ``"client"``, as `dpjax.federated` asks for,
+        whatever is said of one example here holds for one client with all of its examples:
+        sampling, bound, noise, neighbours and epsilon.
 
     Example:
       >>> import dpjax
@@ -130,6 +138,7 @@ class Mechanism:
     neighbours: str | None = None
     preparation: Sequence[float] = ()
     before: Sequence[Spent] = ()
+    unit: str = "example"
 
     def __post_init__(self) -> None:
         """Refuses descriptions that mean nothing or claim too much."""
@@ -150,6 +159,7 @@ class Mechanism:
                     f"proved for {sampler.neighbours.value!r} neighbours only. Leave neighbours "
                     "out or ask for that relation, or sample with sampling.poisson."
                 )
+        _check_unit(self.unit, [spent.unit for spent in self.before])
         noise.check_multiplier(self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
@@ -209,7 +219,12 @@ class Mechanism:
         starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
         counts = np.diff(starts, append=len(multipliers))
         runs = [(float(multipliers[i]), int(n)) for i, n in zip(starts, counts, strict=True)]
-        return Spent(sampling=self.sampling, runs=tuple(runs), preparation=tuple(self.preparation))
+        return Spent(
+            sampling=self.sampling,
+            runs=tuple(runs),
+            preparation=tuple(self.preparation),
+            unit=self.unit,
+        )
 
     @property
     def prepared(self) -> dp.DpEvent:
@@ -305,6 +320,20 @@ class Mechanism:
             return jax.tree.map(lambda x: x * scale.astype(x.dtype), noisy), state
 
         return optax.GradientTransformationExtraArgs(link.init, update)
+
+
+def _check_unit(unit: str, before: Sequence[str]) -> None:
+    if unit not in _UNITS:
+        raise ValueError(
+            f"Mechanism(unit={unit!r}): expected one of {', '.join(_UNITS)}: whose data one row "
+            "of what is sampled holds."
+        )
+    if set(before) - {unit}:
+        raise ValueError(
+            f"Mechanism(unit={unit!r}, before=...): what was spent before protects one "
+            f"{', one '.join(sorted(set(before)))}, and epsilons of different units do not add. "
+            "Account for both runs in one unit."
+        )
 
 
 def _scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:

@@ -72,6 +72,7 @@ class Purpose(enum.IntEnum):
     NOISE = 1
     SAMPLING = 2
     PREPARATION = 3
+    LOCAL = 4
 
 
 @dataclass(frozen=True)

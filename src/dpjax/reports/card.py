@@ -52,7 +52,7 @@ def card(
     rule = mechanism.clipping
     return {
         "format": "dpjax privacy card 1",
-        "unit": "example",
+        "unit": mechanism.unit,
         "neighbours": mechanism.relation.value,
         **_spent(mechanism.spent(ran)),
         "clipping": {

@@ -21,6 +21,13 @@ _REFERENCES = {
   booktitle = {ACM Conference on Computer and Communications Security},
   year      = {2016}
 }""",
+    "client": """\
+@inproceedings{mcmahan2018learning,
+  title     = {Learning Differentially Private Recurrent Language Models},
+  author    = {McMahan, H. Brendan and Ramage, Daniel and Talwar, Kunal and Zhang, Li},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2018}
+}""",
     "rdp": """\
 @inproceedings{mironov2017renyi,
   title     = {R{\\'e}nyi Differential Privacy},
@@ -63,6 +70,6 @@ _REFERENCES = {
 def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
     """BibTeX of what was used: the algorithm, the accountants, the rule."""
     prepared = ["preparation"] * bool(mechanism.preparation)
-    for key in ("dpsgd", *methods, mechanism.clipping.name, *prepared):
+    for key in ("dpsgd", mechanism.unit, *methods, mechanism.clipping.name, *prepared):
         if key in _REFERENCES:
             yield _REFERENCES[key]

@@ -25,17 +25,23 @@ from dpjax.types import Neighbours
 __all__ = ["statement"]
 
 _NEIGHBOURS = {
-    Neighbours.ADD_OR_REMOVE: "data sets that differ by one example added or removed",
-    Neighbours.ZERO_OUT: "data sets in which one example is replaced by an empty one",
-    Neighbours.REPLACE_ONE: "data sets in which one example is replaced by any other",
+    Neighbours.ADD_OR_REMOVE: "data sets that differ by one {unit} added or removed",
+    Neighbours.ZERO_OUT: "data sets in which one {unit} is replaced by an empty one",
+    Neighbours.REPLACE_ONE: "data sets in which one {unit} is replaced by any other",
 }
 
 _NOT_COVERED = """\
   - choosing hyper-parameters or a checkpoint by looking at the private data
   - per-step info (losses, norms, clipped fractions): computed before the noise
-  - examples that belong together: the unit is one example, not one person
-  - models or data in which examples see each other (batch statistics)
+  - {together}
+  - models or data in which {unit}s see each other (batch statistics)
   - attacks on float32 arithmetic or on the pseudo-random generator"""
+
+_TOGETHER = {
+    "example": "examples that belong together: the unit is one example, not one person",
+    "client": "whoever sees one client's update: the noise is added to the sum of them\n"
+    "  - clients that belong together: the unit is one client, with all of its examples",
+}
 
 
 def statement(
@@ -82,7 +88,7 @@ def statement(
         *_figures(mechanism, ran, found, delta),
         "",
         "Not covered",
-        _NOT_COVERED,
+        _NOT_COVERED.format(unit=mechanism.unit, together=_TOGETHER[mechanism.unit]),
         "",
         "References",
         *references(mechanism, found),
@@ -104,17 +110,17 @@ def _verdict(
             f"  Seed published ({seed}): not for release. Whoever knows the seed can "
             "subtract the noise."
         )
-    examples = mechanism.sampling.examples
+    examples, unit = mechanism.sampling.examples, mechanism.unit
     if delta * examples >= 1:
         yield (
-            f"  delta={delta:g} is not below 1/examples={1 / examples:.2g}: publishing one "
-            "example outright would satisfy it. Choose a smaller delta."
+            f"  delta={delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
+            f"{unit} outright would satisfy it. Choose a smaller delta."
         )
 
 
 def _why_infinite(mechanism: Mechanism) -> str:
     if math.isinf(mechanism.clipping.sensitivity):
-        return "The rule's bound is infinite: one example can move the sum by any amount."
+        return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
     if not np.all(mechanism.multipliers > 0):
         return "The noise multiplier is 0 at some step."
     if not all(mechanism.preparation):
@@ -126,17 +132,17 @@ def _facts(
     mechanism: Mechanism, ran: np.ndarray, ledger: Ledger | None, delta: float
 ) -> Iterator[str]:
     sampling, rule = mechanism.sampling, mechanism.clipping
-    neighbours = mechanism.relation
+    neighbours, unit = mechanism.relation, mechanism.unit
     groups = rule.partition.size
-    yield "  unit          one example"
-    yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours]}"
+    yield f"  unit          one {unit}"
+    yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
     yield (
         f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
-        f"{sampling.examples:,} examples a step (rate {sampling.sampling_rate:.3g})"
+        f"{sampling.examples:,} {unit}s a step (rate {sampling.sampling_rate:.3g})"
     )
     yield f"                {sampling.claim}"
     yield (
-        f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one example "
+        f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
         f"moves the sum by at most {rule.sensitivity:.4g}"
     )
     yield f"  noise         multiplier {_range(ran)} x sensitivity, on the sum"
@@ -152,7 +158,7 @@ def _facts(
         queries = f"; queries before it: {len(spent.preparation)}" if spent.preparation else ""
         yield f"  before        {spent.steps:,} steps of an earlier run on these data count too:"
         yield (
-            f"                {spent.sampling.name}, {spent.sampling.batch_size:g} examples a "
+            f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {unit}s a "
             f"step, multiplier {noise}{queries}"
         )
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
