@@ -76,14 +76,14 @@ MUTANTS = [
     ),
     Mutant(
         "total= not shared between the groups",
-        "clipping.py",
+        "clipping/rules.py",
         "total / size**0.5",
         "total",
         CLIP + "sensitivities",
     ),
     Mutant(
         "padding not zeroed",
-        "clipping.py",
+        "clipping/application.py",
         "jnp.where(real, factors, 0)",
         "factors",
         "test_clipping.py::TestClipAndSum::test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing",
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "unbatched gradients accepted",
-        "clipping.py",
+        "clipping/application.py",
         "        _refuse_unbatched(updates, state.shapes)\n",
         "",
         "test_clipping.py::TestClipAndSum::test_refuses_unbatched_gradients",

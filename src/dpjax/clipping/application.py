@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rule applied: from per-example gradients to their clipped sum.
+
+`clip` is the definition that every engine is held to; `clip_and_sum` puts it into an
+Optax chain, and refuses gradients that were averaged before it saw them.
+
+This file must never know how gradients are computed or what noise is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from dpjax import trees
+from dpjax.clipping.rules import Norms
+from dpjax.types import Clipping, PyTree
+
+__all__ = ["ClipState", "clip", "clip_and_sum"]
+
+
+def clip(
+    rule: Clipping,
+    gradients: PyTree,
+    mask: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+) -> tuple[PyTree, Norms, Norms]:
+    """Clips per-example gradients and sums them.
+
+    Args:
+      rule: The rule.
+      gradients: Per-example gradients; every leaf ``(batch, ...)``.
+      mask: Nonzero for a real example, 0 for padding, which contributes exactly 0.
+      weights: Further factors ``[batch, groups]``; only in [0, 1] is the sensitivity kept,
+        and `dpjax.clipped_grad` sees to that.
+
+    Returns:
+      The clipped sum, the norms and the factors ``[batch, groups]`` (0 for padding).
+
+    Sensitivity:
+      ``rule.sensitivity``.
+    """
+    groups = rule.partition.assign(gradients)
+    norms = trees.group_norms(gradients, groups, rule.partition.size)
+    factors = rule.factors(norms)
+    if mask is not None:
+        real = jnp.asarray(mask)[:, None] != 0
+        norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
+    if weights is not None:
+        factors = factors * jnp.asarray(weights, factors.dtype)
+    return trees.scaled_sum(gradients, factors, groups), norms, factors
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class ClipState:
+    """The shapes of the parameters: no arrays, only what is needed to refuse."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
+    """The Optax link from per-example gradients ``(batch, ...)`` to their clipped sum.
+
+    Args:
+      rule: The rule.
+
+    Returns:
+      A link whose ``update(gradients, state, params=None, mask=None)`` expects every
+      leaf of the gradients to have one more, leading, axis than its parameter.
+
+    Sensitivity:
+      ``rule.sensitivity``.  The sum is not private until noise is added to it.
+
+    Example:
+      >>> import dpjax
+      >>> link = clip_and_sum(dpjax.clipping.flat(bound=1.0))
+      >>> state = link.init({"w": jnp.zeros(2)})
+      >>> gradients = {"w": jnp.array([[3.0, 4.0], [0.0, 0.5]])}
+      >>> summed, state = link.update(gradients, state)
+      >>> [round(float(x), 4) for x in summed["w"]]
+      [0.6, 1.3]
+    """
+
+    def init(params: PyTree) -> Any:
+        return ClipState(tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(params)))
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        mask: ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, Any]:
+        del params, extra
+        _refuse_unbatched(updates, state.shapes)
+        return clip(rule, updates, mask)[0], state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_unbatched(gradients: PyTree, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raises unless every gradient leaf is ``(batch, *parameter shape)``."""
+    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(gradients)]
+    names = trees.leaf_names(gradients)
+    for name, given, shape in zip(names, found, shapes, strict=True):
+        if len(given) != len(shape) + 1 or given[1:] != shape:
+            raise ValueError(
+                f"clip_and_sum: the gradient of {name or 'the parameter'} has shape "
+                f"{given}; expected (batch, {', '.join(map(str, shape))}): one gradient "
+                "per example. Usually the gradient was already averaged over the batch "
+                "(jax.grad of a batch loss): use jax.vmap(jax.grad(loss), (None, 0)), or "
+                "dpjax.clipped_grad, which clips and sums by itself."
+            )
+    trees.leading_size(gradients, name="clip_and_sum")

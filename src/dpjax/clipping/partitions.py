@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partitions: which leaves of a gradient are clipped together.
+
+A partition assigns every leaf to a group, by its place, its name or its path.  Groups are
+orthogonal blocks, so their bounds add up as squares.  A leaf is never split.
+
+This file must never know a bound or a gradient's length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from dpjax import trees
+from dpjax.types import Partition, PyTree
+
+__all__ = ["Groups", "balanced", "by_layer", "by_leaf", "by_path", "partition_of"]
+
+Groups: TypeAlias = int | Partition
+
+
+def balanced(groups: int) -> Partition:
+    """Cuts the leaves, in their order, into groups of as equal size as possible.
+
+    Args:
+      groups: How many; at most as many as there are leaves.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> balanced(2).assign([jnp.zeros(6), jnp.zeros(1), jnp.zeros(2), jnp.zeros(4)])
+      (0, 0, 1, 1)
+    """
+    if isinstance(groups, bool) or int(groups) != groups or groups < 1:
+        raise ValueError(
+            f"clipping: groups={groups!r}; expected a positive number of groups or a "
+            "Partition such as clipping.by_layer(params)."
+        )
+
+    def assign(tree: PyTree) -> tuple[int, ...]:
+        leaves = jax.tree.leaves(tree)
+        if len(leaves) < groups:
+            raise ValueError(
+                f"clipping: {groups} groups were asked for, but the parameters have "
+                f"only {len(leaves)} leaves; a leaf is never split. Ask for fewer groups."
+            )
+        sizes = [max(1, leaf.size) for leaf in leaves]
+        low, high = max(sizes), sum(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            fits = _fill(sizes, int(groups), middle)[-1] < groups
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return _fill(sizes, int(groups), low)
+
+    return Partition(tuple(f"group {i}" for i in range(int(groups))), assign)
+
+
+def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
+    """Fills groups in order up to a capacity, leaving a leaf for each group to come."""
+    assigned, group, load = [], 0, 0
+    for i, size in enumerate(sizes):
+        starved = len(sizes) - i <= groups - 1 - group
+        if i and (load + size > capacity or starved):
+            group, load = group + 1, 0
+        assigned.append(group)
+        load += size
+    return tuple(assigned)
+
+
+def by_leaf(params: PyTree) -> Partition:
+    """One group a leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> by_leaf({"a": jnp.zeros(2), "b": jnp.zeros(3)}).names
+      ('a', 'b')
+    """
+    return _named(params, trees.leaf_names(params))
+
+
+def by_layer(params: PyTree) -> Partition:
+    """One group a layer: leaves that share all of their path but the last name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> layer = {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}
+      >>> by_layer({"first": layer, "second": layer}).names
+      ('first', 'second')
+    """
+    return _named(params, [name.rpartition("/")[0] for name in trees.leaf_names(params)])
+
+
+def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
+    """Groups leaves by regular expressions on their paths.
+
+    Args:
+      params: The parameters.
+      patterns: Regular expression -> name of a group.  The first that is found anywhere
+        in a leaf's path counts; every leaf must match one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"embed": jnp.zeros(3), "head": {"kernel": jnp.zeros(2)}}
+      >>> by_path(params, {"^embed": "words", ".*": "rest"}).names
+      ('words', 'rest')
+    """
+
+    def group(leaf: str) -> str:
+        for pattern, name in patterns.items():
+            if re.search(pattern, leaf):
+                return str(name)
+        raise ValueError(
+            f"clipping.by_path: no pattern of {list(patterns)} matches the leaf {leaf!r}; "
+            "every leaf needs a group. End with '.*' to catch the rest."
+        )
+
+    return _named(params, [group(leaf) for leaf in trees.leaf_names(params)])
+
+
+def _named(params: PyTree, labels: Sequence[str]) -> Partition:
+    """The partition that gives each leaf of ``params`` the group of its label."""
+    names = tuple(dict.fromkeys(labels))
+    groups = tuple(names.index(label) for label in labels)
+    expected = trees.leaf_names(params)
+
+    def assign(tree: PyTree) -> tuple[int, ...]:
+        if trees.leaf_names(tree) != expected:
+            raise ValueError(
+                f"clipping: this partition was made for the leaves {list(expected)}, but "
+                f"the tree has {list(trees.leaf_names(tree))}. Make it from the same "
+                "parameters that are trained."
+            )
+        return groups
+
+    return Partition(names, assign)
+
+
+def partition_of(groups: Groups) -> Partition:
+    """A number of groups as the balanced `Partition` of that size; a partition as it is."""
+    return groups if isinstance(groups, Partition) else balanced(groups)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules: by which factor each group of an example's gradient is scaled.
+
+Each function builds a `Clipping` that holds the wish for a factor and the bounds that the
+factor is held to; its ``sensitivity`` follows from the bounds, and nobody ever types that
+number.  What a rule wishes for is taste; what it is held to is the guarantee.
+
+Bounds and thresholds must not be computed from private data (or must be paid for).
+This file must never know how gradients are computed, what noise is, or what an epsilon is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dpjax.clipping.partitions import Groups, partition_of
+from dpjax.types import Clipping
+
+__all__ = [
+    "Norms",
+    "automatic",
+    "flat",
+    "grouped",
+    "hard_threshold",
+    "normalized",
+    "per_group",
+]
+
+Norms: TypeAlias = Float[Array, "batch groups"]
+
+
+def flat(bound: float) -> Clipping:
+    r"""Clips each example's whole gradient to a norm of at most ``bound``.
+
+    $$ \bar g_i = g_i \min(1, C / \lVert g_i \rVert) $$
+
+    Args:
+      bound: $C$, the most that one example can move the sum.
+
+    Sensitivity:
+      ``bound``; attained by any example whose gradient is at least that long.
+
+    | bound | gradient | contribution |
+    |---|---|---|
+    | 0 | any | 0 |
+    | infinity | finite | unchanged |
+    | any | 0 | 0 |
+    | any | NaN or infinite anywhere | 0 |
+    | negative | | refused |
+
+    Example:
+      >>> flat(bound=1.0).factors(jnp.array([[0.5], [4.0]]))
+      Array([[1.  ],
+             [0.25]], dtype=float32)
+
+    References:
+      Abadi et al., "Deep Learning with Differential Privacy", 2016, algorithm 1.
+    """
+    return _rule("flat", bound, 1, jnp.ones_like)
+
+
+def grouped(
+    bound: float | None = None, groups: Groups = 2, *, total: float | None = None
+) -> Clipping:
+    r"""Clips every group of leaves separately, all to the same bound.
+
+    Args:
+      bound: Each group is clipped to this norm.
+      groups: A number of groups (leaves in order, balanced by size) or a `Partition`.
+      total: Instead of ``bound``: each of the $k$ groups is clipped to
+        ``total / sqrt(k)``, so that the sensitivity is ``total``.
+
+    Sensitivity:
+      ``bound * sqrt(k)``, or ``total``.  The groups are orthogonal blocks, so an example
+      that fills all of them moves the sum by more than one bound.
+
+    Example:
+      >>> grouped(bound=1.0, groups=4).sensitivity
+      2.0
+      >>> grouped(total=1.0, groups=4).bounds
+      (0.5, 0.5, 0.5, 0.5)
+
+    References:
+      Liu, "Differentially Private Learning with Grouped Gradient Clipping", 2021, states a
+      sensitivity of ``bound`` (theorem 2); that does not hold for two groups or more: the
+      gradient (5, 5) at bound 1 moves the sum by the square root of 2.
+    """
+    if (bound is None) == (total is None):
+        raise ValueError(
+            f"clipping.grouped(bound={bound}, total={total}): give one of them. bound= is "
+            "each group's own bound, total= is the sensitivity of all groups together."
+        )
+    partition = partition_of(groups)
+    each = bound if bound is not None else _share(total, partition.size)
+    return _rule("grouped", each, partition, jnp.ones_like)
+
+
+def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> Clipping:
+    r"""Clips every group to a bound of its own.
+
+    Args:
+      bounds: One bound per group, in the partition's order or by group name.
+      groups: A number of groups or a `Partition`.
+
+    Sensitivity:
+      $\lVert (C_1, \dots, C_k) \rVert_2$.
+
+    Example:
+      >>> per_group((3.0, 4.0), groups=2).sensitivity
+      5.0
+    """
+    partition = partition_of(groups)
+    if isinstance(bounds, Mapping):
+        if set(bounds) != set(partition.names):
+            raise ValueError(
+                f"clipping.per_group: bounds are named {sorted(bounds)}, the groups "
+                f"{sorted(partition.names)}; every group needs exactly one bound."
+            )
+        bounds = [bounds[name] for name in partition.names]
+    return Clipping(partition, tuple(map(float, bounds)), jnp.ones_like, "per_group")
+
+
+def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) -> Clipping:
+    r"""Scales every gradient to nearly ``bound``: small ones up, large ones down.
+
+    $$ \bar g_i = g_i \, C / (\lVert g_i \rVert + \gamma) $$
+
+    Args:
+      bound: $C$; with several groups, of each group.
+      gamma: Keeps the direction of very small gradients from being blown up.
+      groups: A number of groups or a `Partition`.
+
+    Sensitivity:
+      ``bound * sqrt(k)``; approached, never attained.
+
+    Example:
+      >>> automatic(bound=1.0, gamma=1.0).factors(jnp.array([[3.0], [0.0]]))
+      Array([[0.25],
+             [1.  ]], dtype=float32)
+
+    References:
+      Bu et al., "Automatic Clipping", 2022.
+    """
+    if not gamma >= 0:
+        raise ValueError(
+            f"clipping.automatic(gamma={gamma}): gamma must not be negative; it is added "
+            "to every norm, and 0.01 is the usual choice."
+        )
+    return _rule("automatic", bound, groups, lambda norms: bound / (norms + gamma))
+
+
+def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
+    r"""Scales every gradient to exactly ``bound``; a zero gradient stays zero.
+
+    $$ \bar g_i = g_i \, C / \lVert g_i \rVert $$
+
+    Args:
+      bound: $C$; with several groups, of each group.
+      groups: A number of groups or a `Partition`.
+
+    Sensitivity:
+      ``bound * sqrt(k)``; attained by every example with a gradient.
+
+    Example:
+      >>> normalized(bound=1.0).factors(jnp.array([[0.5], [0.0]]))
+      Array([[2.],
+             [0.]], dtype=float32)
+    """
+
+    def wish(norms: Norms) -> Norms:
+        return jnp.where(norms > 0, bound / jnp.where(norms > 0, norms, 1), 0)
+
+    return _rule("normalized", bound, groups, wish)
+
+
+def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups = 1) -> Clipping:
+    r"""Keeps short gradients and drops long ones ("global clipping").
+
+    $$ \bar g_i = (C / Z) \, g_i \ \text{ if } \lVert g_i \rVert \le Z, \text{ else } 0 $$
+
+    Args:
+      bound: $C$; with several groups, of each group.
+      screen: $Z$, the longest gradient that is kept; must not depend on the data.  By
+        default ``bound``, and then nothing that is kept is scaled.
+      groups: A number of groups or a `Partition`.
+
+    Sensitivity:
+      ``bound * sqrt(k)``: noise follows ``bound``, not ``screen``.
+
+    Example:
+      >>> hard_threshold(bound=1.0, screen=2.0).factors(jnp.array([[1.5], [3.0]]))
+      Array([[0.5],
+             [0. ]], dtype=float32)
+
+    References:
+      Bu et al., "On the Convergence and Calibration of Deep Learning with Differential
+      Privacy", 2023, section 4.
+    """
+    screen = bound if screen is None else screen
+    if not screen > 0:
+        raise ValueError(
+            f"clipping.hard_threshold(bound={bound}, screen={screen}): screen must be "
+            "positive; examples with longer gradients are dropped."
+        )
+    scale = 1.0 if screen == bound else bound / screen
+
+    def wish(norms: Norms) -> Norms:
+        return jnp.where(norms <= screen, scale, 0.0).astype(norms.dtype)
+
+    return _rule("hard_threshold", bound, groups, wish)
+
+
+def _rule(name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms]) -> Clipping:
+    """A rule that gives every group of the partition the same bound."""
+    partition = partition_of(groups)
+    return Clipping(partition, (float(bound),) * partition.size, wish, name)
+
+
+def _share(total: float | None, size: int) -> float:
+    if total is None or not total >= 0:
+        raise ValueError(
+            f"clipping.grouped(total={total}): total must be positive; it is the most "
+            "that one example can move the sum."
+        )
+    return total / size**0.5
