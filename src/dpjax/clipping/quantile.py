@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bound that follows a quantile of the gradients' norms, by a count that is paid for.
+
+Which norm is typical is private, and changes as a model learns.  So each step also asks how
+many of its examples were below the bound; the answer, with noise, moves the bound of the
+next step.  One number a step is cheap: with enough noise to be nearly free it is still
+right to a few per cent of a batch.
+
+What is adapted is a *scale* on all bounds of a rule; it begins at 1.  Given as
+``Mechanism(adaptive=Quantile(...))``, which splits the noise between gradients and count, so
+that both together cost what its ``noise_multiplier`` says.
+
+This file must never draw noise, nor know what an epsilon is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from dpjax.types import Clipping
+
+__all__ = ["Quantile"]
+
+# The scale stays within this factor of 1: beyond it, losses divided by it would overflow.
+_FAR = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantile:
+    r"""How the bounds of a rule follow a quantile of the norms.
+
+    With $b_t$ the noised fraction of examples below the bound,
+
+    $$ C_{t+1} = C_t \, e^{-\eta (b_t - \gamma)} $$
+
+    Args:
+      target: $\gamma$, the fraction of examples that should be below the bound.
+      rate: $\eta$; 0.2 moves the bound by 10 % a step at most (where the target is 0.5).
+      count_multiplier: The noise multiplier of the count.  By default a tenth of the expected
+        batch size: the fraction then has noise of standard deviation 0.05.
+      geometric: Whether the bound moves in proportion to itself.  If not, by
+        ``rate * (target - fraction)`` times the rule's own bound.
+
+    Privacy:
+      Of each example of the batch, 1/2 is counted if it is below and -1/2 if not: one that
+      joins or leaves moves the count by 1/2, whatever its gradient.  Noise has the standard
+      deviation ``count_multiplier / 2``.  The count is of the very batch whose gradients
+      are summed, so their multipliers join to $(z_g^{-2} + z_c^{-2})^{-1/2}$ before the
+      sampling amplifies them.  The bound itself may be published.
+
+    | the rule | what is counted |
+    |---|---|
+    | one group | examples whose norm is at most the bound |
+    | several groups | the mean over groups of the same; one scale moves all bounds |
+    | the norm is NaN or infinite | not below |
+    | scale beyond 1e-6 or 1e6 | held there |
+
+    Example:
+      >>> quantile = Quantile(target=0.5, rate=math.log(2))
+      >>> print(round(float(quantile.moved(jnp.ones(()), 1.0)), 4))  # all are below: less
+      0.7071
+
+    References:
+      Andrew, Thakkar, Ramaswamy, McMahan, "Differentially Private Learning with Adaptive
+      Clipping", 2021, algorithm 1.
+    """
+
+    target: float = 0.5
+    rate: float = 0.2
+    count_multiplier: float | None = None
+    geometric: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuses what is no quantile, no rate, and noise that is no number."""
+        if not 0 <= self.target <= 1:
+            raise ValueError(
+                f"clipping.Quantile(target={self.target}): expected a fraction from 0 to 1; at "
+                "0.5 half of the examples are clipped. Usually a norm was given: the bound "
+                "at which the rule begins is the rule's own."
+            )
+        if not 0 < self.rate < math.inf:
+            raise ValueError(
+                f"clipping.Quantile(rate={self.rate}): expected a positive number; 0.2 follows "
+                "within some tens of steps. For a bound that stays, leave adaptive= out."
+            )
+        if self.count_multiplier is not None and not 0 <= self.count_multiplier < math.inf:
+            raise ValueError(
+                f"clipping.Quantile(count_multiplier={self.count_multiplier}): expected a number "
+                ">= 0: the standard deviation of the count's noise divided by 1/2, which is "
+                "how far one example moves it."
+            )
+
+    def below(
+        self, rule: Clipping, norms: Float[Array, "batch groups"], mask: Bool[Array, " batch"]
+    ) -> Float[Array, ""]:
+        """How many more examples are below the bound than above it, halved; **not** private.
+
+        Args:
+          rule: Whose bounds.
+          norms: Before clipping, relative to the scale.
+          mask: Which rows are examples.
+
+        Sensitivity:
+          1/2, attained by every example with one group.
+        """
+        under = jnp.mean(norms <= jnp.asarray(rule.bounds, norms.dtype), axis=-1) - 0.5
+        return jnp.sum(jnp.where(mask, under, 0), dtype=jnp.float32)
+
+    def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:
+        """The scale of the next step, from that of this one and the noised fraction below."""
+        error = self.rate * (fraction - self.target)
+        after = scale * jnp.exp(-error) if self.geometric else scale - error
+        return jnp.clip(after, 1 / _FAR, _FAR)
