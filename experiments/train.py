@@ -34,13 +34,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from looking import Looking, describe
+from classifying import describe, train
 
 import dpjax
 from dpjax import (
@@ -299,46 +298,6 @@ def optimizer_from_flags(mechanism: dpjax.Mechanism) -> optax.GradientTransforma
         rate = optax.warmup_constant_schedule(0.0, rate, _WARMUP.value)
     moves = _OPTIMIZERS[_OPTIMIZER.value](rate, mechanism)
     return optax.chain(moves, training.average_parameters(_AVERAGE.value))
-
-
-def train(
-    dataset: data.Dataset,
-    model: Any,
-    loss: losses.ExampleLoss,
-    mechanism: dpjax.Mechanism,
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Any,
-    params: Any = None,
-    per_step: Callable[[Any], Any] | None = None,
-    budget: dpjax.ledger.Budget | None = None,
-    evaluations: int = 20,
-    **options: Any,
-) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Trains a model; returns averaged parameters, the last state and the log.
-
-    ``options`` are those of `dpjax.fit`; with a directory, the run can be looked at there.
-    """
-    of_example = losses.of(model, loss)
-    algorithm = dpjax.dpsgd(
-        of_example, optimizer, mechanism, dataset.train, per_step=per_step, budget=budget
-    )
-    (x,), _ = dataset.rows(np.array([0]))
-    fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(x))["params"]
-    if params is not None:
-        fresh = flax.serialization.from_bytes(fresh, params)
-    looking = Looking(model, of_example if per_step is None else None, mechanism, dataset)
-    state, history = dpjax.fit(
-        algorithm,
-        algorithm.init(key, fresh),
-        evaluate=looking.evaluate,
-        evaluate_every=-(-mechanism.steps // evaluations) or None,
-        **options,
-    )
-    average = training.averaged(state.optimizer)
-    if options.get("directory") is not None:
-        looking.leave(pathlib.Path(options["directory"]), average)
-    return average, state, history
 
 
 def model_from_flags(classes: int) -> Any:

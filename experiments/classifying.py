@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is looked at while a classifier trains, and what it leaves behind to be looked at.
+"""Training a classifier, and what is looked at while it trains.
 
+`train` joins a model, a loss, a mechanism, an optimizer and data; the binaries call it.
 `Looking` evaluates a run on its test examples, whose numbers may be shown as far as the
 training data are concerned, and on a few hundred training examples, whose numbers may not:
 those go under "private".  At the end it writes what `dpjax.reports.report` draws.
@@ -20,9 +21,10 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import dpjax
-from dpjax import data, diagnostics, metrics, reports, training
+from dpjax import data, diagnostics, losses, metrics, reports, training
 
 
 class Looking:
@@ -99,6 +101,51 @@ class Looking:
             norms = self.bias(params, self.sample).norms
             found |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
         np.savez(folder / "diagnostics.npz", **{k: np.asarray(v) for k, v in found.items()})
+
+
+def train(
+    dataset: data.Dataset,
+    model: Any,
+    loss: losses.ExampleLoss,
+    mechanism: dpjax.Mechanism,
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Any,
+    params: Any = None,
+    per_step: Callable[[Any], Any] | None = None,
+    budget: dpjax.ledger.Budget | None = None,
+    evaluations: int = 20,
+    initial: int = 0,
+    gradients: bool = True,
+    **options: Any,
+) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Trains a model; returns averaged parameters, the last state and the log.
+
+    ``initial`` is the (public) seed of the first parameters.  ``gradients``: whether those of
+    some examples are looked at.  ``options`` are those of `dpjax.fit`; with a directory, the run
+    can be looked at there.
+    """
+    of_example = losses.of(model, loss)
+    algorithm = dpjax.dpsgd(
+        of_example, optimizer, mechanism, dataset.train, per_step=per_step, budget=budget
+    )
+    (x,), _ = dataset.rows(np.array([0]))
+    fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
+    if params is not None:
+        fresh = flax.serialization.from_bytes(fresh, params)
+    seen = of_example if gradients and per_step is None else None
+    looking = Looking(model, seen, mechanism, dataset)
+    state, history = dpjax.fit(
+        algorithm,
+        algorithm.init(key, fresh),
+        evaluate=looking.evaluate,
+        evaluate_every=-(-mechanism.steps // evaluations) or None,
+        **options,
+    )
+    average = training.averaged(state.optimizer)
+    if options.get("directory") is not None:
+        looking.leave(pathlib.Path(options["directory"]), average)
+    return average, state, history
 
 
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:

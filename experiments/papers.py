@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the binaries of the papers share: two epsilons, seeds, results that are kept.
+
+A row of a table is trained once for each seed, and its accuracy kept in a JSON file as soon
+as it is known, so that a table of hours can be broken off and goes on.  Every row shows two
+epsilons: the paper's, by the paper's convention, and the sound one, of what really ran.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import flags
+
+import dpjax
+from dpjax import accounting
+
+SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
+SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
+OUT = flags.DEFINE_string("out", None, "A JSON file that keeps results; rows in it are not rerun.")
+DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
+
+DELTA = 1e-5
+
+
+class Results:
+    """Numbers by row and seed, in a file if there is one."""
+
+    def __init__(self, path: str | None, **facts: Any) -> None:
+        self.path = None if path is None else pathlib.Path(path)
+        known = json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
+        device = jax.devices()[0]
+        self.content = {**known, "device": device.device_kind, "jax": jax.__version__, **facts}
+        self.rows: dict[str, dict[str, Any]] = self.content.setdefault("rows", {})
+
+    def of(self, row: str, seed: int, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The numbers of a row and a seed, run if they are not known."""
+        seeds = self.rows.setdefault(row, {})
+        if str(seed) not in seeds:
+            started = time.time()
+            seeds[str(seed)] = {**run(), "seconds": round(time.time() - started, 1)}
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text(json.dumps(self.content, indent=2) + "\n")
+        return seeds[str(seed)]
+
+
+def spread(numbers: Sequence[float]) -> str:
+    """Mean, and the spread over seeds where there is one."""
+    if len(numbers) == 1:
+        return f"{numbers[0]:.1f} (1 seed)"
+    low, high = min(numbers), max(numbers)
+    return f"{statistics.mean(numbers):.1f} ({low:.1f} to {high:.1f}, {len(numbers)} seeds)"
+
+
+def epsilons(
+    mechanism: dpjax.Mechanism, claimed: Any = None, delta: float = DELTA
+) -> dict[str, float]:
+    """The paper's figure for its own event, and the sound ones for what runs here."""
+    event = mechanism.event if claimed is None else claimed
+    return {
+        "paper": accounting.epsilon(event, delta, "rdp-classic"),
+        "rdp": mechanism.epsilon(delta),
+        "pld": mechanism.epsilon(delta, "pld"),
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows as Markdown, in columns."""
+    lines = [head, ["---"] * len(head), *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    )
