@@ -100,7 +100,7 @@ def test_a_search_trains_ranks_and_is_not_repeated(monkeypatch, tmp_path):
     flags = ["--grid", "learning_rate=0.1,0.4;bound=0.5,1", "--seed=0", "--jobs=2"]
     flags += ["--fixed", "epochs=1;report=false;evaluations=1", "--out", tmp_path]
     # Runs of one search compile alike; the tests' cache is theirs too.
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.values["jax_compilation_cache_dir"])
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     said = sweep(*flags)
     rows = results(tmp_path)
