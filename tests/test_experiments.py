@@ -295,3 +295,25 @@ def test_the_published_epsilons_are_reproduced(monkeypatch):
         assert dpjax.accounting.epsilon(event, 1e-5) == pytest.approx(improved, rel=0.002)
         sound = paper.mechanism_of(row, sizes[row.dataset]).epsilon(1e-5)
         assert (sound > improved * 1.003) == (row.scaled == "data"), "thresholds are paid for"
+
+
+def test_noise_curricula_have_the_printed_epsilons():
+    """Every row of table 3: the paper's epsilon, to its last digit, and the equal constants."""
+    out = run("an2021_noise_curricula.py", "--smoke", "--table=3").stdout
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in out.splitlines() if "seed" in line
+    ]
+    assert [row[1] for row in rows[1::2]] == [
+        f"constant {z}" for z in (1.0472, 1.3806, "1.5390", 1.6042)
+    ]
+    for row in rows:
+        printed, found = float(row[4]), float(row[6])
+        assert found == pytest.approx(printed, abs=0.005)
+    assert "correlation of accuracy and log epsilon" in out
+
+
+def test_an_order_made_from_private_losses_is_not_private():
+    out = run("an2021_noise_curricula.py", "--smoke", "--table=4").stdout
+    ordered = [line for line in out.splitlines() if "easy first" in line]
+    assert len(ordered) == 6
+    assert all(line.count("inf") == 3 for line in ordered)
