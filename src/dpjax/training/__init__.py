@@ -9,6 +9,9 @@ what a run in a folder has spent, for one that goes on from it with other settin
 `forget` removes it.
 `dp_adam` is Adam without the noise's part of its second moment, `scaled_rate` the learning
 rate for another batch size.
+`dp_sgld` draws from a posterior: its noise follows from the step size, `keep_samples` keeps
+parameters on the way, `samples` reads them and `predictive` averages over them;
+`on_mean_gradient` is the reading that papers print.
 """
 
 from dpjax.training.averaging import average_parameters, averaged
@@ -16,6 +19,8 @@ from dpjax.training.dpsgd import Info, State, dpsgd
 from dpjax.training.fit import fit
 from dpjax.training.folder import earlier, forget
 from dpjax.training.optimizers import dp_adam, scaled_rate
+from dpjax.training.samples import keep_samples, predictive, samples
+from dpjax.training.sgld import dp_sgld, on_mean_gradient
 
 __all__ = [
     "Info",
@@ -23,9 +28,14 @@ __all__ = [
     "average_parameters",
     "averaged",
     "dp_adam",
+    "dp_sgld",
     "dpsgd",
     "earlier",
     "fit",
     "forget",
+    "keep_samples",
+    "on_mean_gradient",
+    "predictive",
+    "samples",
     "scaled_rate",
 ]

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The noise of Langevin dynamics: not chosen, but the root of the step size.
+
+Stochastic gradient Langevin dynamics moves by $\eta_t / 2$ times the gradient of the log
+posterior and adds noise of variance $\eta_t$; where it wanders is then the posterior.  Seen
+as privacy that noise is a Gaussian on the clipped sum, whose multiplier *follows*: a small
+step is a private one.  So this page holds one formula, and `gaussian` does the rest.
+
+This file must never draw a number itself, or noise would be added twice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from dpjax.noise.link import gaussian
+from dpjax.types import Clipping, Key, Schedule
+
+__all__ = ["langevin", "langevin_multiplier"]
+
+
+def langevin(
+    learning_rate: float | Schedule,
+    rule: Clipping,
+    *,
+    examples: int,
+    batch_size: float,
+    key: Key,
+    temperature: float = 1.0,
+    replay: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The Optax link that makes a clipped sum a Langevin one: `gaussian` at its multiplier.
+
+    With the mean $\tilde g_t$ of what comes out of it, over the expected batch size,
+
+    $$ w \leftarrow w - \tfrac{\eta_t n}{2}\, \tilde g_t
+       + \tfrac{\eta_t}{2}\, \nabla \log p(w) $$
+
+    has moved by noise of covariance $\eta_t T I$; `dpjax.training.dp_sgld` is the whole.
+
+    Args:
+      learning_rate: $\eta_t$: a positive number, or an Optax schedule of the step.
+      rule: The rule that clipped the sum.
+      examples: $n$, how many there are; public.
+      batch_size: $L$, the *expected* size of a batch, by which the sum will be divided.
+      key: The root key of this run, consumed by it.
+      temperature: $T$; 1 for the posterior itself, less for a sharper one.
+      replay: As in `gaussian`.
+
+    Returns:
+      A link on sums.
+
+    Privacy:
+      One step is the Gaussian mechanism with multiplier `langevin_multiplier`.
+
+    Example:
+      >>> import dpjax
+      >>> rule, n, size, rate = dpjax.clipping.flat(bound=1.0), 60_000, 256, 6e-5
+      >>> optimizer = optax.chain(
+      ...     dpjax.clip_and_sum(rule),
+      ...     langevin(rate, rule, examples=n, batch_size=size, key=dpjax.noise.secret_key()),
+      ...     optax.scale(1 / size),
+      ...     optax.scale(-rate * n / 2),
+      ... )
+    """
+    multiplier = langevin_multiplier(
+        learning_rate, rule, examples=examples, batch_size=batch_size, temperature=temperature
+    )
+    return gaussian(multiplier, rule, key=key, replay=replay)
+
+
+def langevin_multiplier(
+    learning_rate: float | Schedule,
+    rule: Clipping,
+    *,
+    examples: int,
+    batch_size: float,
+    temperature: float = 1.0,
+) -> float | Schedule:
+    r"""The noise multiplier that follows from a Langevin step.
+
+    $$ m_t = \frac{2 L \sqrt{T}}{n\, \Delta \sqrt{\eta_t}} $$
+
+    Args:
+      learning_rate: $\eta_t$.
+      rule: $\Delta$ is its sensitivity.
+      examples: $n$.
+      batch_size: $L$.
+      temperature: $T$.
+
+    Returns:
+      A number for a number, a schedule for a schedule.
+
+      | given | returns |
+      |---|---|
+      | a rate, bound, temperature or batch size that is not positive and finite | an error |
+      | a schedule that is 0 at some step | infinity there: nothing moves, nothing is told |
+      | a schedule that is negative at some step | NaN there |
+
+    Example:
+      >>> import dpjax
+      >>> rule = dpjax.clipping.flat(bound=1.0)
+      >>> round(langevin_multiplier(6.018e-5, rule, examples=60_000, batch_size=256), 4)
+      1.1
+
+    References:
+      Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", 2011;
+      Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
+      Differential Privacy", 2023, section 4.5.
+    """
+    _expect(temperature, "temperature", "at 0 there is no noise, and nothing is private")
+    _expect(rule.sensitivity, "rule.sensitivity", "no noise hides an example without a bound")
+    _expect(batch_size, "batch_size", "it is the expected size of a batch")
+    if not examples >= batch_size:
+        raise ValueError(
+            f"noise.langevin(examples={examples}, batch_size={batch_size}): a batch is larger than "
+            "the data. examples is the size of the whole data set, not of a batch."
+        )
+    scale = 2 * batch_size * math.sqrt(temperature) / (examples * rule.sensitivity)
+    if not callable(learning_rate):
+        _expect(learning_rate, "learning_rate", "it is the variance of the noise on the parameters")
+        return scale / math.sqrt(learning_rate)
+    rate = learning_rate
+
+    def multiplier(step: Any) -> Any:
+        return scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
+
+    return multiplier
+
+
+def _expect(value: float, name: str, why: str) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"noise.langevin({name}={value}): expected a positive, finite number; {why}."
+        )

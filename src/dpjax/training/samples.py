@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posterior samples: parameters kept on the way, and predictions averaged over them.
+
+Where the steps of a run are a Markov chain, its parameters are samples.  An Optax link at
+the end of the chain keeps the last few in a ring whose size never changes, so that nothing
+compiles anew and checkpoints hold them.  All parameters of a run are private together, so
+keeping or releasing many costs no more than the last.
+
+Averaging is of *probabilities*: samples that disagree then make a prediction unsure, which
+is what they are for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from dpjax.types import PyTree
+
+__all__ = ["SamplesState", "keep_samples", "predictive", "samples"]
+
+
+class SamplesState(NamedTuple):
+    """The ring, how many samples were ever written to it, and the steps that were taken."""
+
+    ring: PyTree
+    taken: Int[Array, ""]
+    step: Int[Array, ""]
+
+
+def keep_samples(
+    count: int, *, burn_in: int = 0, every: int = 1
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the last ``count`` of every so many parameters; updates pass through unchanged.
+
+    Args:
+      count: How many are kept; each takes the memory of the parameters.
+      burn_in: Steps before the first may be kept: the way from the start to the posterior.
+      every: Of the steps after them every so many is kept: neighbours are nearly the same.
+
+    Returns:
+      A link for the end of a chain; read the samples with `samples`.
+
+    Privacy:
+      Post-processing of private parameters: free.
+
+    Example:
+      >>> optimizer = optax.chain(optax.sgd(1.0), keep_samples(2, burn_in=1, every=2))
+      >>> params = jnp.zeros(())
+      >>> state = optimizer.init(params)
+      >>> for _ in range(8):
+      ...     updates, state = optimizer.update(jnp.array(-1.0), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> samples(state).tolist()
+      [5.0, 7.0]
+    """
+    for name, value, least in (("count", count, 1), ("burn_in", burn_in, 0), ("every", every, 1)):
+        if int(value) != value or value < least:
+            raise ValueError(
+                f"training.keep_samples({name}={value}): expected a whole number, {least} or more; "
+                "20 samples, the first after half of the steps, are a beginning."
+            )
+
+    def init(params: PyTree) -> SamplesState:
+        ring = jax.tree.map(lambda x: jnp.zeros((count, *jnp.shape(x)), jnp.result_type(x)), params)
+        return SamplesState(ring, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, SamplesState]:
+        del extra
+        if params is None:
+            raise ValueError(
+                "training.keep_samples: update needs the parameters: "
+                "optimizer.update(updates, state, params)."
+            )
+        step = state.step + 1
+        keep = (step > burn_in) & ((step - burn_in) % every == 0)
+        slot = state.taken % count
+
+        def write(ring: Array, after: Array) -> Array:
+            # One row is read and written, whether it changes or not: no branch, no second ring.
+            return ring.at[slot].set(jnp.where(keep, after.astype(ring.dtype), ring[slot]))
+
+        ring = jax.tree.map(write, state.ring, optax.apply_updates(params, updates))
+        return updates, SamplesState(ring, state.taken + keep, step)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def samples(state: Any) -> PyTree:
+    """The samples that are kept inside an optimizer's (or a whole run's) state.
+
+    Args:
+      state: Not traced: how many samples there are decides the shape.
+
+    Returns:
+      The parameters' tree, each leaf ``[samples, ...]``, the oldest first.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SamplesState))
+    kept = next((node for node in nodes if isinstance(node, SamplesState)), None)
+    if kept is None:
+        raise ValueError(
+            "training.samples: no samples are kept in this state. Take it from "
+            "training.dp_sgld, or end the optimizer with training.keep_samples(20)."
+        )
+    taken, size = int(kept.taken), jax.tree.leaves(kept.ring)[0].shape[0]
+    if taken == 0:
+        raise ValueError(
+            f"training.samples: none was kept in {int(kept.step)} steps. The burn-in is not over; "
+            "run on, or ask for a shorter one."
+        )
+    order = jnp.arange(max(0, taken - size), taken) % size
+    return jax.tree.map(lambda ring: ring[order], kept.ring)
+
+
+def predictive(
+    logits: Callable[[PyTree, Any], Float[Array, "batch classes"]], draws: PyTree, inputs: Any
+) -> Float[Array, "batch classes"]:
+    r"""Predictions averaged over samples, as logarithms.
+
+    $$ \log \frac{1}{S} \sum_{s=1}^{S} \mathrm{softmax}\, f(\theta_s, x) $$
+
+    Args:
+      logits: ``logits(params, inputs)``, of one set of parameters.
+      draws: Parameters with a leading axis of samples, as `samples` gives them.
+      inputs: A batch.
+
+    Returns:
+      Log probabilities, which are logits again: `dpjax.metrics` takes them.
+
+    Privacy:
+      Post-processing of private samples.
+
+    Example:
+      >>> sure_of_either = jnp.array([[[50.0, 0.0]], [[0.0, 50.0]]])
+      >>> jnp.exp(predictive(lambda params, _: params, sure_of_either, None)).tolist()
+      [[0.5, 0.5]]
+    """
+    each = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), draws)
+    return jax.nn.logsumexp(each, axis=0) - math.log(each.shape[0])

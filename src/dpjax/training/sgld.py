@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""DP-SGLD: samples from a posterior, private by the noise that sampling needs anyway.
+
+It is DP-SGD with nothing left to choose.  The step size says how much noise Langevin
+dynamics adds, and so what a step costs; the prior is weight decay; the parameters after
+every step are a sample, and all of them are covered by the composition of the steps.
+
+So this file draws no noise and counts no budget: it computes a multiplier, an optimizer and
+a `Mechanism`, and hands them to `dpsgd`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Int
+
+from dpjax import ledger, noise, schedules, trees
+from dpjax.mechanism import Mechanism
+from dpjax.training.dpsgd import State, dpsgd
+from dpjax.training.samples import keep_samples
+from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule
+
+__all__ = ["dp_sgld", "on_mean_gradient"]
+
+
+def dp_sgld(
+    loss: LossFn,
+    learning_rate: float | Schedule,
+    sampling: Sampler,
+    clipping: Clipping,
+    steps: int,
+    data: PyTree,
+    *,
+    prior_deviation: float = 1.0,
+    temperature: float = 1.0,
+    samples: int = 20,
+    burn_in: int | None = None,
+    every: int | None = None,
+    engine: str = "auto",
+    budget: ledger.Budget | None = None,
+    per_step: Callable[[Int[Array, ""]], PyTree] | None = None,
+    microbatch_size: int | None = None,
+) -> Algorithm:
+    r"""Differentially private stochastic gradient Langevin dynamics.
+
+    With $V_t$ the clipped sum, $L$ the expected batch size and $n$ the number of examples,
+
+    $$ w_{t+1} = w_t - \frac{\eta_t n}{2} \Bigl( \frac{V_t}{L} + \frac{w_t}{n s^2} \Bigr)
+       + \mathcal{N}(0,\ \eta_t T I). $$
+
+    Args:
+      loss: ``loss(params, example)``: the *negative log-likelihood* of one example, with its
+        units: cross-entropy, or half a squared error over the variance of the observations.
+      learning_rate: $\eta_t$, positive; a number or an Optax schedule.  It is the variance of
+        the noise, so it is about $1/n$ of what SGD takes, and a smaller one is more private.
+      sampling: Which examples each step sees.
+      clipping: How much each may contribute.  Where it clips, the posterior is another.
+      steps: How many.
+      data: As for `dpjax.dpsgd`.
+      prior_deviation: $s$ of the prior $\mathcal{N}(0, s^2 I)$; infinity for a flat one.
+      temperature: $T$; likelihood and prior are taken to the power $1/T$.  Its noise follows.
+      samples: How many are kept, the last ones; each takes the memory of the parameters.
+      burn_in: Steps before the first is kept; by default half of them.
+      every: Steps between two; by default such that ``samples`` fill the rest of the run.
+      engine: As for `dpjax.dpsgd`, and likewise those below.
+      budget: A `dpjax.ledger.Budget` that no step may pass.
+      per_step: What the step adds to every example.
+      microbatch_size: Examples on the chip at once.
+
+    Returns:
+      An `Algorithm` whose ``mechanism`` is a `dpjax.Mechanism`: statement, ledger, `fit` and
+      checkpoints as ever.  `dpjax.training.samples` reads the samples off its state.
+
+    Privacy:
+      That of `dpjax.dpsgd` with ``algorithm.mechanism``, for all samples together.  The noise
+      multiplier is `dpjax.noise.langevin_multiplier`: to meet an epsilon, change the rate,
+      the batch size or the number of steps.
+
+    | given | what happens |
+    |---|---|
+    | a rate that is 0, negative or NaN at some step | an error |
+    | a rate that changes at every step | works; accounting is quicker if it does by epochs |
+    | parameters narrower than float32 | an error: they would round the noise away |
+
+    Example:
+      >>> import dpjax
+      >>> algorithm = dp_sgld(
+      ...     lambda w, x: 0.5 * jnp.sum((w - x) ** 2),
+      ...     learning_rate=1e-4,
+      ...     sampling=dpjax.sampling.poisson(examples=1000, batch_size=100),
+      ...     clipping=dpjax.clipping.flat(bound=2.0),
+      ...     steps=50,
+      ...     data=jnp.ones((1000, 3)),
+      ...     samples=5,
+      ... )
+      >>> round(algorithm.mechanism.noise_multiplier, 9)  # 2 x 100 / (1000 x 2 x 0.01)
+      10.0
+      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
+      >>> state, _ = dpjax.fit(algorithm, state, progress=False)
+      >>> dpjax.training.samples(state).shape
+      (5, 3)
+
+    References:
+      Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", 2011;
+      Wang, Fienberg and Smola, "Privacy for Free: Posterior Sampling and Stochastic Gradient
+      Monte Carlo", 2015.
+    """
+    if not prior_deviation > 0:
+        raise ValueError(
+            f"training.dp_sgld(prior_deviation={prior_deviation}): expected a positive number, the "
+            "standard deviation of the prior of every parameter; math.inf is a flat prior."
+        )
+    rate = _fixed(learning_rate, steps)
+    multiplier = noise.langevin_multiplier(
+        rate,
+        clipping,
+        examples=sampling.examples,
+        batch_size=sampling.batch_size,
+        temperature=temperature,
+    )
+    mechanism = Mechanism(
+        sampling=sampling,
+        clipping=clipping,
+        noise_multiplier=_fixed(multiplier, steps),
+        steps=steps,
+    )
+    burn_in = steps // 2 if burn_in is None else burn_in
+    every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every
+    optimizer = optax.chain(
+        optax.add_decayed_weights(1 / (sampling.examples * prior_deviation**2)),
+        optax.scale_by_learning_rate(_times(rate, sampling.examples / 2)),
+        keep_samples(samples, burn_in=burn_in, every=every),
+    )
+    inner = dpsgd(
+        loss,
+        optimizer,
+        mechanism,
+        data,
+        engine,
+        per_step=per_step,
+        microbatch_size=microbatch_size,
+        budget=budget,
+    )
+
+    def init(key: Key, params: PyTree) -> State:
+        _check_width(params)
+        return inner.init(key, params)
+
+    def identity() -> dict[str, Any]:
+        return {
+            **inner.identity(),
+            "algorithm": "dp_sgld",
+            "learning rate": rate if not callable(rate) else trees.fingerprint(_rates(rate, steps)),
+            "temperature": float(temperature),
+            "prior deviation": str(float(prior_deviation)),
+            "samples": [samples, burn_in, every],
+        }
+
+    return dataclasses.replace(inner, init=init, identity=identity)
+
+
+def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str, Any]:
+    r"""The rate and the temperature of Langevin dynamics as papers print it: on the mean.
+
+    $$ w \leftarrow w - \eta \Bigl( \frac{V}{L} - \frac{\nabla \log p(w)}{n} \Bigr)
+       + \mathcal{N}(0, \eta I) $$
+
+    is a step of rate $2 \eta / n$ at temperature $n / 2$: it does *not* sample from the
+    posterior, but from one that is nearly flat, and its multiplier $L / (\Delta \sqrt\eta)$ is
+    so large that its epsilon is near 0.
+
+    Args:
+      learning_rate: $\eta$, of the size that SGD takes.
+      examples: $n$.
+
+    Returns:
+      The arguments ``learning_rate`` and ``temperature`` of `dp_sgld`.
+
+    Example:
+      >>> on_mean_gradient(0.3, examples=60_000)
+      {'learning_rate': 1e-05, 'temperature': 30000.0}
+
+    References:
+      Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
+      Differential Privacy", 2023, algorithm 3; its section 4.5 has the other reading.
+    """
+    return {"learning_rate": _times(learning_rate, 2 / examples), "temperature": examples / 2}
+
+
+def _fixed(value: float | Schedule, steps: int) -> float | Schedule:
+    """A schedule as the table of its values: what runs is then what is accounted, to the bit."""
+    return schedules.table(_rates(value, steps)) if callable(value) and steps else value
+
+
+def _rates(schedule: Schedule, steps: int) -> np.ndarray:
+    rates = schedules.values(schedule, steps)
+    good = (rates > 0) & np.isfinite(rates)
+    if not np.all(good):
+        step = int(np.argmin(good))
+        raise ValueError(
+            f"training.dp_sgld(learning_rate=schedule): {rates[step]} at step {step} of {steps}; "
+            "expected a positive number at every step. The rate is the variance of the noise: end "
+            "the schedule above 0 (end_value=...), or take fewer steps."
+        )
+    return rates
+
+
+def _times(value: float | Schedule, factor: float) -> float | Schedule:
+    """A number or a schedule, so many times."""
+    return (lambda step: value(step) * factor) if callable(value) else value * factor
+
+
+def _check_width(params: PyTree) -> None:
+    for leaf in jax.tree.leaves(params):
+        dtype = jnp.result_type(leaf)
+        if trees.wide(dtype) != dtype:
+            raise TypeError(
+                f"training.dp_sgld: parameters are {dtype}; expected float32 or wider. Steps are "
+                "as small as the root of the rate, and a narrow type rounds them away, so that "
+                "nothing like the posterior is left. Keep float32 parameters and cast them inside "
+                "the loss."
+            )

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Langevin dynamics: the posterior is the known one, and the noise is what is paid for."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpjax
+from dpjax import (
+    accounting,
+    clipping,
+    ledger,
+    metrics,
+    noise,
+    sampling,
+    schedules,
+    training,
+    trees,
+)
+
+MNIST = {"examples": 60_000, "batch_size": 256}
+WIDE = clipping.flat(1000.0)  # never clips here
+
+
+def square(w, x):
+    """The negative log-likelihood of x ~ N(w, I)."""
+    return 0.5 * jnp.sum((w - x) ** 2)
+
+
+def flat(w, x):
+    """A likelihood that says nothing: what moves is noise alone."""
+    return 0.0 * sum(map(jnp.sum, jax.tree.leaves(w))) * jnp.sum(x)
+
+
+def after(algorithm, steps, start, key=0):
+    """The state so many steps later, in one dispatch."""
+    state = algorithm.init(jax.random.key(key), start)
+    return algorithm.run(trees.copy(state), steps)
+
+
+def chain(
+    loss=flat, rate=1e-4, rule=WIDE, steps=4, data=None, batch=2.0, deviation=math.inf, **more
+):
+    data = np.zeros((10, 3), np.float32) if data is None else data
+    return training.dp_sgld(
+        loss,
+        rate,
+        sampling.poisson(len(data), batch),
+        rule,
+        steps,
+        data,
+        prior_deviation=deviation,
+        **more,
+    )
+
+
+class TestThePosterior:
+    """x_i ~ N(w, I), w ~ N(0, s^2): mean and variance are known, in each of 4,000 dimensions."""
+
+    examples, deviation = 50, 0.3
+    precision = examples + deviation**-2
+
+    @pytest.fixture(scope="class", params=[1.0, 0.25], ids=["posterior", "colder"])
+    @classmethod
+    def run(cls, request):
+        data = np.random.default_rng(0).normal(2.0, 1.0, (cls.examples, 4000)).astype(np.float32)
+        # Steps this small wander slowly (200 steps to forget) and are 1 % too wide.
+        algorithm = chain(
+            square,
+            0.02 / cls.precision,
+            data=data,
+            batch=25.0,
+            steps=4000,
+            deviation=cls.deviation,
+            temperature=request.param,
+            samples=50,
+            burn_in=1000,
+        )
+        state, info = after(algorithm, 4000, jnp.zeros(4000))
+        assert not np.any(info.clipped)
+        return request.param, data, training.samples(state)
+
+    def test_the_mean_is_shrunk_by_the_prior_as_it_should(self, run):
+        _, data, draws = run
+        mean = data.sum(0) / self.precision
+        assert draws.shape == (50, 4000)
+        assert np.mean(draws.mean(0) - mean) == pytest.approx(0, abs=0.003)
+        assert np.std(draws.mean(0) - mean) < 0.5 * self.precision**-0.5
+
+    def test_the_variance_is_that_of_the_posterior_to_the_power_one_over_t(self, run):
+        temperature, data, draws = run
+        mean = data.sum(0) / self.precision
+        variance = np.mean(np.square(draws - mean))
+        assert variance == pytest.approx(temperature / self.precision, rel=0.03)
+
+
+DECAY = optax.exponential_decay(4e-4, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("rate", "rule", "temperature"),
+    [
+        (2e-4, clipping.flat(1.0), 1.0),
+        (DECAY, clipping.flat(0.5), 1.0),
+        (0.3, clipping.grouped(2.0, groups=2), 4.0),
+    ],
+    ids=["constant", "decaying", "grouped and hot"],
+)
+def test_the_noise_is_the_root_of_the_rate_through_the_whole_chain(rate, rule, temperature):
+    algorithm = chain(rate=rate, rule=rule, temperature=temperature)
+    before = {"a": jnp.zeros(150_000), "b": jnp.zeros((2, 75_000))}
+    state = algorithm.init(jax.random.key(0), before)
+    for step in range(4):
+        state, _ = algorithm.step(state)
+        expected = math.sqrt(temperature * (rate(step) if callable(rate) else rate))
+        for name in before:
+            moved = np.asarray(state.params[name] - before[name])
+            assert np.std(moved) == pytest.approx(expected, rel=0.01)
+        before = state.params
+
+
+def test_the_link_and_the_multiplier_are_one():
+    """`noise.langevin` on sums, in a chain of one's own."""
+    rule, rate, size = clipping.flat(2.0), 3e-4, {"examples": 500, "batch_size": 20}
+    link = noise.langevin(rate, rule, **size, key=jax.random.key(0))
+    sums = jnp.zeros(300_000)
+    noisy, _ = link.update(sums, link.init(sums))
+    assert np.std(noisy / 20 * rate * 500 / 2) == pytest.approx(rate**0.5, rel=0.01)
+    multiplier = noise.langevin_multiplier(rate, rule, **size)
+    assert np.std(noisy) == pytest.approx(multiplier * rule.sensitivity, rel=0.01)
+
+
+GOLDEN = [
+    (6.018e-5, 1.1, 2.3819, 0.005),
+    (1e-5, 2.6985, 0.7068, 0.005),
+    (1e-3, 0.2698, 248.4, 0.005),
+]
+
+
+@pytest.mark.parametrize(("rate", "multiplier", "epsilon", "relative"), GOLDEN)
+def test_what_a_step_size_costs(rate, multiplier, epsilon, relative):
+    got = noise.langevin_multiplier(rate, clipping.flat(1.0), **MNIST)
+    assert got == pytest.approx(multiplier, abs=6e-5)
+    event = accounting.subsampled_gaussian(got, 256 / 60_000, 14_063)
+    assert accounting.epsilon(event, 1e-5, "pld") == pytest.approx(epsilon, rel=relative)
+
+
+def test_the_statement_says_the_epsilon_that_follows():
+    data = np.zeros((60_000, 1), np.float32)
+    algorithm = chain(
+        rate=6.018e-5, rule=clipping.flat(1.0), steps=14_063, data=data, batch=256, samples=1
+    )
+    text = dpjax.statement(algorithm.mechanism, 1e-5)
+    assert "noise         multiplier 1.1 x sensitivity" in text
+    assert "(2.382, 1e-05)-differentially private" in text
+
+
+def test_a_larger_bound_costs_more_at_the_same_rate():
+    """The noise does not grow with the bound; what it hides does."""
+    one, three = (
+        noise.langevin_multiplier(1e-4, clipping.flat(bound), **MNIST) for bound in (1, 3)
+    )
+    assert one == pytest.approx(3 * three)
+
+
+def test_on_the_mean_gradient_it_is_the_papers():
+    reading = training.on_mean_gradient(0.1, examples=60_000)
+    assert noise.langevin_multiplier(
+        reading["learning_rate"], WIDE, **MNIST, temperature=reading["temperature"]
+    ) == pytest.approx(256 / (1000 * 0.1**0.5))
+    # One step from 1, by hand: rate x (mean gradient + prior) and noise of that variance.
+    data = np.full((10, 200_000), 3.0, np.float32)
+    algorithm = training.dp_sgld(
+        square,
+        **training.on_mean_gradient(0.1, examples=10),
+        sampling=sampling.full(10),
+        clipping=WIDE,
+        steps=1,
+        data=data,
+        prior_deviation=0.5,
+        samples=1,
+    )
+    state, _ = algorithm.step(algorithm.init(jax.random.key(0), jnp.ones(200_000)))
+    assert np.mean(state.params) == pytest.approx(1 - 0.1 * (1 - 3 + 4 / 10), abs=0.003)
+    assert np.std(state.params) == pytest.approx(0.1**0.5, rel=0.01)
+
+
+def test_a_rate_that_decays_is_paid_for_step_by_step():
+    algorithm = chain(rate=DECAY, rule=clipping.flat(1.0), steps=6)
+    rates = 4e-4 * 0.5 ** np.arange(6)
+    np.testing.assert_allclose(algorithm.mechanism.multipliers, 4 / (10 * np.sqrt(rates)), 1e-6)
+    state, _ = after(algorithm, 4, jnp.zeros(3))
+    spent = ledger.epsilon(state.ledger, algorithm.mechanism, 1e-3)
+    event = accounting.scheduled_gaussian(algorithm.mechanism.multipliers[:4], 0.2)
+    assert spent == pytest.approx(accounting.epsilon(event, 1e-3))
+
+
+def test_what_runs_is_what_is_accounted_to_the_bit():
+    algorithm = chain(rate=optax.cosine_decay_schedule(1e-3, 50, alpha=0.1), steps=40)
+    compiled = jax.jit(algorithm.mechanism.noise_multiplier)
+    run = np.array([compiled(step) for step in range(40)], np.float64)
+    np.testing.assert_array_equal(run, algorithm.mechanism.multipliers)
+
+
+def test_a_budget_is_kept():
+    budget = ledger.Budget(epsilon=1.0, delta=1e-3)
+    algorithm = chain(rate=1e-2, rule=clipping.flat(1.0), steps=2000, budget=budget)
+    fits = ledger.affordable(algorithm.mechanism, budget)
+    assert 0 < fits < 2000
+    state, _ = after(algorithm, fits, jnp.zeros(3))
+    with pytest.raises(ledger.Refused, match="the budget is 1"):
+        algorithm.step(state)
+
+
+@pytest.mark.parametrize("deaths", [(17,), (9, 31)])
+def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path, deaths):
+    """Samples too: some were taken before the death, some after it."""
+    data = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+
+    def fit(directory, dies=None):
+        rate = schedules.table([2e-3, 1e-3], steps_per_epoch=20)
+        kept = {"deviation": 1.0, "samples": 4, "burn_in": 10, "every": 5}
+        algorithm = chain(square, rate, data=data, steps=40, **kept)
+        if dies is not None:
+            algorithm = dies_after(algorithm, dies)
+        state = algorithm.init(jax.random.key(3), jnp.zeros(3))
+        options = {"directory": directory, "save_every": 5, "evaluate_every": 10}
+        return dpjax.fit(algorithm, state, progress=False, delta=1e-3, **options)
+
+    for steps in deaths:
+        with pytest.raises(InterruptedError):
+            fit(tmp_path / "run", steps)
+    (resumed, rows), (whole, _) = fit(tmp_path / "run"), fit(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [10, 20, 30, 40]
+    np.testing.assert_array_equal(resumed.params, whole.params)
+    np.testing.assert_array_equal(training.samples(resumed), training.samples(whole))
+    np.testing.assert_array_equal(training.samples(resumed)[-1], resumed.params)
+
+
+def test_another_rate_prior_or_temperature_is_another_run():
+    plain = chain().identity()
+    assert json.loads(json.dumps(plain)) == plain
+    for other in (
+        chain(rate=4e-4, temperature=4.0),
+        chain(deviation=1.0),
+        chain(rate=DECAY),
+        chain(samples=3),
+    ):
+        assert other.identity() != plain
+    assert chain(rate=DECAY).identity() == chain(rate=DECAY).identity()
+
+
+def dies_after(algorithm, steps):
+    """The same algorithm, whose process dies at that step."""
+
+    def run(state, count):
+        if state.ledger.steps + count > steps:
+            raise InterruptedError
+        return algorithm.run(state, count)
+
+    return dataclasses.replace(algorithm, run=run)
+
+
+@pytest.mark.parametrize("burn_in", [0, 3])
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("steps", [5, 23])
+def test_the_ring_holds_the_last_ones_in_order(burn_in, every, steps):
+    link = training.keep_samples(3, burn_in=burn_in, every=every)
+    params = {"w": jnp.zeros(2)}
+    state, update = link.init(params), jax.jit(link.update)
+    for _ in range(steps):
+        updates, state = update({"w": jnp.ones(2)}, state, params)
+        params = optax.apply_updates(params, updates)
+    kept = [float(t) for t in range(burn_in + every, steps + 1, every)][-3:]
+    if kept:
+        assert training.samples(state)["w"].tolist() == [[t, t] for t in kept]
+    else:
+        with pytest.raises(ValueError, match="burn-in is not over"):
+            training.samples(state)
+
+
+def test_samples_fill_the_rest_of_the_run():
+    algorithm = chain(steps=100, samples=5)
+    state, _ = after(algorithm, 100, jnp.zeros(3))
+    draws = training.samples(state)
+    assert draws.shape == (5, 3)
+    np.testing.assert_array_equal(draws[-1], state.params)
+    state, _ = after(algorithm, 60, jnp.zeros(3))
+    np.testing.assert_array_equal(training.samples(state), draws[:1])
+
+
+def test_one_program_serves_every_step():
+    traces = []
+
+    def loss(w, x):
+        traces.append(None)
+        return square(w, x)
+
+    algorithm = chain(loss, steps=50, samples=3)
+    state, _ = after(algorithm, 3, jnp.zeros(3))
+    seen = len(traces)
+    algorithm.run(state, 40)
+    assert len(traces) == seen
+
+
+def test_predictions_are_averaged_as_probabilities():
+    draws = jnp.array([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0]])
+    got = training.predictive(lambda w, x: x[:, None] * w, draws, jnp.array([1.0, -2.0]))
+    each = jnp.stack([jax.nn.softmax(jnp.array([[1.0], [-2.0]]) * w) for w in draws])
+    np.testing.assert_allclose(jnp.exp(got), each.mean(0), rtol=1e-6)
+
+
+def test_the_average_is_better_calibrated_than_a_point():
+    """Logistic regression with hardly more examples than parameters is too sure of itself."""
+    random = np.random.default_rng(0)
+    truth = random.normal(size=30).astype(np.float32)
+    x = random.normal(size=(5060, 30)).astype(np.float32)
+    y = (random.random(5060) < 1 / (1 + np.exp(-x @ truth))).astype(np.int32)
+
+    def logits(w, x):
+        return jnp.stack([jnp.zeros(x.shape[:-1]), x @ w], axis=-1)
+
+    def loss(w, example):
+        x, y = example
+        return optax.softmax_cross_entropy_with_integer_labels(logits(w, x), y)
+
+    train, test, label = (x[:60], y[:60]), x[60:], y[60:]
+    drawn, rule = sampling.poisson(60, 30), clipping.flat(100.0)
+    algorithm = training.dp_sgld(loss, 2e-3, drawn, rule, 4000, train, samples=100)
+    state, _ = after(algorithm, 4000, jnp.zeros(30))
+    other = dpjax.dpsgd(loss, optax.sgd(0.1), algorithm.mechanism, train)
+    point, _ = after(other, 4000, jnp.zeros(30))
+    average = training.predictive(logits, training.samples(state), test)
+    one, point = (logits(params, test) for params in (state.params, point.params))
+    confidence = metrics.ece(average, label)
+    assert confidence < 0.1 < metrics.ece(one, label) < 0.3, "measured: 0.04, 0.20, 0.22"
+    assert metrics.ece(point, label) > 0.1
+    assert metrics.nll(average, label) < metrics.nll(one, label)
+
+
+REFUSED = {
+    "no rate": ({"rate": 0.0}, "variance of the noise"),
+    "a rate below 0": ({"rate": -1e-3}, "variance of the noise"),
+    "an infinite rate": ({"rate": math.inf}, "variance of the noise"),
+    "a rate that ends at 0": (
+        {"rate": optax.linear_schedule(1e-3, 0.0, 3)},
+        r"0\.0 at step 3 of 4; .*end the schedule above 0",
+    ),
+    "no temperature": ({"temperature": 0.0}, "at 0 there is no noise"),
+    "no prior": ({"deviation": 0.0}, "math.inf is a flat prior"),
+    "no bound": ({"rule": clipping.flat(math.inf)}, "no noise hides an example without a bound"),
+    "a bound of 0": ({"rule": clipping.flat(0.0)}, "rule.sensitivity"),
+    "no samples": ({"samples": 0}, "1 or more"),
+    "a burn-in below 0": ({"burn_in": -1}, "0 or more"),
+    "half a step": ({"every": 1.5}, "whole number"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_means_nothing_is_refused(case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        chain(**settings)
+
+
+def test_a_batch_is_not_the_data():
+    with pytest.raises(ValueError, match="examples is the size of the whole data set"):
+        noise.langevin_multiplier(1e-4, WIDE, examples=256, batch_size=60_000)
+
+
+def test_narrow_parameters_are_refused():
+    with pytest.raises(TypeError, match="narrow type rounds them away"):
+        chain().init(jax.random.key(0), {"w": jnp.zeros(3, jnp.bfloat16)})
+
+
+def test_samples_that_are_not_there():
+    with pytest.raises(ValueError, match="no samples are kept"):
+        training.samples(optax.sgd(0.1).init(jnp.zeros(3)))
+    link = training.keep_samples(2)
+    with pytest.raises(ValueError, match="update needs the parameters"):
+        link.update(jnp.zeros(3), link.init(jnp.zeros(3)))
