@@ -12,6 +12,7 @@ A map of the house; every room is a module, every module a word:
   `ledger`      what was really spent; refusal
   `gradients`   the clipped sum, by several engines        `clipped_grad`
   `training`    algorithms, and the loop that drives them  `dpsgd`, `fit`
+  `federated`   the same where the unit is a client        `fedavg`, `fedsgd`
   `checkpoints` any state on disk, and back to the last bit
   `reports`     the promise in words, as a file, as a page `statement`
   `testing`     the laws, to run on your own rules and losses
@@ -33,6 +34,7 @@ from dpjax import (
     data,
     diagnostics,
     features,
+    federated,
     gradients,
     ledger,
     losses,
@@ -68,6 +70,7 @@ __all__ = [
     "diagnostics",
     "dpsgd",
     "features",
+    "federated",
     "fit",
     "gradients",
     "ledger",

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How clients fare one by one: an average hides those for whom the model does not work.
+
+Looks at clients' examples without noise, so whatever it says is private, and it comes back
+under ``"private"``, where `dpjax.fit` keeps such numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from dpjax.federated.clients import Clients
+from dpjax.types import PyTree
+
+__all__ = ["evaluate_clients", "scores"]
+
+Metric = Callable[[PyTree, PyTree], Array]
+
+_TOGETHER = 256  # examples at once
+
+
+def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray, " clients"]:
+    """The mean of a metric over each client's examples.
+
+    Args:
+      metric: ``metric(params, example) -> number``: 1 where the prediction is right, say.
+      params: Of the model.
+      clients: Those that trained, or the same with examples that were held out.
+
+    Returns:
+      A number for each client; NaN for one without examples.
+
+    Privacy:
+      Not private: no noise.
+
+    Example:
+      >>> clients = Clients.of([np.array([1.0, 0.0]), np.array([]), np.array([1.0])])
+      >>> scores(lambda params, example: example, None, clients).tolist()
+      [0.5, nan, 1.0]
+    """
+    found = np.asarray(_each(metric, params, clients), np.float64)
+    counts = np.asarray(clients.counts)
+    owners = np.repeat(np.arange(len(clients)), counts)
+    totals = np.bincount(owners, weights=found, minlength=len(clients))
+    return np.divide(totals, counts, out=np.full(len(clients), np.nan), where=counts > 0)
+
+
+def evaluate_clients(
+    metric: Metric, params: PyTree, clients: Clients
+) -> dict[str, dict[str, float]]:
+    """How a metric is distributed over clients, each counted once whatever its size.
+
+    Args:
+      metric: ``metric(params, example) -> number``.
+      params: Of the model.
+      clients: As for `scores`.
+
+    Returns:
+      ``{"private": {...}}`` with the mean over clients, the lowest, the 10 %, 50 % and 90 %
+      quantiles, and the mean over all examples; clients without examples do not count.
+      It can be joined to what an ``evaluate`` function returns to `dpjax.fit`.
+
+    Privacy:
+      Not private: no noise.
+
+    Example:
+      >>> clients = Clients.of([np.array([1.0, 0.0, 0.0, 1.0]), np.array([1.0])])
+      >>> found = evaluate_clients(lambda params, example: example, None, clients)["private"]
+      >>> found["client mean"], found["client lowest"], found["example mean"]
+      (0.75, 0.5, 0.6)
+    """
+    each, counts = scores(metric, params, clients), np.asarray(clients.counts)
+    known = each[counts > 0]
+    names = ("lowest", "10 %", "median", "90 %")
+    quantiles = np.quantile(known, [0.0, 0.1, 0.5, 0.9]).tolist()
+    found = {f"client {name}": value for name, value in zip(names, quantiles, strict=True)}
+    pooled = float(np.average(known, weights=counts[counts > 0]))
+    return {"private": {"client mean": float(known.mean()), **found, "example mean": pooled}}
+
+
+@partial(jax.jit, static_argnums=0)
+def _each(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
+    """The metric of every example."""
+    return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One round: draw clients, let them train, clip and sum what they moved, release once.
+
+A client is turned into a *loss* whose gradient is minus its update, and handed to
+`dpjax.clipped_grad`: rules, weights, masks, and what is broken in one client staying there
+are those of one example, and not written a second time.  A draw of any size takes as many
+microbatches of clients as it needs; clients of like size share one.
+
+This file must never look at the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from dpjax import trees
+from dpjax.federated.clients import Clients
+from dpjax.federated.local import Local, trained
+from dpjax.gradients import clipped_grad, layout
+from dpjax.mechanism import Mechanism
+from dpjax.types import Draw, Key, Purpose, PyTree, Sampler
+
+__all__ = ["Info", "Recipe", "played"]
+
+
+class Info(NamedTuple):
+    """What a round saw, **before** any noise.
+
+    Privacy: computed from private data without noise.  Look at it, do not publish it.
+    """
+
+    loss: Float[Array, ""]
+    """Mean of the losses that the drawn clients had while they trained; NaN if there was none."""
+    examples: Int[Array, ""]
+    """How many examples the drawn clients have together."""
+    clients: Int[Array, ""]
+    """How many clients were drawn; below, only those with examples count."""
+    norm: Float[Array, " groups"]
+    """Mean length of an update per group, before clipping."""
+    clipped: Float[Array, " groups"]
+    """Fraction of the updates that are longer than the bound, per group."""
+
+
+class Recipe(NamedTuple):
+    """What a run was asked to do.
+
+    Args:
+      local: What each client does.
+      server: The server's optimizer.
+      mechanism: What is run and accounted, its unit a client.
+      shares: How much each client counts, from 0 to 1.
+      scale: The number of clients / the public sum of all shares.
+      microbatch_size: How many clients train at once.
+    """
+
+    local: Local
+    server: optax.GradientTransformation
+    mechanism: Mechanism
+    shares: Float[Array, " clients"]
+    scale: float
+    microbatch_size: int | None
+
+
+class _Sums(NamedTuple):
+    """What a round has added up so far: secret, all of it."""
+
+    updates: PyTree
+    losses: Float[Array, ""]
+    norms: Float[Array, " groups"]
+    over: Float[Array, " groups"]
+    clients: Int[Array, ""]
+    working: Int[Array, ""]
+    examples: Int[Array, ""]
+
+
+def played(
+    recipe: Recipe, params: PyTree, moved: Any, key: Key, clients: Clients
+) -> tuple[PyTree, Any, Info]:
+    """One round.
+
+    Args:
+      recipe: What is run.
+      params: The server's parameters.
+      moved: The states of the noise and of the server's optimizer.
+      key: The root key of the run.
+      clients: All of them.
+
+    Returns:
+      New parameters and states, and what the observer is told.
+
+    Privacy: the parameters that come out are private; the info is not.
+    """
+    noise_state, inner = moved
+    sampler, mechanism = recipe.mechanism.sampling, recipe.mechanism
+    draw = _by_size(sampler.draw(key, noise_state.step), clients)
+    loss = _as_loss(recipe.local, clients, trees.step_key(key, Purpose.LOCAL, noise_state.step))
+    sums = _summed(recipe, loss, params, draw, clients)
+    mean, noise_state = mechanism.privatize(key).update(sums.updates, noise_state)
+    mean = jax.tree.map(lambda x: x * jnp.asarray(recipe.scale, x.dtype), mean)
+    change, inner = recipe.server.update(mean, inner, params)
+    return optax.apply_updates(params, change), (noise_state, inner), _info(sums)
+
+
+def _by_size(draw: Draw, clients: Clients) -> Draw:
+    """The drawn clients, smallest first: those of one microbatch wait for its largest."""
+    drawn = jnp.arange(draw.indices.shape[0]) < draw.size
+    sizes = jnp.where(drawn, clients.counts[draw.indices], clients.capacity + 1)
+    return Draw(draw.indices[jnp.argsort(sizes)], draw.size)
+
+
+def _as_loss(local: Local, clients: Clients, key: Key) -> Callable[[PyTree, Any], Array]:
+    """The loss of a client: its value is the client's own, its gradient minus the update."""
+
+    def loss(params: PyTree, index: Int[Array, ""]) -> Float[Array, ""]:
+        start = jax.lax.stop_gradient(params)
+        value, update = jax.lax.stop_gradient(
+            trained(local, start, clients, index, jax.random.fold_in(key, index))
+        )
+        # Factor by factor rather than a product of vectors, whose inputs accelerators round.
+        back = jax.tree.map(lambda p, s, u: jnp.sum((p - s) * -u), params, start, update)
+        return value + sum(jax.tree.leaves(back))
+
+    return loss
+
+
+def _summed(
+    recipe: Recipe, loss: Callable[..., Array], params: PyTree, draw: Draw, clients: Clients
+) -> _Sums:
+    """The clipped, weighted sum over the drawn clients."""
+    rule = recipe.mechanism.clipping
+    size = _microbatch(recipe, loss, params)
+    clipped = clipped_grad(loss, rule, "vmap")
+    indices = jnp.pad(draw.indices, (0, size))
+
+    def body(carry: tuple[Int[Array, ""], _Sums]) -> tuple[Int[Array, ""], _Sums]:
+        start, sums = carry
+        rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
+        drawn: Bool[Array, " size"] = start + jnp.arange(size) < draw.size
+        counts = jnp.where(drawn, clients.counts[rows], 0)
+        part = clipped(params, rows, counts > 0, recipe.shares[rows])
+        over = jnp.sum(part.norms > jnp.asarray(rule.bounds), axis=0, dtype=jnp.float32)
+        more = _Sums(
+            part.value,
+            jnp.sum(part.losses, dtype=jnp.float32),
+            jnp.sum(part.norms, axis=0, dtype=jnp.float32),
+            over,
+            *(jnp.sum(x, dtype=jnp.int32) for x in (drawn, counts > 0, counts)),
+        )
+        return start + size, jax.tree.map(jnp.add, sums, more)
+
+    groups, zero, none = jnp.zeros(len(rule.bounds)), jnp.zeros(()), jnp.zeros((), jnp.int32)
+    nothing = _Sums(trees.zeros_wide(params), zero, groups, groups, none, none, none)
+    return jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, (none, nothing))[1]
+
+
+def _microbatch(recipe: Recipe, loss: Callable[..., Array], params: PyTree) -> int:
+    """How many clients train at once, by shapes alone."""
+    client = jax.ShapeDtypeStruct((), jnp.int32)
+    most = _usual_size(recipe.mechanism.sampling)
+
+    def with_aux(params: PyTree, index: Int[Array, ""]) -> tuple[Array, None]:
+        return loss(params, index), None
+
+    chosen = {"microbatch_size": recipe.microbatch_size, "devices": 1}
+    return layout(with_aux, params, client, most, "vmap", **chosen).microbatch_size
+
+
+def _usual_size(sampler: Sampler) -> int:
+    """The size that nearly every draw stays below."""
+    mean, rate = sampler.batch_size, sampler.sampling_rate
+    spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
+    return max(1, min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8))
+
+
+def _info(sums: _Sums) -> Info:
+    """What the observer is told of a round's sums."""
+    count = sums.working
+    means = (x / count for x in (sums.losses, sums.norms, sums.over))
+    loss, norm, clipped = means
+    return Info(loss, sums.examples, sums.clients, norm, clipped)

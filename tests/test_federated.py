@@ -1,0 +1,612 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients: what one of them can move, whatever it holds and however long it trains."""
+
+import dataclasses
+import json
+import math
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import dpjax
+from dpjax import clipping, federated, ledger, noise, reports, sampling, trees, types
+from dpjax.federated import local, rounds
+
+PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+RULES = {
+    "flat": clipping.flat(0.7),
+    "grouped": clipping.grouped(bound=0.7, groups=2),
+    "total": clipping.grouped(total=0.7, groups=2),
+    "per_group": clipping.per_group((0.3, 0.6), 2),
+    "automatic": clipping.automatic(0.7),
+    "normalized": clipping.normalized(0.7),
+    "hard_threshold": clipping.hard_threshold(0.7),
+    "screen": clipping.hard_threshold(0.7, screen=2.0, groups=2),
+}
+
+
+def mechanism(examples, *, rule=None, sampler=None, multiplier=0.0, steps=5, **options):
+    return dpjax.Mechanism(
+        sampling=sampler or sampling.full(examples),
+        clipping=rule or clipping.flat(1.0),
+        noise_multiplier=multiplier,
+        steps=steps,
+        unit="client",
+        **options,
+    )
+
+
+def towards(params, example):
+    """A loss whose gradient is minus the example: a step of rate 1 moves by it."""
+    return -jnp.sum(params * example)
+
+
+def squared(params, example):
+    return 0.5 * jnp.sum((params - example) ** 2)
+
+
+def fedavg(clients, plan, loss=squared, server=None, **options):
+    work = {"local_batch_size": 1000, "local_epochs": 1, **options}
+    client = work.pop("client_optimizer", optax.sgd(1.0))
+    server = optax.sgd(1.0) if server is None else server
+    return federated.fedavg(loss, server, plan, clients, client_optimizer=client, **work)
+
+
+def moved(algorithm, params=None, steps=1, key=None):
+    """What the first rounds moved the server."""
+    params = jnp.zeros(3) if params is None else params
+    state = algorithm.init(jax.random.key(0) if key is None else key, params)
+    for _ in range(steps):
+        state, _ = algorithm.step(state)
+    return jax.tree.map(lambda a, b: np.asarray(a - b, np.float64), state.params, params)
+
+
+def some_clients(*sizes, seed=0, features=3):
+    draw = np.random.default_rng(seed)
+    return federated.Clients.of([draw.normal(size=(n, features)).astype(np.float32) for n in sizes])
+
+
+def length(tree):
+    return math.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(tree)))
+
+
+# Sensitivity --------------------------------------------------------------------------
+
+VALUES = st.one_of(
+    st.sampled_from([0.0, math.inf, -math.inf, math.nan, 1e30, -1e30, 1e-30, 1e18, 1.0]),
+    st.floats(-100, 100, width=32),
+)
+WEIGHTS = federated.Weights(values=[0.5, 9.0, 2.0, math.inf], largest=2.0)
+
+
+def released(rule, shares, **work):
+    """The released sum of a round, without noise, as one program for all data."""
+    loss = lambda p, x: -jnp.sum(p["a"] * x[:3]) - jnp.sum(p["b"] * x[3:])  # noqa: E731
+    steps = {"batch_size": 1, "epochs": 2, "steps": None, "ball": None, **work}
+    what = local.Local(loss, optax.sgd(1.0), **steps)
+    plan = mechanism(4, rule=rule)
+    recipe = rounds.Recipe(what, optax.sgd(1.0), plan, jnp.asarray(shares), 4.0, 2)
+
+    @jax.jit
+    def run(clients):
+        states = (plan.privatize(jax.random.key(0)).init(PARAMS), optax.sgd(1.0).init(PARAMS))
+        params, _, _ = rounds.played(recipe, PARAMS, states, jax.random.key(0), clients)
+        return params
+
+    def sum_of(examples, counts):
+        starts = np.arange(4) * 2
+        clients = federated.Clients(*map(jnp.asarray, (examples, starts, counts)), capacity=2)
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), run(clients))
+
+    return sum_of
+
+
+def influences(sum_of, examples):
+    counts = np.array([2, 1, 2, 2])
+    whole = sum_of(examples, counts)
+    for k in range(4):
+        without = sum_of(examples, np.where(np.arange(4) == k, 0, counts))
+        yield length(jax.tree.map(np.subtract, whole, without)), length(whole)
+
+
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_no_client_moves_the_sum_by_more_than_the_sensitivity(name, project):
+    rule = RULES[name]
+    work = {"ball": local.ball(rule) if project else None}
+    sum_of = released(rule, WEIGHTS.shares, **work)
+
+    @hypothesis.given(values=hnp.arrays(np.float32, (8, 5), elements=VALUES))
+    @hypothesis.settings(max_examples=25)
+    def holds(values):
+        for found, total in influences(sum_of, values):
+            assert found <= rule.sensitivity + 2e-6 * (rule.sensitivity + total)
+
+    holds()
+
+
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"hard_threshold", "screen"}))
+def test_the_sensitivity_is_attained_by_heavy_clients_that_move_far(name):
+    found = [x for x, _ in influences(released(RULES[name], WEIGHTS.shares), np.full((8, 5), 50.0))]
+    assert found[0] == pytest.approx(0.25 * RULES[name].sensitivity, rel=1e-3)
+    for heavy in found[1:]:
+        assert heavy == pytest.approx(RULES[name].sensitivity, rel=1e-3)
+
+
+def test_shares_are_weights_over_the_largest_and_never_above_one():
+    shares = federated.Weights(values=[0, 30, 100, 700, -5, math.nan, math.inf], largest=100).shares
+    np.testing.assert_allclose(shares, [0, 0.3, 1, 1, 0, 0, 1])
+    assert shares.max() <= 1.0
+
+
+def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
+    clients = federated.Clients.of([np.full((n, 1), 0.5, np.float32) for n in (2, 5, 40)])
+    weights = federated.Weights(values=clients.counts, largest=10, total=15)
+    sampler = sampling.poisson(3, 3)
+    algorithm = fedavg(clients, mechanism(3, sampler=sampler), weights=weights)
+    # Everybody moves by 0.5; shares are 0.2, 0.5 and 1; the public sum of shares is 1.5.
+    assert moved(algorithm, jnp.zeros(1))[0] == pytest.approx(0.5 * 1.7 / 1.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(("largest", "want"), [(1, 7.0466), (2, 31.3710), (5, 271.9903)])
+def test_noise_as_papers_state_it_is_worth_less_by_the_largest_weight(largest, want):
+    multiplier = federated.Weights(values=np.ones(1000), largest=largest).noise_multiplier(1.0)
+    plan = mechanism(1000, sampler=sampling.poisson(1000, 100), multiplier=multiplier, steps=100)
+    assert plan.epsilon(1e-5, "pld") == pytest.approx(want, rel=1e-3)
+    if largest == 1:
+        assert plan.epsilon(1e-5) == pytest.approx(7.9039, rel=1e-3)
+
+
+# What a client does -------------------------------------------------------------------
+
+
+def test_clients_of_size_0_1_and_500_train_in_one_round():
+    """Examples of a client are alike, so that the number of its steps is all that matters."""
+    sizes, values = (0, 1, 500), (7.0, 0.001, 0.001)
+    clients = federated.Clients.of(
+        [np.full((n, 3), v, np.float32) for n, v in zip(sizes, values, strict=True)]
+    )
+    work = {"local_batch_size": 32, "local_epochs": 3, "loss": towards}
+    change = moved(fedavg(clients, mechanism(3), **work))
+    np.testing.assert_allclose(change, 0.001 * (0 + 3 + 3 * 16) / 3, rtol=1e-5)
+    state = fedavg(clients, mechanism(3), **work)
+    _, info = state.step(state.init(jax.random.key(0), jnp.zeros(3)))
+    assert (int(info.clients), int(info.examples)) == (3, 501)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+def test_an_epoch_sees_each_example_of_a_client_once(size):
+    clients = federated.Clients.of([np.eye(6, dtype=np.float32)[:4], np.eye(6)[4:5] * 0])
+    plan = mechanism(2, rule=clipping.flat(math.inf))
+    change = moved(
+        fedavg(clients, plan, towards, local_batch_size=size, local_epochs=2), jnp.zeros(6)
+    )
+    each = [2 / size] * 4 if size in (1, 2) else None
+    if each is None:  # the last batch is smaller, and its mean is of what it holds
+        assert np.sum(change) * 2 == pytest.approx(2 * -(-4 // size))
+        assert np.count_nonzero(change) == 4
+    else:
+        np.testing.assert_allclose(change * 2, [*each, 0, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_local_steps_go_on_over_epochs(steps):
+    clients = federated.Clients.of([np.eye(3, dtype=np.float32)])
+    plan = mechanism(1, rule=clipping.flat(math.inf))
+    work = {"local_batch_size": 1, "local_epochs": None, "local_steps": steps}
+    change = moved(fedavg(clients, plan, towards, **work))
+    assert change.sum() == pytest.approx(steps)
+    assert change.max() - change.min() == pytest.approx(0 if steps % 3 == 0 else 1)
+
+
+def test_the_whole_round_is_what_a_loop_in_python_does():
+    """Gradient descent of each client on all it has, clipped, averaged, by another program."""
+    sizes, rate = (1, 5, 2, 9, 0, 4), 0.3
+    clients, theta = some_clients(*sizes), np.array([0.2, -0.1, 0.4])
+    plan = mechanism(6, rule=clipping.flat(0.5))
+    algorithm = fedavg(clients, plan, client_optimizer=optax.sgd(rate), local_epochs=4)
+    found = moved(algorithm, jnp.asarray(theta, jnp.float32))
+    total = np.zeros(3)
+    for start, count in zip(clients.starts, clients.counts, strict=True):
+        rows, here = np.asarray(clients.examples)[start : start + count], theta.copy()
+        for _ in range(4 * (count > 0)):
+            here -= rate * (here - rows.mean(axis=0))
+        update = here - theta
+        total += update * min(1, 0.5 / max(1e-9, np.linalg.norm(update)))
+    np.testing.assert_allclose(found, total / 6, rtol=1e-5, atol=1e-7)
+
+
+def test_padding_and_other_clients_rows_contribute_nothing():
+    """A batch is longer than the client, and the rows behind it are broken ones."""
+    rows = np.random.default_rng(1).normal(size=(3, 3)).astype(np.float32)
+    broken = np.full((8, 3), math.nan, np.float32)
+    plan = mechanism(3, rule=clipping.flat(2.0))
+    long, exact = (
+        moved(fedavg(federated.Clients.of(c), plan, local_batch_size=size, local_epochs=2))
+        for c, size in [([broken, rows, broken], 8), ([rows[:0], rows, rows[:0]], 3)]
+    )
+    assert np.linalg.norm(exact) > 0.1
+    np.testing.assert_allclose(long, exact, rtol=1e-6)
+
+
+def test_the_order_of_clients_does_not_matter():
+    groups = [np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32) for n in range(7)]
+    ways = [groups, groups[::-1]]
+    one, other = (moved(fedavg(federated.Clients.of(w), mechanism(7)), steps=3) for w in ways)
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_microbatches_of_clients_change_nothing(size):
+    clients = some_clients(*range(20))
+    plan = mechanism(20, sampler=sampling.poisson(20, 8), multiplier=1.0)
+    work = {"local_batch_size": 4, "local_epochs": 2}
+    one, other = (
+        moved(fedavg(clients, plan, microbatch_size=s, **work), steps=3) for s in (20, size)
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_each_client_and_round_has_an_order_of_its_own():
+    """One example is seen; who sees which differs between clients, rounds and runs."""
+    alike = [np.arange(1.0, 21, dtype=np.float32)[:, None]] * 6
+    clients, plan = federated.Clients.of(alike), mechanism(6, rule=clipping.flat(math.inf))
+    what = local.Local(towards, optax.sgd(1.0), 1, None, 1, None)
+    algorithm = fedavg(clients, plan, towards, local_batch_size=1, local_epochs=None, local_steps=1)
+    state, sums = algorithm.init(jax.random.key(3), jnp.zeros(1)), []
+    for _ in range(5):
+        before = state.params
+        state, _ = algorithm.step(state)
+        sums.append(round(float((state.params - before)[0]) * 6))
+    assert len(set(sums)) > 2, "rounds differ"
+    assert any(total % 6 for total in sums), "clients differ"
+    seen = [
+        float(local.trained(what, jnp.zeros(1), clients, jnp.int32(0), jax.random.key(k))[1][0])
+        for k in range(8)
+    ]
+    assert len(set(seen)) > 3, "keys differ"
+
+
+def test_a_projected_client_never_leaves_the_bound_however_long_it_trains():
+    """It goes out far and comes back: projected on the way it ends elsewhere."""
+    way = np.array([[100.0, 0, 0]], np.float32)
+    clients, rule = federated.Clients.of([way]), clipping.hard_threshold(0.5)
+    work = {"local_batch_size": 1, "local_epochs": 20}
+    assert not moved(fedavg(clients, mechanism(1, rule=rule), towards, **work)).any()
+    inside = moved(fedavg(clients, mechanism(1, rule=rule), towards, project=True, **work))
+    assert 0.4999 < length(inside) <= 0.5
+
+
+def test_a_client_with_one_broken_example_contributes_exactly_nothing():
+    good = np.ones((4, 3), np.float32)
+    bad = good * np.array([[1], [math.nan], [1], [1]], np.float32)
+    plan = mechanism(3)
+    with_bad, without = (
+        moved(fedavg(federated.Clients.of([good, rows, good]), plan, local_batch_size=2))
+        for rows in (bad, good[:0])
+    )
+    np.testing.assert_array_equal(with_bad, without)
+
+
+def test_what_is_broken_in_one_client_stays_there_through_convolutions():
+    """In float64 XLA on CPU writes grouped convolutions with zeros, and 0 times NaN is NaN."""
+
+    def convolved(kernel, image):
+        out = jax.lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME")
+        return jnp.mean(jnp.sin(out))
+
+    with jax.enable_x64(True):
+        images = np.random.default_rng(0).normal(size=(3, 2, 2, 5, 5))
+        broken = [images[0], images[1] * math.nan, images[2]]
+        clients = [
+            federated.Clients.of(rows) for rows in (broken, [images[0], images[1][:0], images[2]])
+        ]
+        kernel = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 3, 3)))
+        work = {"local_batch_size": 1, "local_epochs": 2, "microbatch_size": 3}
+        found = [moved(fedavg(c, mechanism(3), convolved, **work), kernel) for c in clients]
+    assert length(found[1]) > 0.01
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+
+
+# FedSGD and servers --------------------------------------------------------------------
+
+
+def test_fedsgd_with_one_example_a_client_is_dpsgd():
+    data = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    loss = lambda w, x: jnp.sum(jnp.tanh(w @ x) ** 2) + 0.1 * jnp.sum(w * w)  # noqa: E731
+    clients = federated.Clients.split(data, owners=np.arange(60), clients=60)
+    server = optax.sgd(0.3, momentum=0.9)
+    plan = mechanism(60, sampler=sampling.poisson(60, 12), multiplier=0.8, rule=clipping.flat(0.3))
+    start = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4)), jnp.float32)
+    one = federated.fedsgd(loss, server, plan, clients)
+    other = dpjax.dpsgd(loss, server, dataclasses.replace(plan, unit="example"), data)
+    states = [a.init(jax.random.key(4), start) for a in (one, other)]
+    for _ in range(4):
+        (first, info), (second, seen) = one.step(states[0]), other.step(states[1])
+        states = [first, second]
+        assert int(info.clients) == int(info.examples) == int(seen.examples)
+        np.testing.assert_allclose(info.norm, seen.norm, rtol=1e-5)
+        np.testing.assert_allclose(info.loss, seen.loss, rtol=1e-5)
+    np.testing.assert_allclose(states[0].params, states[1].params, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "server", [optax.adam(0.1), optax.sgd(0.5, momentum=0.9), optax.adagrad(0.1)]
+)
+def test_any_optimizer_serves(server):
+    """The server's optimizer is given minus the mean update, once a round."""
+    clients = some_clients(3, 1, 4)
+    found = moved(fedavg(clients, mechanism(3), server=server))
+    mean = jnp.asarray(-moved(fedavg(clients, mechanism(3))), jnp.float32)
+    want, _ = server.update(mean, server.init(mean), mean)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_parameters_in_half_precision_do_not_lose_small_steps():
+    clients = federated.Clients.of([np.full((200, 3), 1e-4, np.float32)])
+    work = {"local_batch_size": 1, "local_epochs": 5, "loss": towards}
+    start = jnp.ones(3, jnp.bfloat16)
+    what = local.Local(towards, optax.sgd(1.0), 1, 5, None, None)
+    _, update = local.trained(what, start, clients, jnp.int32(0), jax.random.key(0))
+    np.testing.assert_allclose(update, 0.1, rtol=0.01)
+    change = moved(fedavg(clients, mechanism(1), **work), start)
+    np.testing.assert_allclose(change, 0.1, rtol=0.05)
+
+
+# Noise and sampling --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(size):
+    clients = federated.Clients.of([np.zeros((n % 3, 1), np.float32) for n in range(60)])
+    loss = lambda w, x: x[0] * jnp.sum(w)  # noqa: E731
+    plan = mechanism(60, sampler=sampling.poisson(60, 20), multiplier=1.1, rule=clipping.flat(2.0))
+    weights = federated.Weights(values=np.ones(60), largest=2.0, total=90.0)
+    algorithm = fedavg(clients, plan, loss, weights=weights, microbatch_size=size)
+    change = moved(algorithm, jnp.zeros(400_000), key=jax.random.key(1))
+    # Shares of 45 clients in all, a third of which is expected.
+    assert np.std(change) * 15 == pytest.approx(1.1 * 2.0, rel=0.005)
+
+
+def test_the_divisor_does_not_depend_on_who_was_drawn():
+    clients = federated.Clients.of([np.full((1, 3), 0.1, np.float32)] * 40)
+    plan = mechanism(40, sampler=sampling.poisson(40, 10))
+    algorithm = fedavg(clients, plan, towards)
+    state = algorithm.init(jax.random.key(0), jnp.zeros(3))
+    drawn = set()
+    for _ in range(5):
+        before = state.params
+        state, info = algorithm.step(state)
+        drawn.add(int(info.clients))
+        np.testing.assert_allclose(state.params - before, 0.1 * int(info.clients) / 10, rtol=1e-4)
+    assert len(drawn) > 2
+
+
+def test_an_empty_draw_is_a_round_of_pure_noise():
+    plan = mechanism(1000, sampler=sampling.poisson(1000, 0.001), multiplier=1.0)
+    algorithm = fedavg(some_clients(*[2] * 1000), plan)
+    state, info = algorithm.step(algorithm.init(jax.random.key(0), jnp.zeros(3)))
+    assert int(info.clients) == int(info.examples) == 0
+    key = trees.step_key(jax.random.key(0), types.Purpose.NOISE, 0)
+    draw = trees.random_like(noise.standard_normal, key, jnp.zeros(3))
+    np.testing.assert_allclose(state.params, -draw / 0.001, rtol=1e-5)
+
+
+def test_rounds_of_all_sizes_trace_the_loss_no_more_than_one_round():
+    traces = []
+
+    def counted(params, example):
+        traces.append(None)
+        return squared(params, example)
+
+    plan = mechanism(50, sampler=sampling.poisson(50, 6), multiplier=1.0, steps=60)
+    algorithm = fedavg(some_clients(*range(50)), plan, counted, local_batch_size=8)
+    state, info = algorithm.step(algorithm.init(jax.random.key(0), jnp.zeros(3)))
+    after_one, sizes = len(traces), {int(info.clients)}
+    for _ in range(59):
+        state, info = algorithm.step(state)
+        sizes.add(int(info.clients))
+    assert len(traces) == after_one
+    assert len(sizes) > 6
+
+
+# As any algorithm ----------------------------------------------------------------------
+
+
+def dies_after(algorithm, steps):
+    def step(state):
+        if state.ledger.steps >= steps:
+            raise InterruptedError
+        return algorithm.step(state)
+
+    return dataclasses.replace(algorithm, step=step)
+
+
+def long_run(**options):
+    plan = mechanism(30, sampler=sampling.poisson(30, 6), multiplier=1.0, steps=14, **options)
+    work = {"local_batch_size": 4, "local_epochs": 2, "client_optimizer": optax.sgd(0.1)}
+    return fedavg(some_clients(*range(30)), plan, server=optax.adam(0.1), **work)
+
+
+def test_an_interrupted_run_ends_as_if_nothing_had_been(tmp_path):
+    options = {"evaluate_every": 4, "save_every": 3, "progress": False}
+    state = long_run().init(jax.random.key(5), jnp.zeros(3))
+    whole, rows = dpjax.fit(long_run(), state, directory=tmp_path / "whole", **options)
+    with pytest.raises(InterruptedError):
+        dpjax.fit(dies_after(long_run(), 8), state, directory=tmp_path / "cut", **options)
+    saved = [p.name for p in (tmp_path / "cut" / "checkpoints").glob("[0-9]*")]
+    assert max(map(int, saved)) == 6
+    again, others = dpjax.fit(long_run(), state, directory=tmp_path / "cut", **options)
+    jax.tree.map(np.testing.assert_array_equal, whole.params, again.params)
+    assert [r["private"] for r in rows] == [r["private"] for r in others]
+    assert {"loss", "clients", "examples", "norm", "clipped"} == set(rows[0]["private"])
+
+
+def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
+    state = long_run().init(jax.random.key(5), jnp.zeros(3))
+    dpjax.fit(long_run(), state, steps=2, directory=tmp_path, progress=False)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert (run["algorithm"], run["unit"], run["examples"]) == ("fedavg", "client", 30)
+    other = federated.fedsgd(squared, optax.sgd(0.1), long_run().mechanism, some_clients(*[2] * 30))
+    with pytest.raises(ledger.Refused, match="algorithm") as refused:
+        dpjax.fit(other, other.init(jax.random.key(5), jnp.zeros(3)), directory=tmp_path)
+    assert "data:" in str(refused.value)
+
+
+def test_a_budget_stops_rounds_before_they_begin():
+    clients = some_clients(*[2] * 50)
+    plan = mechanism(50, sampler=sampling.poisson(50, 5), multiplier=1.5, steps=50)
+    budget = ledger.Budget(epsilon=2.0, delta=1e-5)
+    fits = ledger.affordable(plan, budget)
+    algorithm = fedavg(clients, plan, budget=budget)
+    state = algorithm.init(jax.random.key(0), jnp.zeros(3))
+    for _ in range(fits):
+        state, _ = algorithm.step(state)
+    with pytest.raises(ledger.Refused, match=f"{fits} of 50 steps fit"):
+        algorithm.step(state)
+
+
+def test_the_statement_and_the_card_say_one_client():
+    plan = mechanism(1000, sampler=sampling.poisson(1000, 100), multiplier=1.0, steps=100)
+    words = dpjax.statement(plan, 1e-5)
+    for line in (
+        "unit          one client",
+        "data sets that differ by one client added or removed",
+        "poisson: 100 of 1,000 clients a step (rate 0.1)",
+        "one client moves the sum by at most 1",
+        "whoever sees one client's update",
+        "mcmahan2018learning",
+    ):
+        assert line in words
+    assert "example" not in words.split("Not covered")[0]
+    assert reports.card(plan, 1e-5)["unit"] == "client"
+    assert reports.card(dataclasses.replace(plan, unit="example"), 1e-5)["unit"] == "example"
+    too_large = dpjax.statement(plan, 0.01)
+    assert "1/clients=0.001: publishing one client outright" in too_large
+
+
+def test_what_was_spent_in_another_unit_is_not_added():
+    before = mechanism(30, multiplier=1.0)
+    spent = before.spent(before.multipliers)
+    assert dpjax.mechanism.Spent.of(json.loads(json.dumps(spent.facts))).unit == "client"
+    assert mechanism(30, multiplier=1.0, before=[spent]).epsilon(1e-5) > before.epsilon(1e-5)
+    with pytest.raises(ValueError, match="protects one client"):
+        dataclasses.replace(before, unit="example", before=[spent])
+
+
+# What it refuses ------------------------------------------------------------------------
+
+
+def test_a_sampler_that_counts_examples_is_refused():
+    clients = some_clients(*[5] * 20)
+    with pytest.raises(ValueError, match=r"20 clients and 20 weights.*draws from 100"):
+        fedavg(clients, mechanism(100, sampler=sampling.poisson(100, 10)))
+
+
+def test_a_mechanism_for_examples_is_refused():
+    plan = dataclasses.replace(mechanism(3), unit="example")
+    with pytest.raises(ValueError, match=r"Mechanism\(unit='client'"):
+        fedavg(some_clients(1, 2, 3), plan)
+
+
+BAD = {
+    "unit": (lambda: mechanism(3, unit="person"), TypeError, "multiple values"),
+    "a unit of one's own": (
+        lambda: dataclasses.replace(mechanism(3), unit="person"),
+        ValueError,
+        "example, client",
+    ),
+    "no work": (
+        lambda: fedavg(some_clients(1), mechanism(1), local_epochs=None),
+        ValueError,
+        "at least 1 of either",
+    ),
+    "both": (
+        lambda: fedavg(some_clients(1), mechanism(1), local_steps=2),
+        ValueError,
+        "not both",
+    ),
+    "no batch": (
+        lambda: fedavg(some_clients(1), mechanism(1), local_batch_size=0),
+        ValueError,
+        "batch size of at least 1",
+    ),
+    "weights": (
+        lambda: fedavg(
+            some_clients(1, 1), mechanism(2), weights=federated.Weights(values=np.ones(3))
+        ),
+        ValueError,
+        "2 clients and 3 weights",
+    ),
+    "largest": (
+        lambda: federated.Weights(values=np.ones(3), largest=math.inf),
+        ValueError,
+        "positive numbers",
+    ),
+    "total": (lambda: federated.Weights(values=[1], total=0.0), ValueError, "positive numbers"),
+    "shape": (lambda: federated.Weights(values=3.0), ValueError, "one weight per client"),
+    "nobody": (lambda: federated.Clients.of([]), ValueError, "of each client"),
+    "nothing": (lambda: some_clients(0, 0), ValueError, "none of 2 clients"),
+    "owners": (
+        lambda: federated.Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),
+        ValueError,
+        "from 0 to 2 for each of 3 rows",
+    ),
+    "owners that are no numbers": (
+        lambda: federated.Clients.split(np.ones((2, 2)), [0.0, 1.0], clients=3),
+        ValueError,
+        "float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_teach(name):
+    make, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_a_step_inside_jit_is_refused():
+    algorithm = fedavg(some_clients(1, 2), mechanism(2))
+    state = algorithm.init(jax.random.key(0), jnp.zeros(3))
+    with pytest.raises(TypeError, match="ledger has to look"):
+        jax.jit(algorithm.step)(state)
+
+
+# Evaluation -----------------------------------------------------------------------------
+
+
+def test_each_client_is_scored_by_its_own_examples():
+    clients = some_clients(4, 0, 1, 700)
+    first = lambda w, x: x[0] + w  # noqa: E731
+    found = federated.scores(first, 2.0, clients)
+    rows = np.split(np.asarray(clients.examples, np.float64)[:, 0] + 2.0, [4, 4, 5])
+    np.testing.assert_allclose(found[[0, 2, 3]], [rows[i].mean() for i in (0, 2, 3)], rtol=1e-5)
+    assert math.isnan(found[1])
+
+
+def test_the_distribution_over_clients_is_private_and_reaches_the_log():
+    clients, sizes = some_clients(*[3] * 11), 11
+    tenth = federated.evaluate_clients(
+        lambda params, x: x, None, federated.Clients.split(np.arange(11.0), np.arange(11), 11)
+    )["private"]
+    assert [tenth[f"client {n}"] for n in ("lowest", "10 %", "median", "90 %", "mean")] == [
+        *(0.0, 1.0, 5.0, 9.0, 5.0)
+    ]
+    algorithm = fedavg(clients, mechanism(sizes, multiplier=1.0, steps=2))
+    metric = lambda params, x: jnp.sum(params > x) * 1.0  # noqa: E731
+    _, rows = dpjax.fit(
+        algorithm,
+        algorithm.init(jax.random.key(0), jnp.zeros(3)),
+        evaluate=lambda state: federated.evaluate_clients(metric, state.params, clients),
+        progress=False,
+    )
+    assert {"client mean", "client lowest", "example mean", "loss"} <= set(rows[-1]["private"])
+    assert not [name for name in rows[-1] if "client" in name]
