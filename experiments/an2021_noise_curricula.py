@@ -32,10 +32,9 @@ import optax
 import papers
 import scipy.stats
 from absl import app, flags, logging
-from classifying import train
 
 import dpjax
-from dpjax import clipping, data, losses, models, sampling, schedules, training
+from dpjax import clipping, data, losses, models, sampling, schedules
 
 _TABLE = flags.DEFINE_enum("table", None, ["2", "3", "4"], "Which; by default 2, 3 and figure 4.")
 _FIGURE = flags.DEFINE_enum("figure", None, ["4"], "Accuracy against log epsilon, of table 3.")
@@ -118,21 +117,9 @@ def difficulty(dataset: data.Dataset) -> np.ndarray:
 
 def run(mechanism: dpjax.Mechanism, dataset: data.Dataset, seed: int) -> Mapping[str, Any]:
     """One training run."""
-    model = (
-        models.by_name("mlp", 10) if papers.SMOKE.value else models.TemperedCNN(activation=nn.relu)
-    )
-    optimizer = optax.chain(optax.sgd(0.15), training.average_parameters(0.0))
-    options = {"initial": seed, "gradients": False, "evaluations": 1, "progress": False}
-    *_, history = train(
-        dataset,
-        model,
-        losses.cross_entropy,
-        mechanism,
-        optimizer,
-        key=jax.random.key(seed),
-        **options,
-    )
-    return {"accuracy": 100 * history[-1]["accuracy"]}
+    small = papers.SMOKE.value
+    model = models.by_name("mlp", 10) if small else models.TemperedCNN(activation=nn.relu)
+    return papers.trained(dataset, model, mechanism, optax.sgd(0.15), seed)
 
 
 def smaller(mechanism: dpjax.Mechanism, dataset: data.Dataset) -> dpjax.Mechanism:

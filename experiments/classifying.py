@@ -117,13 +117,14 @@ def train(
     evaluations: int = 20,
     initial: int = 0,
     gradients: bool = True,
+    look: Callable[[Any], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Trains a model; returns averaged parameters, the last state and the log.
 
     ``initial`` is the (public) seed of the first parameters.  ``gradients``: whether those of
-    some examples are looked at.  ``options`` are those of `dpjax.fit`; with a directory, the run
-    can be looked at there.
+    some examples are looked at; ``look`` finds more numbers in the parameters.  ``options`` are
+    those of `dpjax.fit`; with a directory, the run can be looked at there.
     """
     of_example = losses.of(model, loss)
     algorithm = dpjax.dpsgd(
@@ -135,10 +136,15 @@ def train(
         fresh = flax.serialization.from_bytes(fresh, params)
     seen = of_example if gradients and per_step is None else None
     looking = Looking(model, seen, mechanism, dataset)
+
+    def evaluate(state: Any) -> dict[str, Any]:
+        found = look(state.params) if look is not None else {}
+        return {**looking.evaluate(state), **found}
+
     state, history = dpjax.fit(
         algorithm,
         algorithm.init(key, fresh),
-        evaluate=looking.evaluate,
+        evaluate=evaluate,
         evaluate_every=-(-mechanism.steps // evaluations) or None,
         **options,
     )

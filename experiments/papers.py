@@ -16,17 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 from absl import flags
+from classifying import train
 
 import dpjax
-from dpjax import accounting
+from dpjax import accounting, data, losses, training
+from dpjax.reports import drawing
+from dpjax.reports.rendering import png
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
 OUT = flags.DEFINE_string("out", None, "A JSON file that keeps results; rows in it are not rerun.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 
+PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
+
 DELTA = 1e-5
+_TIMES = {"examples_per_second", "delta"}
 
 
 class Results:
@@ -49,6 +57,41 @@ class Results:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.write_text(json.dumps(self.content, indent=2) + "\n")
         return seeds[str(seed)]
+
+
+def trained(
+    dataset: data.Dataset,
+    model: Any,
+    mechanism: dpjax.Mechanism,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    *,
+    loss: losses.ExampleLoss = losses.cross_entropy,
+    evaluations: int = 1,
+    look: Callable[[Any], Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """One run as the papers report it, of the last parameters: accuracy, and the way there.
+
+    ``look`` is given the parameters at each evaluation; what it finds is in ``way`` too.
+    """
+    kept_last = optax.chain(optimizer, training.average_parameters(0.0))
+    key = jax.random.key(seed)
+    options: dict[str, Any] = {"initial": seed, "gradients": False, "progress": False}
+    options |= {"evaluations": evaluations, "look": look}
+    *_, history = train(dataset, model, loss, mechanism, kept_last, key=key, **options)
+    way = [{k: v for k, v in row.items() if k not in _TIMES} for row in history]
+    return {"accuracy": 100 * history[-1]["accuracy"], "way": way if evaluations > 1 else []}
+
+
+def plot(path: str, x: str, y: str, lines: Mapping[str, tuple[Any, Any]]) -> None:
+    """Draws lines, each the mean of its rows ``[points, seeds]`` with their range, to a PNG."""
+    with drawing.style():
+        figure = drawing.canvas()
+        axes = drawing.panel(figure, x, y)
+        for (name, (places, values)), color in zip(lines.items(), drawing.SERIES, strict=False):
+            drawing.band(axes, np.asarray(places), np.asarray(values), color, name)
+        drawing.legend(axes)
+        pathlib.Path(path).write_bytes(png(figure))
 
 
 def spread(numbers: Sequence[float]) -> str:

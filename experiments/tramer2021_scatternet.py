@@ -26,10 +26,9 @@ import jax.numpy as jnp
 import optax
 import papers
 from absl import app, flags, logging
-from classifying import train
 
 import dpjax
-from dpjax import accounting, clipping, data, features, losses, models, sampling, training
+from dpjax import accounting, clipping, data, features, models, sampling
 
 _ROWS = flags.DEFINE_list("rows", None, "Rows whose names hold one of these words; else all.")
 _CACHE = flags.DEFINE_string("cache_dir", None, "Where features are kept; as secret as the data.")
@@ -120,16 +119,8 @@ def run(row: Row, dataset: data.Dataset, seed: int) -> Mapping[str, Any]:
     key = jax.random.key(seed)
     ready = prepared(row, dataset, key)
     mechanism = mechanism_of(row, dataset.examples)
-    optimizer = optax.chain(
-        optax.sgd(row.rate, momentum=0.9),
-        training.average_parameters(0.0),  # the last ones
-    )
     model = models.by_name(row.model, dataset.classes, torch_init=True)
-    options = {"initial": seed, "gradients": False, "evaluations": 1, "progress": False}
-    _, _, history = train(
-        ready, model, losses.cross_entropy, mechanism, optimizer, key=key, **options
-    )
-    return {"accuracy": 100 * history[-1]["accuracy"]}
+    return papers.trained(ready, model, mechanism, optax.sgd(row.rate, momentum=0.9), seed)
 
 
 def main(_: list[str]) -> None:

@@ -312,6 +312,29 @@ def test_noise_curricula_have_the_printed_epsilons():
     assert "correlation of accuracy and log epsilon" in out
 
 
+PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 2, "--figure=3": 2, "--figure=5": 4}
+
+
+@pytest.mark.parametrize("asked", PAPERNOT)
+def test_tempered_sigmoids_smoke(asked, tmp_path):
+    picture = tmp_path / "figure.png"
+    out = run("papernot2021_tempered_sigmoids.py", "--smoke", asked, "--plot", picture).stdout
+    assert out.count("| digits |") == PAPERNOT[asked]
+    assert out.count(" inf ") == 3 * out.count("not private")
+    if asked in ("--figure=3", "--figure=5"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tempered_sigmoids_have_the_printed_epsilons(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    paper = importlib.import_module("papernot2021_tempered_sigmoids")
+    paper.flags.FLAGS.mark_as_parsed()
+    for name, size, printed in (("mnist", 60_000, 2.93), ("fashion_mnist", 60_000, 2.7)):
+        mechanism = paper.mechanism_of(paper.SETTINGS[name], size)
+        assert mechanism.epsilon(1e-5, "rdp-classic") == pytest.approx(printed, abs=0.01)
+        assert mechanism.epsilon(1e-5, "pld") < mechanism.epsilon(1e-5) < printed - 0.3
+
+
 def test_an_order_made_from_private_losses_is_not_private():
     out = run("an2021_noise_curricula.py", "--smoke", "--table=4").stdout
     ordered = [line for line in out.splitlines() if "easy first" in line]
