@@ -335,6 +335,38 @@ def test_tempered_sigmoids_have_the_printed_epsilons(monkeypatch):
         assert mechanism.epsilon(1e-5, "pld") < mechanism.epsilon(1e-5) < printed - 0.3
 
 
+@pytest.mark.parametrize("asked", ["--table=1", "--table=4", "--figure=3", "--figure=4"])
+def test_grouped_clipping_smoke(asked, tmp_path):
+    picture = tmp_path / "figure.png"
+    out = run("liu2021_grouped_clipping.py", "--smoke", asked, "--plot", picture).stdout
+    assert out.count("| digits ") == 4
+    assert ("organsmnist: skipped" in out) == (asked == "--table=4")
+    assert picture.exists() == asked.startswith("--figure")
+
+
+def test_noise_by_smooth_sensitivity_is_refused():
+    assert "--smooth: refused" in run("liu2021_grouped_clipping.py", "--smooth", status=1).stderr
+
+
+def test_grouped_clipping_costs_what_it_costs(monkeypatch):
+    """The printed epsilons by the paper's accounting; what its noise is really worth, by ours."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    paper = importlib.import_module("liu2021_grouped_clipping")
+    sizes = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
+    for name, size in sizes.items():
+        setting = paper.SETTINGS[name]
+        for printed, steps in setting.steps.items():
+            nominal = paper.mechanism_of(setting, "flat", 1, size, steps)
+            method = "rdp" if printed == 0.94 else "rdp-classic"
+            assert nominal.epsilon(1e-5, method) == pytest.approx(printed, abs=0.01)
+            equal = paper.mechanism_of(setting, "equal", setting.groups, size, steps)
+            full = paper.mechanism_of(setting, "full", setting.groups, size, steps)
+            assert equal.epsilon(1e-5) == full.epsilon(1e-5) == nominal.epsilon(1e-5)
+            assert equal.clipping.sensitivity == pytest.approx(setting.bound)
+    ran = paper.mechanism_of(paper.SETTINGS["mnist"], "paper", 8, 60_000, 12_646)
+    assert ran.epsilon(1e-5, "pld") == pytest.approx(54.50, rel=0.005)
+
+
 def test_an_order_made_from_private_losses_is_not_private():
     out = run("an2021_noise_curricula.py", "--smoke", "--table=4").stdout
     ordered = [line for line in out.splitlines() if "easy first" in line]
