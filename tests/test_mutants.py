@@ -36,6 +36,7 @@ SAMPLE, MECHANISM, LEDGER = (f"test_{x}.py::test_" for x in ("sampling", "mechan
 ACCOUNT, GHOST = "test_accounting.py::test_", "test_ghost.py::test_ghost_"
 FEATURES = "test_features.py::test_"
 SELECT = "test_selection.py::test_"
+ADAPT = "test_adaptive.py::test_"
 
 MUTANTS = [
     # Clipping and sensitivity
@@ -1045,6 +1046,77 @@ MUTANTS = [
         "lambda p, x: loss(p, x) / scale",
         "lambda p, x: loss(p, x)",
         "test_training.py::TestBoundSchedule::test_it_is_clipping_to_the_bound_of_the_step",
+    ),
+    # Bounds that are adapted
+    Mutant(
+        "the count that a bound follows has no noise",
+        "mechanism.py",
+        "self.count_multiplier / 2 * drawn",
+        "0 * drawn",
+        ADAPT + "the_noise_of_the_count_is_its_multiplier_times_a_half",
+    ),
+    Mutant(
+        "the count's noise is for half its sensitivity",
+        "mechanism.py",
+        "self.count_multiplier / 2 * drawn",
+        "self.count_multiplier / 4 * drawn",
+        ADAPT + "what_a_step_releases_tells_as_much_as_its_multiplier_says",
+    ),
+    Mutant(
+        "the count takes no share of the noise of the gradients",
+        "mechanism.py",
+        "link = noise.gaussian(self.gradient_multiplier,",
+        "link = noise.gaussian(self.noise_multiplier,",
+        ADAPT + "the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound[False]",
+    ),
+    Mutant(
+        "a schedule's total used for the gradients alone",
+        "mechanism.py",
+        "return lambda step: total(step) * _growth(total(step), count)",
+        "return total",
+        ADAPT + "the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound[True]",
+    ),
+    Mutant(
+        "an example moves the count by 1",
+        "clipping/quantile.py",
+        "axis=-1) - 0.5",
+        "axis=-1)",
+        ADAPT + "no_example_moves_the_count_by_more_than_a_half",
+    ),
+    Mutant(
+        "padding is counted",
+        "clipping/quantile.py",
+        "jnp.sum(jnp.where(mask, under, 0)",
+        "jnp.sum(jnp.where(mask, under, under)",
+        ADAPT + "no_example_moves_the_count_by_more_than_a_half",
+    ),
+    Mutant(
+        "the count draws the gradients' noise again",
+        "mechanism.py",
+        "Purpose.COUNT",
+        "Purpose.NOISE",
+        ADAPT + "the_count_draws_from_a_stream_of_its_own",
+    ),
+    Mutant(
+        "the count draws the noise of the first step",
+        "mechanism.py",
+        "Purpose.COUNT, state.step)",
+        "Purpose.COUNT, 0 * state.step)",
+        ADAPT + "the_noises_of_steps_and_of_the_gradients_are_independent",
+    ),
+    Mutant(
+        "a step that is not planned moves the bound",
+        "mechanism.py",
+        "self._moved(state, below, scale)",
+        "self._moved(state, below, jnp.float32(1 / self.batch_size))",
+        ADAPT + "a_step_that_is_not_planned_moves_no_bound",
+    ),
+    Mutant(
+        "gradients are clipped to the bound of the first step",
+        "training/stepping.py",
+        "            return at.scale",
+        "            return 1.0",
+        ADAPT + "sums_are_clipped_to_the_bound_of_their_step",
     ),
     Mutant(
         "several steps written down as one",

@@ -219,14 +219,15 @@ class TestAdam:
         noise = (lambda t: 10.0 + t / 10) if scheduled else 10.0
         bounds = (lambda t: jnp.where(t < 50, 1.0, 0.5)) if scheduled else None
         mechanism = self.mechanism(noise, steps=steps)
-        ours = training.dp_adam(1.0, mechanism, floor=1e-12, bound_schedule=bounds)
+        ours = training.dp_adam(1.0, mechanism, floor=1e-12)
         params = jnp.zeros(size)
         state = ours.init(params)
         rng = np.random.default_rng(0)
         for t in range(steps):
-            deviation = float(mechanism.deviations(t)[0]) * (1.0 if bounds is None else bounds(t))
-            mean = gradient + deviation * rng.normal(size=size)
-            _, state = ours.update(jnp.asarray(mean, jnp.float32), state, params)
+            scale = 1.0 if bounds is None else bounds(t)
+            deviation = float(mechanism.deviations(t)[0]) * scale
+            mean = jnp.asarray(gradient + deviation * rng.normal(size=size), jnp.float32)
+            _, state = ours.update(mean, state, params, bound_scale=scale)
         weight = 1 - 0.999**steps
         second = np.mean(np.asarray(state[0].second, np.float64)) / weight
         noisy = float(state[0].noise[0]) / weight

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting as dp
 import jax
@@ -22,18 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jaxtyping import Array, Float, Int
 
-from dpjax import accounting, noise, sampling, schedules
+from dpjax import accounting, clipping, noise, sampling, schedules, trees
 from dpjax.types import (
     Clipping,
     Key,
     Neighbours,
     NoiseMultiplier,
+    Purpose,
     PyTree,
     Sampler,
 )
 
-__all__ = ["Mechanism", "Spent"]
+__all__ = ["AdaptiveState", "Mechanism", "Spent"]
 
 # A proof for one of these holds, with the conversion that accounting makes, for those after it.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
@@ -98,6 +100,18 @@ class Spent:
         )
 
 
+class AdaptiveState(NamedTuple):
+    """What noise needs to go on where the bound is adapted.
+
+    Privacy: the key is a secret.  The scale is released: it follows from noised counts.
+    """
+
+    key: Key
+    step: Int[Array, ""]
+    scale: Float[Array, ""]
+    """What the rule's bounds, and the noise with them, are multiplied by at this step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
     r"""A private computation: ``steps`` times sample, clip, sum, add noise, divide.
@@ -106,13 +120,17 @@ class Mechanism:
       sampling: Which examples each step sees; a `dpjax.sampling` sampler.
       clipping: How much each may contribute; a `dpjax.clipping` rule.
       noise_multiplier: Noise standard deviation / sensitivity: a number, an Optax
-        schedule of the step, or one number per group of the rule.
+        schedule of the step, or one number per group of the rule.  Always the total: what
+        is accounted.
       steps: How many steps are planned; none runs beyond them.
       neighbours: ``"replace-one"`` asks for the stronger relation.  By default the one
         for which the sampler's event is proved (add-or-remove for Poisson).
       preparation: Noise multipliers of Gaussian queries that were made on all the data
         before the first step, such as `dpjax.features.Normalization.multipliers`.  They
         are paid for in full, however few steps run, and no sampling amplifies them.
+      adaptive: A `dpjax.clipping.Quantile` that the bounds follow, beginning at those of the
+        rule.  Its count takes a share of the noise multiplier, so that gradients get more
+        noise and the two together cost what ``noise_multiplier`` says.
       before: What earlier runs have spent on these data, if this one goes on from what they
         released; see `dpjax.training.earlier`.
       unit: Whose data are protected.  With ``"client"``, as `dpjax.federated` asks for,
@@ -137,6 +155,7 @@ class Mechanism:
     steps: int
     neighbours: str | None = None
     preparation: Sequence[float] = ()
+    adaptive: clipping.Quantile | None = None
     before: Sequence[Spent] = ()
     unit: str = "example"
 
@@ -167,6 +186,8 @@ class Mechanism:
                 f"step {int(np.argmin(self.multipliers >= 0))} of {self.steps}; it must be "
                 "at least 0 at every planned step."
             )
+        if self.adaptive is not None:
+            _check_adaptive(self)
         if not all(multiplier >= 0 for multiplier in self.preparation):
             raise ValueError(
                 f"Mechanism(preparation={self.preparation}): expected the noise multipliers of "
@@ -191,9 +212,35 @@ class Mechanism:
             return np.full(self.steps, multiplier, np.float64)
         return np.asarray(schedules.values(multiplier, self.steps), np.float64)
 
+    @property
+    def count_multiplier(self) -> float:
+        """The noise multiplier of the count that the bound follows; infinite without one."""
+        if self.adaptive is None:
+            return np.inf
+        given = self.adaptive.count_multiplier
+        return self.batch_size / 10 if given is None else given
+
+    def gradient_multipliers(self, totals: np.ndarray) -> np.ndarray:
+        """What is left for the sums of steps with these (effective) multipliers."""
+        return totals * _growth(totals, self.count_multiplier)
+
+    @property
+    def gradient_multiplier(self) -> NoiseMultiplier:
+        """The noise multiplier of the sums alone: with what the count takes, the total."""
+        total, count = self.noise_multiplier, self.count_multiplier
+        if self.adaptive is None:
+            return total
+        if callable(total):
+            return lambda step: total(step) * _growth(total(step), count)
+        joint = accounting.effective_multiplier(np.ravel(total))
+        return _scaled(total, _growth(joint, count))
+
     def deviations(self, step: Any) -> list[Any]:
-        """The noise's standard deviation on the mean, in each group, at a step."""
-        each = noise.standard_deviations(self.noise_multiplier, self.clipping, step)
+        """The noise's standard deviation on the mean, in each group, at a step.
+
+        Where bounds are adapted, relative to their scale.
+        """
+        each = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
         return [deviation / self.batch_size for deviation in each]
 
     @property
@@ -212,7 +259,12 @@ class Mechanism:
             "bounds": [float(bound) for bound in self.clipping.bounds],
             "steps": self.steps,
             "before": [spent.facts for spent in self.before],
+            **({} if self.adaptive is None else {"adaptive": self._adaptive_facts}),
         }
+
+    @property
+    def _adaptive_facts(self) -> dict[str, Any]:
+        return {**vars(self.adaptive), "count_multiplier": self.count_multiplier}
 
     def spent(self, multipliers: np.ndarray) -> Spent:
         """What this run alone has spent after steps with these multipliers, in this order."""
@@ -275,8 +327,11 @@ class Mechanism:
                 "factor makes that private. Start from any positive multiplier or schedule."
             )
 
+        # On the way, factors may be tried that leave nothing for the count.
+        bare = dataclasses.replace(self, adaptive=None)
+
         def event(factor: float) -> dp.DpEvent:
-            return self.scaled(factor).event
+            return bare.scaled(factor).event
 
         factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
         return self.scaled(factor)
@@ -298,14 +353,22 @@ class Mechanism:
         Returns:
           A link whose state counts the steps.  Past the planned steps it raises, or,
           inside ``jit`` where nothing can be raised, returns NaN: a step that was not
-          accounted releases nothing.
+          accounted releases nothing.  Where bounds are adapted, its state is an
+          `AdaptiveState`, sum and mean are relative to the scale, and ``update`` wants
+          ``below=``, from `dpjax.clipping.Quantile.below`.
         """
-        link = noise.gaussian(self.noise_multiplier, self.clipping, key=key)
+        link = noise.gaussian(self.gradient_multiplier, self.clipping, key=key)
+
+        def init(params: PyTree) -> Any:
+            state = link.init(params)
+            return state if self.adaptive is None else _at(state, jnp.ones((), jnp.float32))
 
         def update(
             updates: PyTree,
             state: Any,
             params: PyTree | None = None,
+            *,
+            below: Float[Array, ""] | None = None,
             **extra: Any,
         ) -> tuple[PyTree, Any]:
             del params, extra
@@ -315,11 +378,27 @@ class Mechanism:
                     f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned; "
                     "this step was never accounted. Plan more steps in the Mechanism."
                 )
-            noisy, state = link.update(updates, state)
+            noisy, after = link.update(updates, state)
             scale = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
-            return jax.tree.map(lambda x: x * scale.astype(x.dtype), noisy), state
+            mean = jax.tree.map(lambda x: x * scale.astype(x.dtype), noisy)
+            if self.adaptive is None:
+                return mean, after
+            return mean, _at(after, self._moved(state, below, scale))
 
-        return optax.GradientTransformationExtraArgs(link.init, update)
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def _moved(self, state: AdaptiveState, below: Any, share: Array) -> Float[Array, ""]:
+        """The scale of the next step, from a count to which noise is added here, once."""
+        if self.adaptive is None or below is None:
+            raise ValueError(
+                "Mechanism.privatize: the bound is adapted, so update needs the count that it "
+                "follows: update(sum, state, below=quantile.below(rule, norms, mask)), of the "
+                "same batch. dpjax.dpsgd does all of it; optax chains with clip_and_sum cannot, "
+                "for their bound does not move."
+            )
+        drawn = noise.standard_normal(trees.step_key(state.key, Purpose.COUNT, state.step), ())
+        fraction = (below + self.count_multiplier / 2 * drawn) * share + 0.5
+        return self.adaptive.moved(state.scale, fraction)
 
 
 def _check_unit(unit: str, before: Sequence[str]) -> None:
@@ -334,6 +413,32 @@ def _check_unit(unit: str, before: Sequence[str]) -> None:
             f"{', one '.join(sorted(set(before)))}, and epsilons of different units do not add. "
             "Account for both runs in one unit."
         )
+
+
+def _check_adaptive(mechanism: Mechanism) -> None:
+    bound, count = mechanism.clipping.sensitivity, mechanism.count_multiplier
+    if not 0 < bound < np.inf:
+        raise ValueError(
+            f"Mechanism(adaptive=...): the rule's bound is {bound}; expected a positive, finite "
+            "one to begin at, near a gradient's usual norm. It may be off by far."
+        )
+    largest = float(np.max(mechanism.multipliers, initial=0.0))
+    if not (largest < count or largest == count == 0):
+        raise ValueError(
+            f"Mechanism(adaptive=...): the noise multiplier of gradients and count together is "
+            f"{largest:.4g}, and that of the count alone {count:.4g}: together they cannot cost "
+            "less than one of them does. Give clipping.Quantile a count_multiplier above "
+            f"{largest:.4g}, 10 times it say (by default it is a tenth of the batch size)."
+        )
+
+
+def _at(state: Any, scale: Float[Array, ""]) -> AdaptiveState:
+    return AdaptiveState(state.key, state.step, scale)
+
+
+def _growth(total: Any, count: float) -> Any:
+    """By how much the gradients' multiplier is above the total: $(1 - z^2 / z_c^2)^{-1/2}$."""
+    return 1.0 if count == 0 else (1 - (total / count) ** 2) ** -0.5
 
 
 def _scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:

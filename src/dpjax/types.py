@@ -66,12 +66,14 @@ class Neighbours(enum.StrEnum):
     REPLACE_ONE = "replace-one"
 
 
+@enum.unique
 class Purpose(enum.IntEnum):
     """What a random stream is for; folded into the root key so that no two meet."""
 
     NOISE = 1
     SAMPLING = 2
     PREPARATION = 3
+    COUNT = 5
     LOCAL = 4
 
 
@@ -265,6 +267,8 @@ class Algorithm:
     given; infos are stacked.  Without it `dpjax.fit` takes one step at a time."""
     identity: Callable[[], Mapping[str, Any]] = dict
     """What a run of it is, as JSON has it: processes with different ones share no folder."""
+    released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
+    """What of a state is released beside its params, and worth a place in the log."""
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         """Yields ``init`` and ``step``."""

@@ -115,4 +115,4 @@ class Quantile:
         """The scale of the next step, from that of this one and the noised fraction below."""
         error = self.rate * (fraction - self.target)
         after = scale * jnp.exp(-error) if self.geometric else scale - error
-        return jnp.clip(after, 1 / _FAR, _FAR)
+        return jnp.clip(after, 1 / _FAR, _FAR).astype(scale.dtype)

@@ -49,6 +49,13 @@ _REFERENCES = {
   author = {Liu, Haolin and others},
   year   = {2021}
 }""",
+    "adaptive": """\
+@inproceedings{andrew2021differentially,
+  title     = {Differentially Private Learning with Adaptive Clipping},
+  author    = {Andrew, Galen and Thakkar, Om and Ramaswamy, Swaroop and McMahan, H. Brendan},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2021}
+}""",
     "preparation": """\
 @inproceedings{tramer2021differentially,
   title     = {Differentially Private Learning Needs Better Features (or Much More Data)},
@@ -70,6 +77,7 @@ _REFERENCES = {
 def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
     """BibTeX of what was used: the algorithm, the accountants, the rule."""
     prepared = ["preparation"] * bool(mechanism.preparation)
-    for key in ("dpsgd", mechanism.unit, *methods, mechanism.clipping.name, *prepared):
+    adapted = ["adaptive"] * (mechanism.adaptive is not None)
+    for key in ("dpsgd", mechanism.unit, *methods, mechanism.clipping.name, *adapted, *prepared):
         if key in _REFERENCES:
             yield _REFERENCES[key]

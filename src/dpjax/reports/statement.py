@@ -143,12 +143,24 @@ def _facts(
     yield f"                {sampling.claim}"
     yield (
         f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
-        f"moves the sum by at most {rule.sensitivity:.4g}"
+        f"moves the sum by at most {rule.sensitivity:.4g}{' at first' * bool(mechanism.adaptive)}"
     )
-    yield f"  noise         multiplier {_range(ran)} x sensitivity, on the sum"
+    on_sum = ran
+    if mechanism.adaptive is None:
+        yield f"  noise         multiplier {_range(ran)} x sensitivity, on the sum"
+    else:
+        on_sum = mechanism.gradient_multipliers(ran)
+        share = f"{mechanism.adaptive.target:g} of the norms are below"
+        yield f"                adapted: it follows the length that {share},"
+        yield f"                by a noised count of {unit}s at every step"
+        yield (
+            f"  noise         multiplier {_range(ran)} in all: {_range(on_sum)} on the sum, "
+            f"{mechanism.count_multiplier:.4g} on the count"
+        )
     if len(ran) and not math.isinf(rule.sensitivity):
-        on_mean = ran * rule.sensitivity / sampling.batch_size
-        yield f"                = standard deviation {_range(on_mean)} on the mean"
+        on_mean = on_sum * rule.sensitivity / sampling.batch_size
+        start = ", at first" * bool(mechanism.adaptive)
+        yield f"                = standard deviation {_range(on_mean)} on the mean{start}"
     if mechanism.preparation:
         each = ", ".join(f"{multiplier:.4g}" for multiplier in mechanism.preparation)
         yield "  preparation   Gaussian queries on all the data before the first step, with"

@@ -69,7 +69,8 @@ def dpsgd(
         Steps count from 0 and go on where an earlier `fit` stopped.  It is traced: it
         returns an array or a tree of them, by arithmetic and ``jnp.where``, not by ``if``.
       bound_schedule: Multiplies the rule's bounds at step t, and the noise with them: a large
-        bound after a small one, for example.  A positive Optax schedule.
+        bound after a small one, for example.  A positive Optax schedule.  For bounds that
+        follow the gradients see ``Mechanism(adaptive=...)``.
       microbatch_size: Examples on the chip at once; by default what fits.  Speed only.
       budget: A `dpjax.ledger.Budget` that no step may pass.
 
@@ -84,6 +85,7 @@ def dpsgd(
       ``per_step`` costs nothing: it sees the number of the step, which is public, and no
       data; and whatever the loss makes of it, clipping bounds each example's gradient.
       ``bound_schedule`` costs nothing either: multipliers are relative to the bound.
+      An adapted bound is paid for: its count is part of the mechanism's noise multiplier.
 
     Example:
       >>> import dpjax
@@ -142,7 +144,12 @@ def dpsgd(
             "data": _content(data),
         }
 
-    return Algorithm(init, step, mechanism, budget, run, identity)
+    def released(state: State) -> dict[str, Any]:
+        if mechanism.adaptive is None:
+            return {}
+        return {"bound": float(state.optimizer[0].scale) * np.array(mechanism.clipping.bounds)}
+
+    return Algorithm(init, step, mechanism, budget, run, identity, released)
 
 
 def _content(data: PyTree) -> str:
@@ -154,6 +161,11 @@ def _content(data: PyTree) -> str:
 
 
 def _check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> None:
+    if bound_schedule is not None and mechanism.adaptive is not None:
+        raise ValueError(
+            "dpsgd(bound_schedule=...): the mechanism's bounds are adapted, so they follow the "
+            "gradients and no schedule. Leave one of the two out."
+        )
     scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else np.ones(1)
     if not np.all((scales > 0) & np.isfinite(scales)):
         raise ValueError(

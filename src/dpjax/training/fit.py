@@ -122,6 +122,7 @@ def fit(
                     "step": run.done,
                     "epsilon": ledger.epsilon(run.state.ledger, mechanism, delta, method),
                     "delta": delta,
+                    **numbers(algorithm.released(run.state)),
                     **({} if evaluate is None else numbers(evaluate(run.state))),
                     "examples_per_second": show.rate(run.done) * mechanism.batch_size,
                 }

@@ -63,9 +63,7 @@ def dp_adam(
     b1: float = 0.9,
     b2: float = 0.999,
     floor: float = 1e-8,
-    *,
-    bound_schedule: Schedule | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Adam whose second moment is that of the gradient, not of the noise.
 
     Noise of standard deviation $\sigma_t$ adds $\sigma_t^2$ to every square.  Its running
@@ -81,10 +79,10 @@ def dp_adam(
       b2: Decay of the second.
       floor: The least that is divided by the root of: where the gradient is lost in noise,
         the step is $\hat m_t / \sqrt{\mathrm{floor}}$.  It matters as much as the rate does.
-      bound_schedule: The one that `dpjax.dpsgd` was given, if it was.
 
     Returns:
-      An Optax optimizer for the private means of this mechanism.
+      An Optax optimizer for the private means of this mechanism.  Where bounds change with
+      the step, its ``update`` wants ``bound_scale=``; `dpjax.dpsgd` gives it.
 
     Privacy:
       Post-processing: moments of private means, and constants of the mechanism.
@@ -118,12 +116,16 @@ def dp_adam(
         return DPAdamState(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros(groups.size))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        bound_scale: Any = 1.0,
+        **extra: Any,
     ) -> tuple[PyTree, DPAdamState]:
-        del params
+        del params, extra
         means = updates
-        scale = 1.0 if bound_schedule is None else bound_schedule(state.step)
-        variances = jnp.square(jnp.stack(mechanism.deviations(state.step)) * scale)
+        variances = jnp.square(jnp.stack(mechanism.deviations(state.step)) * bound_scale)
         first = optax.tree_utils.tree_update_moment(means, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(means, state.second, b2, 2)
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
@@ -137,5 +139,5 @@ def dp_adam(
         )
         return updates, DPAdamState(count, first, second, noise)
 
-    adam = optax.GradientTransformation(init, update)
+    adam = optax.GradientTransformationExtraArgs(init, update)
     return optax.chain(adam, optax.scale_by_learning_rate(learning_rate))

@@ -48,8 +48,7 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
     data = jax.tree.map(jnp.asarray, data)
 
     def one(params: PyTree, moved: Any, key: Key, data: PyTree) -> tuple[PyTree, Any, Info]:
-        step = moved[0].step
-        draw = recipe.mechanism.sampling.draw(key, step)
+        draw = recipe.mechanism.sampling.draw(key, moved[0].step)
         size, add = microbatches(recipe, params, trees.one_row(data))
         # The list of indices is padded so that the last microbatch is never shifted back.
         indices = jnp.pad(draw.indices, (0, size))
@@ -59,7 +58,7 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
             rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
             mask = start + jnp.arange(size) < draw.size
             gathered = jax.tree.map(lambda x: x[rows], data)
-            return start + size, add(params, step, gathered, mask, sums)
+            return start + size, add(params, moved[0], gathered, mask, sums)
 
         first = (jnp.zeros((), jnp.int32), nothing(recipe, params))
         _, sums = jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, first)

@@ -67,11 +67,22 @@ class Recipe(NamedTuple):
     bound_schedule: Schedule | None
     microbatch_size: int | None
 
-    def scale(self, step: Int[Array, ""]) -> Any:
-        """By how much the rule's bounds, and the noise with them, are larger at this step."""
+    @property
+    def rescales(self) -> bool:
+        """Whether the rule's bounds change with the step."""
+        return self.bound_schedule is not None or self.mechanism.adaptive is not None
+
+    def scale(self, at: Any) -> Any:
+        """By how much the rule's bounds, and the noise with them, are larger at this step.
+
+        Args:
+          at: The state of the noise: which step it is, and an adapted scale.
+        """
+        if self.mechanism.adaptive is not None:
+            return at.scale
         if self.bound_schedule is None:
             return 1.0
-        return jnp.asarray(self.bound_schedule(step), jnp.float32)
+        return jnp.asarray(self.bound_schedule(at.step), jnp.float32)
 
 
 class Sums(NamedTuple):
@@ -81,6 +92,8 @@ class Sums(NamedTuple):
     losses: Float[Array, ""]
     norms: Float[Array, " groups"]
     over: Float[Array, " groups"]
+    below: Float[Array, ""]
+    """What an adapted bound follows; 0 where none is."""
     examples: Int[Array, ""]
 
 
@@ -89,18 +102,18 @@ class Microbatches(NamedTuple):
 
     Args:
       size: Rows in a microbatch, on all devices together.
-      add: ``(params, step, rows, mask, sums) -> sums``.
+      add: ``(params, state of the noise, rows, mask, sums) -> sums``.
     """
 
     size: int
-    add: Callable[[PyTree, Int[Array, ""], PyTree, Bool[Array, " size"], Sums], Sums]
+    add: Callable[[PyTree, Any, PyTree, Bool[Array, " size"], Sums], Sums]
 
 
 def nothing(recipe: Recipe, params: PyTree) -> Sums:
     """Sums over no examples."""
     groups = jnp.zeros(len(recipe.mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    return Sums(trees.zeros_wide(params), zero, groups, groups, none)
+    return Sums(trees.zeros_wide(params), zero, groups, groups, zero, none)
 
 
 def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
@@ -111,7 +124,7 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
       params: Or their shapes.
       row: Shapes of one example of the data.
     """
-    rule, loss = recipe.mechanism.clipping, recipe.loss
+    rule, adaptive, loss = recipe.mechanism.clipping, recipe.mechanism.adaptive, recipe.loss
     bounds = jnp.asarray(rule.bounds)
     example = jax.eval_shape(lambda rows: _with_entry(recipe, jnp.int32(0), rows, ()), row)
     size, devices = layout(
@@ -123,20 +136,20 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         microbatch_size=recipe.microbatch_size,
     )
 
-    def add(
-        params: PyTree, step: Int[Array, ""], rows: PyTree, mask: Bool[Array, " size"], sums: Sums
-    ) -> Sums:
+    def add(params: PyTree, at: Any, rows: PyTree, mask: Bool[Array, " size"], sums: Sums) -> Sums:
         # To clip gradients of loss / scale to a bound, and multiply by the scale at the end,
-        # is to clip to bound x scale: what is noised does not know of the schedule.
-        scale = recipe.scale(step)
-        scaled = loss if recipe.bound_schedule is None else lambda p, x: loss(p, x) / scale
+        # is to clip to bound x scale: what is noised does not know of the scale.
+        scale = recipe.scale(at)
+        scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
         clipped = clipped_grad(scaled, rule, recipe.engine, size, devices=devices)
-        part: ClippedSum = clipped(params, _with_entry(recipe, step, rows, mask.shape), mask)
+        part: ClippedSum = clipped(params, _with_entry(recipe, at.step, rows, mask.shape), mask)
+        below = 0.0 if adaptive is None else adaptive.below(rule, part.norms, mask)
         return Sums(
             jax.tree.map(jnp.add, sums.gradients, part.value),
             sums.losses + jnp.sum(part.losses, dtype=jnp.float32) * scale,
             sums.norms + jnp.sum(part.norms, axis=0, dtype=jnp.float32) * scale,
             sums.over + jnp.sum(part.norms > bounds, axis=0, dtype=jnp.float32),
+            sums.below + below,
             sums.examples + jnp.sum(mask, dtype=jnp.int32),
         )
 
@@ -151,11 +164,13 @@ def release(
     Privacy: the parameters that come out are private; the info is not.
     """
     noise_state, inner = optimizer_state
-    scale = recipe.scale(noise_state.step)
-    mean, noise_state = recipe.mechanism.privatize(key).update(sums.gradients, noise_state)
-    if recipe.bound_schedule is not None:
+    scale = recipe.scale(noise_state)
+    private = recipe.mechanism.privatize(key)
+    mean, noise_state = private.update(sums.gradients, noise_state, below=sums.below)
+    if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
-    updates, inner = recipe.optimizer.update(mean, inner, params)
+    optimizer = optax.with_extra_args_support(recipe.optimizer)
+    updates, inner = optimizer.update(mean, inner, params, bound_scale=scale)
     return optax.apply_updates(params, updates), (noise_state, inner), mean_info(sums)
 
 

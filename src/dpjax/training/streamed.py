@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dpjax.data import Stream
@@ -36,8 +35,8 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
     # Only the last one takes the buffers of parameters: microbatches share them.
     start = jax.jit(lambda params: nothing(recipe, params))
     add = jax.jit(
-        lambda params, step, rows, mask, sums: microbatches(recipe, params, stream.row).add(
-            params, step, rows, mask, sums
+        lambda params, at, rows, mask, sums: microbatches(recipe, params, stream.row).add(
+            params, at, rows, mask, sums
         ),
         donate_argnums=4,
     )
@@ -50,10 +49,10 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         size, infos, first = microbatches(recipe, params, stream.row).size, [], int(moved[0].step)
         draws = [_chosen(draw(key, step), size) for step in range(first, first + count)]
         batches = stream.batches(piece for pieces in draws for piece in pieces)
-        for step, pieces in enumerate(draws, start=first):
+        for pieces in draws:
             sums = start(params)
             for rows in (next(batches) for _ in pieces):
-                sums = add(params, jnp.int32(step), *_padded(rows, size), sums)
+                sums = add(params, moved[0], *_padded(rows, size), sums)
             params, moved, info = finish(key, params, moved, sums)
             infos.append(info)
         return params, moved, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))

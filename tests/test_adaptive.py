@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapted bounds: they go where the norms are, and what that costs is in the epsilon."""
+
+import dataclasses
+import json
+import math
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import dpjax
+from dpjax import (
+    accounting,
+    clipping,
+    ledger,
+    noise,
+    reports,
+    sampling,
+    schedules,
+    training,
+    trees,
+    types,
+)
+from dpjax.clipping import Quantile
+from dpjax.data import Stream
+
+
+def linear(w, x):
+    """The gradient of an example is the example."""
+    return jnp.vdot(w, x)
+
+
+def make(data, *, multiplier=1.0, bound=1.0, steps=20, sampler=None, quantile=None, **options):
+    mechanism = dpjax.Mechanism(
+        sampling=sampler or sampling.full(len(data)),
+        clipping=clipping.flat(bound),
+        noise_multiplier=multiplier,
+        steps=steps,
+        adaptive=quantile or Quantile(count_multiplier=8.0),
+    )
+    return dpjax.dpsgd(linear, optax.sgd(1.0), mechanism, data, **options)
+
+
+def start(algorithm, size, seed=0):
+    return trees.copy(algorithm.init(jax.random.key(seed), jnp.zeros(size)))
+
+
+def silent(**settings):
+    """A quantile whose count has no noise, for a mechanism that has none either."""
+    return Quantile(count_multiplier=0.0, **settings)
+
+
+# Where the bound goes ------------------------------------------------------------------
+
+# Trajectories that are published with the records 8.5 and 7.25, and 5 and 2.5.
+TRAJECTORIES = [
+    (10.0, [8.5, 7.25], {"rate": 0.1, "geometric": False}, [10, 9, 8, 7.5, 7, 7]),
+    (16.0, [5.0, 2.5], {"rate": math.log(2)}, [16, 8, 4, 2.8284, 2, 2]),
+]
+
+
+@pytest.mark.parametrize(("bound", "records", "settings", "want"), TRAJECTORIES)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_bound_takes_the_published_ways(bound, records, settings, want, streamed):
+    data = np.array(records, np.float32)[:, None]
+    algorithm = make(
+        Stream(data) if streamed else data,
+        multiplier=0.0,
+        bound=bound,
+        quantile=silent(target=0.0, **settings),
+    )
+    state, found = start(algorithm, 1), [bound]
+    for _ in want[1:]:
+        state, _ = algorithm.step(state)
+        found += algorithm.released(state)["bound"].tolist()
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+
+
+def test_sums_are_clipped_to_the_bound_of_their_step():
+    """Records 8.5 and -7.25 at the bounds 10, 9, 8, 7.5 and 7."""
+    quantile = silent(target=0.0, rate=0.1, geometric=False)
+    algorithm = make(jnp.array([[8.5], [-7.25]]), multiplier=0.0, bound=10.0, quantile=quantile)
+    state, sums = start(algorithm, 1), []
+    for _ in range(5):
+        before = state.params
+        state, _ = algorithm.step(state)
+        sums.append(float(2 * (before - state.params)[0]))
+    np.testing.assert_allclose(sums, [1.25, 1.25, 0.75, 0.25, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
+def test_it_finds_the_quantile_wherever_it_begins(target):
+    rng = np.random.default_rng(0)
+    norms = np.exp(0.7 * rng.normal(size=2000))
+    data = jnp.asarray(norms[:, None] * np.array([0.6, 0.8]), jnp.float32)
+    for bound in (0.01, 50.0):
+        algorithm = make(
+            data,
+            bound=bound,
+            steps=200,
+            sampler=sampling.poisson(2000, 400),
+            quantile=Quantile(target=target, count_multiplier=40.0),
+        )
+        state, _ = algorithm.run(start(algorithm, 2), 200)
+        (found,) = algorithm.released(state)["bound"]
+        assert abs(np.mean(norms <= found) - target) < 0.06
+
+
+def test_one_scale_moves_the_bounds_of_all_groups():
+    """Of four pairs of example and group three are below: a fraction of 3/4."""
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(2),
+        clipping=clipping.per_group((1.0, 3.0), clipping.by_leaf(params)),
+        noise_multiplier=0.0,
+        steps=3,
+        adaptive=silent(target=0.5, rate=1.0),
+    )
+    data = {"a": jnp.array([[0.5], [2.0]]), "b": jnp.array([[2.9], [0.1]])}
+    loss = lambda w, x: jnp.sum(w["a"] * x["a"] + w["b"] * x["b"])  # noqa: E731
+    algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, data)
+    state, _ = algorithm.step(algorithm.init(jax.random.key(0), params))
+    want = np.array([1.0, 3.0]) * math.exp(-0.25)
+    np.testing.assert_allclose(algorithm.released(state)["bound"], want, rtol=1e-6)
+
+
+def test_a_bound_goes_no_further_than_it_can_be_divided_by():
+    quantile = Quantile(rate=3.0)
+    assert float(quantile.moved(jnp.float32(2e-6), 1.0)) == pytest.approx(1e-6)
+    assert float(quantile.moved(jnp.float32(9e5), 0.0)) == pytest.approx(1e6)
+
+
+# What one example can do to the count --------------------------------------------------
+
+VALUES = st.one_of(
+    st.sampled_from([0.0, math.inf, math.nan, 1e30, 1e-30, 1.0]),
+    st.floats(0, 10, width=32),
+)
+
+
+@pytest.mark.parametrize("rule", [clipping.flat(1.0), clipping.per_group((0.5, 1.0, 2.0), 3)])
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=30)
+def test_no_example_moves_the_count_by_more_than_a_half(rule, data):
+    shape = (5, rule.partition.size)
+    norms = jnp.asarray(data.draw(hnp.arrays(np.float32, shape, elements=VALUES)))
+    quantile, everyone = Quantile(), np.ones(5, bool)
+    whole = float(quantile.below(rule, norms, everyone))
+    for i in range(5):
+        rest = float(quantile.below(rule, norms, np.arange(5) != i))
+        assert abs(whole - rest) <= 0.5 + 1e-6
+        alone = float(quantile.below(rule, norms[i][None], np.ones(1, bool)))
+        assert whole - rest == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.parametrize(("norm", "want"), [(0.5, 0.5), (1.0, 0.5), (1.1, -0.5), (math.nan, -0.5)])
+def test_an_example_is_counted_by_which_side_it_is_on(norm, want):
+    count = Quantile().below(clipping.flat(1.0), jnp.array([[norm], [0.1]]), np.array([1, 0]) > 0)
+    assert float(count) == want
+
+
+# Noise: of the sum, and of the count ---------------------------------------------------
+
+
+def beside(total, count):
+    return 1 / math.sqrt(total**-2 - count**-2)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(scheduled):
+    size, data = 1_000_000, jnp.zeros((3, 1))
+    totals = [1.5, 1.2, 0.9] if scheduled else [1.5] * 3
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(3, 1.5),
+        clipping=clipping.flat(0.5),
+        noise_multiplier=schedules.table(np.array(totals)) if scheduled else 1.5,
+        steps=3,
+        adaptive=Quantile(count_multiplier=2.0),
+    )
+    loss = lambda w, x: w[0] * x[0]  # noqa: E731
+    algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, data)
+    state = start(algorithm, size)
+    for t, total in enumerate(totals):
+        (bound,) = algorithm.released(state)["bound"]
+        assert (bound == 0.5) == (t == 0)
+        before = state.params
+        state, _ = algorithm.step(state)
+        found = float(np.std(np.asarray(state.params - before, np.float64)))
+        assert found == pytest.approx(beside(total, 2.0) * bound / 1.5, rel=0.005)
+    np.testing.assert_allclose(state.ledger.expand(), totals, rtol=1e-6)
+
+
+def test_each_group_gets_its_share_of_what_is_left():
+    params = {"a": jnp.zeros(400_000), "b": jnp.zeros(400_000)}
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(10),
+        clipping=clipping.per_group((1.0, 2.0), clipping.by_leaf(params)),
+        noise_multiplier=(2.0, 1.5),
+        steps=1,
+        adaptive=Quantile(count_multiplier=2.0),
+    )
+    link = mechanism.privatize(jax.random.key(0))
+    mean, _ = link.update(params, link.init(params), below=jnp.float32(0))
+    found = [np.std(mean[name]) * 10 / bound for name, bound in (("a", 1.0), ("b", 2.0))]
+    assert mechanism.multipliers[0] == pytest.approx(1.2)
+    assert accounting.effective_multiplier([*found, 2.0]) == pytest.approx(1.2, rel=0.005)
+    assert found[0] / found[1] == pytest.approx(2.0 / 1.5, rel=0.005)
+    np.testing.assert_allclose(
+        np.array(mechanism.deviations(0)) * 10, found * np.array([1, 2]), rtol=0.005
+    )
+
+
+def fractions(mechanism, below, seeds, steps=1):
+    """The noised fractions of many runs, ``[seeds, steps]``, read off the scale that moved."""
+    quantile = mechanism.adaptive
+
+    def run(key):
+        link, seen = mechanism.privatize(key), []
+        state = link.init(jnp.zeros(1))
+        for _ in range(steps):
+            before = state.scale
+            _, state = link.update(jnp.zeros(1), state, below=below)
+            seen.append(quantile.target - jnp.log(state.scale / before) / quantile.rate)
+        return jnp.stack(seen)
+
+    keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
+    return np.asarray(jax.jit(lambda keys: jax.lax.map(run, keys))(keys), np.float64)
+
+
+def test_the_noise_of_the_count_is_its_multiplier_times_a_half():
+    mechanism = make(jnp.zeros((100, 1)), quantile=Quantile(count_multiplier=8.0)).mechanism
+    seen = fractions(mechanism, jnp.float32(30.0), 20_000)
+    assert seen.mean() == pytest.approx(0.5 + 30 / 100, abs=0.001)
+    assert seen.std() == pytest.approx(8.0 / 2 / 100, rel=0.02)
+
+
+def test_by_default_a_fraction_is_known_to_a_twentieth():
+    mechanism = make(jnp.zeros((100, 1)), quantile=Quantile()).mechanism
+    assert mechanism.count_multiplier == 10.0
+    assert fractions(mechanism, jnp.float32(0), 5000).std() == pytest.approx(0.05, rel=0.04)
+
+
+def test_the_count_draws_from_a_stream_of_its_own():
+    """That of (key, its own purpose, step), so that a resumed run goes on alike."""
+    mechanism = make(jnp.zeros((100, 1))).mechanism
+    found = fractions(mechanism, jnp.float32(0), 1, steps=2)[0]
+    keys = [trees.step_key(jax.random.key(0), types.Purpose.COUNT, t) for t in range(2)]
+    drawn = np.array([noise.standard_normal(key, ()) for key in keys])
+    np.testing.assert_allclose(found, 0.5 + 8.0 / 2 * drawn / 100, rtol=1e-4)
+    assert types.Purpose.COUNT not in (types.Purpose.NOISE, types.Purpose.SAMPLING)
+
+
+def test_the_noises_of_steps_and_of_the_gradients_are_independent():
+    mechanism = make(jnp.zeros((100, 1)), multiplier=4.0).mechanism
+    counts = fractions(mechanism, jnp.float32(0), 4000, steps=3)
+
+    def sums(seed):
+        link = mechanism.privatize(jax.random.key(seed))
+        return link.update(jnp.zeros(2), link.init(jnp.zeros(2)), below=jnp.float32(0))[0]
+
+    means = np.asarray(jax.jit(lambda s: jax.lax.map(sums, s))(jnp.arange(4000)))
+    correlations = np.corrcoef(np.concatenate([counts, means], axis=1).T) - np.eye(5)
+    assert np.max(np.abs(correlations)) < 5 / math.sqrt(4000)
+
+
+def test_what_a_step_releases_tells_as_much_as_its_multiplier_says():
+    """White box: one example more moves mean and bound, in units of their noise, by 1 / z."""
+    size, rule, total = 400_000, clipping.flat(0.3), 0.8
+    quantile = Quantile(count_multiplier=1.0, rate=0.1)
+    mechanism = make(jnp.zeros((2, 1)), multiplier=total, bound=0.3, quantile=quantile).mechanism
+    batch = jnp.zeros((2, size)).at[1, 0].set(1000.0)
+    like = jnp.zeros(size)
+
+    def released(mask):
+        found = dpjax.clipped_grad(linear, rule)(like, batch, mask)
+        link = mechanism.privatize(jax.random.key(0))
+        below = quantile.below(rule, found.norms, mask)
+        mean, state = link.update(found.value, link.init(like), below=below)
+        return np.asarray(mean, np.float64), -math.log(state.scale) / quantile.rate
+
+    (mean, fraction), (other, fewer) = (released(np.array([True, x])) for x in (True, False))
+    in_mean = np.linalg.norm(mean - other) / np.std(other)
+    deviation = fractions(mechanism, jnp.float32(0), 20_000).std()
+    in_count = abs(fraction - fewer) / deviation
+    assert in_count == pytest.approx(1.0, rel=0.02)
+    assert math.hypot(in_mean, in_count) == pytest.approx(1 / total, rel=0.02)
+
+
+def test_a_step_that_is_not_planned_moves_no_bound():
+    mechanism = make(jnp.zeros((10, 1)), steps=1, multiplier=0.5).mechanism
+    link = mechanism.privatize(jax.random.key(0))
+    update = jax.jit(link.update)
+    _, state = update(jnp.zeros(1), link.init(jnp.zeros(1)), below=jnp.float32(3))
+    assert np.isfinite(state.scale)
+    _, state = update(jnp.zeros(1), state, below=jnp.float32(3))
+    assert np.isnan(state.scale)
+
+
+# Accounting ----------------------------------------------------------------------------
+
+
+def described(**changes):
+    return dpjax.Mechanism(
+        sampling=sampling.poisson(2000, 100),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=100,
+        **changes,
+    )
+
+
+def test_the_total_is_what_is_accounted():
+    plain, adaptive = described(), described(adaptive=Quantile(count_multiplier=3.0))
+    assert adaptive.epsilon(1e-5) == plain.epsilon(1e-5)
+    both = (adaptive.gradient_multiplier, adaptive.count_multiplier)
+    assert accounting.effective_multiplier(both) == pytest.approx(1.0, rel=1e-9)
+    assert adaptive.gradient_multiplier > 1
+    assert plain.gradient_multiplier == 1.0
+
+
+def test_calibration_finds_the_same_total_and_leaves_the_count_alone():
+    plain, adaptive = described(), described(adaptive=Quantile(count_multiplier=3.0))
+    one, two = plain.calibrate(1.5, 1e-5), adaptive.calibrate(1.5, 1e-5)
+    assert one.noise_multiplier == two.noise_multiplier
+    assert two.adaptive == adaptive.adaptive
+    assert two.count_multiplier == 3.0
+    with pytest.raises(ValueError, match="together they cannot cost less"):
+        adaptive.calibrate(0.1, 1e-5)
+
+
+def test_statement_card_and_facts_name_both_noises():
+    mechanism = described(adaptive=Quantile(target=0.7, count_multiplier=3.0))
+    text = dpjax.statement(mechanism, 1e-5)
+    share = beside(1.0, 3.0)
+    for words in (
+        "at first",
+        "0.7 of the norms are below",
+        f"{share:.4g} on the sum",
+        "3 on the count",
+    ):
+        assert words in text
+    assert "at first" not in dpjax.statement(described(), 1e-5)
+    assert "andrew2021differentially" in text
+    card = json.loads(json.dumps(reports.card(mechanism, 1e-5)))
+    assert card["noise"]["multiplier_and_steps"] == [[1.0, 100]]
+    assert card["clipping"]["adaptive"]["count_multiplier"] == 3.0
+    assert mechanism.facts["adaptive"]["target"] == 0.7
+    assert "adaptive" not in described().facts
+
+
+# Runs ----------------------------------------------------------------------------------
+
+X = np.random.default_rng(1).normal(size=(60, 3)).astype(np.float32)
+ORDINARY = {"sampler": sampling.poisson(60, 30), "multiplier": 0.5, "bound": 0.1}
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 7])
+def test_a_stream_takes_the_steps_of_data_in_memory(microbatch_size):
+    found = []
+    for data in (X, Stream(X)):
+        algorithm = make(data, microbatch_size=microbatch_size, **ORDINARY)
+        state, _ = algorithm.run(trees.copy(start(algorithm, 3)), 8)
+        found.append((state.params, state.optimizer[0].scale))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+
+
+def test_steps_at_once_resumed_and_from_disk_are_the_same_steps(tmp_path):
+    algorithm = make(X, **ORDINARY)
+    state = start(algorithm, 3)
+    whole, _ = algorithm.run(trees.copy(state), 20)
+    single = state
+    for _ in range(20):
+        single, _ = algorithm.step(single)
+    options = {"directory": tmp_path, "progress": False, "evaluate_every": 4}
+    dpjax.fit(make(X, **ORDINARY), state, steps=9, save_every=9, **options)
+    again = make(X, **ORDINARY)
+    resumed, rows = dpjax.fit(again, start(again, 3), **options)
+    for other in (single, resumed):
+        np.testing.assert_array_equal(whole.params, other.params)
+        np.testing.assert_array_equal(whole.optimizer[0].scale, other.optimizer[0].scale)
+    assert ledger.epsilon(resumed.ledger, again.mechanism, 1e-5) == again.mechanism.epsilon(1e-5)
+    # The bound is released: it stands beside epsilon, not behind the other door.
+    assert rows[-1]["bound"] == pytest.approx(0.1 * float(whole.optimizer[0].scale), rel=1e-6)
+    assert rows[-1]["bound"] != 0.1
+    assert "bound" not in rows[-1]["private"]
+
+
+def test_another_quantile_is_another_run(tmp_path):
+    one, two = (make(X, quantile=Quantile(count_multiplier=c)) for c in (8.0, 9.0))
+    dpjax.fit(one, start(one, 3), directory=tmp_path, progress=False)
+    with pytest.raises(ledger.Refused, match="adaptive"):
+        dpjax.fit(two, start(two, 3), directory=tmp_path, progress=False)
+
+
+def test_adam_knows_how_large_the_noise_is():
+    size, data = 100_000, jnp.zeros((50, 1))
+    mechanism = make(data, steps=3, multiplier=2.0).mechanism
+    optimizer = training.dp_adam(1e-3, mechanism, b2=0.5)
+    loss = lambda w, x: w[0] * x[0]  # noqa: E731
+    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data)
+    state, _ = algorithm.run(start(algorithm, size), 3)
+    seen = state.optimizer[1][0]
+    np.testing.assert_allclose(np.mean(seen.second), seen.noise[0], rtol=0.01)
+
+
+TEACHES = [
+    (lambda: Quantile(target=1.5), "fraction from 0 to 1"),
+    (lambda: Quantile(rate=0.0), "expected a positive number"),
+    (lambda: Quantile(count_multiplier=-1.0), "how far one example moves it"),
+    (lambda: described(adaptive=Quantile(count_multiplier=1.0)), "together they cannot cost less"),
+    (
+        lambda: dataclasses.replace(
+            described(adaptive=Quantile()), clipping=clipping.flat(math.inf), noise_multiplier=0.0
+        ),
+        "expected a positive, finite one",
+    ),
+    (
+        lambda: make(X, bound_schedule=lambda step: 1.0),
+        "Leave one of the two out",
+    ),
+    (
+        lambda: (link := described(adaptive=Quantile()).privatize(jax.random.key(0))).update(
+            jnp.zeros(1), link.init(jnp.zeros(1))
+        ),
+        "update needs the count that it follows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "message"), TEACHES)
+def test_errors_teach(act, message):
+    with pytest.raises(ValueError, match=message):
+        act()
