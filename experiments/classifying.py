@@ -113,6 +113,7 @@ def train(
     key: Any,
     params: Any = None,
     per_step: Callable[[Any], Any] | None = None,
+    bound_schedule: Callable[[Any], Any] | None = None,
     budget: dpjax.ledger.Budget | None = None,
     evaluations: int = 20,
     initial: int = 0,
@@ -128,7 +129,13 @@ def train(
     """
     of_example = losses.of(model, loss)
     algorithm = dpjax.dpsgd(
-        of_example, optimizer, mechanism, dataset.train, per_step=per_step, budget=budget
+        of_example,
+        optimizer,
+        mechanism,
+        dataset.train,
+        per_step=per_step,
+        bound_schedule=bound_schedule,
+        budget=budget,
     )
     (x,), _ = dataset.rows(np.array([0]))
     fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]

@@ -69,15 +69,17 @@ def trained(
     loss: losses.ExampleLoss = losses.cross_entropy,
     evaluations: int = 1,
     look: Callable[[Any], Mapping[str, Any]] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """One run as the papers report it, of the last parameters: accuracy, and the way there.
 
     ``look`` is given the parameters at each evaluation; what it finds is in ``way`` too.
+    ``more`` is for `classifying.train`: a schedule of the bound, for example.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))
     key = jax.random.key(seed)
     options: dict[str, Any] = {"initial": seed, "gradients": False, "progress": False}
-    options |= {"evaluations": evaluations, "look": look}
+    options |= {"evaluations": evaluations, "look": look, **more}
     *_, history = train(dataset, model, loss, mechanism, kept_last, key=key, **options)
     way = [{k: v for k, v in row.items() if k not in _TIMES} for row in history]
     return {"accuracy": 100 * history[-1]["accuracy"], "way": way if evaluations > 1 else []}
@@ -103,12 +105,15 @@ def spread(numbers: Sequence[float]) -> str:
 
 
 def epsilons(
-    mechanism: dpjax.Mechanism, claimed: Any = None, delta: float = DELTA
+    mechanism: dpjax.Mechanism,
+    claimed: Any = None,
+    delta: float = DELTA,
+    convention: str = "rdp-classic",
 ) -> dict[str, float]:
     """The paper's figure for its own event, and the sound ones for what runs here."""
     event = mechanism.event if claimed is None else claimed
     return {
-        "paper": accounting.epsilon(event, delta, "rdp-classic"),
+        "paper": accounting.epsilon(event, delta, convention),
         "rdp": mechanism.epsilon(delta),
         "pld": mechanism.epsilon(delta, "pld"),
     }
