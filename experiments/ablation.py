@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses that losing_less_2022 compares, by name.
+
+"all" is its composite loss, the others are parts of it or stand in the place of one: squared,
+absolute and Huber's error of logits, and the mixtures without a penalty.  "all, beta=11" is the
+whole with one of its choices made differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpjax import losses
+
+
+class Choice(NamedTuple):
+    """What the loss leaves to choose; by default the paper's for MNIST from pixels."""
+
+    threshold: float = 0
+    beta: float = 1
+    gamma: float = 5
+
+
+def mixed(threshold: float, gamma: float) -> losses.ExampleLoss:
+    """The composite loss without its penalty: squared error first, focal loss later."""
+    easy, hard = losses.one_hot(losses.squared_error), losses.focal(gamma)
+
+    def loss(logits: Any, label: Any, *, epoch: Any) -> Any:
+        alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
+        return alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
+
+    return loss
+
+
+def huber(beta: float) -> losses.ExampleLoss:
+    """Equation 11, which is Huber's loss over beta."""
+    plain = losses.huber(beta)
+    return losses.one_hot(lambda prediction, target: plain(prediction, target) / beta)
+
+
+UNPRIVATE = "CE without privacy"
+_LOSSES: dict[str, Callable[[Choice], losses.ExampleLoss]] = {
+    "CE": lambda _: losses.cross_entropy,
+    UNPRIVATE: lambda _: losses.cross_entropy,
+    "SSE": lambda _: losses.one_hot(losses.squared_error),
+    "SAE": lambda _: losses.one_hot(losses.absolute),
+    "SSE+CE": lambda chosen: mixed(chosen.threshold, 0.0),
+    "SSE+focal": lambda chosen: mixed(chosen.threshold, chosen.gamma),
+    "all": lambda chosen: losses.composite(**chosen._asdict()),
+}
+_HUBERS = {f"Huber {tenth / 10}": tenth / 10 for tenth in range(1, 11)}
+_LOSSES |= {name: lambda _, beta=beta: huber(beta) for name, beta in _HUBERS.items()}
+_GRID = {"threshold": range(0, 11, 2), "beta": (1, 11, 51, 101, 191), "gamma": (0, 1, 2, 5, 10)}
+
+BOTH = ("CE", "all")
+PARTS = ("CE", "SSE", "SSE+CE", "SSE+focal", "all")
+ERRORS = ("SSE", "SAE", *_HUBERS)
+SWEPT = tuple(f"all, {field}={value}" for field, values in _GRID.items() for value in values)
+
+
+def by_name(name: str, chosen: Choice) -> losses.ExampleLoss:
+    """The loss of a name, with what is chosen for a network and its data."""
+    word, _, change = name.partition(", ")
+    field, _, value = change.partition("=")
+    return _LOSSES[word](chosen._replace(**{field: float(value)} if change else {}))

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss made for clipping and noise: the tables and figures of losing_less_2022.
+
+  claim    squared error first and focal loss later, with a penalty on pre-activations, beats
+           cross-entropy at equal privacy (figures 3, 4), most of all early, and each of its
+           terms helps (9); weights, pre-activations, logits and gradients stay smaller (1, 5, 6,
+           11, 12, 14), so that clipping turns them less (7) and the loss bends less (2)
+  seen     not run here, except what experiments/results/losing_less2022.json holds
+  command  python experiments/losing_less2022_loss.py --figure=3 --plot=curves.png --data_dir=...
+           ... --table=5; without either, figures 3 and 4 as numbers
+
+Everything but the loss is Tramèr and Boneh's, whose binary is imported: networks with tanh
+(table 1 of the paper pads by 2; tables 3 and 4 differ from the published code, which is
+followed), rates, batches, noise, features; --rows and --cache_dir are its flags.  Losses of
+the ablation have the threshold and gamma of the whole, and SGD without privacy a rate of 0.1:
+the paper prints neither.  Figures of norms, angles, sharpness and confusion are of seed 0,
+look at 4096 training examples after an epoch (the paper: at all, within it), and so are not
+private; figure 10 takes every other value or fewer.
+
+The paper's curves end at an epsilon of 3 if private moments of wavelets are paid for on
+CIFAR-10 and not on MNIST, where they would make 3.13: that is its convention here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ablation
+import jax
+import optax
+import panels
+import papers
+import tramer2021_scatternet as baseline
+import watching
+from ablation import BOTH, ERRORS, PARTS, SWEPT, UNPRIVATE, Choice
+from absl import app, flags, logging
+from watching import accuracy, confusion, cosines, gradients, layers, sharpness, swept
+
+from dpjax import accounting, clipping, data, models
+
+_TABLE = flags.DEFINE_enum("table", None, ["5"], "All settings (tables 5, 6), and what they cost.")
+
+ROWS = {name: row for name, row in baseline.ROWS.items() if name.endswith("cnn")}
+EXAMPLES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
+CHOSEN = {
+    "mnist pixels cnn": Choice(),
+    "mnist wavelets cnn": Choice(2, 11, 10),
+    "fashion pixels cnn": Choice(),
+    "fashion wavelets cnn": Choice(2, 51, 2),
+    "cifar pixels cnn": Choice(7, 11, 5),
+    "cifar wavelets cnn": Choice(2, 1, 2),
+}
+PRINTED = {  # the best of five runs; and while epsilon is below 1.5 (pixels) or 2 (wavelets)
+    ("mnist pixels cnn", "CE"): "98.2",
+    ("fashion pixels cnn", "CE"): "86.9",
+    ("cifar pixels cnn", "CE"): "59.8; 45.9",
+    ("cifar pixels cnn", "all"): "63.2; 55.4",
+    ("cifar wavelets cnn", "CE"): "; 64.5",
+    ("cifar wavelets cnn", "all"): "; 66.8",
+}
+
+
+def claimed(row: baseline.Row, examples: int) -> Any:
+    """What the paper's curves account for."""
+    return baseline.claimed(row if "cifar" in row.dataset else row._replace(scaled=""), examples)
+
+
+MNIST, CIFAR = "(mnist|digits) pixels", "(cifar|digits) pixels"
+WEIGHTS, HIDDEN = "weights", "preactivations"
+ENDS = (layers(HIDDEN, -1), layers(WEIGHTS, -1), gradients(1), cosines)
+INNER = (layers(WEIGHTS, 1, -1), layers(HIDDEN, 1, -1))
+NORMS = gradients(1, 5, 10, 29, 39)
+THREE = (*BOTH, UNPRIVATE)
+FIGURES: dict[str, tuple[str, Sequence[str], Sequence[watching.Draw]]] = {
+    # Which rows are run, with which losses, and how what is found is drawn.
+    "": ("", BOTH, [accuracy]),
+    "1": (CIFAR, BOTH, ENDS),
+    "2": (MNIST, BOTH, [sharpness]),
+    "3": ("pixels", BOTH, [accuracy]),
+    "4": ("wavelets", BOTH, [accuracy]),
+    "5": ("(cifar|fashion|digits) pixels", BOTH, INNER),
+    "6": (CIFAR, BOTH, [NORMS]),
+    "7": ("pixels", BOTH, [cosines]),
+    "8": (CIFAR, THREE, [confusion]),
+    "9": ("", PARTS, [accuracy]),
+    "10": ("pixels", SWEPT, [swept]),
+    "11": ("pixels", BOTH, [layers(WEIGHTS)]),
+    "12": ("pixels", BOTH, [layers(HIDDEN)]),
+    "13": ("pixels", THREE, [confusion]),
+    "14": ("pixels", BOTH, [NORMS]),
+    "15": ("pixels", ERRORS, [accuracy]),
+}
+_FIGURE = flags.DEFINE_enum("figure", None, list(FIGURES)[1:], "Which figure.")
+
+
+class Job:
+    """A row, its data, and its runs."""
+
+    def __init__(self, name: str, row: baseline.Row, results: papers.Results) -> None:
+        self.name, self.row, self.results = name, row, results
+        self.dataset = data.load(row.dataset, papers.DATA_DIR.value)
+        self.mechanism = baseline.mechanism_of(row, self.dataset.examples)
+        self.ready = functools.lru_cache(maxsize=1)(
+            lambda seed: baseline.prepared(row, self.dataset, jax.random.key(seed))
+        )
+
+    def found(self, kinds: Sequence[str]) -> watching.Found:
+        """The results of all kinds and seeds; a seed's features serve all kinds."""
+        seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+        found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in kinds}
+        for seed, kind in itertools.product(seeds, kinds):
+            words = f"{self.name} {kind}"
+            run = functools.partial(self.run, kind, seed)
+            found[kind].append(self.results.of(words, seed, run))
+        return found
+
+    def run(self, kind: str, seed: int) -> Mapping[str, Any]:
+        """One training run, with the first seed of what is compared watched."""
+        row, dataset = self.row, self.ready(seed)
+        loss = ablation.by_name(kind, CHOSEN.get(self.name, Choice()))
+        mechanism, moves = self.mechanism, optax.sgd(row.rate, momentum=0.9)
+        if kind == UNPRIVATE:
+            rule = clipping.flat(math.inf)
+            mechanism = dataclasses.replace(mechanism, clipping=rule, noise_multiplier=0.0)
+            moves = optax.sgd(0.1, momentum=0.9)
+        options: Any = {"padding": 2} if row.model == "tempered_cnn" else {}
+        model = models.by_name(row.model, dataset.classes or 10, torch_init=True, **options)
+        watched = seed == 0 and not row.scaled and kind in THREE
+        epoch = mechanism.steps // row.epochs
+        found = papers.trained(
+            dataset,
+            model,
+            mechanism,
+            moves,
+            seed,
+            loss=loss,
+            evaluations=row.epochs,
+            look=watching.Watch(model, loss, mechanism.clipping, dataset) if watched else None,
+            per_step=(lambda step: step // epoch) if watching.asks_epoch(loss) else None,
+        )
+        way = [{k: v for k, v in at.items() if k not in ("nll", "private")} for at in found["way"]]
+        return {**found, "way": way}
+
+    def early(self) -> tuple[float, int]:
+        """A small epsilon that the paper names, and the epochs for which its own stays below."""
+        most = 1.5 if "pixels" in self.name else 2.0
+        rows = (self.row._replace(epochs=n) for n in range(1, self.row.epochs + 1))
+        events = (claimed(row, self.dataset.examples) for row in rows)
+        spent = [accounting.epsilon(event, papers.DELTA, "rdp-classic") for event in events]
+        return most, sum(epsilon < most for epsilon in spent)
+
+    def lines(self, found: watching.Found) -> Iterator[list[str]]:
+        """Rows of the table that every figure is printed with."""
+        costs = papers.epsilons(self.mechanism, claimed(self.row, self.dataset.examples))
+        most, epochs = self.early()
+        for kind, runs in found.items():
+            free = kind == UNPRIVATE
+            early = [100 * each["way"][max(0, epochs - 1)]["accuracy"] for each in runs]
+            yield [
+                self.name + " (JPEG copy)" * ("JPEG" in self.dataset.note),
+                kind,
+                papers.spread([each["accuracy"] for each in runs]),
+                "" if free or not epochs else f"{papers.spread(early)} below {most:g}",
+                PRINTED.get((self.name, kind), ""),
+                *["inf" if free else f"{costs[which]:.3f}" for which in ("paper", "rdp", "pld")],
+            ]
+
+
+COSTS = ["epsilon, paper's", "rdp", "pld"]
+
+
+def settings() -> str:
+    """Tables 5 and 6: what is run, and two epsilons for each."""
+    lines = []
+    for name, row in ROWS.items():
+        size = EXAMPLES[row.dataset]
+        costs = papers.epsilons(baseline.mechanism_of(row, size), claimed(row, size))
+        facts = (row.batch, row.rate, row.epochs, row.noise, *CHOSEN[name])
+        figures = [f"{costs[which]:.4f}" for which in ("paper", "rdp", "pld")]
+        lines.append([name, *map(str, facts), *figures])
+    head = ["row", "batch", "rate", "epochs", "noise", *Choice._fields, *COSTS]
+    return papers.table(head, lines)
+
+
+def show(figure: str) -> str:
+    """Runs what a figure needs, draws it, and tells its accuracies."""
+    which, kinds, draws = FIGURES[figure]
+    rows, results = baseline.SMALL if papers.SMOKE.value else ROWS, papers.Results(papers.OUT.value)
+    if papers.SMOKE.value:  # the first of each family that is swept
+        kinds = [next(of) for _, of in itertools.groupby(kinds, lambda k: k.rstrip(".0123456789"))]
+    lines, drawn = [], []
+    for name, row in rows.items():
+        if re.search(which, name) and any(w in name for w in flags.FLAGS.rows or [""]):
+            job = Job(name, row, results)
+            found = job.found(kinds)
+            lines += job.lines(found)
+            drawn += [panel for draw in draws for panel in draw(name, found)]
+    if papers.PLOT.value:
+        panels.draw(papers.PLOT.value, drawn)
+    return papers.table(["row", "loss", "here", "here, early", "paper", *COSTS], lines)
+
+
+def main(_: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)
+    print(settings() if _TABLE.value else show(_FIGURE.value or ""))
+    print(
+        "The paper's epsilon is of shuffled batches accounted as Poisson, by the older conversion, "
+        "without the thresholds of wavelet features; rdp and pld are bounds for all that runs here."
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run looks like inside, epoch by epoch, and how that is drawn.
+
+`Watch` looks at parameters after every epoch, with a few thousand training examples: none of
+what it finds is private, so it is for data that are public anyway.  The functions below it
+make panels of what was found: each takes a title and, by name, runs with their ``way``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from panels import Panel
+
+from dpjax import data, diagnostics, losses, metrics, types
+
+Found = Mapping[str, Sequence[Mapping[str, Any]]]
+Draw = Callable[[str, Found], list[Panel]]
+
+
+def asks_epoch(loss: losses.ExampleLoss) -> bool:
+    """Whether a loss has to be told the epoch."""
+    return "epoch" in inspect.signature(loss).parameters
+
+
+class Watch:
+    """Looks at parameters after each epoch, and more closely after a few."""
+
+    CLOSELY = (1, 2, 5, 10, 20, 29, 39)
+    EDGES = np.linspace(0, 100, 51)
+
+    def __init__(
+        self, model: Any, loss: losses.ExampleLoss, rule: types.Clipping, dataset: data.Dataset
+    ) -> None:
+        self.model, self.rule, self.loss = model, rule, losses.of(model, loss)
+        self.tells = asks_epoch(loss)
+        size = 256 * min(16, dataset.examples // 256)
+        some = np.random.default_rng(0).choice(dataset.examples, size, replace=False)
+        self.rows = jax.tree.map(jnp.asarray, dataset.rows(some))
+        self.epochs = itertools.count(1)
+        self.norms, self.closely = jax.jit(self._norms), jax.jit(self._closely)
+
+    def __call__(self, params: Any) -> Mapping[str, Any]:
+        epoch = next(self.epochs)
+        close = self.closely(params, self.rows, epoch - 1) if epoch in self.CLOSELY else {}
+        return {**self.norms(params, self.rows[0][:256]), **close}
+
+    def _norms(self, params: Any, x: Any) -> Mapping[str, Any]:
+        hidden = diagnostics.preactivation_norms(self.model, params, x)
+        logits = jnp.linalg.norm(self.model.apply({"params": params}, x), axis=-1)
+        weights = diagnostics.weight_norms(params)
+        return {"weights": weights, "preactivations": {**hidden, "logits": jnp.mean(logits)}}
+
+    def _closely(self, params: Any, rows: Any, epoch: Any) -> Mapping[str, Any]:
+        told = (jnp.full(len(rows[1]), epoch),) if self.tells else ()
+        batches = jax.tree.map(lambda a: a.reshape(-1, 256, *a.shape[1:]), (*rows, *told))
+        few = jax.tree.map(lambda a: a[0, :64], batches)
+
+        def one(batch: Any) -> Any:
+            bias = diagnostics.clipping_bias(
+                self.loss, self.rule, params, batch, microbatch_size=64
+            )
+            return bias.norms, bias.cosine, self.model.apply({"params": params}, batch[0])
+
+        norms, cosines, logits = jax.lax.map(one, batches)
+        sharp = diagnostics.sharpness(self.loss, params, few, key=jax.random.key(0), iterations=30)
+        return {
+            "gradients": jnp.histogram(jnp.minimum(norms, self.EDGES[-1]), self.EDGES)[0],
+            "cosines": cosines,
+            "confusion": metrics.confusion(logits.reshape(norms.size, -1), rows[1]),
+            "sharpness": sharp.value,
+        }
+
+
+def accuracy(title: str, found: Found) -> list[Panel]:
+    """Test accuracy against epsilon, of all seeds."""
+    lines = {}
+    for name, runs in found.items():
+        values = [[100 * row["accuracy"] for row in each["way"]] for each in runs]
+        lines[name] = [row["epsilon"] for row in runs[0]["way"]], np.transpose(values)
+    return [Panel(title, "epsilon (rdp)", "test accuracy, %", lines)]
+
+
+def swept(title: str, found: Found) -> list[Panel]:
+    """Accuracy of all seeds against what runs named "..., field=value" have in that place."""
+    fields: dict[str, dict[float, list[float]]] = {}
+    for name, runs in found.items():
+        loss_and_field, _, value = name.partition("=")
+        field = fields.setdefault(loss_and_field.rpartition(" ")[2], {})
+        field[float(value)] = [each["accuracy"] for each in runs]
+    return [
+        Panel(title, field, "test accuracy, %", {"swept": (list(of), list(of.values()))})
+        for field, of in fields.items()
+    ]
+
+
+def layers(what: str, *places: int) -> Draw:
+    """Norms of all layers, or those at some places, against the epoch."""
+
+    def draw(title: str, found: Found) -> list[Panel]:
+        ways = {name: runs[0]["way"] for name, runs in found.items()}
+        names = list(next(iter(ways.values()))[0][what])
+        return [
+            Panel(
+                f"{title}, {layer}",
+                "epoch",
+                f"norm of {what}",
+                {
+                    name: (range(1, len(way) + 1), [[row[what][layer]] for row in way])
+                    for name, way in ways.items()
+                },
+            )
+            for layer in ([names[place] for place in places] or names)
+        ]
+
+    return draw
+
+
+def _looks(runs: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+    """What was looked at more closely, by epoch."""
+    return {at: row for at, row in enumerate(runs[0]["way"], 1) if "sharpness" in row}
+
+
+def sharpness(title: str, found: Found) -> list[Panel]:
+    lines = {}
+    for name, runs in found.items():
+        looks = _looks(runs)
+        lines[name] = list(looks), [[row["sharpness"]] for row in looks.values()]
+    return [Panel(title, "epoch", "largest singular value", lines)]
+
+
+def gradients(*epochs: int) -> Draw:
+    """Histograms of the norms of gradients, after some epochs."""
+
+    def draw(title: str, found: Found) -> list[Panel]:
+        looks = {name: _looks(runs) for name, runs in found.items()}
+        middles = (Watch.EDGES[1:] + Watch.EDGES[:-1]) / 2
+        return [
+            Panel(
+                f"{title}, epoch {epoch}",
+                f"norm of gradient (at most {Watch.EDGES[-1]:.0f})",
+                "examples",
+                {
+                    name: (middles, np.reshape(of[epoch]["gradients"], (-1, 1)))
+                    for name, of in looks.items()
+                },
+                scale="symlog",
+            )
+            for epoch in epochs
+            if all(epoch in of for of in looks.values())
+        ]
+
+    return draw
+
+
+def cosines(title: str, found: Found) -> list[Panel]:
+    """Histograms of the cosines of clipped and unclipped means, after the first epoch."""
+    edges, lines = np.linspace(-1, 1, 41), {}
+    for name, runs in found.items():
+        counts, _ = np.histogram(np.asarray(_looks(runs)[1]["cosines"], float), edges)
+        lines[name] = (edges[1:] + edges[:-1]) / 2, counts[:, None]
+    return [Panel(title, "cosine of clipped and unclipped", "batches", lines)]
+
+
+def confusion(title: str, found: Found) -> list[Panel]:
+    """Which class is taken for which, early and late, in percent of the right class."""
+    return [
+        Panel(
+            f"{title}, {name}, epoch {epoch}",
+            "predicted",
+            "right",
+            counts=np.reshape(row["confusion"], (math.isqrt(len(row["confusion"])), -1)),
+        )
+        for epoch in (2, 20)
+        for name, runs in found.items()
+        for at, row in _looks(runs).items()
+        if at == epoch
+    ]
