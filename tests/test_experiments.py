@@ -367,6 +367,17 @@ def test_grouped_clipping_costs_what_it_costs(monkeypatch):
     assert ran.epsilon(1e-5, "pld") == pytest.approx(54.50, rel=0.005)
 
 
+@pytest.mark.parametrize("flags", [[], ["--concentration=0.3", "--largest_weight=90"]])
+def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
+    out = run("federated.py", "--smoke", "--out", tmp_path, *flags).stdout
+    assert "unit          one client" in out
+    assert "poisson: 2 of 20 clients a step" in out
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"client mean", "client lowest", "clients"} <= set(row["private"])
+    verified = run("verify.py", tmp_path / "privacy.json").stdout
+    assert verified.count("for one client") == verified.count("holds") == 3
+
+
 def test_an_order_made_from_private_losses_is_not_private():
     out = run("an2021_noise_curricula.py", "--smoke", "--table=4").stdout
     ordered = [line for line in out.splitlines() if "easy first" in line]

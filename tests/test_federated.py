@@ -244,7 +244,7 @@ def test_the_order_of_clients_does_not_matter():
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_microbatches_of_clients_change_nothing(size):
-    clients = some_clients(*range(20))
+    clients = some_clients(*range(20, 0, -1))
     plan = mechanism(20, sampler=sampling.poisson(20, 8), multiplier=1.0)
     work = {"local_batch_size": 4, "local_epochs": 2}
     one, other = (
@@ -516,6 +516,14 @@ def test_a_mechanism_for_examples_is_refused():
 
 
 BAD = {
+    "a bound that moves": (
+        lambda: fedavg(
+            some_clients(*[1] * 9),
+            mechanism(9, multiplier=1.0, adaptive=clipping.Quantile(count_multiplier=10.0)),
+        ),
+        ValueError,
+        "follows a quantile",
+    ),
     "unit": (lambda: mechanism(3, unit="person"), TypeError, "multiple values"),
     "a unit of one's own": (
         lambda: dataclasses.replace(mechanism(3), unit="person"),

@@ -36,7 +36,8 @@ SAMPLE, MECHANISM, LEDGER = (f"test_{x}.py::test_" for x in ("sampling", "mechan
 ACCOUNT, GHOST = "test_accounting.py::test_", "test_ghost.py::test_ghost_"
 FEATURES = "test_features.py::test_"
 SELECT = "test_selection.py::test_"
-ADAPT = "test_adaptive.py::test_"
+ADAPT, JL = "test_adaptive.py::test_", "test_jl.py::test_"
+FEDERATED = "test_federated.py::test_"
 
 MUTANTS = [
     # Clipping and sensitivity
@@ -1118,6 +1119,49 @@ MUTANTS = [
         "            return 1.0",
         ADAPT + "sums_are_clipped_to_the_bound_of_their_step",
     ),
+    # Norms that are estimated
+    Mutant(
+        "estimated norms accounted as exact ones",
+        "mechanism.py",
+        "return event if projections is None else accounting.with_projections(event, projections)",
+        "return event",
+        JL + "the_event_says_how_norms_were_known",
+    ),
+    Mutant(
+        "what an estimate may miss rounded down",
+        "accounting/projected.py",
+        "zip(values[:0:-1], ",
+        "zip(values[-2::-1], ",
+        JL + "one_step_costs_the_mean_over_the_scale",
+    ),
+    Mutant(
+        "estimates that are wide of the law",
+        "gradients/jl.py",
+        "jnp.mean(jnp.square(products), axis=0)",
+        "jnp.square(jnp.mean(jnp.abs(products), axis=0))",
+        JL + "estimates_follow_the_law_that_is_accounted",
+    ),
+    Mutant(
+        "one direction for all projections",
+        "gradients/jl.py",
+        "jax.random.fold_in(key, j)",
+        "jax.random.fold_in(key, 0 * j)",
+        JL + "the_sum_is_that_of_the_definition[None]",
+    ),
+    Mutant(
+        "the directions of the first step in every step",
+        "training/stepping.py",
+        "Purpose.PROJECTIONS, at.step)",
+        "Purpose.PROJECTIONS, 0 * at.step)",
+        JL + "a_step_draws_directions_of_its_own",
+    ),
+    Mutant(
+        "a broken example breaks the sum of estimated clipping",
+        "gradients/jl.py",
+        "sound = jnp.all(",
+        "sound = True | jnp.all(",
+        JL + "a_broken_example_leaves_the_others_as_they_are[broken_backward]",
+    ),
     Mutant(
         "several steps written down as one",
         "training/dpsgd.py",
@@ -1209,6 +1253,147 @@ MUTANTS = [
         'mutable=["preactivations"]',
         "mutable=True",
         "test_losses.py::test_batch_statistics_are_refused_with_a_penalty_too",
+    ),
+    # Clients
+    Mutant(
+        "noise for each microbatch of clients",
+        "federated/rounds.py",
+        "            part.value,\n",
+        "            part.value + jax.random.normal(jax.random.key(start), params.shape),\n",
+        FEDERATED + "the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches[7]",
+    ),
+    Mutant(
+        "updates divided by the clients that were drawn",
+        "federated/rounds.py",
+        "x * jnp.asarray(recipe.scale, x.dtype)",
+        "x * mechanism.batch_size / sums.clients",
+        FEDERATED + "the_divisor_does_not_depend_on_who_was_drawn",
+    ),
+    Mutant(
+        "the public total of weights forgotten",
+        "federated/fedavg.py",
+        "len(clients) / weights.total_share",
+        "1.0",
+        FEDERATED + "raw_counts_as_weights_are_capped_and_divided_by_the_public_total",
+    ),
+    Mutant(
+        "weights not capped",
+        "federated/weights.py",
+        "np.minimum(shares, 1.0)",
+        "shares",
+        FEDERATED + "shares_are_weights_over_the_largest_and_never_above_one",
+    ),
+    Mutant(
+        "weights not divided by the largest",
+        "federated/weights.py",
+        "np.asarray(self.values, np.float64) / self.largest",
+        "np.asarray(self.values, np.float64)",
+        FEDERATED + "shares_are_weights_over_the_largest_and_never_above_one",
+    ),
+    Mutant(
+        "raw weights at the price of equal ones",
+        "federated/weights.py",
+        "return sigma / self.largest",
+        "return sigma",
+        FEDERATED + "noise_as_papers_state_it_is_worth_less_by_the_largest_weight[2-31.371]",
+    ),
+    Mutant(
+        "updates are not clipped as a whole",
+        "federated/rounds.py",
+        'clipped_grad(loss, rule, "vmap")',
+        'clipped_grad(loss, __import__("dpjax").clipping.flat(jnp.inf), "vmap")',
+        FEDERATED + "no_client_moves_the_sum_by_more_than_the_sensitivity[flat-False]",
+    ),
+    Mutant(
+        "each local step projected, not the whole update",
+        "federated/local.py",
+        "clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]",
+        "carry.update + clipping.clip(local.ball, change[None])[0]",
+        FEDERATED + "a_projected_client_never_leaves_the_bound_however_long_it_trains",
+    ),
+    Mutant(
+        "clients drawn at the rate of examples",
+        "federated/fedavg.py",
+        "if sizes != (expected, expected):",
+        "if False:",
+        FEDERATED + "a_sampler_that_counts_examples_is_refused",
+    ),
+    Mutant(
+        "a mechanism for examples trains clients",
+        "federated/fedavg.py",
+        'if mechanism.unit != "client":',
+        "if False:",
+        FEDERATED + "a_mechanism_for_examples_is_refused",
+    ),
+    Mutant(
+        "a bound that moves is not noticed by rounds",
+        "federated/fedavg.py",
+        "if mechanism.adaptive is not None:",
+        "if False:",
+        FEDERATED + "errors_teach[a bound that moves]",
+    ),
+    Mutant(
+        "rows of the next client pass for padding",
+        "federated/local.py",
+        "real = slots < count",
+        "real = slots < clients.capacity",
+        FEDERATED + "padding_and_other_clients_rows_contribute_nothing",
+    ),
+    Mutant(
+        "one order for all clients",
+        "federated/rounds.py",
+        "jax.random.fold_in(key, index)",
+        "key",
+        FEDERATED + "each_client_and_round_has_an_order_of_its_own",
+    ),
+    Mutant(
+        "one order for all rounds",
+        "federated/rounds.py",
+        "trees.step_key(key, Purpose.LOCAL, noise_state.step)",
+        "trees.step_key(key, Purpose.LOCAL, 0)",
+        FEDERATED + "each_client_and_round_has_an_order_of_its_own",
+    ),
+    Mutant(
+        "the draw's last microbatch of clients dropped",
+        "federated/rounds.py",
+        "lambda carry: carry[0] < draw.size",
+        "lambda carry: carry[0] + size <= draw.size",
+        FEDERATED + "microbatches_of_clients_change_nothing[3]",
+    ),
+    Mutant(
+        "padding of the draw trains too",
+        "federated/rounds.py",
+        "jnp.where(drawn, clients.counts[rows], 0)",
+        "clients.counts[rows]",
+        FEDERATED + "microbatches_of_clients_change_nothing[3]",
+    ),
+    Mutant(
+        "a round that no ledger saw",
+        "federated/fedavg.py",
+        "spent = ledger.admit(state.ledger, mechanism, budget)",
+        "spent = ledger.admit(state.ledger, mechanism)",
+        FEDERATED + "a_budget_stops_rounds_before_they_begin",
+    ),
+    Mutant(
+        "every statement is of examples",
+        "reports/statement.py",
+        'yield f"  unit          one {unit}"',
+        'yield "  unit          one example"',
+        FEDERATED + "the_statement_and_the_card_say_one_client",
+    ),
+    Mutant(
+        "every card is of examples",
+        "reports/card.py",
+        '"unit": mechanism.unit,',
+        '"unit": "example",',
+        FEDERATED + "the_statement_and_the_card_say_one_client",
+    ),
+    Mutant(
+        "what was spent on examples counts for clients",
+        "mechanism.py",
+        "if set(before) - {unit}:",
+        "if False:",
+        FEDERATED + "what_was_spent_in_another_unit_is_not_added",
     ),
 ]
 

@@ -223,6 +223,11 @@ def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> 
             f"sampling=dpjax.sampling.poisson(examples={len(clients)}, batch_size=...)): rates "
             "and sizes then count clients."
         )
+    if mechanism.adaptive is not None:
+        raise ValueError(
+            "federated: this mechanism's bound follows a quantile, and rounds count no updates "
+            "below it. Leave adaptive= out, and choose the bound by what is public."
+        )
     expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
     if sizes != (expected, expected):
         raise ValueError(

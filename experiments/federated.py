@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedAvg on MNIST split over 1,000 clients, with differential privacy for each of them.
+
+  claim    a linear model learns digits at epsilon 2.85 for whole clients (delta 1e-5, RDP;
+           2.53 by PLD): 50 rounds, a tenth of the clients each, noise multiplier 1.5
+  seen     89.6 % test accuracy IID (24 s), 88.6 % by Dirichlet 0.3 with 2 to 263 examples a
+           client (76 s on a busy machine); one run of each, secret keys, two CPU cores.  With
+           100 rounds and noise multiplier 1, epsilon 7.90: 91.0 % (34 s) and 90.4 % (54 s)
+  command  python experiments/federated.py [--concentration=0.3] [--out runs/federated]
+
+Without --concentration every client has 60 examples of all digits (IID); with it, each digit
+is dealt to clients by shares from a Dirichlet distribution, so that clients differ in size and
+in what they hold.  `--smoke`: handwritten digits and 20 clients, in seconds; says nothing of
+accuracy.
+
+Epsilon is that of adding or removing one client with all of its examples.  The test accuracy
+is on examples that no client has.  How accuracy is distributed over clients is looked at on
+their own examples, without noise, and is not to be published.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags, logging
+
+import dpjax
+from dpjax import clipping, data, federated, losses, metrics, models, noise, reports, sampling
+
+_SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits and 20 clients.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")
+_CLIENTS = flags.DEFINE_integer("clients", 1000, "How many clients there are.", 1)
+_CONCENTRATION = flags.DEFINE_float(
+    "concentration", None, "Of the Dirichlet split; small is uneven.  By default an IID split."
+)
+_RATE = flags.DEFINE_float("sampling_rate", 0.1, "The probability that a client is drawn.")
+_ROUNDS = flags.DEFINE_integer("rounds", 50, "How often clients are drawn.", 1)
+_NOISE = flags.DEFINE_float("noise_multiplier", 1.5, "Noise / what one client can move the sum.")
+_BOUND = flags.DEFINE_float("bound", 0.5, "The longest update that is not cut.")
+_MODEL = flags.DEFINE_enum("model", "linear", ["linear", "mlp", "tempered_cnn"], "What to train.")
+_EPOCHS = flags.DEFINE_integer("local_epochs", 5, "Of a drawn client on its own examples.", 1)
+_BATCH = flags.DEFINE_integer("local_batch_size", 10, "Of a client.", 1)
+_LOCAL_RATE = flags.DEFINE_float("local_learning_rate", 0.05, "Of a client's SGD.")
+_SERVER_RATE = flags.DEFINE_float("server_learning_rate", 1.0, "Of the server's SGD.")
+_MOMENTUM = flags.DEFINE_float("server_momentum", 0.0, "Of the server's SGD.")
+_PROJECT = flags.DEFINE_bool("project", False, "Return to the bound after each local batch.")
+_LARGEST = flags.DEFINE_float(
+    "largest_weight", None, "Weight clients by their examples, up to so many; else all alike."
+)
+_DELTA = flags.DEFINE_float("delta", 1e-5, "Of the guarantee.")
+_SEED = flags.DEFINE_integer("seed", None, "For reproduction only: it gives the noise away.")
+_OUT = flags.DEFINE_string("out", None, "Folder of the run; one that was interrupted goes on.")
+
+
+def owners_of(labels: np.ndarray, clients: int, concentration: float | None) -> np.ndarray:
+    """To which client each example is dealt; always alike for the same labels."""
+    draw = np.random.default_rng(0)
+    if concentration is None:
+        return draw.permutation(np.arange(len(labels)) % clients)
+    owners = np.zeros(len(labels), int)
+    for label in np.unique(labels):
+        shares = draw.dirichlet(np.full(clients, concentration))
+        mine = labels == label
+        owners[mine] = draw.choice(clients, size=mine.sum(), p=shares)
+    return owners
+
+
+def mechanism_from_flags(clients: int, rounds: int) -> dpjax.Mechanism:
+    """The private computation that the flags describe: its unit is a client."""
+    return dpjax.Mechanism(
+        sampling=sampling.poisson(clients, _RATE.value * clients),
+        clipping=clipping.flat(_BOUND.value),
+        noise_multiplier=_NOISE.value,
+        steps=rounds,
+        unit="client",
+    )
+
+
+def train(
+    dataset: data.Dataset, clients: federated.Clients, mechanism: dpjax.Mechanism, key: Any
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Trains over the clients; returns the last state and the log."""
+    model: Any = models.by_name(_MODEL.value, dataset.classes or 0)
+    x, y = jax.tree.map(jnp.asarray, dataset.test)
+    weights = None
+    if _LARGEST.value is not None:
+        weights = federated.Weights(values=clients.counts, largest=_LARGEST.value)
+    algorithm = federated.fedavg(
+        losses.of(model, losses.cross_entropy),
+        optax.sgd(_SERVER_RATE.value, momentum=_MOMENTUM.value),
+        mechanism,
+        clients,
+        client_optimizer=optax.sgd(_LOCAL_RATE.value),
+        local_batch_size=_BATCH.value,
+        local_epochs=_EPOCHS.value,
+        project=_PROJECT.value,
+        weights=weights,
+    )
+
+    def right(params: Any, example: Any) -> jax.Array:
+        return jnp.argmax(model.apply({"params": params}, example[0])) == example[1]
+
+    def evaluate(state: Any) -> dict[str, Any]:
+        found = metrics.accuracy(model.apply({"params": state.params}, x), y)
+        return {"accuracy": found, **federated.evaluate_clients(right, state.params, clients)}
+
+    params = jax.jit(model.init)(jax.random.key(0), x[0])["params"]
+    return dpjax.fit(
+        algorithm,
+        algorithm.init(key, params),
+        evaluate=evaluate,
+        evaluate_every=max(1, mechanism.steps // 10),
+        delta=_DELTA.value,
+        directory=_OUT.value,
+        configuration={k: v for k, v in flags.FLAGS.flag_values_dict().items() if k in _MINE},
+    )
+
+
+_MINE = {"concentration", "model", "local_learning_rate", "server_learning_rate"}
+_MINE |= {"server_momentum", "seed", "smoke"}
+
+
+def main(_: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+    started = time.time()
+    dataset = data.load("digits" if _SMOKE.value else "mnist", _DATA_DIR.value)
+    count, rounds = (20, 5) if _SMOKE.value else (_CLIENTS.value, _ROUNDS.value)
+    owners = owners_of(dataset.train[1], count, _CONCENTRATION.value)
+    clients = federated.Clients.split(dataset.train, owners, count)
+    mechanism = mechanism_from_flags(count, rounds)
+    key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
+    state, history = train(dataset, clients, mechanism, key)
+    facts = {"ledger": state.ledger, "seed": _SEED.value}
+    print(dpjax.statement(mechanism, _DELTA.value, **facts))
+    if _OUT.value is not None:
+        card = reports.card(mechanism, _DELTA.value, **facts)
+        path = pathlib.Path(_OUT.value) / "privacy.json"
+        path.write_text(json.dumps(card, indent=2) + "\n")
+    last, sizes = history[-1], np.asarray(clients.counts)
+    print(f"\n{count} clients with {sizes.min()} to {sizes.max()} examples, {rounds} rounds")
+    print(f"Test accuracy {last['accuracy']:.1%} on {dataset.name} {dataset.note}")
+    print("Private, accuracy on clients' own examples: ", end="")
+    print(", ".join(f"{k} {v:.1%}" for k, v in last["private"].items() if " " in k))
+    print(f"{time.time() - started:.0f} s on {jax.devices()[0].device_kind}")
+
+
+if __name__ == "__main__":
+    app.run(main)
