@@ -34,7 +34,7 @@ def draw(path: str, drawn: Sequence[Panel], columns: int = 3) -> None:
     """Draws panels to a PNG; of lines the median of the seeds, the least and the largest."""
     rows, columns = -(-len(drawn) // columns), min(columns, len(drawn))
     with drawing.style():
-        figure = drawing.canvas(2.6 * columns, 2.4 * rows + 0.3)
+        figure = drawing.canvas(2.8 * columns, 2.6 * rows + 0.4)
         places = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in itertools.zip_longest(places, drawn):
             if panel is None:
@@ -64,7 +64,7 @@ def _cells(axes: Any, panel: Panel) -> None:
     """Counts as percents of their row."""
     counts = np.asarray(panel.counts, float)
     part = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    axes.imshow(part, cmap="Blues", vmin=0, vmax=1)
+    axes.imshow(part, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.grid(visible=False)
     for (row, column), value in np.ndenumerate(np.rint(100 * part)):
         ink = drawing.PALETTE["paper" if value > 50 else "ink"]

@@ -109,7 +109,7 @@ def layers(what: str, *places: int) -> Draw:
         names = list(next(iter(ways.values()))[0][what])
         return [
             Panel(
-                f"{title}, {layer}",
+                f"{title}\n{layer}",
                 "epoch",
                 f"norm of {what}",
                 {
@@ -173,7 +173,7 @@ def confusion(title: str, found: Found) -> list[Panel]:
     """Which class is taken for which, early and late, in percent of the right class."""
     return [
         Panel(
-            f"{title}, {name}, epoch {epoch}",
+            f"{title}\n{name}, epoch {epoch}",
             "predicted",
             "right",
             counts=np.reshape(row["confusion"], (math.isqrt(len(row["confusion"])), -1)),
