@@ -51,12 +51,14 @@ class Spent:
       runs: The multipliers of its steps, in order: ``(multiplier, steps)``.
       preparation: The multipliers of its queries before the first step.
       unit: Whose data it protected: those of one example, or of one client.
+      projections: From how many norms were estimated, if they were.
     """
 
     sampling: Sampler
     runs: tuple[tuple[float, int], ...]
     preparation: tuple[float, ...] = ()
     unit: str = "example"
+    projections: int | None = None
 
     @property
     def steps(self) -> int:
@@ -68,7 +70,8 @@ class Spent:
         """Its privacy event."""
         queries = map(accounting.gaussian, self.preparation)
         each = np.repeat(*map(np.asarray, zip(*self.runs, strict=True))) if self.runs else []
-        return accounting.compose(*queries, self.sampling.event(np.asarray(each, np.float64)))
+        steps = _steps(self.sampling, np.asarray(each, np.float64), self.projections)
+        return accounting.compose(*queries, steps)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -80,6 +83,7 @@ class Spent:
             "multiplier_and_steps": [list(run) for run in self.runs],
             "preparation": list(self.preparation),
             "unit": self.unit,
+            **({} if self.projections is None else {"projections": self.projections}),
         }
 
     @classmethod
@@ -97,6 +101,7 @@ class Spent:
             runs=tuple(run for run in runs if run[1]),
             preparation=tuple(facts["preparation"]),
             unit=facts.get("unit", "example"),
+            projections=facts.get("projections"),
         )
 
 
@@ -276,6 +281,7 @@ class Mechanism:
             runs=tuple(runs),
             preparation=tuple(self.preparation),
             unit=self.unit,
+            projections=self.clipping.projections,
         )
 
     @property
@@ -293,7 +299,8 @@ class Mechanism:
         """The privacy event of preparation and of steps with these multipliers, in this order."""
         if np.isinf(self.clipping.sensitivity) and len(multipliers):
             return dp.NonPrivateDpEvent()
-        return accounting.compose(self.prepared, self.sampling.event(multipliers))
+        steps = _steps(self.sampling, multipliers, self.clipping.projections)
+        return accounting.compose(self.prepared, steps)
 
     def epsilon(self, delta: float, method: str = "rdp") -> float:
         """The epsilon of the whole computation at ``delta``.
@@ -401,6 +408,12 @@ class Mechanism:
         return self.adaptive.moved(state.scale, fraction)
 
 
+def _steps(sampler: Sampler, multipliers: np.ndarray, projections: int | None) -> dp.DpEvent:
+    """The event of steps, as their norms were: known, or estimated."""
+    event = sampler.event(multipliers)
+    return event if projections is None else accounting.with_projections(event, projections)
+
+
 def _check_unit(unit: str, before: Sequence[str]) -> None:
     if unit not in _UNITS:
         raise ValueError(
@@ -421,6 +434,11 @@ def _check_adaptive(mechanism: Mechanism) -> None:
         raise ValueError(
             f"Mechanism(adaptive=...): the rule's bound is {bound}; expected a positive, finite "
             "one to begin at, near a gradient's usual norm. It may be off by far."
+        )
+    if mechanism.clipping.projections is not None:
+        raise ValueError(
+            "Mechanism(adaptive=...): norms are estimated (clipping.jl), and nothing is proved for "
+            "their count beside such sums. Take clipping.flat, or leave adaptive= out."
         )
     largest = float(np.max(mechanism.multipliers, initial=0.0))
     if not (largest < count or largest == count == 0):

@@ -74,6 +74,7 @@ class Purpose(enum.IntEnum):
     SAMPLING = 2
     PREPARATION = 3
     COUNT = 5
+    PROJECTIONS = 6
     LOCAL = 4
 
 
@@ -111,10 +112,14 @@ class Clipping:
       bounds: The largest norm that one example may contribute, per group.
       factors: The wish: norms ``[batch, groups]`` -> factors ``[batch, groups]``.
       name: How reports call the rule.
+      projections: If norms are not known but estimated from so many random projections; see
+        `dpjax.clipping.jl`.
 
     Sensitivity:
       Adding or removing one example moves the sum of scaled gradients by at most
-      ``sqrt(sum(bound ** 2 for bound in bounds))``, because groups are orthogonal.
+      ``sqrt(sum(bound ** 2 for bound in bounds))``, because groups are orthogonal.  Where
+      norms are estimated this is the unit of the noise and no limit: an example moves the
+      sum by more, with a chance that accounting knows.
 
     | one example's norms | its factors |
     |---|---|
@@ -128,6 +133,7 @@ class Clipping:
     bounds: tuple[float, ...]
     factors: Callable[[Float[Array, "batch groups"]], Float[Array, "batch groups"]]
     name: str = "custom"
+    projections: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the bounds, and holds the rule's factors to them from here on."""

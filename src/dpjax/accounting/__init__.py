@@ -24,6 +24,7 @@ from dpjax.accounting.events import (
 from dpjax.accounting.gdp import Estimate
 from dpjax.accounting.leaves import NEIGHBOURS
 from dpjax.accounting.methods import METHODS, Method, delta, epsilon
+from dpjax.accounting.projected import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp import ORDERS, renyi_divergence
 from dpjax.accounting.search import calibrate, largest_steps
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
@@ -35,6 +36,7 @@ __all__ = [
     "ORDERS",
     "Estimate",
     "Method",
+    "ProjectedGaussianDpEvent",
     "Selection",
     "calibrate",
     "compose",
@@ -48,4 +50,5 @@ __all__ = [
     "scheduled_gaussian",
     "select_best",
     "subsampled_gaussian",
+    "with_projections",
 ]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from dp_accounting import DpEvent
 
-from dpjax.accounting import gdp, pld, renyi
+from dpjax.accounting import gdp, projected, renyi
 from dpjax.accounting.leaves import Parts, relation, split
 
 __all__ = ["METHODS", "Method", "delta", "epsilon", "method_named"]
@@ -56,8 +56,8 @@ METHODS: dict[str, Method] = {
             name="pld",
             proven=True,
             words="tightest upper bound, by privacy loss distributions",
-            epsilon=pld.pld_epsilon,
-            delta=pld.pld_delta,
+            epsilon=projected.pld_epsilon,
+            delta=projected.pld_delta,
         ),
         Method(
             name="rdp-classic",
@@ -98,6 +98,7 @@ def epsilon(
       | multiplier 0, or a non-private part | infinity |
       | Poisson, replace-one | "pld" only |
       | without replacement | "rdp" with "replace-one" only |
+      | norms from random projections | "pld" only |
 
     Example:
       >>> from dpjax import accounting
@@ -108,7 +109,7 @@ def epsilon(
       Estimate(2.324..., not a bound)
     """
     _check_delta(delta, "accounting.epsilon")
-    row, parts = method_named(method), _sorted(event, neighbours)
+    row, parts = method_named(method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else math.inf)
     return _as(row, max(0.0, row.epsilon(parts, delta, neighbours)))
@@ -139,7 +140,7 @@ def delta(
             f"accounting.delta(epsilon={epsilon}): epsilon must be zero or more. It is usually "
             "between 0.1 and 10; a negative one often means that its logarithm was given."
         )
-    row, parts = method_named(method), _sorted(event, neighbours)
+    row, parts = method_named(method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
     return _as(row, 0.0 if math.isinf(epsilon) else row.delta(parts, epsilon, neighbours))
@@ -153,9 +154,11 @@ def method_named(name: str) -> Method:
     return METHODS[name]
 
 
-def _sorted(event: DpEvent, neighbours: str) -> Parts:
+def _sorted(event: DpEvent, neighbours: str, method: str) -> Parts:
     relation(neighbours)  # an unknown name is an error even where nothing was run
-    return split(event)
+    parts = split(event)
+    projected.refuse(parts, method)
+    return parts
 
 
 def _as(row: Method, value: float) -> float:

@@ -19,6 +19,7 @@ from dpjax.clipping.rules import (
     flat,
     grouped,
     hard_threshold,
+    jl,
     normalized,
     per_group,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "flat",
     "grouped",
     "hard_threshold",
+    "jl",
     "normalized",
     "per_group",
 ]

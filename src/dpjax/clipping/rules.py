@@ -26,6 +26,7 @@ __all__ = [
     "flat",
     "grouped",
     "hard_threshold",
+    "jl",
     "normalized",
     "per_group",
 ]
@@ -212,6 +213,50 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
         return jnp.where(norms <= screen, scale, 0.0).astype(norms.dtype)
 
     return _rule("hard_threshold", bound, groups, wish)
+
+
+def jl(bound: float, projections: int = 50) -> Clipping:
+    r"""Clips by norms that are estimated from random projections, in forward mode.
+
+    With $r$ directions $u_j$ of independent standard normal numbers, the same for all
+    examples of a step,
+
+    $$ \bar g_i = g_i \min(1, C / M_i), \qquad M_i^2 = \frac1r \sum_j \langle g_i, u_j \rangle^2 $$
+
+    No gradient of one example is ever formed: a step is $r$ forward-mode passes over the
+    batch and one reverse pass, whatever the layers are.  Any optimizer takes the result.
+
+    Args:
+      bound: $C$.
+      projections: $r$; 30 and more cost little more epsilon than exact norms, fewer than 10
+        often have no finite one.
+
+    Sensitivity:
+      None that holds always.  An example contributes up to $C \sqrt{r / \chi^2_r}$: often
+      somewhat more than $C$, now and then far more.  The guarantee is over that chance, by
+      ``method="pld"`` alone; Renyi and central-limit methods are refused.
+
+    | 256 of 60,000, multiplier 1.1, 14,063 steps, delta 1e-5 | epsilon |
+    |---|---|
+    | 5 projections | none |
+    | 10, 20, 30 | 16.3, 3.5, 2.73 |
+    | 50, 100, 200 | 2.55, 2.47, 2.43 |
+    | exact norms | 2.38 |
+
+    Example:
+      >>> jl(bound=1.0, projections=30).projections
+      30
+
+    References:
+      Bu, Gopi, Kulkarni, Lee, Shen, Tantipongpipat, "Fast and Memory Efficient Differentially
+      Private-SGD via JL Projections", 2021.
+    """
+    if isinstance(projections, bool) or int(projections) != projections or projections < 1:
+        raise ValueError(
+            f"clipping.jl(projections={projections}): expected a whole number of directions, at "
+            "least 1, and better 30: each costs a forward-mode pass."
+        )
+    return Clipping(partition_of(1), (float(bound),), jnp.ones_like, "jl", int(projections))
 
 
 def _rule(name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms]) -> Clipping:

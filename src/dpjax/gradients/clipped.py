@@ -16,9 +16,10 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax.gradients.engines import ENGINES
+from dpjax.gradients.jl import projected
 from dpjax.gradients.layout import layout
-from dpjax.gradients.rows import Rows, microbatched, spread
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax.gradients.rows import Engine, Rows, microbatched, spread
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 __all__ = ["check_loss", "clipped_grad"]
 
@@ -50,8 +51,10 @@ def clipped_grad(
         otherwise.  Speed only.
 
     Returns:
-      A function ``(params, batch, mask=None, weights=None) -> ClippedSum``.  Weights
-      ``[batch]`` or ``[batch, groups]`` multiply the factors; they are held to [0, 1].
+      A function ``(params, batch, mask=None, weights=None, key=None) -> ClippedSum``.
+      Weights ``[batch]`` or ``[batch, groups]`` multiply the factors; they are held to [0, 1].
+      The key is for `dpjax.clipping.jl` alone, of which it draws the directions: a fresh one
+      for each step, the same for all parts of its batch.
 
     Sensitivity:
       ``rule.sensitivity``, for a loss in which examples do not see each other, and weights
@@ -90,7 +93,9 @@ def clipped_grad(
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         return loss(params, example) if has_aux else (loss(params, example), None)
 
-    def clipped(params: PyTree, batch: PyTree, mask: Any = None, weights: Any = None) -> ClippedSum:
+    def clipped(
+        params: PyTree, batch: PyTree, mask: Any = None, weights: Any = None, key: Key = None
+    ) -> ClippedSum:
         size = trees.leading_size(batch)
         example = trees.one_row(batch)
         check_loss(with_aux, params, example)
@@ -112,11 +117,23 @@ def clipped_grad(
             microbatch_size=size if name == "vmap" else microbatch_size,
             devices=devices,
         )
-        run = microbatched(ENGINES[name], micro)
+        run = microbatched(_with_key(ENGINES[name], rule, key), micro)
         run = run if count == 1 else spread(run, count)
         return run(with_aux, rule, params, Rows(batch, real, held))
 
     return clipped
+
+
+def _with_key(engine: Engine, rule: Clipping, key: Key) -> Engine:
+    """The engine, unless the rule's norms are estimated: those are of no engine."""
+    if rule.projections is None:
+        return engine
+    if key is None:
+        raise ValueError(
+            "clipped_grad: norms are estimated from random directions, which need a key: "
+            "clipped(params, batch, key=key), a fresh one at every step. dpjax.dpsgd gives it."
+        )
+    return lambda loss, rule, params, rows: projected(loss, rule, params, rows, key)
 
 
 def _held_weights(weights: Any, size: int, groups: int) -> Array:

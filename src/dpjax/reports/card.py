@@ -61,6 +61,7 @@ def card(
             "bounds": [_number(bound) for bound in rule.bounds],
             "sensitivity": _number(rule.sensitivity),
             "adaptive": mechanism.facts.get("adaptive"),
+            "projections": rule.projections,
         },
         "before": [_spent(spent) for spent in mechanism.before],
         "steps": len(ran),

@@ -143,8 +143,12 @@ def _facts(
     yield f"                {sampling.claim}"
     yield (
         f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
-        f"moves the sum by at most {rule.sensitivity:.4g}{' at first' * bool(mechanism.adaptive)}"
+        f"moves the sum by {'at most' if rule.projections is None else 'about'} "
+        f"{rule.sensitivity:.4g}{' at first' * bool(mechanism.adaptive)}"
     )
+    if rule.projections is not None:
+        yield f"                norms are estimated from {rule.projections} random projections: it"
+        yield "                may be more, and epsilon, by pld alone, is over that chance"
     on_sum = ran
     if mechanism.adaptive is None:
         yield f"  noise         multiplier {_range(ran)} x sensitivity, on the sum"

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dpjax import trees
 from dpjax.gradients import clipped_grad, layout
 from dpjax.mechanism import Mechanism
-from dpjax.types import ClippedSum, Key, LossFn, PyTree, Schedule
+from dpjax.types import ClippedSum, Key, LossFn, Purpose, PyTree, Schedule
 
 __all__ = [
     "Info",
@@ -142,7 +142,9 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         scale = recipe.scale(at)
         scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
         clipped = clipped_grad(scaled, rule, recipe.engine, size, devices=devices)
-        part: ClippedSum = clipped(params, _with_entry(recipe, at.step, rows, mask.shape), mask)
+        directions = trees.step_key(at.key, Purpose.PROJECTIONS, at.step)
+        entered = _with_entry(recipe, at.step, rows, mask.shape)
+        part: ClippedSum = clipped(params, entered, mask, key=directions)
         below = 0.0 if adaptive is None else adaptive.below(rule, part.norms, mask)
         return Sums(
             jax.tree.map(jnp.add, sums.gradients, part.value),
