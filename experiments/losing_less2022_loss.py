@@ -31,45 +31,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import ablation
 import jax
+import losing_less2022_settings as settings
 import optax
 import panels
 import papers
 import tramer2021_scatternet as baseline
 import watching
-from ablation import BOTH, ERRORS, PARTS, SWEPT, UNPRIVATE, Choice
 from absl import app, flags, logging
+from losing_less2022_settings import BOTH, ERRORS, PARTS, ROWS, SWEPT, UNPRIVATE, Choice, claimed
 from watching import accuracy, confusion, cosines, gradients, layers, sharpness, swept
 
 from dpjax import accounting, clipping, data, models
 
 _TABLE = flags.DEFINE_enum("table", None, ["5"], "All settings (tables 5, 6), and what they cost.")
-
-ROWS = {name: row for name, row in baseline.ROWS.items() if name.endswith("cnn")}
-EXAMPLES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
-CHOSEN = {
-    "mnist pixels cnn": Choice(),
-    "mnist wavelets cnn": Choice(2, 11, 10),
-    "fashion pixels cnn": Choice(),
-    "fashion wavelets cnn": Choice(2, 51, 2),
-    "cifar pixels cnn": Choice(7, 11, 5),
-    "cifar wavelets cnn": Choice(2, 1, 2),
-}
-PRINTED = {  # the best of five runs; and while epsilon is below 1.5 (pixels) or 2 (wavelets)
-    ("mnist pixels cnn", "CE"): "98.2",
-    ("fashion pixels cnn", "CE"): "86.9",
-    ("cifar pixels cnn", "CE"): "59.8; 45.9",
-    ("cifar pixels cnn", "all"): "63.2; 55.4",
-    ("cifar wavelets cnn", "CE"): "; 64.5",
-    ("cifar wavelets cnn", "all"): "; 66.8",
-}
-
-
-def claimed(row: baseline.Row, examples: int) -> Any:
-    """What the paper's curves account for."""
-    return baseline.claimed(row if "cifar" in row.dataset else row._replace(scaled=""), examples)
-
 
 MNIST, CIFAR = "(mnist|digits) pixels", "(cifar|digits) pixels"
 WEIGHTS, HIDDEN = "weights", "preactivations"
@@ -123,7 +98,7 @@ class Job:
     def run(self, kind: str, seed: int) -> Mapping[str, Any]:
         """One training run, with the first seed of what is compared watched."""
         row, dataset = self.row, self.ready(seed)
-        loss = ablation.by_name(kind, CHOSEN.get(self.name, Choice()))
+        loss = settings.by_name(kind, settings.CHOSEN.get(self.name, Choice()))
         mechanism, moves = self.mechanism, optax.sgd(row.rate, momentum=0.9)
         if kind == UNPRIVATE:
             rule = clipping.flat(math.inf)
@@ -167,7 +142,7 @@ class Job:
                 kind,
                 papers.spread([each["accuracy"] for each in runs]),
                 "" if free or not epochs else f"{papers.spread(early)} below {most:g}",
-                PRINTED.get((self.name, kind), ""),
+                settings.PRINTED.get((self.name, kind), ""),
                 *["inf" if free else f"{costs[which]:.3f}" for which in ("paper", "rdp", "pld")],
             ]
 
@@ -175,13 +150,13 @@ class Job:
 COSTS = ["epsilon, paper's", "rdp", "pld"]
 
 
-def settings() -> str:
+def table_5() -> str:
     """Tables 5 and 6: what is run, and two epsilons for each."""
     lines = []
     for name, row in ROWS.items():
-        size = EXAMPLES[row.dataset]
+        size = settings.EXAMPLES[row.dataset]
         costs = papers.epsilons(baseline.mechanism_of(row, size), claimed(row, size))
-        facts = (row.batch, row.rate, row.epochs, row.noise, *CHOSEN[name])
+        facts = (row.batch, row.rate, row.epochs, row.noise, *settings.CHOSEN[name])
         figures = [f"{costs[which]:.4f}" for which in ("paper", "rdp", "pld")]
         lines.append([name, *map(str, facts), *figures])
     head = ["row", "batch", "rate", "epochs", "noise", *Choice._fields, *COSTS]
@@ -208,7 +183,7 @@ def show(figure: str) -> str:
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    print(settings() if _TABLE.value else show(_FIGURE.value or ""))
+    print(table_5() if _TABLE.value else show(_FIGURE.value or ""))
     print(
         "The paper's epsilon is of shuffled batches accounted as Poisson, by the older conversion, "
         "without the thresholds of wavelet features; rdp and pld are bounds for all that runs here."

@@ -39,6 +39,7 @@ def run(*flags):
 
 @pytest.fixture
 def module(monkeypatch):
+    """Imports what defines no flags that another paper's binary defines too."""
     monkeypatch.syspath_prepend(EXPERIMENTS)
     return importlib.import_module
 
@@ -91,7 +92,9 @@ PUBLISHED = {  # the paper's conversion, improved RDP and PLD for what the paper
 
 
 def test_the_published_epsilons_are_reproduced(module):
-    paper, baseline = (module(name) for name in ("losing_less2022_loss", "tramer2021_scatternet"))
+    paper, baseline = (
+        module(name) for name in ("losing_less2022_settings", "tramer2021_scatternet")
+    )
     assert set(PUBLISHED) == set(paper.ROWS) == set(paper.CHOSEN)
     for name, printed in PUBLISHED.items():
         row = paper.ROWS[name]
@@ -120,11 +123,11 @@ def test_the_table_of_settings_needs_no_data():
 
 @pytest.mark.parametrize("label", [0, 2])
 def test_the_losses_of_the_ablation(module, label):
-    ablation = module("ablation")
-    chosen, y = ablation.Choice(threshold=7, beta=11, gamma=5), jnp.array(label)
+    settings = module("losing_less2022_settings")
+    chosen, y = settings.Choice(threshold=7, beta=11, gamma=5), jnp.array(label)
     error = LOGITS - jax.nn.one_hot(label, 4)
     squared = float(0.5 * jnp.sum(error**2))
-    by_name = {name: ablation.by_name(name, chosen) for name in (*ablation.PARTS, "SAE")}
+    by_name = {name: settings.by_name(name, chosen) for name in (*settings.PARTS, "SAE")}
     assert by_name["SSE"](LOGITS, y) == pytest.approx(squared)
     assert by_name["SAE"](LOGITS, y) == pytest.approx(float(jnp.sum(jnp.abs(error))))
     # Early the squared error rules, late the other one; at the threshold their mean.
@@ -137,15 +140,15 @@ def test_the_losses_of_the_ablation(module, label):
     assert whole(LOGITS, y, hidden=[], epoch=5) == pytest.approx(float(part(LOGITS, y, epoch=5)))
     hidden = [jnp.full(3, 2.0)]
     for name, beta in (("all", 11), ("all, beta=4", 4)):
-        loss = ablation.by_name(name, chosen)
+        loss = settings.by_name(name, chosen)
         penalty = loss(LOGITS, y, hidden=hidden, epoch=5) - loss(LOGITS, y, hidden=[], epoch=5)
         assert float(penalty) == pytest.approx(4 / beta, rel=1e-4)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
 def test_huber_is_the_equation_of_the_paper(module, beta):
-    ablation = module("ablation")
-    loss = ablation.by_name(f"Huber {beta}", ablation.Choice())
+    settings = module("losing_less2022_settings")
+    loss = settings.by_name(f"Huber {beta}", settings.Choice())
     distance = jnp.abs(LOGITS - jax.nn.one_hot(1, 4))
     each = jnp.where(distance < beta, distance**2 / (2 * beta), distance - beta / 2)
     assert loss(LOGITS, jnp.array(1)) == pytest.approx(float(each.sum()), rel=1e-5)
