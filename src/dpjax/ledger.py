@@ -8,7 +8,8 @@ and otherwise writes the step down.  What a run reports is composed from these r
 run that stopped early reports what it spent and not what it planned.
 
 The multipliers are fixed in advance, so the stopping time does not depend on the data
-and ordinary composition is enough.  This file must never look at params or data.
+and ordinary composition is enough; for noise that is chosen on the way there is
+`dpjax.accounting.Filter`.  This file must never look at params or data.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpjax import accounting
+from dpjax.accounting import Refused
 from dpjax.types import Plan
 
 __all__ = [
@@ -32,10 +34,6 @@ __all__ = [
     "epsilon",
     "require",
 ]
-
-
-class Refused(ValueError):
-    """A step was refused before it computed anything; the state is as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ the CLT estimate of Gaussian DP.
 One convention rules: a noise multiplier in an event is relative to the *add-or-remove*
 sensitivity (one example joins or leaves). Asking for `neighbours="replace-one"` doubles the
 sensitivity, and that is converted here, once. Read `events`, then `leaves`, `rdp`, `pld`, `gdp`,
-then `methods` and `search`, which join them, and last `selection`: what it costs to keep the best
-of many runs.
+then `methods` and `search`, which join them, and last what is asked of them: `selection` (to keep
+the best of many runs), `groups` (users with several examples) and `filters` (noise that is chosen
+on the way).
 """
 
 from dpjax.accounting.events import (
@@ -21,7 +22,9 @@ from dpjax.accounting.events import (
     scheduled_gaussian,
     subsampled_gaussian,
 )
+from dpjax.accounting.filters import Filter, Refused, best_order
 from dpjax.accounting.gdp import Estimate
+from dpjax.accounting.groups import epsilon_for_users, for_groups
 from dpjax.accounting.leaves import NEIGHBOURS
 from dpjax.accounting.methods import METHODS, Method, delta, epsilon
 from dpjax.accounting.projected import ProjectedGaussianDpEvent, with_projections
@@ -35,15 +38,20 @@ __all__ = [
     "NEIGHBOURS",
     "ORDERS",
     "Estimate",
+    "Filter",
     "Method",
     "ProjectedGaussianDpEvent",
+    "Refused",
     "Selection",
+    "best_order",
     "calibrate",
     "compose",
     "delta",
     "draw_runs",
     "effective_multiplier",
     "epsilon",
+    "epsilon_for_users",
+    "for_groups",
     "gaussian",
     "largest_steps",
     "renyi_divergence",

@@ -16,7 +16,9 @@ from collections.abc import Callable
 
 import dp_accounting
 import numpy as np
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
+from scipy.special import logsumexp
 
 from dpjax.accounting import gdp, renyi
 from dpjax.accounting.leaves import Parts, relation
@@ -24,6 +26,7 @@ from dpjax.accounting.leaves import Parts, relation
 __all__ = ["GRID", "LEVELS", "pld_delta", "pld_epsilon", "rounded"]
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
+_MIXED = 1e-3  # with mixtures, whose losses are found by search: a tenth of the time, 0.1 %
 LEVELS = 64  # distinct steps that are composed as they are; beyond them multipliers are rounded
 _POINTS = 4_000_000
 _FAR = 5_000.0  # an epsilon above which nobody reads digits: RDP's answer is given
@@ -45,6 +48,7 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       | unsampled Gaussians alone | the closed form, which a distribution only approaches |
       | more than 64 distinct steps | multipliers rounded down onto 64 levels, geometric |
       | losses that span more than 400 | a coarser grid than 1e-4, still pessimistic |
+      | mixtures of Gaussians | a grid of 1e-3, or coarser |
       | RDP epsilon beyond about 5000 | RDP's answer is returned |
 
     Example:
@@ -129,11 +133,32 @@ def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
 
 
 def _grid(parts: Parts, neighbours: str) -> float:
-    """`GRID`, doubled until the losses of one step, and of all, fit on `_POINTS` points."""
+    """The finest grid, doubled until the losses of one step and of all fit on `_POINTS`."""
     multipliers = [z for _, z in parts.sampled] + [parts.unsampled_multiplier]
     smallest = min(multipliers) / (2 if neighbours == "replace-one" else 1)
-    span = 2 * max(_hint(parts, neighbours), smallest**-2 / 2 + 10 / smallest)
-    return GRID * 2.0 ** max(0, math.ceil(math.log2(max(span / GRID / _POINTS, 1e-300))))
+    mixed = [
+        _spread(event, count)
+        for event, count in parts.foreign.values()
+        if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0
+    ]
+    finest = _MIXED if mixed else GRID
+    span = 2 * max(_hint(parts, neighbours), smallest**-2 / 2 + 10 / smallest, *mixed)
+    return finest * 2.0 ** max(0, math.ceil(math.log2(max(span / finest / _POINTS, 1e-300))))
+
+
+def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
+    """About how large the losses of mixtures get, in one step and in all; at most too large.
+
+    By Jensen the moment of a mixture is at most the mixture of the moments.
+    """
+    odds = np.array(event.sampling_probs)
+    signals = np.array(event.sensitivities) / event.standard_deviation
+    largest = signals[odds > 1e-25].max()  # others fall to the library's truncation
+    orders = 1 + np.geomspace(1e-3, 10, 50)
+    exponents = np.outer(orders * (orders - 1) / 2, signals**2)
+    with np.errstate(all="ignore"):  # the sum of exponentials overflows on its way to a logarithm
+        moments = count * np.asarray(logsumexp(exponents, b=odds, axis=1)) - math.log(1e-9)
+    return float(max(np.min(moments / (orders - 1)), largest**2 / 2 + 10 * largest))
 
 
 def _hint(parts: Parts, neighbours: str) -> float:

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters: a budget that holds although noise is chosen on the way, from what was released.
+
+Composition as everywhere else here wants multipliers that were fixed in advance. Once a step's
+noise, sampling rate or whether it runs at all depends on earlier releases, adding up is sound
+only for a measure that bounds every step *given* the past, against a limit that was fixed before
+the first. Rényi divergence at one fixed order is such a measure, and so is the squared signal of
+Gaussians without sampling. A `Filter` holds the limit and what is spent, and refuses a step
+before it runs.
+
+The order is chosen first, never last: taking the best of many afterwards is not covered. This
+page never runs a step and never looks at what one released.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+import dp_accounting
+import numpy as np
+from dp_accounting import DpEvent
+
+from dpjax.accounting import renyi
+from dpjax.accounting.events import gaussian
+from dpjax.accounting.leaves import split
+from dpjax.accounting.methods import epsilon as epsilon_of
+from dpjax.accounting.rdp import ORDERS, renyi_divergence
+
+__all__ = ["Filter", "Refused", "best_order"]
+
+
+class Refused(ValueError):
+    """A step was refused before it computed anything; the state is as it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    r"""A budget for steps whose noise is chosen as the run goes on.
+
+    With `r_t` the Rényi divergence of step t at the order `a`, a step is admitted if
+
+    $$ \sum_{s \le t} r_s \;\le\; \varepsilon - \log\frac{a-1}{a}
+       + \frac{\log \delta + \log a}{a - 1}. $$
+
+    Args:
+      epsilon: The most that all steps together may cost, however they were chosen.
+      delta: At this delta.
+      order: `a`, fixed before the first step; `best_order` finds a good one for what is expected.
+      method: "rdp"; or "gdp" for Gaussians without sampling: no order, and exact.
+      spent: What the admitted steps add up to, in the method's own unit.
+      steps: How many were admitted.
+
+    Privacy:
+      Add-or-remove neighbours, Poisson sampling. All that is released by admitted steps is
+      (epsilon, delta)-private together if each choice depends on earlier releases and public
+      things only: a loss, a norm or an accuracy of training data *before* its noise is neither.
+      The bound of clipping may be chosen so too, and is free: multipliers are relative to it.
+
+    | method | answer |
+    |---|---|
+    | "rdp" | any multipliers and rates; as many equal steps as the ledger lets, at the best order |
+    | "gdp" | rate 1 only; `sum 1/z^2 <= mu^2`, which is all that (epsilon, delta) can hold |
+    | "pld" | refused: its numerical composition is proved for multipliers fixed in advance alone |
+
+    Example:
+      >>> budget = Filter(epsilon=3.0, delta=1e-5, order=7.3)
+      >>> round(budget.limit, 6), budget.room(1.1, 256 / 60_000)
+      (1.635412, 18338)
+      >>> budget = budget.admit(1.1, 256 / 60_000)  # now run that step, with that noise
+      >>> budget = budget.admit(0.8, 256 / 60_000)  # less noise, by what the first released
+      >>> budget.steps
+      2
+
+    References:
+      Feldman, Zrnic, *Individual privacy accounting via a Rényi filter*, 2021.
+      Lécuyer, *Practical privacy filters and odometers with Rényi differential privacy*, 2021.
+      Smith, Thakurta, *Fully adaptive composition for Gaussian differential privacy*, 2022.
+    """
+
+    epsilon: float
+    delta: float
+    order: float | None = None
+    method: str = "rdp"
+    spent: float = 0.0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses what no theorem covers, and orders at which nothing fits."""
+        _check_method(self.method, self.order)
+        if not 0 < self.epsilon < math.inf:
+            raise ValueError(f"accounting.Filter(epsilon={self.epsilon}): expected a positive one.")
+        epsilon_of(dp_accounting.NoOpDpEvent(), self.delta)  # only asks it to check delta
+        if not self.limit > 0:
+            raise ValueError(
+                f"accounting.Filter(order={self.order}): at this order nothing fits into epsilon="
+                f"{self.epsilon:g} at delta={self.delta:g}. Take a larger one; best_order finds it."
+            )
+
+    @property
+    def limit(self) -> float:
+        """What the steps may add up to."""
+        if self.order is not None:
+            return float(_limits(self.epsilon, self.delta, np.float64(self.order)))
+        # The search ends within 1e-12 of the root, on either side of it.
+        return dp_accounting.get_sigma_gaussian(self.epsilon, self.delta) ** -2 * (1 - 1e-9)
+
+    def cost(self, noise_multiplier: float, sampling_rate: float) -> float:
+        """What one step adds: its divergence at the order, or its squared signal."""
+        if self.order is not None:
+            return _divergence(float(noise_multiplier), float(sampling_rate), float(self.order))
+        if sampling_rate != 1:
+            raise ValueError(
+                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}; it holds for "
+                "Gaussians on all the data (rate 1). For sampled steps: method='rdp', and an order."
+            )
+        return split(gaussian(noise_multiplier)).precision if noise_multiplier > 0 else math.inf
+
+    def room(self, noise_multiplier: float, sampling_rate: float) -> int:
+        """How many more steps with this noise would be admitted now; at most a billion."""
+        low, high = 0, 10**9
+        cost, limit = self.cost(noise_multiplier, sampling_rate), self.limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._after(cost, middle) <= limit
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def admit(self, noise_multiplier: float, sampling_rate: float, *, steps: int = 1) -> Filter:
+        """Writes the next steps down, or refuses them all: call it *before* they run.
+
+        Args:
+          noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
+          sampling_rate: The probability with which each example joins.
+          steps: How many such steps.
+
+        Returns:
+          The filter with them in it; this one is as it was, and no longer true.
+
+        Raises:
+          Refused: They would pass the limit.
+        """
+        if int(steps) != steps or steps < 1:
+            raise ValueError(f"accounting.Filter.admit(steps={steps}): expected 1 or more, whole.")
+        after = self._after(self.cost(noise_multiplier, sampling_rate), steps)
+        if not after <= self.limit:
+            raise Refused(
+                f"accounting.Filter: {steps} more with multiplier {noise_multiplier:.4g} and rate "
+                f"{sampling_rate:.4g} would bring what is spent to {after:.6g}; {self.limit:.6g} "
+                f"is the limit for epsilon={self.epsilon:g} at delta={self.delta:g}. "
+                f"{self.room(noise_multiplier, sampling_rate)} such steps fit after the "
+                f"{self.steps} that ran. Take more noise, or stop: what was released stays covered."
+            )
+        return dataclasses.replace(self, spent=after, steps=self.steps + int(steps))
+
+    def _after(self, cost: float, steps: int) -> float:
+        """What would be spent, each sum rounded up: rounding never lets a step through."""
+        return math.nextafter(self.spent + math.nextafter(steps * cost, math.inf), math.inf)
+
+
+def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
+    """The order at which most of what is expected fits into a budget; choose it in advance.
+
+    Args:
+      event: What will probably run: one step, or a whole plan. How long it is does not matter.
+      epsilon: The budget.
+      delta: At this delta.
+
+    Returns:
+      One of `ORDERS`. If something else runs in the end the filter holds, and lets less through.
+
+    Example:
+      >>> from dpjax import accounting
+      >>> step = accounting.subsampled_gaussian(1.1, sampling_rate=256 / 60_000, steps=1)
+      >>> best_order(step, epsilon=3.0, delta=1e-5)
+      7.3
+    """
+    divergences = renyi.total(split(event), "add-or-remove")
+    limits = _limits(epsilon, delta, ORDERS)
+    if not np.any((limits > 0) & (divergences > 0) & np.isfinite(divergences)):
+        raise ValueError(
+            f"accounting.best_order(event={event}, epsilon={epsilon}, delta={delta}): at no order "
+            "does any of it fit, or it costs nothing. Allow a larger epsilon, or expect more noise."
+        )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(ORDERS[np.nanargmax(limits / divergences)])
+
+
+def _limits(epsilon: float, delta: float, orders: np.ndarray | np.float64) -> np.ndarray:
+    """The improved conversion, turned round: the divergence that epsilon leaves at each order."""
+    return epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _divergence(multiplier: float, rate: float, order: float) -> float:
+    return float(renyi_divergence(multiplier, rate, [order])[0])
+
+
+def _check_method(method: str, order: float | None) -> None:
+    if method == "pld":
+        raise ValueError(
+            "accounting.Filter(method='pld'): privacy loss distributions compose numerically only "
+            "when multipliers are fixed in advance; where they depend on releases the composed "
+            "distribution bounds nothing. Use method='rdp' with an order, which costs some steps; "
+            "or fix the schedule, and account with dpjax.ledger.Budget(method='pld')."
+        )
+    if method not in ("rdp", "gdp"):
+        raise ValueError(
+            f"accounting.Filter(method={method!r}): there are 'rdp', and 'gdp' for Gaussians "
+            "without sampling. Others bound no sum of steps that were chosen on the way."
+        )
+    if method == "gdp" and order is not None:
+        raise ValueError(
+            f"accounting.Filter(method='gdp', order={order}): Gaussians without sampling need no "
+            "order: leave it out, or use method='rdp'."
+        )
+    if method == "rdp" and not (order is not None and 1 < order < math.inf):
+        raise ValueError(
+            f"accounting.Filter(order={order}): expected one order above 1, fixed before the first "
+            "step, for the best of many afterwards is not covered. accounting.best_order(event, "
+            "epsilon, delta) finds a good one for what you expect to run."
+        )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters: nothing that exceeds gets through, whatever is chosen, and nothing that fits is lost."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dpjax
+from dpjax import accounting, clipping, ledger, noise, sampling
+from dpjax.accounting import Filter
+
+RATE = 256 / 60_000
+GOLDEN = [(3.0, 7.3, 1.635412, 18338), (2.0, 9.8, 1.058705, 8642), (1.0, 12.0, 0.266282, 1709)]
+
+
+@pytest.mark.parametrize(("epsilon", "order", "limit", "steps"), GOLDEN)
+def test_at_the_best_order_it_lets_as_much_through_as_the_ledger(epsilon, order, limit, steps):
+    step = accounting.subsampled_gaussian(1.1, RATE, 1)
+    assert accounting.best_order(step, epsilon, 1e-5) == order
+    budget = Filter(epsilon=epsilon, delta=1e-5, order=order)
+    assert budget.limit == pytest.approx(limit, abs=1e-6)
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(60_000, 256),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.1,
+        steps=20_000,
+    )
+    fits = ledger.affordable(mechanism, ledger.Budget(epsilon=epsilon, delta=1e-5))
+    assert budget.room(1.1, RATE) == fits == steps
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [Filter(epsilon=1.0, delta=1e-5, order=12.0), Filter(epsilon=1.0, delta=1e-5, method="gdp")],
+    ids=["rdp", "gdp"],
+)
+def test_step_by_step_the_last_one_that_fits_is_the_last_one(budget):
+    rate, multiplier = (0.02, 1.5) if budget.order else (1.0, 70.0)
+    fits = budget.room(multiplier, rate)
+    assert 50 < fits < 2000
+    for _ in range(fits):
+        budget = budget.admit(multiplier, rate)
+    assert (budget.steps, budget.room(multiplier, rate)) == (fits, 0)
+    with pytest.raises(accounting.Refused, match=f"0 such steps fit after the {fits} that ran"):
+        budget.admit(multiplier, rate)
+    with pytest.raises(ledger.Refused):
+        budget.admit(multiplier, rate)
+
+
+choices = st.lists(
+    st.tuples(st.floats(0.5, 8.0), st.sampled_from([0.001, 0.02, 0.3, 1.0]), st.integers(1, 50)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(choices, st.sampled_from([1.25, 2.0, 7.3, 32.0]), st.floats(0.3, 10.0))
+def test_nothing_that_exceeds_gets_through(choices, order, epsilon):
+    delta = 1e-5
+    try:
+        budget = Filter(epsilon=epsilon, delta=delta, order=order)
+    except ValueError:
+        return
+    ran = []
+    for multiplier, rate, steps in choices:
+        try:
+            budget = budget.admit(multiplier, rate, steps=steps)
+            ran.append(accounting.subsampled_gaussian(multiplier, rate, steps))
+        except accounting.Refused:
+            after = sum(r @ n for r, n in [(np.array([budget.cost(multiplier, rate)]), [steps])])
+            assert budget.spent + after > budget.limit * (1 - 1e-12), "it would have fitted"
+    assert budget.spent <= budget.limit
+    assert accounting.epsilon(accounting.compose(*ran), delta) <= epsilon * (1 + 1e-12)
+
+
+@given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=30), st.floats(0.2, 5.0))
+def test_gaussians_without_sampling_are_let_through_to_the_last(multipliers, epsilon):
+    budget, ran = Filter(epsilon=epsilon, delta=1e-5, method="gdp"), []
+    for multiplier in multipliers:
+        fits = accounting.epsilon(
+            accounting.compose(*ran, accounting.gaussian(multiplier)), 1e-5, "pld"
+        )
+        try:
+            budget = budget.admit(multiplier, 1.0)
+            ran.append(accounting.gaussian(multiplier))
+            assert fits <= epsilon
+        except accounting.Refused:
+            assert fits > epsilon * (1 - 1e-6)
+
+
+def test_a_filter_that_refused_is_as_it_was():
+    before = Filter(epsilon=1.0, delta=1e-5, order=12.0).admit(2.0, 0.01, steps=3)
+    with pytest.raises(accounting.Refused):
+        before.admit(0.2, 0.5)
+    assert before.steps == 3
+    assert before.admit(2.0, 0.01).spent == pytest.approx(4 / 3 * before.spent)
+
+
+def test_the_best_order_of_a_plan_does_not_depend_on_how_long_it_is():
+    def plan(n):
+        return accounting.compose(
+            accounting.subsampled_gaussian(1.0, 0.01, n), accounting.gaussian(20.0, n)
+        )
+
+    order = accounting.best_order(plan(1), 2.0, 1e-6)
+    assert accounting.best_order(plan(100), 2.0, 1e-6) == order
+    counts = {}
+    for other in accounting.ORDERS:
+        try:
+            budget = Filter(epsilon=2.0, delta=1e-6, order=other)
+        except ValueError:
+            continue
+        both = budget.cost(1.0, 0.01) + budget.cost(20.0, 1.0)
+        counts[other] = budget.limit / both
+    assert max(counts, key=counts.__getitem__) == order
+
+
+def test_noise_that_follows_what_was_released():
+    """A run whose noise is chosen on the way: less of it as released gradients get small."""
+    data = np.random.default_rng(0).normal(1.0, 0.2, (200, 3)).astype(np.float32)
+    drawn, rule, key = sampling.poisson(200, 40), clipping.flat(1.0), jax.random.key(0)
+    gradients = dpjax.clipped_grad(lambda w, x: 0.5 * jnp.sum((w - x) ** 2), rule)
+    budget = Filter(epsilon=4.0, delta=1e-4, order=6.0)
+    params, multiplier, chosen = jnp.zeros(3), 3.0, []
+    while budget.room(multiplier, 0.2):
+        budget = budget.admit(multiplier, 0.2)
+        draw = drawn.draw(key, budget.steps)
+        mask = np.arange(200) < draw.size
+        link = noise.gaussian(multiplier, rule, key=jax.random.fold_in(key, budget.steps))
+        released, _ = link.update(
+            gradients(params, data[draw.indices], mask).value, link.init(params)
+        )
+        chosen.append(multiplier)
+        params = params - 0.1 * released / 40
+        multiplier = 3.0 if jnp.linalg.norm(released / 40) > 0.5 else 1.5
+    assert {1.5, 3.0} == set(chosen)
+    assert accounting.epsilon(accounting.scheduled_gaussian(chosen, 0.2), 1e-4) <= 4.0
+
+
+REFUSED = {
+    "pld": ({"method": "pld"}, "compose numerically only when multipliers are fixed in advance"),
+    "another method": ({"method": "rdp-classic"}, "there are 'rdp', and 'gdp'"),
+    "no order": ({"order": None}, "fixed before the first step.*best_order"),
+    "order 1": ({"order": 1.0}, "one order above 1"),
+    "all orders": ({"order": math.inf}, "one order above 1"),
+    "an order for gdp": ({"method": "gdp"}, "leave it out"),
+    "no epsilon": ({"epsilon": 0.0}, "expected a positive one"),
+    "epsilon for delta": ({"delta": 3.0}, "delta must lie strictly between 0 and 1"),
+    "an order at which nothing fits": ({"order": 1.5}, "at this order nothing fits"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_theorem_covers_is_refused(case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        Filter(**{"epsilon": 1.0, "delta": 1e-5, "order": 12.0, **settings})
+
+
+def test_steps_that_no_theorem_covers_are_refused():
+    budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
+    with pytest.raises(ValueError, match=r"rate 1.*method='rdp'"):
+        budget.admit(100.0, 0.1)
+    with pytest.raises(accounting.Refused):
+        budget.admit(0.0, 1.0)
+    for steps in (0, 1.5):
+        with pytest.raises(ValueError, match="1 or more, whole"):
+            budget.admit(100.0, 1.0, steps=steps)
+    for multiplier in (math.nan, -1.0):
+        with pytest.raises(ValueError, match="multiplier"):
+            Filter(epsilon=1.0, delta=1e-5, order=12.0).admit(multiplier, 0.1)
+
+
+def test_without_noise_nothing_is_admitted():
+    budget = Filter(epsilon=1.0, delta=1e-5, order=12.0)
+    assert budget.room(0.0, 0.1) == 0
+    with pytest.raises(accounting.Refused):
+        budget.admit(0.0, 0.1)
+
+
+def test_an_order_for_nothing_is_none():
+    with pytest.raises(ValueError, match="at no order"):
+        accounting.best_order(accounting.compose(), 1.0, 1e-5)
+    with pytest.raises(ValueError, match="at no order"):
+        accounting.best_order(accounting.gaussian(0.0), 1.0, 1e-5)
