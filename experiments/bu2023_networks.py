@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks and data of convergence_calibration_2023: a CNN, ViT-Base, BERT-Base.
+
+The two large ones begin from published weights, in files that the user has (nothing is
+downloaded), and of BERT only the last block, the pooler and the head are trained: the loss
+closes over the rest, which gets neither gradients nor noise.  SNLI is asked for as tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import papers
+from absl import flags
+from flax import traverse_util
+
+from dpjax import data, models
+
+VIT = flags.DEFINE_string("vit", None, "Weights of ViT-Base, patches of 16: the release's .npz.")
+BERT = flags.DEFINE_string("bert", None, "Weights of BERT-Base: a .safetensors file.")
+SNLI = flags.DEFINE_string(
+    "snli",
+    None,
+    "An .npz of x_train [examples, 2, 128] (tokens, segments), y_train [examples], x_test, y_test.",
+)
+LAST = r"encoderblock_11/|^pooler/|^head/"
+SEGMENTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """A network with weights of its own: prepares its input, and trains what ``part`` matches."""
+
+    network: nn.Module
+    weights: Any
+    prepare: Callable[[Any], Any]
+    part: str = ""
+
+    def init(self, key: Any, x: Any) -> dict[str, Any]:
+        """The part that is trained, as it was loaded, by the names of its leaves."""
+        del key, x
+        return {"params": {n: w for n, w in self._leaves().items() if re.search(self.part, n)}}
+
+    def apply(self, variables: Any, x: Any) -> Any:
+        """The logits of an example or a batch."""
+        leaves = {**self._leaves(), **variables["params"]}
+        whole = traverse_util.unflatten_dict(leaves, sep="/")
+        return self.network.apply({"params": whole}, self.prepare(x))
+
+    def _leaves(self) -> dict[str, Any]:
+        leaves: Any = traverse_util.flatten_dict(self.weights, sep="/")
+        return leaves
+
+
+def prepared(task: str, seed: int) -> tuple[data.Dataset, Any]:
+    """Data and model of a task; with --smoke small ones with random weights."""
+    return {"mnist": _cnn, "cifar10": _vit, "snli": _bert}[task](seed)
+
+
+def _cnn(seed: int) -> tuple[data.Dataset, Any]:
+    del seed
+    if papers.SMOKE.value:
+        return data.load("digits"), models.MLP(features=(32,), activation=nn.relu)
+    model = models.TemperedCNN(activation=nn.relu, torch_init=True)
+    return data.load("mnist", papers.DATA_DIR.value), model
+
+
+def _vit(seed: int) -> tuple[data.Dataset, Any]:
+    dataset = data.load("digits" if papers.SMOKE.value else "cifar10", papers.DATA_DIR.value)
+    side = 16 if papers.SMOKE.value else 224
+    small: dict[str, Any] = {"patch": 8, "width": 16, "depth": 1, "heads": 2}
+
+    def prepare(x: Any) -> Any:
+        # To [-1, 1], as the published weights have it: a mean of these data would not be public.
+        return 2 * jax.image.resize(x, (*x.shape[:-3], side, side, x.shape[-1]), "bilinear") - 1
+
+    network = models.ViT(classes=10, **(small if papers.SMOKE.value else {}))
+    return dataset, _tuned(network, prepare, dataset, seed, VIT, models.load_vit)
+
+
+def _bert(seed: int) -> tuple[data.Dataset, Any]:
+    small: dict[str, Any] = {"vocabulary": 50, "length": 12, "width": 16, "depth": 1, "heads": 2}
+    full: dict[str, Any] = {"width": 768, "depth": 12, "heads": 12}
+    shape = small if papers.SMOKE.value else full
+    network = models.TextTransformer(classes=3, segments=SEGMENTS, layout="bert", **shape)
+    dataset = _sentences()
+    part = r"^pooler/|^head/" if papers.SMOKE.value else LAST
+
+    def prepare(x: Any) -> Any:
+        return x[..., 0, :], x[..., 1, :]
+
+    return dataset, _tuned(network, prepare, dataset, seed, BERT, models.load_bert, part)
+
+
+def _tuned(
+    network: nn.Module,
+    prepare: Callable[[Any], Any],
+    dataset: data.Dataset,
+    seed: int,
+    path: flags.FlagHolder,
+    load: Callable[[Any, Any], Any],
+    part: str = "",
+) -> Tuned:
+    (x,), _ = dataset.rows(np.array([0]))
+    ready = prepare(jnp.asarray(x))
+    weights = jax.jit(network.init)(jax.random.key(seed), ready)["params"]
+    if not papers.SMOKE.value:
+        weights = load(_given(path), weights)
+    return Tuned(network, weights, prepare, part)
+
+
+def _sentences() -> data.Dataset:
+    if papers.SMOKE.value:
+        draw = np.random.default_rng(0)
+        x, y = draw.integers(1, 50, (96, 2, 12)), draw.integers(0, 3, 96)
+        x[:, 1] = np.arange(12) > 5
+        x, y = x.astype(np.int32), y.astype(np.int32)
+        return data.Dataset("random tokens", (x[:64], y[:64]), (x[64:], y[64:]), 3)
+    with np.load(_given(SNLI), allow_pickle=False) as file:
+        train, test = ((file[f"x_{part}"], file[f"y_{part}"]) for part in ("train", "test"))
+    return data.Dataset("snli", train, test, 3)
+
+
+def _given(path: flags.FlagHolder) -> str:
+    if path.value is None:
+        raise ValueError(
+            f"--{path.name} is missing: this task needs a file that dpjax neither has nor "
+            f"downloads. {path.name} is: {flags.FLAGS[path.name].help} --smoke needs none."
+        )
+    return path.value

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration paper: every table and figure runs, and its epsilons are estimates and bounds."""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dpjax
+
+EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
+
+
+def run(*asked, status=0):
+    """The binary in another process, with the tests' cache of compiled programs."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    binary = EXPERIMENTS / "bu2023_calibration.py"
+    outcome = subprocess.run(
+        [sys.executable, "-W", "error", binary, *map(str, asked)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | cache,
+    )
+    assert outcome.returncode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
+    return outcome
+
+
+def rows(text):
+    """The cells of a table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.fixture(scope="module")
+def paper():
+    """The settings, imported as the binary does."""
+    sys.path.insert(0, str(EXPERIMENTS))
+    try:
+        return importlib.import_module("bu2023_settings")
+    finally:
+        sys.path.remove(str(EXPERIMENTS))
+
+
+ASKED = {"--table=1": 6, "--figure=1": 2, "--figure=10": 4}  # and how many rows there are
+TASKS = [f"--table=2 --tasks={task}" for task in ("mnist", "cifar10", "snli")]
+FIGURES = ("2", "3", "4", "5", "6", "6-right", "7", "8", "9", "11", "12")
+TWO = ["--table=clippings", *TASKS, *(f"--figure={n}" for n in FIGURES)]
+ASKED |= dict.fromkeys(TWO, 2)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_every_table_and_figure_runs(asked, tmp_path):
+    picture = tmp_path / "figure.png"
+    out = run("--smoke", "--plot", picture, *asked.split()).stdout
+    assert len(rows(out)) == ASKED[asked]
+    assert picture.exists() == ("figure" in asked)
+    if picture.exists():
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_clipping_has_all_properties_and_a_small_bound_loses_some():
+    found = {
+        row[0]: [cell.split("/")[0] for cell in row[1:4]]
+        for row in rows(run("--smoke", "--table=1").stdout)
+    }
+    for name in ("no clipping", "batch clipping", "large R, flat", "large R, layerwise"):
+        assert found[name] == ["10", "10", "10"]
+    symmetric, form, eigenvalues = map(int, found["small R, flat"])
+    assert symmetric == 0
+    assert form < 10
+    assert eigenvalues == 10, "theorem 1: flat clipping keeps the eigenvalues positive"
+
+
+def test_results_are_kept_and_shown_again(tmp_path):
+    kept = tmp_path / "results.json"
+    first = run("--smoke", "--figure=10", "--out", kept).stdout
+    known = json.loads(kept.read_text())["rows"]
+    assert len(known) == 4
+    assert run("--smoke", "--figure=10", "--out", kept).stdout == first
+    assert json.loads(kept.read_text())["rows"] == known, "nothing was run again"
+
+
+def test_weights_that_are_not_there_are_asked_for(tmp_path):
+    folder = tmp_path / "none"
+    words = run("--table=2", "--tasks=snli", "--data_dir", folder, status=1).stderr
+    assert "--snli is missing" in words
+
+
+PUBLISHED = {  # printed, estimate of its own event, and for what runs here: RDP and PLD
+    "mnist": (2.32, 2.3244, 2.5967, 2.3818),
+    "cifar10": (1.96, 1.9578, None, 2.1047),
+    "snli": (1.25, 1.2535, None, 5.1635),
+    "california_housing": (4.41, 4.4085, None, 4.6239),
+    "wine_quality": (4.40, 4.396, 4.9056, 4.3959),
+}
+LAYERS = {f"layer {i}": {"kernel": jnp.zeros(1)} for i in range(4)}
+
+
+@pytest.mark.parametrize("task", PUBLISHED)
+def test_the_published_epsilons_are_estimates_beside_proofs(task, paper):
+    printed, estimate, rdp, pld = PUBLISHED[task]
+    setting = paper.SETTINGS[task]
+    found = list(map(float, paper.epsilons(setting, paper.SMALL, LAYERS)))
+    assert found[0] == printed == pytest.approx(found[1], abs=0.01)
+    assert found[1] == pytest.approx(estimate, abs=0.001)
+    assert found[3] == pytest.approx(pld, rel=0.005)
+    assert found[2] >= found[3]
+    if rdp is not None:
+        assert found[2] == pytest.approx(rdp, rel=0.002)
+    if setting.batch < setting.examples:
+        assert found[1] < found[3], "the estimate is no bound"
+
+
+def test_the_paper_s_noise_for_layers_is_far_weaker(paper):
+    setting = paper.SETTINGS["mnist"]
+    theirs = paper.mechanism_of(setting, paper.THEIRS, LAYERS)
+    assert theirs.noise_multiplier == pytest.approx(0.55)
+    assert theirs.epsilon(1e-5, "pld") == pytest.approx(14.7183, rel=0.005)
+    ours = paper.mechanism_of(setting, "layerwise, small R", LAYERS)
+    assert ours.clipping.sensitivity == pytest.approx(setting.small)
+    assert ours.event == paper.mechanism_of(setting, paper.SMALL, LAYERS).event
+
+
+def test_a_mixed_run_takes_the_large_bound_at_its_end_and_costs_the_same(paper):
+    setting = paper.SETTINGS["mnist"]
+    _, schedule = paper.moves(setting, paper.MIXED, 1.0)
+    scales = dpjax.schedules.values(schedule, setting.steps)
+    assert set(scales[:13_000]) == {1.0}
+    assert set(scales[13_500:]) == {200.0}
+    mixed, small = (paper.mechanism_of(setting, n, LAYERS) for n in (paper.MIXED, paper.SMALL))
+    assert mixed.event == small.event
+    assert paper.moves(setting, paper.SMALL, 1.0)[1] is None
+
+
+def test_rates_follow_bounds(paper):
+    """A step under full noise moves the weights as far whatever the bound."""
+    setting = paper.SETTINGS["mnist"]
+    gradient = jnp.ones(3)
+    for bound in (1.0, 200.0):
+        optimizer, _ = paper.moves(setting, paper.SMALL, bound)
+        moved, _ = optimizer.update(bound * gradient, optimizer.init(gradient))
+        assert jnp.allclose(moved, -0.15)
