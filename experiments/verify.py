@@ -36,6 +36,11 @@ def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
     ``halve``: dp-accounting's RDP does not double the sensitivity for replace-one
     neighbours, so the noise it is told of is halved instead.
     """
+    if card.get("projections") is not None:
+        sys.exit(
+            "Norms were estimated from random projections. dp-accounting has no such event, so "
+            "nothing is recomputed: dpjax.accounting alone accounts for this card."
+        )
     sampling = card["sampling"]
     runs = [(z / 2 if halve else z, n) for z, n in card["noise"]["multiplier_and_steps"]]
     if sampling["name"] == "curriculum" and "not private" in sampling["claim"]:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms from random projections: what is estimated, what it costs, and what is refused."""
 
+import json
 import math
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -189,15 +193,21 @@ def test_the_event_says_how_norms_were_known():
     assert mechanism_for(multiplier=0.0).epsilon(1e-5, "pld") == math.inf
 
 
-def test_statement_and_card_say_what_is_proved():
+def test_statement_and_card_say_what_is_proved(tmp_path):
     mechanism = mechanism_for(40, multiplier=8.0, steps=1)
     text = dpjax.statement(mechanism, 1e-5)
     for words in ("moves the sum by about 0.5", "from 40 random projections", "by pld alone"):
         assert words in text
     assert "rdp:" not in text
     card = reports.card(mechanism, 1e-5)
-    assert card["clipping"]["projections"] == 40
+    assert card["projections"] == 40
     assert set(card["epsilon"]) == {"pld"}
+    path = tmp_path / "privacy.json"
+    path.write_text(json.dumps(card))
+    verify = pathlib.Path(__file__).parents[1] / "experiments" / "verify.py"
+    outcome = subprocess.run([sys.executable, verify, path], capture_output=True, text=True)
+    assert outcome.returncode == 1
+    assert "nothing is recomputed" in outcome.stderr
 
 
 def test_a_budget_holds():

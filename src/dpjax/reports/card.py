@@ -61,7 +61,6 @@ def card(
             "bounds": [_number(bound) for bound in rule.bounds],
             "sensitivity": _number(rule.sensitivity),
             "adaptive": mechanism.facts.get("adaptive"),
-            "projections": rule.projections,
         },
         "before": [_spent(spent) for spent in mechanism.before],
         "steps": len(ran),
@@ -94,6 +93,7 @@ def _spent(spent: Spent) -> dict[str, Any]:
             "multiplier_and_steps": [list(run) for run in spent.runs],
         },
         "preparation": {"gaussian_multipliers": list(spent.preparation)},
+        "projections": spent.projections,
     }
 
 
