@@ -12,8 +12,9 @@
   command  python experiments/tramer2021_scatternet.py --rows=mnist --seeds=3 --data_dir=...
 
 Settings are the published ones: batch, rate, epochs, noise, normalisation, PyTorch's initial
-weights, SGD with momentum 0.9, every gradient clipped to 0.1.  Two things differ, and make
-the guarantee hold: batches are really Poisson samples (the paper shuffles, and accounts for
+weights, SGD with momentum 0.9, every gradient clipped to 0.1; the MNIST CNN pads by "SAME",
+where the paper's code pads by 2, with the same parameters.  Two things differ, and make the
+guarantee hold: batches are really Poisson samples (the paper shuffles, and accounts for
 Poisson), and where features are scaled by private moments the thresholds are found by two
 further queries that are paid for (the paper takes medians of the private norms).  So there
 are two epsilons: the paper's, of its own events by its own conversion, and ours, of all that

@@ -150,3 +150,12 @@ def test_doubles_stay_doubles():
         doubles = np.exp(LOGITS.astype(np.float64))
         doubles /= doubles.sum(-1, keepdims=True)
         assert exact == pytest.approx(reference.log_loss(LABELS, doubles), rel=1e-12)
+
+
+def test_labels_that_are_known_inside_jit_are_checked_too():
+    logits, labels = jnp.eye(3), jnp.arange(3)
+    counts = jax.jit(lambda logits: metrics.confusion(logits, labels))(logits)
+    np.testing.assert_array_equal(counts, np.eye(3))
+    others = labels + 1
+    with pytest.raises(ValueError, match="labels from 1 to 3"):
+        jax.jit(lambda logits: metrics.accuracy(logits, others))(logits)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -250,9 +251,10 @@ def _expect_batch(name: str, logits: Array, labels: Array) -> None:
         )
     if isinstance(labels, Tracer):
         return
-    if labels.min() < 0 or labels.max() >= logits.shape[-1]:
+    seen = np.asarray(labels)  # inside jit, JAX would put the comparison off
+    if seen.min() < 0 or seen.max() >= logits.shape[-1]:
         raise ValueError(
-            f"metrics.{name}: got labels from {labels.min()} to {labels.max()} for logits of "
+            f"metrics.{name}: got labels from {seen.min()} to {seen.max()} for logits of "
             f"{logits.shape[-1]} classes; classes are counted from 0. Labels from 1 on need "
             "labels - 1; others belong to another data set than the model."
         )
