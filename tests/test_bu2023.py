@@ -20,7 +20,7 @@ EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 def run(*asked, status=0):
     """The binary in another process, with the tests' cache of compiled programs."""
     cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
