@@ -43,6 +43,7 @@ __all__ = [
     "PyTree",
     "Sampler",
     "Schedule",
+    "State",
 ]
 
 PyTree: TypeAlias = Any
@@ -226,6 +227,23 @@ class Sampler:
     def sampling_rate(self) -> float:
         """The fraction of the data that a batch is expected to hold."""
         return self.batch_size / self.examples
+
+
+class State(NamedTuple):
+    """What the next step of an algorithm needs.
+
+    Privacy: ``params`` may be released, and so may anything computed from them.  ``key``
+    (also inside ``optimizer``) may not: who holds it can subtract the noise.
+    """
+
+    params: PyTree
+    """After the noise."""
+    optimizer: PyTree
+    """The noise's state, and the optimizer's."""
+    key: Key
+    """The root of all randomness of the run."""
+    ledger: Any
+    """The `dpjax.ledger.Ledger`: what was really spent."""
 
 
 class Plan(Protocol):

@@ -125,7 +125,7 @@ def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         log_expm1 = exponent + np.log(-np.expm1(-exponent))
         terms = log_binomial + k * np.log(q) + (order - k) * np.log1p(-q) + log_expm1
-        return np.logaddexp(0, logsumexp(terms, axis=-1)) if order > 1 else np.zeros(len(z))
+        return np.logaddexp(0, _summed(terms)) if order > 1 else np.zeros(len(z))
 
 
 def _by_grid_size(z: np.ndarray, rows: np.ndarray, top: float) -> dict[int, np.ndarray]:
@@ -153,11 +153,16 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
         # A few orders at a time, so that temporaries stay in the processor's cache.
         blocks = np.array_split(orders, math.ceil(orders.size * log_f.size / _CACHED))
         log_gaps = [
-            logsumexp(_log_gap(log_f, excess, block[:, None, None]) + log_weight, axis=-1)
+            _summed(_log_gap(log_f, excess, block[:, None, None]) + log_weight)
             for block in blocks
             if block.size
         ]
     return np.logaddexp(0, np.concatenate(log_gaps).T)
+
+
+def _summed(logs: np.ndarray) -> np.ndarray:
+    """Logarithm of the sum along the last axis."""
+    return np.asarray(logsumexp(logs, axis=-1))
 
 
 def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.ndarray:

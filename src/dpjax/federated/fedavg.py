@@ -9,7 +9,7 @@ optimizer is any of Optax; it receives the private mean of minus the updates, so
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +23,9 @@ from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Info, Recipe, played
 from dpjax.federated.weights import Weights
 from dpjax.mechanism import Mechanism
-from dpjax.types import Algorithm, Key, LossFn, PyTree
+from dpjax.types import Algorithm, Key, LossFn, PyTree, State
 
 __all__ = ["State", "fedavg", "fedsgd"]
-
-
-class State(NamedTuple):
-    """What the next round needs.
-
-    Privacy: ``params`` may be released, and so may anything computed from them.  ``key``
-    (also inside ``optimizer``) may not: who holds it can subtract the noise.
-    """
-
-    params: PyTree
-    optimizer: PyTree
-    key: Key
-    ledger: ledger.Ledger
 
 
 def fedavg(

@@ -10,7 +10,7 @@ one call into the room that owns it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +25,9 @@ from dpjax.mechanism import Mechanism
 from dpjax.training.resident import resident
 from dpjax.training.stepping import Info, Recipe
 from dpjax.training.streamed import streamed
-from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule
+from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 
 __all__ = ["Info", "State", "dpsgd"]
-
-
-class State(NamedTuple):
-    """What the next step needs.
-
-    Privacy: ``params`` may be released, and so may anything computed from them.  ``key``
-    (also inside ``optimizer``) may not: who holds it can subtract the noise.
-    """
-
-    params: PyTree
-    optimizer: PyTree
-    key: Key
-    ledger: ledger.Ledger
 
 
 def dpsgd(
