@@ -59,7 +59,12 @@ TWO = ["--table=clippings", *TASKS, *(f"--figure={n}" for n in FIGURES)]
 ASKED |= dict.fromkeys(TWO, 2)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+FAST = ("--table=2 --tasks=mnist", "--figure=1")
+
+
+@pytest.mark.parametrize(
+    "asked", [pytest.param(a, marks=() if a in FAST else pytest.mark.slow) for a in ASKED]
+)
 def test_every_table_and_figure_runs(asked, tmp_path):
     picture = tmp_path / "figure.png"
     out = run("--smoke", "--plot", picture, *asked.split()).stdout
@@ -82,6 +87,7 @@ def test_no_clipping_has_all_properties_and_a_small_bound_loses_some():
     assert eigenvalues == 10, "theorem 1: flat clipping keeps the eigenvalues positive"
 
 
+@pytest.mark.slow
 def test_results_are_kept_and_shown_again(tmp_path):
     kept = tmp_path / "results.json"
     first = run("--smoke", "--figure=10", "--out", kept).stdout

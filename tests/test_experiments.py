@@ -150,7 +150,7 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
     [
         ["--optimizer=dp_adam", "--learning_rate=0.01", "--floor=1e-6", "--warmup_steps=5"],
         ["--optimizer=nesterov", "--rate_per_512", "--learning_rate=0.3"],
-        ["--optimizer=adamw", "--learning_rate=0.02"],
+        pytest.param(["--optimizer=adamw", "--learning_rate=0.02"], marks=pytest.mark.slow),
     ],
     ids=["dp_adam", "nesterov", "adamw"],
 )
@@ -329,7 +329,10 @@ def test_noise_curricula_have_the_printed_epsilons():
 PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 2, "--figure=3": 2, "--figure=5": 4}
 
 
-@pytest.mark.parametrize("asked", PAPERNOT)
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(a, marks=() if a.endswith("=3") else pytest.mark.slow) for a in PAPERNOT],
+)
 def test_tempered_sigmoids_smoke(asked, tmp_path):
     picture = tmp_path / "figure.png"
     out = run("papernot2021_tempered_sigmoids.py", "--smoke", asked, "--plot", picture).stdout
@@ -348,7 +351,16 @@ def test_tempered_sigmoids_have_the_printed_epsilons(imported):
         assert mechanism.epsilon(1e-5, "pld") < mechanism.epsilon(1e-5) < printed - 0.3
 
 
-@pytest.mark.parametrize("asked", ["--table=1", "--table=4", "--figure=3", "--figure=4"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--table=4",
+        *(
+            pytest.param(a, marks=pytest.mark.slow)
+            for a in ("--table=1", "--figure=3", "--figure=4")
+        ),
+    ],
+)
 def test_grouped_clipping_smoke(asked, tmp_path):
     picture = tmp_path / "figure.png"
     out = run("liu2021_grouped_clipping.py", "--smoke", asked, "--plot", picture).stdout

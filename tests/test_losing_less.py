@@ -53,7 +53,13 @@ def kept(tmp_path_factory):
 ROWS = {"": 4, "4": 2, "8": 3, "9": 10, "10": 3, "13": 3, "15": 3}
 
 
-@pytest.mark.parametrize("figure", ["", *map(str, range(1, 16))])
+FIGURES = [
+    pytest.param(figure, marks=() if figure in ("", "6", "8") else pytest.mark.slow)
+    for figure in ("", *map(str, range(1, 16)))
+]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
 def test_every_figure_is_drawn_and_tells_two_epsilons(figure, kept, tmp_path):
     asked = [f"--figure={figure}"] if figure else []
     picture = tmp_path / "figure.png"
