@@ -111,7 +111,7 @@ _LOSS_OPTIONS = flags.DEFINE_list(
 _RULE = flags.DEFINE_enum(
     "clipping",
     "flat",
-    ["flat", "grouped", "automatic", "normalized", "hard_threshold"],
+    ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"],
     "How one example's gradient is held to the bound.",
 )
 _BOUND = flags.DEFINE_float("bound", 0.5, "The most that one example moves the sum.")

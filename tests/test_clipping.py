@@ -19,6 +19,7 @@ FACTORS = [
     ("flat", clipping.flat(1.0), [1.0, 0.5, 0.0]),
     ("automatic", clipping.automatic(1.0, 0.01), [0.996678, 0.980392, 0.0]),
     ("normalized", clipping.normalized(1.0), [1.0, 1.0, 0.0]),
+    ("psac", clipping.psac(1.0, 0.1), [0.989362, 0.75, 0.0]),
     ("hard threshold", clipping.hard_threshold(1.0), [0.0, 0.5, 0.0]),
     ("hard threshold, Z=6", clipping.hard_threshold(1.0, 6.0), [0.5, 0.083333, 0.0]),
 ]
@@ -252,6 +253,7 @@ TEACHES = [
     (lambda: clipping.per_group((1.0, 2.0, 3.0), 2), "3 bounds were given for 2 groups"),
     (lambda: clipping.per_group({"x": 1.0}, 1), "every group needs exactly one bound"),
     (lambda: clipping.automatic(1.0, -0.1), "gamma must not be negative"),
+    (lambda: clipping.psac(1.0, 0.0), "this is clipping.normalized"),
     (lambda: clipping.hard_threshold(1.0, 0.0), "screen must be"),
     (lambda: clipping.balanced(3).assign({"a": jnp.zeros(2)}), "only 1 leaves"),
     (lambda: clipping.by_path({"a": jnp.zeros(2)}, {"b": 0}), "no pattern"),

@@ -43,6 +43,7 @@ RULES = {
     ),
     "automatic": lambda groups: clipping.automatic(0.7, 0.01, groups=groups),
     "normalized": lambda groups: clipping.normalized(0.7, groups=groups),
+    "psac": lambda groups: clipping.psac(0.7, groups=groups),
     "hard_threshold": lambda groups: clipping.hard_threshold(0.7, groups=groups),
     "hard_threshold, screen": lambda groups: clipping.hard_threshold(
         0.7, screen=2.0, groups=groups
@@ -280,6 +281,7 @@ NOISES = [
     pytest.param(0.5, clipping.per_group((3.0, 4.0), BIG_GROUPS), 2.5, id="per group"),
     pytest.param(1.5, clipping.automatic(2.0), 3.0, id="automatic"),
     pytest.param(1.5, clipping.normalized(2.0), 3.0, id="normalized"),
+    pytest.param(1.5, clipping.psac(2.0), 3.0, id="psac"),
     pytest.param(1.5, clipping.hard_threshold(2.0, 9.0), 3.0, id="hard threshold"),
 ]
 
@@ -634,6 +636,7 @@ AUDITED = [
     pytest.param(lambda b: clipping.per_group([b * (1 + i) for i in range(8)], 8), id="per group"),
     pytest.param(lambda b: clipping.automatic(b), id="automatic"),
     pytest.param(lambda b: clipping.normalized(b), id="normalized"),
+    pytest.param(lambda b: clipping.psac(b), id="psac"),
     pytest.param(lambda b: clipping.hard_threshold(b, 1e4), id="hard threshold"),
 ]
 

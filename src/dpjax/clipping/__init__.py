@@ -22,6 +22,7 @@ from dpjax.clipping.rules import (
     jl,
     normalized,
     per_group,
+    psac,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "jl",
     "normalized",
     "per_group",
+    "psac",
 ]

@@ -29,6 +29,7 @@ __all__ = [
     "jl",
     "normalized",
     "per_group",
+    "psac",
 ]
 
 Norms: TypeAlias = Float[Array, "batch groups"]
@@ -152,6 +153,40 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
             "to every norm, and 0.01 is the usual choice."
         )
     return _rule("automatic", bound, groups, lambda norms: bound / (norms + gamma))
+
+
+def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> Clipping:
+    r"""Like `automatic`, but small gradients are never made much longer than they were.
+
+    $$ \bar g_i = g_i \, C \Big/ \Bigl(\lVert g_i \rVert
+       + \frac{r}{\lVert g_i \rVert + r}\Bigr) $$
+
+    Args:
+      bound: $C$; with several groups, of each group.
+      stabilizer: $r$, positive.  A gradient near 0 is scaled by $C$, a long one to nearly $C$.
+      groups: A number of groups or a `Partition`.
+
+    Sensitivity:
+      ``bound * sqrt(k)``; approached, never attained.
+
+    Example:
+      >>> psac(bound=1.0, stabilizer=1.0).factors(jnp.array([[3.0], [0.0]]))
+      Array([[0.30769232],
+             [1.        ]], dtype=float32)
+
+    References:
+      Xia et al., "Differentially Private Learning with Per-Sample Adaptive Clipping", 2023.
+    """
+    if not stabilizer > 0:
+        raise ValueError(
+            f"clipping.psac(stabilizer={stabilizer}): expected a positive number; "
+            "without it this is clipping.normalized. 0.1 is a usual choice."
+        )
+
+    def wish(norms: Norms) -> Norms:
+        return bound / (norms + stabilizer / (norms + stabilizer))
+
+    return _rule("psac", bound, groups, wish)
 
 
 def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:

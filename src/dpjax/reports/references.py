@@ -63,6 +63,14 @@ _REFERENCES = {
   booktitle = {International Conference on Learning Representations},
   year      = {2021}
 }""",
+    "psac": """\
+@inproceedings{xia2023differentially,
+  title     = {Differentially Private Learning with Per-Sample Adaptive Clipping},
+  author    = {Xia, Tianyu and Shen, Shuheng and Yao, Su and Fu, Xinyi and Xu, Ke and Xu,
+               Xiaolong and Fu, Xing},
+  booktitle = {AAAI Conference on Artificial Intelligence},
+  year      = {2023}
+}""",
     "automatic": """\
 @inproceedings{bu2023automatic,
   title     = {Automatic Clipping: Differentially Private Deep Learning Made Easier and
