@@ -143,9 +143,9 @@ MUTANTS = [
     Mutant(
         "realised instead of expected batch size",
         "training/stepping.py",
-        "    updates, inner = recipe.optimizer.update(mean",
+        "    updates, inner = optimizer.update(mean",
         "    mean = jax.tree.map(lambda x: x * recipe.mechanism.batch_size / sums.examples, mean)\n"
-        "    updates, inner = recipe.optimizer.update(mean",
+        "    updates, inner = optimizer.update(mean",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
     ),
     Mutant(
@@ -412,7 +412,7 @@ MUTANTS = [
     Mutant(
         "noise omitted by the algorithm",
         "training/stepping.py",
-        "mean, noise_state = recipe.mechanism.privatize(key).update(sums.gradients, noise_state)",
+        "mean, noise_state = private.update(sums.gradients, noise_state, below=sums.below)",
         "mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, sums.gradients)\n"
         "    noise_state = noise_state._replace(step=noise_state.step + 1)",
         LAWS + "what_ran_is_what_is_accounted",
@@ -434,8 +434,8 @@ MUTANTS = [
     Mutant(
         "noise after the mean",
         "mechanism.py",
-        "noisy, state = link.update(updates, state)",
-        "noisy, state = link.update("
+        "noisy, after = link.update(updates, state)",
+        "noisy, after = link.update("
         "jax.tree.map(lambda x: x / self.batch_size**2, updates), state)",
         MECHANISM + "noise_is_scaled_to_the_sum_and_divided_by_the_expected_size",
     ),
@@ -463,8 +463,8 @@ MUTANTS = [
     Mutant(
         "same key for each leaf",
         "trees.py",
-        "sample(jax.random.fold_in(key, i), jnp.shape(leaf)",
-        "sample(key, jnp.shape(leaf)",
+        "parts = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])",
+        "parts = [drawn[:size] for size in sizes]",
         LAWS + "noise_is_independent_between_steps_leaves_and_runs",
     ),
     Mutant(
@@ -555,7 +555,7 @@ MUTANTS = [
     Mutant(
         "the algorithm draws the first batch for ever",
         "training/resident.py",
-        "recipe.mechanism.sampling.draw(key, step)",
+        "recipe.mechanism.sampling.draw(key, moved[0].step)",
         "recipe.mechanism.sampling.draw(key, 0)",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
     ),
@@ -620,7 +620,7 @@ MUTANTS = [
     Mutant(
         "any neighbours for any sampler",
         "mechanism.py",
-        "if _STRENGTH.index(self.relation) < _STRENGTH.index(self.sampling.neighbours):",
+        "if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):",
         "if False:",
         SAMPLE + "no_sampler_claims_more_neighbours_than_are_proved",
     ),
@@ -846,8 +846,8 @@ MUTANTS = [
     Mutant(
         "preparation left out of the event",
         "mechanism.py",
-        "return accounting.compose(self.prepared, self.sampling.event(multipliers))",
-        "return self.sampling.event(multipliers)",
+        "return accounting.compose(self.prepared, steps)",
+        "return steps",
         MECHANISM + "preparation_is_paid_for_before_the_first_step",
     ),
     Mutant(
@@ -945,8 +945,8 @@ MUTANTS = [
     Mutant(
         "of an earlier run only its queries count",
         "mechanism.py",
-        "self.sampling.event(np.asarray(each, np.float64))",
-        "dp.NoOpDpEvent()",
+        "return accounting.compose(*queries, steps)",
+        "return accounting.compose(*queries)",
         MECHANISM + "what_was_spent_before_is_paid_for",
     ),
     Mutant(
