@@ -6,13 +6,11 @@ line of a copy of the sources and runs the tests it names against that copy; a m
 survives is a hole in the tests.  A new room that touches the guarantee brings its rows.
 """
 
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 from typing import NamedTuple
 
+import mutated
 import pytest
 
 import dpjax
@@ -1509,26 +1507,7 @@ def test_mutant_is_killed(mutant, tmp_path):
     source = edited.read_text()
     assert source.count(mutant.before) == 1, "the line to edit must be there, once"
     edited.write_text(source.replace(mutant.before, mutant.after))
-    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    outcome = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            f"--rootdir={TESTS.parent}",
-            TESTS / mutant.killer,
-        ],
-        env={
-            **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST")},
-            "PYTHONPATH": str(tmp_path),
-            "DPJAX_TESTED_SOURCES": str(tmp_path),
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    status, report = mutated.outcome(tmp_path, mutant.killer)
     # 1: tests ran and failed.  Anything else (no such test, a crash) proves nothing.
-    assert outcome.returncode == 1, outcome.stdout[-3000:] + outcome.stderr[-1000:]
-    assert " failed" in outcome.stdout
+    assert status == 1, report[-3000:]
+    assert " failed" in report
