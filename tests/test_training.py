@@ -145,7 +145,9 @@ def test_progress_is_shown_and_can_be_silenced(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_gets_one_live_line():
+def test_a_terminal_gets_one_live_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
     class Terminal(io.StringIO):
         def isatty(self):
             return True
