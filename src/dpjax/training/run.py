@@ -75,8 +75,13 @@ class Run:
 
     def advance(self, most: int) -> None:
         """Takes steps: at most so many, and about as many as a quarter of a second holds."""
-        count, started = min(most, self.pace), time.monotonic()
+        count, started, before = min(most, self.pace), time.monotonic(), self.done
         self.state, infos = _several(self.algorithm, self.state, count)
+        if self.done != before + count:
+            raise RuntimeError(
+                f"fit: {count} steps ran and the ledger counts {self.done - before}. Every step has "
+                "to be written down by dpjax.ledger.admit before it runs; what ran is spent."
+            )
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
         self.pace = max(1, min(2 * self.pace, int(count * _DISPATCH / elapsed)))
