@@ -79,8 +79,8 @@ class Run:
         self.state, infos = _several(self.algorithm, self.state, count)
         if self.done != before + count:
             raise RuntimeError(
-                f"fit: {count} steps ran and the ledger counts {self.done - before}. Every step has "
-                "to be written down by dpjax.ledger.admit before it runs; what ran is spent."
+                f"fit: {count} steps ran and the ledger counts {self.done - before}. Every step "
+                "has to be written down by dpjax.ledger.admit before it runs; what ran is spent."
             )
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
