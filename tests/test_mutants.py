@@ -1510,4 +1510,4 @@ def test_mutant_is_killed(mutant, tmp_path):
     status, report = mutated.outcome(tmp_path, mutant.killer)
     # 1: tests ran and failed.  Anything else (no such test, a crash) proves nothing.
     assert status == 1, report[-3000:]
-    assert " failed" in report
+    assert " failed" in report, report[-3000:]
