@@ -1,38 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one test against other sources, in a process that begins with everything but dpjax.
 
-The server has imported what a test needs besides, so that a mutant does not pay for it.  This
-file must never import dpjax: the process that it begins imports the edited copy.
+This file is also the program of that server: it has imported what a test needs besides, and
+forks for every mutant, which so does not pay for it.  What is forked owes nothing to the
+tests that ran before, in the process that asks.  It must never import dpjax: the fork
+imports the edited copy.
 """
 
-import multiprocessing
+import importlib
+import json
 import os
 import pathlib
+import subprocess
 import sys
-
-import pytest
+import traceback
 
 OPTIONS = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
 LIBRARIES = ["jax", "optax", "flax.linen", "dp_accounting", "scipy.stats", "pytest"]
 
 
-def _test(sources, killer, report):
-    with open(report, "w") as file:
+class Server:
+    """A process that judges mutants, one after the other."""
+
+    def __enter__(self):
+        """Begins it."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, __file__], **pipes)
+        return self
+
+    def __exit__(self, *_):
+        """Ends it, by the end of its input."""
+        self._process.communicate()
+
+    def outcome(self, sources, killer):
+        """The status of pytest, and what it wrote."""
+        print(json.dumps([str(sources), killer]), file=self._process.stdin, flush=True)
+        status = self._process.stdout.readline()
+        return int(status), (sources / "report.txt").read_text()
+
+
+def _serve():
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            _test(*json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _test(sources, killer):
+    """Never returns."""
+    import pytest
+
+    with open(os.devnull) as nothing, open(f"{sources}/report.txt", "w") as report:
+        os.dup2(nothing.fileno(), 0)
         for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ["DPJAX_TESTED_SOURCES"] = str(sources)
+            os.dup2(report.fileno(), stream)
+    os.environ["DPJAX_TESTED_SOURCES"] = sources
     os.chdir(sources)
-    sys.path.insert(0, str(sources))
+    sys.path.insert(0, sources)
     tests = pathlib.Path(__file__).parent
-    sys.exit(int(pytest.main([*OPTIONS, f"--rootdir={tests.parent}", str(tests / killer)])))
+    status = 70  # a crash
+    try:
+        status = int(pytest.main([*OPTIONS, f"--rootdir={tests.parent}", str(tests / killer)]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
 
 
-def outcome(sources, killer):
-    """The status of pytest, and what it wrote."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
-    report = sources / "report.txt"
-    process = context.Process(target=_test, args=(sources, killer, report))
-    process.start()
-    process.join()
-    return process.exitcode, report.read_text()
+if __name__ == "__main__":
+    _serve()
