@@ -119,21 +119,21 @@ MUTANTS = [
     ),
     Mutant(
         "a draw truncated to one microbatch",
-        "training/resident.py",
+        "sampling.py",
         "lambda carry: carry[0] < draw.size",
         "lambda carry: carry[0] < jnp.minimum(draw.size, size)",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
     ),
     Mutant(
         "an example counted in two microbatches",
-        "training/resident.py",
+        "sampling.py",
         "return start + size, add(",
         "return start + size - 1, add(",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
     ),
     Mutant(
         "padding of the draw takes part",
-        "training/resident.py",
+        "sampling.py",
         "mask = start + jnp.arange(size) < draw.size",
         "mask = jnp.ones(size)",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
@@ -431,7 +431,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise after the mean",
-        "mechanism.py",
+        "mechanism/description.py",
         "noisy, after = link.update(updates, state)",
         "noisy, after = link.update("
         "jax.tree.map(lambda x: x / self.batch_size**2, updates), state)",
@@ -439,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "sum-scaled noise on the mean, never divided",
-        "mechanism.py",
+        "mechanism/description.py",
         "1 / self.batch_size",
         "1.0",
         LAWS + "the_noise_of_a_mechanism_has_its_scale[constant]",
@@ -596,42 +596,42 @@ MUTANTS = [
     # Accounting of the mechanism
     Mutant(
         "half the steps",
-        "mechanism.py",
+        "mechanism/description.py",
         "np.full(self.steps, multiplier, np.float64)",
         "np.full(self.steps // 2, multiplier, np.float64)",
         LAWS + "the_mechanism_accounts_for_its_own_sampler_noise_and_steps",
     ),
     Mutant(
         "an infinite bound is called private",
-        "mechanism.py",
+        "mechanism/description.py",
         "if np.isinf(self.clipping.sensitivity) and len(multipliers):",
         "if False:",
         MECHANISM + "an_infinite_bound_is_never_private",
     ),
     Mutant(
         "replace-one asked for and forgotten",
-        "mechanism.py",
+        "mechanism/description.py",
         "return Neighbours(self.neighbours or self.sampling.neighbours)",
         "return Neighbours(self.sampling.neighbours)",
         MECHANISM + "replace_one_is_asked_for_and_doubled",
     ),
     Mutant(
         "any neighbours for any sampler",
-        "mechanism.py",
+        "mechanism/description.py",
         "if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):",
         "if False:",
         SAMPLE + "no_sampler_claims_more_neighbours_than_are_proved",
     ),
     Mutant(
         "calibration scales the account and not the noise",
-        "mechanism.py",
+        "mechanism/multipliers.py",
         "return lambda step: schedule(step) * factor",
         "return schedule",
         MECHANISM + "calibration",
     ),
     Mutant(
         "steps past the plan are released",
-        "mechanism.py",
+        "mechanism/description.py",
         "jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)",
         "jnp.where(step <= self.steps, 1 / self.batch_size, jnp.nan)",
         "test_mechanism.py::TestHorizon",
@@ -843,7 +843,7 @@ MUTANTS = [
     ),
     Mutant(
         "preparation left out of the event",
-        "mechanism.py",
+        "mechanism/description.py",
         "return accounting.compose(self.prepared, steps)",
         "return steps",
         MECHANISM + "preparation_is_paid_for_before_the_first_step",
@@ -907,7 +907,7 @@ MUTANTS = [
     ),
     Mutant(
         "a run with another noise goes on",
-        "mechanism.py",
+        "mechanism/description.py",
         "runs = [(float(multipliers[i]), int(n)) for",
         "runs = [(1.0, int(n)) for",
         "test_faults.py::test_another_run_is_refused_by_name[multiplier]",
@@ -935,14 +935,14 @@ MUTANTS = [
     ),
     Mutant(
         "what earlier runs spent is forgotten",
-        "mechanism.py",
+        "mechanism/description.py",
         "*(spent.event for spent in self.before), *queries",
         "*queries",
         MECHANISM + "what_was_spent_before_is_paid_for",
     ),
     Mutant(
         "of an earlier run only its queries count",
-        "mechanism.py",
+        "mechanism/spent.py",
         "return accounting.compose(*queries, steps)",
         "return accounting.compose(*queries)",
         MECHANISM + "what_was_spent_before_is_paid_for",
@@ -956,7 +956,7 @@ MUTANTS = [
     ),
     Mutant(
         "of an earlier run one step is forgotten",
-        "mechanism.py",
+        "mechanism/spent.py",
         "left -= runs[-1][1]",
         "left -= runs[-1][1] + 1",
         MECHANISM + "what_was_spent_is_cut_at_the_steps_that_ran",
@@ -977,7 +977,7 @@ MUTANTS = [
     ),
     Mutant(
         "the deviation on the mean is that on the sum",
-        "mechanism.py",
+        "mechanism/description.py",
         "[deviation / self.batch_size for deviation in each]",
         "each",
         "test_training.py::TestAdam::test_groups_have_their_own_noise",
@@ -1049,29 +1049,29 @@ MUTANTS = [
     # Bounds that are adapted
     Mutant(
         "the count that a bound follows has no noise",
-        "mechanism.py",
-        "self.count_multiplier / 2 * drawn",
+        "mechanism/adaptive.py",
+        "multiplier / 2 * drawn",
         "0 * drawn",
         ADAPT + "the_noise_of_the_count_is_its_multiplier_times_a_half",
     ),
     Mutant(
         "the count's noise is for half its sensitivity",
-        "mechanism.py",
-        "self.count_multiplier / 2 * drawn",
-        "self.count_multiplier / 4 * drawn",
+        "mechanism/adaptive.py",
+        "multiplier / 2 * drawn",
+        "multiplier / 4 * drawn",
         ADAPT + "what_a_step_releases_tells_as_much_as_its_multiplier_says",
     ),
     Mutant(
         "the count takes no share of the noise of the gradients",
-        "mechanism.py",
+        "mechanism/description.py",
         "link = noise.gaussian(self.gradient_multiplier,",
         "link = noise.gaussian(self.noise_multiplier,",
         ADAPT + "the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound[False]",
     ),
     Mutant(
         "a schedule's total used for the gradients alone",
-        "mechanism.py",
-        "return lambda step: total(step) * _growth(total(step), count)",
+        "mechanism/multipliers.py",
+        "return lambda step: total(step) * growth(total(step), count)",
         "return total",
         ADAPT + "the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound[True]",
     ),
@@ -1091,23 +1091,23 @@ MUTANTS = [
     ),
     Mutant(
         "the count draws the gradients' noise again",
-        "mechanism.py",
+        "mechanism/adaptive.py",
         "Purpose.COUNT",
         "Purpose.NOISE",
         ADAPT + "the_count_draws_from_a_stream_of_its_own",
     ),
     Mutant(
         "the count draws the noise of the first step",
-        "mechanism.py",
+        "mechanism/adaptive.py",
         "Purpose.COUNT, state.step)",
         "Purpose.COUNT, 0 * state.step)",
         ADAPT + "the_noises_of_steps_and_of_the_gradients_are_independent",
     ),
     Mutant(
         "a step that is not planned moves the bound",
-        "mechanism.py",
-        "self._moved(state, below, scale)",
-        "self._moved(state, below, jnp.float32(1 / self.batch_size))",
+        "mechanism/description.py",
+        "self.count_multiplier, state, below, scale)",
+        "self.count_multiplier, state, below, jnp.float32(1 / self.batch_size))",
         ADAPT + "a_step_that_is_not_planned_moves_no_bound",
     ),
     Mutant(
@@ -1120,7 +1120,7 @@ MUTANTS = [
     # Norms that are estimated
     Mutant(
         "estimated norms accounted as exact ones",
-        "mechanism.py",
+        "mechanism/spent.py",
         "return event if projections is None else accounting.with_projections(event, projections)",
         "return event",
         JL + "the_event_says_how_norms_were_known",
@@ -1257,7 +1257,7 @@ MUTANTS = [
         "noise for each microbatch of clients",
         "federated/rounds.py",
         "            part.value,\n",
-        "            part.value + jax.random.normal(jax.random.key(start), params.shape),\n",
+        "            part.value + jax.random.normal(jax.random.key(rows[0]), params.shape),\n",
         FEDERATED + "the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches[7]",
     ),
     Mutant(
@@ -1353,7 +1353,7 @@ MUTANTS = [
     ),
     Mutant(
         "the draw's last microbatch of clients dropped",
-        "federated/rounds.py",
+        "sampling.py",
         "lambda carry: carry[0] < draw.size",
         "lambda carry: carry[0] + size <= draw.size",
         FEDERATED + "microbatches_of_clients_change_nothing[3]",
@@ -1388,7 +1388,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was spent on examples counts for clients",
-        "mechanism.py",
+        "mechanism/description.py",
         "if set(before) - {unit}:",
         "if False:",
         FEDERATED + "what_was_spent_in_another_unit_is_not_added",
@@ -1500,14 +1500,20 @@ def test_there_are_enough_and_no_two_alike():
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
 
 
+@pytest.fixture(scope="module")
+def judge():
+    with mutated.Server() as server:
+        yield server
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_mutant_is_killed(mutant, tmp_path):
+def test_mutant_is_killed(mutant, tmp_path, judge):
     shutil.copytree(SOURCES, tmp_path / "dpjax", ignore=shutil.ignore_patterns("__pycache__"))
     edited = tmp_path / "dpjax" / mutant.file
     source = edited.read_text()
     assert source.count(mutant.before) == 1, "the line to edit must be there, once"
     edited.write_text(source.replace(mutant.before, mutant.after))
-    status, report = mutated.outcome(tmp_path, mutant.killer)
+    status, report = judge.outcome(tmp_path, mutant.killer)
     # 1: tests ran and failed.  Anything else (no such test, a crash) proves nothing.
     assert status == 1, report[-3000:]
     assert " failed" in report, report[-3000:]

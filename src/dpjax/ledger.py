@@ -18,11 +18,13 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
 from dpjax import accounting
 from dpjax.accounting import Refused
-from dpjax.types import Plan
+from dpjax.types import Plan, PyTree
 
 __all__ = [
     "Budget",
@@ -33,6 +35,7 @@ __all__ = [
     "empty",
     "epsilon",
     "require",
+    "require_untraced",
 ]
 
 
@@ -108,6 +111,8 @@ def admit(
       Refused: A step is not planned, or would pass the budget, or the ledger is of
         another mechanism.
     """
+    if steps < 1:
+        raise ValueError(f"ledger.admit(steps={steps}): expected at least 1 step.")
     require(ledger, mechanism, steps, budget)
     ran = _multipliers(mechanism)[: ledger.steps + steps]
     starts = np.flatnonzero(np.diff(ran, prepend=np.nan))
@@ -136,6 +141,20 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
             f"ledger: {what} would bring epsilon to {cost:.4g} at "
             f"delta={budget.delta:g}; the budget is {budget.epsilon:.4g} "
             f"({budget.method}). {fits} of {planned} steps fit."
+        )
+
+
+def require_untraced(state: PyTree, name: str) -> None:
+    """Refuses a step inside ``jit``, ``vmap`` or ``grad``, where it could run unseen.
+
+    Args:
+      state: What the step was given.
+      name: Of the algorithm.
+    """
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
+        raise TypeError(
+            f"{name}.step: called inside a JAX transformation. The step is compiled already, and "
+            "the ledger has to look before every one: call it directly."
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import dp_accounting as dp
 import jax
@@ -26,7 +26,9 @@ from jaxtyping import Array, Int
 from dpjax import trees
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
-__all__ = ["by_name", "curriculum", "fixed", "full", "poisson", "shuffled"]
+__all__ = ["by_name", "curriculum", "fixed", "fold", "full", "poisson", "shuffled"]
+
+T = TypeVar("T")
 
 _WORDS = 2**32
 
@@ -218,6 +220,35 @@ def curriculum(
         event=lambda multipliers: dp.NonPrivateDpEvent(),
         claim="the order comes from the private data without noise: not private",
     )
+
+
+def fold(draw: Draw, size: int, add: Callable[..., T], first: T) -> T:
+    """Goes through a draw, ``size`` examples at a time: each of them once, and nothing else.
+
+    Args:
+      draw: Of any size, also empty.
+      size: Of a microbatch; speed and memory only.
+      add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
+        ``mask`` saying which of them belong to the draw: the last one is filled up.
+      first: The total of an empty draw.
+
+    Example:
+      >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
+      >>> add = lambda rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
+      >>> int(fold(draw, size=2, add=add, first=jnp.array(0)))
+      7
+    """
+    # The list of indices is padded so that the last microbatch is never shifted back.
+    indices = jnp.pad(draw.indices, (0, size))
+
+    def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
+        start, total = carry
+        rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
+        mask = start + jnp.arange(size) < draw.size
+        return start + size, add(rows, mask, total)
+
+    start = (jnp.zeros((), jnp.int32), first)
+    return jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, start)[1]
 
 
 def _epochs(

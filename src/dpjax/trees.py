@@ -37,6 +37,7 @@ __all__ = [
     "scaled_sum",
     "step_key",
     "wide",
+    "widened",
     "zeros_wide",
 ]
 
@@ -126,6 +127,11 @@ def on_host(leaf: Any) -> np.ndarray:
     """A copy as a NumPy array; of a typed key, its data."""
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.array(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def widened(tree: PyTree) -> PyTree:
+    """The same numbers in the dtypes that sums are kept in: float32 or wider."""
+    return jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), tree)
 
 
 def zeros_wide(tree: PyTree) -> PyTree:

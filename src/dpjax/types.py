@@ -228,6 +228,13 @@ class Sampler:
         """The fraction of the data that a batch is expected to hold."""
         return self.batch_size / self.examples
 
+    @property
+    def usual_size(self) -> int:
+        """A size that nearly every draw stays below, by three standard deviations."""
+        mean, rate = self.batch_size, self.sampling_rate
+        spread = (mean * (1 - rate)) ** 0.5 if self.capacity > mean else 0.0
+        return max(1, min(self.capacity, -(-int(mean + 3 * spread) // 8) * 8))
+
 
 class State(NamedTuple):
     """What the next step of an algorithm needs.

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from dpjax import ledger, trees
 from dpjax.federated.clients import Clients
@@ -170,16 +169,11 @@ def _algorithm(
 
     def init(key: Key, params: PyTree) -> State:
         noise_state = mechanism.privatize(key).init(params)
-        # The optimizer sees means in float32 or wider, and keeps its own numbers so.
-        precise = jax.tree.map(lambda x: jnp.asarray(x, trees.wide(x.dtype)), params)
-        return State(params, (noise_state, server.init(precise)), key, ledger.empty())
+        moved = (noise_state, server.init(trees.widened(params)))
+        return State(params, moved, key, ledger.empty())
 
     def step(state: State) -> tuple[State, Info]:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
-            raise TypeError(
-                "fedavg.step: called inside a JAX transformation. The step is compiled already, "
-                "and the ledger has to look before every one: call it directly."
-            )
+        ledger.require_untraced(state, "fedavg")
         spent = ledger.admit(state.ledger, mechanism, budget)
         params, moved, info = compiled(state.params, state.optimizer, state.key, clients)
         return State(params, moved, state.key, spent), info

@@ -69,7 +69,8 @@ def trained(
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
     batches = jnp.maximum(1, -(-count // size))
     steps = jnp.where(count > 0, local.trips(batches), 0)
-    carry = _State(jnp.zeros(()), trees.zeros_wide(params), local.optimizer.init(_wide(params)))
+    optimizer = local.optimizer.init(trees.widened(params))
+    carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
         order = _shuffled(jax.random.fold_in(key, number), count, clients.capacity)
@@ -107,7 +108,8 @@ def _moved(
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real)
 
     loss, gradient = jax.value_and_grad(mean_loss)(here)
-    change, state = local.optimizer.update(_wide(gradient), carry.optimizer, _wide(here))
+    gradient, here = trees.widened(gradient), trees.widened(here)
+    change, state = local.optimizer.update(gradient, carry.optimizer, here)
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.ball is not None:
         update = clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]
@@ -118,7 +120,3 @@ def _shuffled(key: Key, count: Int[Array, ""], capacity: int) -> Int[Array, " ca
     """The numbers below ``count`` in random order; the rest come after them."""
     places = jax.random.uniform(key, (capacity,))
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, places, 2.0))
-
-
-def _wide(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.asarray(x, trees.wide(x.dtype)), tree)

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from dpjax import trees
+from dpjax import sampling, trees
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, trained
 from dpjax.gradients import clipped_grad, layout
 from dpjax.mechanism import Mechanism
-from dpjax.types import Draw, Key, Purpose, PyTree, Sampler
+from dpjax.types import Draw, Key, Purpose, PyTree
 
 __all__ = ["Info", "Recipe", "played"]
 
@@ -97,8 +97,8 @@ def played(
     Privacy: the parameters that come out are private; the info is not.
     """
     noise_state, inner = moved
-    sampler, mechanism = recipe.mechanism.sampling, recipe.mechanism
-    draw = _by_size(sampler.draw(key, noise_state.step), clients)
+    mechanism = recipe.mechanism
+    draw = _by_size(mechanism.sampling.draw(key, noise_state.step), clients)
     loss = _as_loss(recipe.local, clients, trees.step_key(key, Purpose.LOCAL, noise_state.step))
     sums = _summed(recipe, loss, params, draw, clients)
     mean, noise_state = mechanism.privatize(key).update(sums.updates, noise_state)
@@ -136,12 +136,8 @@ def _summed(
     rule = recipe.mechanism.clipping
     size = _microbatch(recipe, loss, params)
     clipped = clipped_grad(loss, rule, "vmap")
-    indices = jnp.pad(draw.indices, (0, size))
 
-    def body(carry: tuple[Int[Array, ""], _Sums]) -> tuple[Int[Array, ""], _Sums]:
-        start, sums = carry
-        rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
-        drawn: Bool[Array, " size"] = start + jnp.arange(size) < draw.size
+    def add(rows: Int[Array, " size"], drawn: Bool[Array, " size"], sums: _Sums) -> _Sums:
         counts = jnp.where(drawn, clients.counts[rows], 0)
         part = clipped(params, rows, counts > 0, recipe.shares[rows])
         over = jnp.sum(part.norms > jnp.asarray(rule.bounds), axis=0, dtype=jnp.float32)
@@ -152,30 +148,23 @@ def _summed(
             over,
             *(jnp.sum(x, dtype=jnp.int32) for x in (drawn, counts > 0, counts)),
         )
-        return start + size, jax.tree.map(jnp.add, sums, more)
+        return jax.tree.map(jnp.add, sums, more)
 
     groups, zero, none = jnp.zeros(len(rule.bounds)), jnp.zeros(()), jnp.zeros((), jnp.int32)
     nothing = _Sums(trees.zeros_wide(params), zero, groups, groups, none, none, none)
-    return jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, (none, nothing))[1]
+    return sampling.fold(draw, size, add, nothing)
 
 
 def _microbatch(recipe: Recipe, loss: Callable[..., Array], params: PyTree) -> int:
     """How many clients train at once, by shapes alone."""
     client = jax.ShapeDtypeStruct((), jnp.int32)
-    most = _usual_size(recipe.mechanism.sampling)
+    most = recipe.mechanism.sampling.usual_size
 
     def with_aux(params: PyTree, index: Int[Array, ""]) -> tuple[Array, None]:
         return loss(params, index), None
 
     chosen = {"microbatch_size": recipe.microbatch_size, "devices": 1}
     return layout(with_aux, params, client, most, "vmap", **chosen).microbatch_size
-
-
-def _usual_size(sampler: Sampler) -> int:
-    """The size that nearly every draw stays below."""
-    mean, rate = sampler.batch_size, sampler.sampling_rate
-    spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
-    return max(1, min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8))
 
 
 def _info(sums: _Sums) -> Info:

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from dpjax import ledger, schedules, trees
@@ -76,6 +74,7 @@ def dpsgd(
 
     Example:
       >>> import dpjax
+      >>> import jax.numpy as jnp
       >>> mechanism = dpjax.Mechanism(
       ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
       ...     clipping=dpjax.clipping.flat(bound=1.0),
@@ -102,18 +101,11 @@ def dpsgd(
 
     def init(key: Key, params: PyTree) -> State:
         noise_state = mechanism.privatize(key).init(params)
-        # The optimizer sees means in float32 or wider, and keeps its own numbers so.
-        precise = jax.tree.map(lambda x: jnp.asarray(x, trees.wide(x.dtype)), params)
-        return State(params, (noise_state, optimizer.init(precise)), key, ledger.empty())
+        moved = (noise_state, optimizer.init(trees.widened(params)))
+        return State(params, moved, key, ledger.empty())
 
     def run(state: State, count: int) -> tuple[State, Info]:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
-            raise TypeError(
-                "dpsgd.step: called inside a JAX transformation. The step is compiled "
-                "already, and the ledger has to look before every one: call it directly."
-            )
-        if count < 1:
-            raise ValueError(f"dpsgd.run(state, {count}): expected at least 1 step.")
+        ledger.require_untraced(state, "dpsgd")
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         params, moved, infos = steps(state.params, state.optimizer, state.key, count)
         return State(params, moved, state.key, spent), infos

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from dpjax import trees
+from dpjax import sampling, trees
 from dpjax.training.stepping import (
     Info,
     Recipe,
@@ -50,18 +50,12 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
     def one(params: PyTree, moved: Any, key: Key, data: PyTree) -> tuple[PyTree, Any, Info]:
         draw = recipe.mechanism.sampling.draw(key, moved[0].step)
         size, add = microbatches(recipe, params, trees.one_row(data))
-        # The list of indices is padded so that the last microbatch is never shifted back.
-        indices = jnp.pad(draw.indices, (0, size))
 
-        def body(carry: tuple[Int[Array, ""], Sums]) -> tuple[Int[Array, ""], Sums]:
-            start, sums = carry
-            rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
-            mask = start + jnp.arange(size) < draw.size
+        def taken(rows: Int[Array, " size"], mask: Bool[Array, " size"], sums: Sums) -> Sums:
             gathered = jax.tree.map(lambda x: x[rows], data)
-            return start + size, add(params, moved[0], gathered, mask, sums)
+            return add(params, moved[0], gathered, mask, sums)
 
-        first = (jnp.zeros((), jnp.int32), nothing(recipe, params))
-        _, sums = jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, first)
+        sums = sampling.fold(draw, size, taken, nothing(recipe, params))
         return release(recipe, key, params, moved, sums)
 
     def several(

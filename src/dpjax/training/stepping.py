@@ -131,7 +131,7 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         lambda p, x: (loss(p, x), None),
         params,
         example,
-        _usual_size(recipe.mechanism),
+        recipe.mechanism.sampling.usual_size,
         recipe.engine,
         microbatch_size=recipe.microbatch_size,
     )
@@ -189,11 +189,3 @@ def _with_entry(recipe: Recipe, step: Int[Array, ""], rows: PyTree, size: tuple[
     entry = jax.tree.map(jnp.asarray, recipe.per_step(step))
     every = jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), entry)
     return (*rows, every)
-
-
-def _usual_size(mechanism: Mechanism) -> int:
-    """The size that nearly every draw stays below."""
-    sampler = mechanism.sampling
-    mean, rate = sampler.batch_size, sampler.sampling_rate
-    spread = (mean * (1 - rate)) ** 0.5 if sampler.capacity > mean else 0.0
-    return max(1, min(sampler.capacity, -(-int(mean + 3 * spread) // 8) * 8))

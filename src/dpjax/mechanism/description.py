@@ -12,9 +12,9 @@ This file must never know a model, a loss or a data set.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import dp_accounting as dp
 import jax
@@ -22,99 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from dpjax import accounting, clipping, noise, sampling, schedules, trees
-from dpjax.types import (
-    Clipping,
-    Key,
-    Neighbours,
-    NoiseMultiplier,
-    Purpose,
-    PyTree,
-    Sampler,
-)
+from dpjax import accounting, clipping, noise, schedules
+from dpjax.mechanism.adaptive import adapted, check_adaptive, followed
+from dpjax.mechanism.multipliers import growth, left_for_gradients, scaled
+from dpjax.mechanism.spent import Spent, steps_event
+from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
-__all__ = ["AdaptiveState", "Mechanism", "Spent"]
+__all__ = ["Mechanism"]
 
 # A proof for one of these holds, with the conversion that accounting makes, for those after it.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
 _UNITS = ("example", "client")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spent:
-    """What an earlier run on the same data has spent.
-
-    Args:
-      sampling: How it drew.
-      runs: The multipliers of its steps, in order: ``(multiplier, steps)``.
-      preparation: The multipliers of its queries before the first step.
-      unit: Whose data it protected: those of one example, or of one client.
-      projections: From how many norms were estimated, if they were.
-    """
-
-    sampling: Sampler
-    runs: tuple[tuple[float, int], ...]
-    preparation: tuple[float, ...] = ()
-    unit: str = "example"
-    projections: int | None = None
-
-    @property
-    def steps(self) -> int:
-        """How many steps it ran."""
-        return sum(steps for _, steps in self.runs)
-
-    @property
-    def event(self) -> dp.DpEvent:
-        """Its privacy event."""
-        queries = map(accounting.gaussian, self.preparation)
-        each = np.repeat(*map(np.asarray, zip(*self.runs, strict=True))) if self.runs else []
-        steps = _steps(self.sampling, np.asarray(each, np.float64), self.projections)
-        return accounting.compose(*queries, steps)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What it is, as JSON has it; `of` reads it."""
-        return {
-            "sampling": self.sampling.name,
-            "examples": self.sampling.examples,
-            "batch_size": self.sampling.batch_size,
-            "multiplier_and_steps": [list(run) for run in self.runs],
-            "preparation": list(self.preparation),
-            "unit": self.unit,
-            **({} if self.projections is None else {"projections": self.projections}),
-        }
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any], steps: int | None = None) -> Spent:
-        """From `facts`, or those of a mechanism of which so many steps ran."""
-        runs, left = (
-            [],
-            sum(n for _, n in facts["multiplier_and_steps"]) if steps is None else steps,
-        )
-        for multiplier, planned in facts["multiplier_and_steps"]:
-            runs.append((float(multiplier), min(left, planned)))
-            left -= runs[-1][1]
-        return cls(
-            sampling=sampling.by_name(facts["sampling"], facts["examples"], facts["batch_size"]),
-            runs=tuple(run for run in runs if run[1]),
-            preparation=tuple(facts["preparation"]),
-            unit=facts.get("unit", "example"),
-            projections=facts.get("projections"),
-        )
-
-
-class AdaptiveState(NamedTuple):
-    """What noise needs to go on where the bound is adapted.
-
-    Privacy: the key is a secret.  The scale is released: it follows from noised counts.
-    """
-
-    key: Key
-    step: Int[Array, ""]
-    scale: Float[Array, ""]
-    """What the rule's bounds, and the noise with them, are multiplied by at this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +112,7 @@ class Mechanism:
                 "at least 0 at every planned step."
             )
         if self.adaptive is not None:
-            _check_adaptive(self)
+            check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
         if not all(multiplier >= 0 for multiplier in self.preparation):
             raise ValueError(
                 f"Mechanism(preparation={self.preparation}): expected the noise multipliers of "
@@ -227,18 +147,14 @@ class Mechanism:
 
     def gradient_multipliers(self, totals: np.ndarray) -> np.ndarray:
         """What is left for the sums of steps with these (effective) multipliers."""
-        return totals * _growth(totals, self.count_multiplier)
+        return totals * growth(totals, self.count_multiplier)
 
     @property
     def gradient_multiplier(self) -> NoiseMultiplier:
         """The noise multiplier of the sums alone: with what the count takes, the total."""
-        total, count = self.noise_multiplier, self.count_multiplier
         if self.adaptive is None:
-            return total
-        if callable(total):
-            return lambda step: total(step) * _growth(total(step), count)
-        joint = accounting.effective_multiplier(np.ravel(total))
-        return _scaled(total, _growth(joint, count))
+            return self.noise_multiplier
+        return left_for_gradients(self.noise_multiplier, self.count_multiplier)
 
     def deviations(self, step: Any) -> list[Any]:
         """The noise's standard deviation on the mean, in each group, at a step.
@@ -299,7 +215,7 @@ class Mechanism:
         """The privacy event of preparation and of steps with these multipliers, in this order."""
         if np.isinf(self.clipping.sensitivity) and len(multipliers):
             return dp.NonPrivateDpEvent()
-        steps = _steps(self.sampling, multipliers, self.clipping.projections)
+        steps = steps_event(self.sampling, multipliers, self.clipping.projections)
         return accounting.compose(self.prepared, steps)
 
     def epsilon(self, delta: float, method: str = "rdp") -> float:
@@ -345,8 +261,7 @@ class Mechanism:
 
     def scaled(self, factor: float) -> Mechanism:
         """This mechanism with all its noise multiplied by ``factor``."""
-        scaled = _scaled(self.noise_multiplier, factor)
-        return dataclasses.replace(self, noise_multiplier=scaled)
+        return dataclasses.replace(self, noise_multiplier=scaled(self.noise_multiplier, factor))
 
     def privatize(self, key: Key) -> optax.GradientTransformationExtraArgs:
         """The Optax link from a clipped sum to a private mean.
@@ -368,7 +283,7 @@ class Mechanism:
 
         def init(params: PyTree) -> Any:
             state = link.init(params)
-            return state if self.adaptive is None else _at(state, jnp.ones((), jnp.float32))
+            return state if self.adaptive is None else adapted(state, jnp.ones((), jnp.float32))
 
         def update(
             updates: PyTree,
@@ -390,28 +305,10 @@ class Mechanism:
             mean = jax.tree.map(lambda x: x * scale.astype(x.dtype), noisy)
             if self.adaptive is None:
                 return mean, after
-            return mean, _at(after, self._moved(state, below, scale))
+            moved = followed(self.adaptive, self.count_multiplier, state, below, scale)
+            return mean, adapted(after, moved)
 
         return optax.GradientTransformationExtraArgs(init, update)
-
-    def _moved(self, state: AdaptiveState, below: Any, share: Array) -> Float[Array, ""]:
-        """The scale of the next step, from a count to which noise is added here, once."""
-        if self.adaptive is None or below is None:
-            raise ValueError(
-                "Mechanism.privatize: the bound is adapted, so update needs the count that it "
-                "follows: update(sum, state, below=quantile.below(rule, norms, mask)), of the "
-                "same batch. dpjax.dpsgd does all of it; optax chains with clip_and_sum cannot, "
-                "for their bound does not move."
-            )
-        drawn = noise.standard_normal(trees.step_key(state.key, Purpose.COUNT, state.step), ())
-        fraction = (below + self.count_multiplier / 2 * drawn) * share + 0.5
-        return self.adaptive.moved(state.scale, fraction)
-
-
-def _steps(sampler: Sampler, multipliers: np.ndarray, projections: int | None) -> dp.DpEvent:
-    """The event of steps, as their norms were: known, or estimated."""
-    event = sampler.event(multipliers)
-    return event if projections is None else accounting.with_projections(event, projections)
 
 
 def _check_unit(unit: str, before: Sequence[str]) -> None:
@@ -426,44 +323,3 @@ def _check_unit(unit: str, before: Sequence[str]) -> None:
             f"{', one '.join(sorted(set(before)))}, and epsilons of different units do not add. "
             "Account for both runs in one unit."
         )
-
-
-def _check_adaptive(mechanism: Mechanism) -> None:
-    bound, count = mechanism.clipping.sensitivity, mechanism.count_multiplier
-    if not 0 < bound < np.inf:
-        raise ValueError(
-            f"Mechanism(adaptive=...): the rule's bound is {bound}; expected a positive, finite "
-            "one to begin at, near a gradient's usual norm. It may be off by far."
-        )
-    if mechanism.clipping.projections is not None:
-        raise ValueError(
-            "Mechanism(adaptive=...): norms are estimated (clipping.jl), and nothing is proved for "
-            "their count beside such sums. Take clipping.flat, or leave adaptive= out."
-        )
-    largest = float(np.max(mechanism.multipliers, initial=0.0))
-    if not (largest < count or largest == count == 0):
-        raise ValueError(
-            f"Mechanism(adaptive=...): the noise multiplier of gradients and count together is "
-            f"{largest:.4g}, and that of the count alone {count:.4g}: together they cannot cost "
-            "less than one of them does. Give clipping.Quantile a count_multiplier above "
-            f"{largest:.4g}, 10 times it say (by default it is a tenth of the batch size)."
-        )
-
-
-def _at(state: Any, scale: Float[Array, ""]) -> AdaptiveState:
-    return AdaptiveState(state.key, state.step, scale)
-
-
-def _growth(total: Any, count: float) -> Any:
-    """By how much the gradients' multiplier is above the total: $(1 - z^2 / z_c^2)^{-1/2}$."""
-    return 1.0 if count == 0 else (1 - (total / count) ** 2) ** -0.5
-
-
-def _scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
-    """The same noise, ``factor`` times as large."""
-    if callable(multiplier):
-        schedule = multiplier
-        return lambda step: schedule(step) * factor
-    if isinstance(multiplier, Sequence):
-        return tuple(m * factor for m in multiplier)
-    return multiplier * factor

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an earlier run has spent: enough to account for it again, and nothing else.
+
+It is read back from what a run left in its folder, and a `dpjax.Mechanism` that begins
+where that run ended pays for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting as dp
+import numpy as np
+
+from dpjax import accounting, sampling
+from dpjax.types import Sampler
+
+__all__ = ["Spent", "steps_event"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What an earlier run on the same data has spent.
+
+    Args:
+      sampling: How it drew.
+      runs: The multipliers of its steps, in order: ``(multiplier, steps)``.
+      preparation: The multipliers of its queries before the first step.
+      unit: Whose data it protected: those of one example, or of one client.
+      projections: From how many norms were estimated, if they were.
+    """
+
+    sampling: Sampler
+    runs: tuple[tuple[float, int], ...]
+    preparation: tuple[float, ...] = ()
+    unit: str = "example"
+    projections: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many steps it ran."""
+        return sum(steps for _, steps in self.runs)
+
+    @property
+    def event(self) -> dp.DpEvent:
+        """Its privacy event."""
+        queries = map(accounting.gaussian, self.preparation)
+        each = np.repeat(*map(np.asarray, zip(*self.runs, strict=True))) if self.runs else []
+        steps = steps_event(self.sampling, np.asarray(each, np.float64), self.projections)
+        return accounting.compose(*queries, steps)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON has it; `of` reads it."""
+        return {
+            "sampling": self.sampling.name,
+            "examples": self.sampling.examples,
+            "batch_size": self.sampling.batch_size,
+            "multiplier_and_steps": [list(run) for run in self.runs],
+            "preparation": list(self.preparation),
+            "unit": self.unit,
+            **({} if self.projections is None else {"projections": self.projections}),
+        }
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], steps: int | None = None) -> Spent:
+        """From `facts`, or those of a mechanism of which so many steps ran."""
+        runs, left = (
+            [],
+            sum(n for _, n in facts["multiplier_and_steps"]) if steps is None else steps,
+        )
+        for multiplier, planned in facts["multiplier_and_steps"]:
+            runs.append((float(multiplier), min(left, planned)))
+            left -= runs[-1][1]
+        return cls(
+            sampling=sampling.by_name(facts["sampling"], facts["examples"], facts["batch_size"]),
+            runs=tuple(run for run in runs if run[1]),
+            preparation=tuple(facts["preparation"]),
+            unit=facts.get("unit", "example"),
+            projections=facts.get("projections"),
+        )
+
+
+def steps_event(sampler: Sampler, multipliers: np.ndarray, projections: int | None) -> dp.DpEvent:
+    """The event of steps, as their norms were: known, or estimated."""
+    event = sampler.event(multipliers)
+    return event if projections is None else accounting.with_projections(event, projections)
