@@ -39,7 +39,7 @@ from dpjax import clipping, data, losses, models, sampling, schedules
 _TABLE = flags.DEFINE_enum("table", None, ["2", "3", "4"], "Which; by default 2, 3 and figure 4.")
 _FIGURE = flags.DEFINE_enum("figure", None, ["4"], "Accuracy against log epsilon, of table 3.")
 
-EPOCHS, EXAMPLES, BATCH = 20, 60_000, 600
+EPOCHS, EXAMPLES, BATCH, BOUND = 20, 60_000, 600, 3.0
 PRINTED = {  # epsilon and validation accuracy
     "exponential-down": (2.61, 95.72),
     "exponential-up": (2.61, 94.42),
@@ -67,7 +67,7 @@ def mechanism_of(noise: Any, sampler: Any = None) -> dpjax.Mechanism:
     """The published setting with a schedule or a number, on Poisson batches."""
     return dpjax.Mechanism(
         sampling=sampling.poisson(EXAMPLES, BATCH) if sampler is None else sampler,
-        clipping=clipping.flat(1.0),
+        clipping=clipping.flat(BOUND),
         noise_multiplier=noise,
         steps=EPOCHS * EXAMPLES // BATCH,
     )

@@ -12,6 +12,7 @@ arithmetic.
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import pathlib
@@ -54,14 +55,24 @@ def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
     queries = card.get("preparation", {}).get("gaussian_multipliers", [])
     before = [event_of(spent, halve=halve) for spent in card.get("before", [])]
     before += [dp.GaussianDpEvent(float(z) / 2 if halve else float(z)) for z in queries]
-    steps = [dp.SelfComposedDpEvent(step_event(sampling, float(z)), n) for z, n in runs]
+    if sampling["name"] == "scored":  # the largest rate of any bin, step by step
+        rows = [rate for rate, steps in sampling["rates"] for _ in range(steps)]
+        each = [z for z, n in runs for _ in range(n)]
+        pairs = collections.Counter(zip(rows + rows[-1:] * len(each), each, strict=False))
+        steps = [
+            dp.SelfComposedDpEvent(step_event({**sampling, "sampling_rate": rate}, float(z)), n)
+            for (rate, z), n in pairs.items()
+            if rate > 0
+        ]
+    else:
+        steps = [dp.SelfComposedDpEvent(step_event(sampling, float(z)), n) for z, n in runs]
     return dp.ComposedDpEvent([*before, *steps])
 
 
 def step_event(sampling: dict[str, Any], multiplier: float) -> dp.DpEvent:
     """One step, as this sampler's claim allows it to be counted."""
     noise = dp.GaussianDpEvent(multiplier)
-    if sampling["name"] == "poisson" and sampling["sampling_rate"] < 1:
+    if sampling["name"] in ("poisson", "scored") and sampling["sampling_rate"] < 1:
         return dp.PoissonSampledDpEvent(sampling["sampling_rate"], noise)
     if sampling["name"] == "fixed":
         return dp.SampledWithoutReplacementDpEvent(

@@ -171,6 +171,23 @@ def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
     assert "DOES NOT HOLD" in outcome.stdout
 
 
+def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
+    """Also beyond the last row, which stays, and what an earlier scorer has spent."""
+    poisson, flat = dpjax.sampling.poisson(1000, 10), dpjax.clipping.flat(1.0)
+    options = {"clipping": flat, "noise_multiplier": 1.5, "steps": 30}
+    scorer = dpjax.Mechanism(sampling=poisson, **options)
+    sampler = dpjax.sampling.scored(
+        np.arange(1000) % 2, [[0.0, 0.05], [0.02, 0.01]], steps_per_row=10, batch_size=20
+    )
+    before = (scorer.spent(scorer.multipliers),)
+    card = dpjax.reports.card(dpjax.Mechanism(sampling=sampler, before=before, **options), 1e-5)
+    (tmp_path / "privacy.json").write_text(json.dumps(card))
+    assert run("verify.py", tmp_path / "privacy.json").stdout.count("holds") == 3
+    card["sampling"]["rates"][0][0] = 0.06
+    (tmp_path / "false.json").write_text(json.dumps(card))
+    assert "DOES NOT HOLD" in run("verify.py", tmp_path / "false.json", status=1).stdout
+
+
 @pytest.mark.parametrize(
     "flags",
     [

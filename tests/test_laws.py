@@ -67,6 +67,9 @@ SAMPLERS = {
     "fixed": lambda: sampling.fixed(40, 10),
     "full": lambda: sampling.full(40),
     "curriculum": lambda: sampling.curriculum(np.arange(40)[::-1], 10, public=True),
+    "scored": lambda: sampling.scored(
+        np.arange(40) % 2, [[0.25, 0.0], [0.25, 0.5]], steps_per_row=1, batch_size=10
+    ),
 }
 EVERY_SAMPLER = [pytest.param(make(), id=name) for name, make in SAMPLERS.items()]
 

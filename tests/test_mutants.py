@@ -546,8 +546,8 @@ MUTANTS = [
     Mutant(
         "the same people at every step",
         "sampling.py",
-        "trees.step_key(key, Purpose.SAMPLING, step), (examples,)",
-        "trees.step_key(key, Purpose.SAMPLING, 0), (examples,)",
+        "trees.step_key(key, Purpose.SAMPLING, step), below, True)",
+        "trees.step_key(key, Purpose.SAMPLING, 0), below, True)",
         LAWS + "draws_differ_between_steps_and_keys[poisson]",
     ),
     Mutant(
@@ -568,8 +568,8 @@ MUTANTS = [
         "shuffled batches claim amplification",
         "sampling.py",
         "        return _gaussians(worst)\n",
-        "        return _runs(multipliers, lambda z: dp.PoissonSampledDpEvent("
-        "batch_size / examples, dp.GaussianDpEvent(z)))\n",
+        "        return _runs(lambda z: dp.PoissonSampledDpEvent("
+        "batch_size / examples, dp.GaussianDpEvent(z)), multipliers)\n",
         SAMPLE + "shuffled_and_fixed_orders_are_one_gaussian_an_epoch[shuffled-1.0-28.3735]",
     ),
     Mutant(
@@ -1484,6 +1484,42 @@ MUTANTS = [
         'if method == "pld":',
         'if method == "never":',
         "test_filters.py::test_what_no_theorem_covers_is_refused[pld]",
+    ),
+    # Curricula.
+    Mutant(
+        "bins are counted at their mean rate",
+        "sampling.py",
+        "largest, of = table.max(axis=1)",
+        "largest, of = table.mean(axis=1)",
+        SAMPLE + "the_largest_rate_of_any_bin_is_counted",
+    ),
+    Mutant(
+        "every bin is drawn at the rate of the first",
+        "sampling.py",
+        "below[row][of], some[row][of])",
+        "below[row][0 * of], some[row][0 * of])",
+        SAMPLE + "a_bin_is_drawn_at_its_own_rate_of_the_step",
+    ),
+    Mutant(
+        "the first row of rates is counted for ever",
+        "sampling.py",
+        "rows = np.minimum(np.arange(len(multipliers)) // steps_per_row",
+        "rows = np.minimum(0 * np.arange(len(multipliers)) // steps_per_row",
+        SAMPLE + "the_largest_rate_of_any_bin_is_counted",
+    ),
+    Mutant(
+        "weights that are not held to 1",
+        "gradients/clipped.py",
+        "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)",
+        "jnp.where(rows > 0, rows, 0)",
+        "test_training.py::TestWeights::test_no_weight_lets_an_example_past_its_bound",
+    ),
+    Mutant(
+        "a weight that sees other examples",
+        "training/stepping.py",
+        "return jax.vmap(lambda example: weigh(step, params, example))(rows)",
+        "return jnp.roll(jax.vmap(lambda example: weigh(step, params, example))(rows), 1)",
+        "test_training.py::TestWeights::test_examples_count_as_their_weights_of_the_step",
     ),
     Mutant(
         "filter: gdp takes sampled steps for whole ones",

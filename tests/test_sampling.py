@@ -85,6 +85,51 @@ def test_an_order_made_from_private_data_is_not_private():
     assert "not private" in sampler.claim
 
 
+def bins(rates, steps_per_row=400):
+    return sampling.scored(
+        np.arange(60_000) // 12_000, rates, steps_per_row=steps_per_row, batch_size=600
+    )
+
+
+OPENED = np.tri(5)
+
+
+@pytest.mark.parametrize(
+    ("rates", "method", "expected"),
+    [
+        (0.01 * OPENED, "pld", 1.4938),  # growing batches cost what no curriculum costs
+        (0.05 * OPENED / np.arange(1, 6)[:, None], "pld", 4.6323),
+        (0.05 * OPENED / np.arange(1, 6)[:, None], "rdp", 5.0575),
+        (0.01 * OPENED[:, 4:], "pld", 0.6514),  # nobody but the hardest: in the last row alone
+    ],
+)
+def test_the_largest_rate_of_any_bin_is_counted(rates, method, expected):
+    places = np.arange(60_000) // 12_000 if rates.shape[1] == 5 else np.zeros(60_000, int)
+    sampler = sampling.scored(places, rates, steps_per_row=400, batch_size=600)
+    assert epsilon(sampler, 1.38, 2000, method) == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_bin_is_drawn_at_its_own_rate_of_the_step():
+    rates = np.array([[0.2, 0.0], [0.1, 1.0]])
+    sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=3, batch_size=10)
+    draws = [sampler.draw(jax.random.key(0), step) for step in range(60)]
+    counts = np.array([np.bincount(d.indices[: int(d.size)] % 2, minlength=2) for d in draws])
+    assert not counts[:3, 1].any()
+    assert (counts[3:, 1] == 500).all()
+    assert 60 < counts[:3, 0].mean() < 140  # of 100, with a deviation of 5
+    assert abs(counts[3:, 0].mean() - 50) < 4  # 4 of its deviations
+
+
+def test_one_bin_at_one_rate_is_poisson_sampling():
+    one = sampling.scored(np.zeros(100, int), [[0.1]], steps_per_row=1, batch_size=10)
+    other = sampling.poisson(100, 10)
+    for step in range(3):
+        a, b = (s.draw(jax.random.key(1), step) for s in (one, other))
+        np.testing.assert_array_equal(a.indices, b.indices)
+    multipliers = np.array([1.0, 2.0, 1.0])
+    assert one.event(multipliers) == other.event(multipliers)
+
+
 def test_full_batches_are_plain_gaussians():
     assert epsilon(sampling.full(1279), 35.0, 2000, "pld", delta=1 / (1.1 * 1279)) == pytest.approx(
         4.3959, rel=0.002
@@ -124,6 +169,16 @@ def test_every_sampler_says_what_is_proved(name):
         (lambda: sampling.shuffled(100, 2.5), "whole number"),
         (lambda: sampling.fixed(10, 11), "swapped"),
         (lambda: sampling.curriculum([0.3, 0.1], 1), "np.argsort"),
+        (lambda: bins([0.1, 0.2]), r"expected rates \[rows, bins\]"),
+        (lambda: bins([[600.0] * 5]), "Usually a batch size was given"),
+        (lambda: bins([[1e-10] * 5]), "all that a coin can show"),
+        (lambda: bins([[float("nan")] * 5]), "from 0 to 1"),
+        (lambda: bins([[0.1] * 4]), "np.digitize"),
+        (
+            lambda: sampling.scored([0.5, 1.0], [[0.1]], steps_per_row=1, batch_size=1),
+            "np.digitize",
+        ),
+        (lambda: sampling.by_name("scored", 10, 1), "build such a sampler anew"),
     ],
 )
 def test_errors_teach(call, message):

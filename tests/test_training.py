@@ -4,6 +4,7 @@
 import dataclasses
 import io
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -574,6 +575,67 @@ class TestPerStep:
     def test_data_without_a_place_for_it_are_refused(self):
         with pytest.raises(TypeError, match=r"expected a tuple.*write \(x,\)"):
             dpjax.dpsgd(timed, optax.sgd(0.1), make().mechanism, DATA, per_step=lambda step: step)
+
+
+class TestWeights:
+    @staticmethod
+    def summed(weights, data, engine="auto", microbatch_size=None, noise=0.0, bound=100.0):
+        """What two steps of rate 1 on the whole data move, step by step."""
+        size = len(data[0])
+        mechanism = dpjax.Mechanism(
+            sampling=sampling.full(size),
+            clipping=clipping.flat(bound),
+            noise_multiplier=noise,
+            steps=2,
+        )
+        algorithm = dpjax.dpsgd(
+            lambda w, example: loss(w, example[0]),
+            optax.sgd(1.0),
+            mechanism,
+            data,
+            engine,
+            weights=weights,
+            microbatch_size=microbatch_size,
+        )
+        state, moved = start(algorithm), []
+        for _ in range(2):
+            after, _ = algorithm.step(state)
+            moved.append(size * np.asarray(after.params - state.params))
+            state = after
+        return moved
+
+    @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
+    @pytest.mark.parametrize("microbatch_size", [None, 2])
+    def test_examples_count_as_their_weights_of_the_step(self, engine, microbatch_size):
+        data = (jnp.eye(3), jnp.array([1.0, 0.5, 0.0]))
+        options = {"engine": engine, "microbatch_size": microbatch_size}
+        first, second = self.summed(lambda t, w, x: x[1] / (t + 1), data, **options)
+        np.testing.assert_allclose(first, [1, 0.5, 0], atol=1e-6)
+        w = first / 3
+        expected = [(np.eye(3)[i] - w) * float(data[1][i]) / 2 for i in range(3)]
+        np.testing.assert_allclose(second, np.sum(expected, axis=0), atol=1e-6)
+
+    def test_a_weight_may_look_at_the_parameters(self):
+        """Of an example with a low loss, as in a curriculum: hard ones wait."""
+        data = (jnp.array([[1.0, 0, 0], [0, 9.0, 0]]),)
+        easy = lambda t, w, x: (loss(w, x[0]) < 1 + 100 * t) * 1.0  # noqa: E731
+        first, second = self.summed(easy, data)
+        np.testing.assert_allclose(first, [1, 0, 0], atol=1e-6)
+        assert second[1] > 8
+
+    @pytest.mark.parametrize("weight", [7.0, math.inf, -1.0, math.nan])
+    def test_no_weight_lets_an_example_past_its_bound(self, weight):
+        for moved in self.summed(lambda t, w, x: weight, (jnp.full((1, 3), 50.0),), bound=1.0):
+            assert np.linalg.norm(moved) <= 1 + 1e-6
+
+    def test_it_costs_nothing_and_moves_no_noise(self):
+        data = (jnp.ones((4, 3)),)
+        none, whole, half = (
+            self.summed(weights, data, noise=3.0)[0]
+            for weights in (None, lambda t, w, x: 1.0, lambda t, w, x: 0.5)
+        )
+        np.testing.assert_array_equal(none, whole)
+        np.testing.assert_allclose(none - half, 2 * np.ones(3), rtol=1e-3)
 
 
 class TestAveraging:

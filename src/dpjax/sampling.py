@@ -13,8 +13,9 @@ epsilon.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import dp_accounting as dp
@@ -26,7 +27,7 @@ from jaxtyping import Array, Int
 from dpjax import trees
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
-__all__ = ["by_name", "curriculum", "fixed", "fold", "full", "poisson", "shuffled"]
+__all__ = ["by_name", "curriculum", "fixed", "fold", "full", "poisson", "scored", "shuffled"]
 
 T = TypeVar("T")
 
@@ -67,15 +68,11 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         )
 
     def draw(key: Key, step: Any) -> Draw:
-        coins = jax.random.bits(
-            trees.step_key(key, Purpose.SAMPLING, step), (examples,), jnp.uint32
-        )
-        chosen = coins <= jnp.uint32(largest)
-        count = jnp.sum(chosen, dtype=jnp.int32)
-        return Draw(jnp.nonzero(chosen, size=examples, fill_value=0)[0], count)
+        below = jnp.full(examples, largest, jnp.uint32)
+        return _coins(trees.step_key(key, Purpose.SAMPLING, step), below, True)
 
     def event(multipliers: np.ndarray) -> dp.DpEvent:
-        return _runs(multipliers, lambda z: dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z)))
+        return _runs(functools.partial(_poisson, rate), multipliers)
 
     return Sampler(
         name="poisson",
@@ -83,7 +80,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         batch_size=batch_size,
         capacity=examples,
         draw=draw,
-        event=event if rate < 1 else _gaussians,
+        event=event,
         claim="exact Poisson sampling; amplification by sampling is proved and counted",
     )
 
@@ -100,8 +97,9 @@ def by_name(name: str, examples: int, batch_size: float) -> Sampler:
     by_size = {"poisson": poisson, "fixed": fixed, "shuffled": shuffled}
     if name not in by_size:
         raise ValueError(
-            f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}. The order of "
-            "a curriculum is no word; build it with sampling.curriculum(order, batch_size)."
+            f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}. Orders and "
+            "scores are no words; build such a sampler anew, with sampling.curriculum or "
+            "sampling.scored."
         )
     return by_size[name](examples, batch_size)
 
@@ -140,12 +138,10 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         return Draw(order[:batch_size], jnp.asarray(batch_size, jnp.int32))
 
     def event(multipliers: np.ndarray) -> dp.DpEvent:
-        return _runs(
-            multipliers,
-            lambda z: dp.SampledWithoutReplacementDpEvent(
-                examples, batch_size, dp.GaussianDpEvent(z)
-            ),
-        )
+        def one(z: float) -> dp.DpEvent:
+            return dp.SampledWithoutReplacementDpEvent(examples, batch_size, dp.GaussianDpEvent(z))
+
+        return _runs(one, multipliers)
 
     return Sampler(
         name="fixed",
@@ -212,6 +208,7 @@ def curriculum(
         batch_size,
         lambda key, epoch: fixed_order,
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
+        {"order": trees.fingerprint(indices)},
     )
     if public:
         return sampler
@@ -219,6 +216,67 @@ def curriculum(
         sampler,
         event=lambda multipliers: dp.NonPrivateDpEvent(),
         claim="the order comes from the private data without noise: not private",
+    )
+
+
+def scored(
+    bins: Sequence[int] | np.ndarray,
+    rates: Sequence[Sequence[float]] | np.ndarray,
+    *,
+    steps_per_row: int,
+    batch_size: float,
+) -> Sampler:
+    r"""Easy examples first, soundly: a coin for every example, at the rate of its bin.
+
+    Args:
+      bins: The bin of each example, from 0: what a *public* scorer says of that example
+        alone, cut at public thresholds.  A scorer trained with `dpjax.dpsgd` is public once
+        it is paid for, with ``Mechanism(before=...)``.
+      rates: The rate of each bin, a row at a time: ``[rows, bins]``, from 0 to 1.
+      steps_per_row: How long a row lasts; the last one stays.
+      batch_size: What sums are divided by; public.  Not a count of what is in the bins,
+        which is private: about the rates times their *planned* sizes.
+
+    Privacy:
+      With add-or-remove neighbours: an example's bin is its own, whoever else is there, so
+      each step is the Poisson-subsampled Gaussian at the rate of that bin; what is counted at
+      each step is the largest rate of any bin.  Bins cut at quantiles of the private scores,
+      or rates made from counts of them, are covered by nothing.
+
+    Example:
+      >>> bins = np.arange(60_000) // 12_000  # by a public scorer: the easiest first
+      >>> opened = np.tri(5)  # one bin more every four epochs
+      >>> sampler = scored(bins, 0.01 * opened, steps_per_row=400, batch_size=600)
+      >>> sampler.facts["rates"]
+      [[0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400]]
+    """
+    places, table = np.asarray(bins), np.asarray(rates, np.float64)
+    _check("scored", places.size, batch_size)
+    _check_rates(places, table, steps_per_row)
+    largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
+    below = jnp.asarray(np.maximum(np.floor(table * _WORDS) - 1, 0).astype(np.uint32))
+    some = jnp.asarray(table > 0)
+
+    def draw(key: Key, step: Any) -> Draw:
+        row = jnp.minimum(step // steps_per_row, len(table) - 1)
+        return _coins(trees.step_key(key, Purpose.SAMPLING, step), below[row][of], some[row][of])
+
+    def event(multipliers: np.ndarray) -> dp.DpEvent:
+        rows = np.minimum(np.arange(len(multipliers)) // steps_per_row, len(table) - 1)
+        return _runs(_poisson, largest[rows], multipliers)
+
+    return Sampler(
+        name="scored",
+        examples=places.size,
+        batch_size=batch_size,
+        capacity=places.size,
+        draw=draw,
+        event=event,
+        claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
+        facts={
+            "rates": [[float(rate), steps_per_row] for rate in largest],
+            "bins": trees.fingerprint([places, table]),
+        },
     )
 
 
@@ -257,6 +315,7 @@ def _epochs(
     batch_size: int,
     order: Callable[[Key, Any], Int[Array, " examples"]],
     claim: str,
+    facts: Mapping[str, Any] | None = None,
 ) -> Sampler:
     """A sampler that walks through one order of the examples per epoch."""
     steps = examples // batch_size
@@ -281,22 +340,60 @@ def _epochs(
         event=event,
         neighbours=Neighbours.ZERO_OUT,
         claim=claim,
+        facts=facts or {},
     )
+
+
+def _coins(key: Key, below: Array, some: Any) -> Draw:
+    """Everyone whose coin of 32 bits is at most its own number, among some."""
+    chosen = (jax.random.bits(key, below.shape, jnp.uint32) <= below) & some
+    count = jnp.sum(chosen, dtype=jnp.int32)
+    return Draw(jnp.nonzero(chosen, size=below.size, fill_value=0)[0], count)
+
+
+def _poisson(rate: float, multiplier: float) -> dp.DpEvent:
+    """One step at a rate: everyone at 1, nobody at 0."""
+    noise = dp.GaussianDpEvent(multiplier)
+    if rate == 0:
+        return dp.NoOpDpEvent()
+    return dp.PoissonSampledDpEvent(rate, noise) if rate < 1 else noise
 
 
 def _gaussians(multipliers: np.ndarray) -> dp.DpEvent:
     """One unamplified Gaussian per multiplier."""
-    return _runs(multipliers, dp.GaussianDpEvent)
+    return _runs(dp.GaussianDpEvent, multipliers)
 
 
-def _runs(multipliers: np.ndarray, event: Callable[[float], dp.DpEvent]) -> dp.DpEvent:
-    """Composes the event of each step, equal multipliers grouped into one entry."""
-    values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
+def _runs(event: Callable[..., dp.DpEvent], *columns: np.ndarray) -> dp.DpEvent:
+    """Composes the events of all steps, equal ones grouped into one entry."""
+    each = np.stack([np.asarray(column, np.float64) for column in columns], axis=-1)
+    values, counts = np.unique(each, axis=0, return_counts=True)
     runs: list[dp.DpEvent] = [
-        dp.SelfComposedDpEvent(event(float(value)), int(count))
+        dp.SelfComposedDpEvent(event(*map(float, value)), int(count))
         for value, count in zip(values, counts, strict=True)
     ]
     return dp.ComposedDpEvent(runs) if runs else dp.NoOpDpEvent()
+
+
+def _check_rates(bins: np.ndarray, rates: np.ndarray, steps_per_row: int) -> None:
+    if rates.ndim != 2 or not rates.size or steps_per_row < 1:
+        raise ValueError(
+            f"sampling.scored(rates of shape {rates.shape}, steps_per_row={steps_per_row}): "
+            "expected rates [rows, bins], at least one row, which lasts for at least one step."
+        )
+    if not np.all((rates == 0) | ((rates >= 1 / _WORDS) & (rates <= 1))):
+        raise ValueError(
+            "sampling.scored: expected rates from 0 to 1 (and from 2^-32, if not 0, which is all "
+            "that a coin can show). Usually a batch size was given: divide it by the number of "
+            "examples that the bins are planned to hold."
+        )
+    whole = bins.ndim == 1 and np.issubdtype(bins.dtype, np.integer)
+    if not whole or np.any(bins < 0) or np.any(bins >= rates.shape[1]):
+        raise ValueError(
+            f"sampling.scored: expected one whole number from 0 to {rates.shape[1] - 1} for each "
+            "example, its bin. Usually scores were passed: cut them at public thresholds, "
+            "np.digitize(scores, thresholds)."
+        )
 
 
 def _check(name: str, examples: int, batch_size: float, *, whole: bool = False) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax.numpy as jnp
@@ -212,6 +212,7 @@ class Sampler:
         *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
       neighbours: The neighbouring relation for which ``event`` holds.
       claim: In words, what is proved.
+      facts: What else tells it from others of its name, as JSON has it.
     """
 
     name: str
@@ -222,6 +223,7 @@ class Sampler:
     event: Callable[[np.ndarray], DpEvent]
     neighbours: Neighbours = Neighbours.ADD_OR_REMOVE
     claim: str
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def sampling_rate(self) -> float:

@@ -58,6 +58,7 @@ class Spent:
             "sampling": self.sampling.name,
             "examples": self.sampling.examples,
             "batch_size": self.sampling.batch_size,
+            **self.sampling.facts,
             "multiplier_and_steps": [list(run) for run in self.runs],
             "preparation": list(self.preparation),
             "unit": self.unit,

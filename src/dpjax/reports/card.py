@@ -87,6 +87,7 @@ def _spent(spent: Spent) -> dict[str, Any]:
             "batch_size": sampling.batch_size,
             "sampling_rate": sampling.sampling_rate,
             "claim": sampling.claim,
+            **sampling.facts,
         },
         "noise": {
             "distribution": "gaussian",

@@ -37,6 +37,7 @@ def dpsgd(
     *,
     per_step: Callable[[Int[Array, ""]], PyTree] | None = None,
     bound_schedule: Schedule | None = None,
+    weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None = None,
     microbatch_size: int | None = None,
     budget: ledger.Budget | None = None,
 ) -> Algorithm:
@@ -56,6 +57,10 @@ def dpsgd(
       bound_schedule: Multiplies the rule's bounds at step t, and the noise with them: a large
         bound after a small one, for example.  A positive Optax schedule.  For bounds that
         follow the gradients see ``Mechanism(adaptive=...)``.
+      weights: ``weights(step, params, example)``, from 0 to 1: how much of an example's clipped
+        gradient counts at a step, for a curriculum.  Held to that range.  It may look at the
+        example, at the parameters and at anything public; what it computes of them is computed
+        besides the gradient.
       microbatch_size: Examples on the chip at once; by default what fits.  Speed only.
       budget: A `dpjax.ledger.Budget` that no step may pass.
 
@@ -70,6 +75,8 @@ def dpsgd(
       ``per_step`` costs nothing: it sees the number of the step, which is public, and no
       data; and whatever the loss makes of it, clipping bounds each example's gradient.
       ``bound_schedule`` costs nothing either: multipliers are relative to the bound.
+      ``weights`` cost nothing: a weight follows from its own example and from what was already
+      released, and shortens a gradient that is clipped; the sum is divided by the same number.
       An adapted bound is paid for: its count is part of the mechanism's noise multiplier.
 
     Example:
@@ -93,8 +100,20 @@ def dpsgd(
       >>> loss = lambda w, example: (1 + example[1]) * jnp.sum((w - example[0]) ** 2)
       >>> data = (jnp.ones((100, 3)),)
       >>> algorithm = dpsgd(loss, optax.sgd(0.1), mechanism, data, per_step=lambda t: t // 10)
+
+      Examples whose loss is low first, the others as training goes on:
+
+      >>> easy = lambda t, w, example: jax.nn.sigmoid(t - jnp.sum((w - example[0]) ** 2))
+      >>> algorithm = dpsgd(
+      ...     lambda w, example: jnp.sum((w - example[0]) ** 2),
+      ...     optax.sgd(0.1),
+      ...     mechanism,
+      ...     data,
+      ...     weights=easy,
+      ... )
     """
-    recipe = Recipe(loss, optimizer, mechanism, engine, per_step, bound_schedule, microbatch_size)
+    options = per_step, bound_schedule, weights, microbatch_size
+    recipe = Recipe(loss, optimizer, mechanism, engine, *options)
     _check_schedule(bound_schedule, mechanism)
     _check_data(data, mechanism, per_step)
     steps = streamed(recipe, data) if isinstance(data, Stream) else resident(recipe, data)

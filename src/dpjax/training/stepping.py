@@ -65,6 +65,7 @@ class Recipe(NamedTuple):
     engine: str
     per_step: Callable[[Int[Array, ""]], PyTree] | None
     bound_schedule: Schedule | None
+    weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None
     microbatch_size: int | None
 
     @property
@@ -144,7 +145,8 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         clipped = clipped_grad(scaled, rule, recipe.engine, size, devices=devices)
         directions = trees.step_key(at.key, Purpose.PROJECTIONS, at.step)
         entered = _with_entry(recipe, at.step, rows, mask.shape)
-        part: ClippedSum = clipped(params, entered, mask, key=directions)
+        weights = _weights(recipe, at.step, params, entered)
+        part: ClippedSum = clipped(params, entered, mask, weights, key=directions)
         below = 0.0 if adaptive is None else adaptive.below(rule, part.norms, mask)
         return Sums(
             jax.tree.map(jnp.add, sums.gradients, part.value),
@@ -156,6 +158,16 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         )
 
     return Microbatches(size * devices, add)
+
+
+def _weights(
+    recipe: Recipe, step: Int[Array, ""], params: PyTree, rows: PyTree
+) -> Float[Array, " size"] | None:
+    """How much each example counts, by itself: under vmap none sees another."""
+    weigh = recipe.weights
+    if weigh is None:
+        return None
+    return jax.vmap(lambda example: weigh(step, params, example))(rows)
 
 
 def release(
