@@ -114,6 +114,7 @@ def train(
     params: Any = None,
     per_step: Callable[[Any], Any] | None = None,
     bound_schedule: Callable[[Any], Any] | None = None,
+    weights: Callable[[Any, Any, Any], Any] | None = None,
     budget: dpjax.ledger.Budget | None = None,
     evaluations: int = 20,
     initial: int = 0,
@@ -135,6 +136,7 @@ def train(
         dataset.train,
         per_step=per_step,
         bound_schedule=bound_schedule,
+        weights=weights,
         budget=budget,
     )
     (x,), _ = dataset.rows(np.array([0]))

@@ -424,3 +424,12 @@ def test_an_order_made_from_private_losses_is_not_private():
     ordered = [line for line in out.splitlines() if "easy first" in line]
     assert len(ordered) == 6
     assert all(line.count("inf") == 3 for line in ordered)
+
+
+def test_sound_curricula_cost_what_they_must():
+    """Weights nothing, a public scorer by its largest rate, a private one what it spent."""
+    out = run("an2021_noise_curricula.py", "--smoke", "--table=sound").stdout
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if "1.38" in line]
+    found = [float(row[-1]) for row in rows]
+    assert found == pytest.approx([1.4938, 1.4938, 1.4938, 4.6323, 1.5703], rel=2e-3)
+    assert "Figure 4" not in out
