@@ -216,6 +216,27 @@ def test_weights_are_held_to_one():
         clipped_grad(loss, rule)(params, batch, weights=jnp.ones(4))
 
 
+@pytest.mark.parametrize("engine", gradients.ENGINES)
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_sum_is_added_to_what_was_there(engine, size):
+    """Whatever the microbatch; also of a table, of which little is taken, more than once."""
+    params = {"table": jnp.ones((9, 2)), "scale": jnp.ones(2)}
+
+    def loss(p, x):
+        return jnp.sum(x * p["table"][jnp.array([3, 1, 3])] * p["scale"])
+
+    batch, mask = jnp.arange(1.0, 6.0), jnp.array([1, 1, 0, 1, 1])
+    clipped = clipped_grad(loss, clipping.flat(2.0), engine, size)
+    start = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), params)
+    alone = clipped(params, batch, mask).value
+    both = jax.jit(clipped)(params, batch, mask, start=start).value
+    jax.tree.map(
+        lambda a, s, b: np.testing.assert_allclose(a + s, b, rtol=1e-6), alone, start, both
+    )
+    assert not alone["table"][0].any()
+    assert alone["table"][3].all()
+
+
 TWO_DEVICES = """
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
@@ -230,7 +251,7 @@ w, x = jax.random.normal(jax.random.key(0), (3, 2)), jax.random.normal(jax.rando
 mask = jnp.array([1, 1, 0, 1, 1, 1, 1])
 for engine in ("vmap", "ghost"):
     one, two = (
-        jax.jit(clipped_grad(loss, clipping.flat(0.3), engine, 2, devices=n))(w, x, mask)
+        jax.jit(clipped_grad(loss, clipping.flat(0.3), engine, 2, devices=n))(w, x, mask, start=w)
         for n in (1, None)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)

@@ -149,9 +149,9 @@ MUTANTS = [
     Mutant(
         "noise per microbatch",
         "training/stepping.py",
-        "jax.tree.map(jnp.add, sums.gradients, part.value)",
-        "jax.tree.map(lambda t, p: t + p + jax.random.normal(jax.random.key(0), p.shape), "
-        "sums.gradients, part.value)",
+        "            part.value,\n",
+        "            jax.tree.map(lambda p: p + jax.random.normal(jax.random.key(0), p.shape), "
+        "part.value),\n",
         LAWS + "noise_is_added_once_whatever_the_microbatches[5]",
     ),
     Mutant(
@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "ghost: every leaf takes the factors of the first group",
         "gradients/ghost.py",
-        "totals[i](factors[:, groups[i]], careful)",
-        "totals[i](factors[:, 0], careful)",
+        "{i: total(factors[:, groups[i]], careful)",
+        "{i: total(factors[:, 0], careful)",
         LAWS + "engines_agree[per_group-by layer]",
     ),
     Mutant(
@@ -1161,6 +1161,20 @@ MUTANTS = [
         JL + "a_broken_example_leaves_the_others_as_they_are[broken_backward]",
     ),
     Mutant(
+        "two estimated examples that change places pass for one",
+        "accounting/projected.py",
+        'if neighbours == "replace-one":',
+        "if False:",
+        JL + "errors_teach[<lambda>-ValueError-no proof for neighbours='replace-one'0]",
+    ),
+    Mutant(
+        "a sum over examples that a narrow type rounds",
+        "gradients/jl.py",
+        "for inner in inner_programs(equation):",
+        "for inner in ():",
+        JL + "a_model_that_would_round_the_sum_is_refused",
+    ),
+    Mutant(
         "several steps written down as one",
         "training/dpsgd.py",
         "mechanism, budget, steps=count)",
@@ -1331,6 +1345,13 @@ MUTANTS = [
         FEDERATED + "errors_teach[a bound that moves]",
     ),
     Mutant(
+        "updates clipped by estimated norms",
+        "federated/fedavg.py",
+        "if mechanism.clipping.projections is not None:",
+        "if False:",
+        FEDERATED + "errors_teach[norms that are estimated]",
+    ),
+    Mutant(
         "rows of the next client pass for padding",
         "federated/local.py",
         "real = slots < count",
@@ -1430,6 +1451,20 @@ MUTANTS = [
         "test_sgld.py::test_on_the_mean_gradient_it_is_the_papers",
     ),
     Mutant(
+        "langevin: queries before the first step are free",
+        "training/sgld.py",
+        "        preparation=preparation,\n",
+        "",
+        "test_sgld.py::test_what_came_before_the_first_step_is_paid_for",
+    ),
+    Mutant(
+        "langevin: earlier runs are free",
+        "training/sgld.py",
+        "        before=before,\n",
+        "",
+        "test_sgld.py::test_what_came_before_the_first_step_is_paid_for",
+    ),
+    Mutant(
         "langevin: another schedule is paid for than runs",
         "training/sgld.py",
         "noise_multiplier=_fixed(multiplier, steps),",
@@ -1484,6 +1519,27 @@ MUTANTS = [
         'if method == "pld":',
         'if method == "never":',
         "test_filters.py::test_what_no_theorem_covers_is_refused[pld]",
+    ),
+    Mutant(
+        "a table's rows are added as they are",
+        "gradients/rules.py",
+        "rows = entries[0].scaled(factors, careful=True).form",
+        "rows = entries[0].form",
+        GHOST + "is_the_definition[embedding]",
+    ),
+    Mutant(
+        "what was taken from a table overwrites what others took",
+        "gradients/rules.py",
+        "total.at[rows.x.reshape(-1)].add(taken)",
+        "total.at[rows.x.reshape(-1)].set(taken)",
+        GHOST + "is_the_definition[embedding]",
+    ),
+    Mutant(
+        "what was there at the start is forgotten",
+        "gradients/rows.py",
+        "jax.lax.scan(body, start, folded)",
+        "jax.lax.scan(body, trees.zeros_wide(start), folded)",
+        "test_gradients.py::test_a_sum_is_added_to_what_was_there",
     ),
     # Curricula.
     Mutant(

@@ -18,7 +18,7 @@ from dpjax import trees
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.jl import projected
 from dpjax.gradients.layout import layout
-from dpjax.gradients.rows import Engine, Rows, microbatched, spread
+from dpjax.gradients.rows import Engine, Rows, adding, microbatched, spread
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 __all__ = ["check_loss", "clipped_grad"]
@@ -51,10 +51,11 @@ def clipped_grad(
         otherwise.  Speed only.
 
     Returns:
-      A function ``(params, batch, mask=None, weights=None, key=None) -> ClippedSum``.
+      A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
       Weights ``[batch]`` or ``[batch, groups]`` multiply the factors; they are held to [0, 1].
       The key is for `dpjax.clipping.jl` alone, of which it draws the directions: a fresh one
       for each step, the same for all parts of its batch.
+      The value is added to ``start``, a sum of other examples' of the same step.
 
     Sensitivity:
       ``rule.sensitivity``, for a loss in which examples do not see each other, and weights
@@ -94,7 +95,12 @@ def clipped_grad(
         return loss(params, example) if has_aux else (loss(params, example), None)
 
     def clipped(
-        params: PyTree, batch: PyTree, mask: Any = None, weights: Any = None, key: Key = None
+        params: PyTree,
+        batch: PyTree,
+        mask: Any = None,
+        weights: Any = None,
+        key: Key = None,
+        start: PyTree = None,
     ) -> ClippedSum:
         size = trees.leading_size(batch)
         example = trees.one_row(batch)
@@ -119,7 +125,8 @@ def clipped_grad(
         )
         run = microbatched(_with_key(ENGINES[name], rule, key), micro)
         run = run if count == 1 else spread(run, count)
-        return run(with_aux, rule, params, Rows(batch, real, held))
+        start = trees.zeros_wide(params) if start is None else start
+        return run(with_aux, rule, params, Rows(batch, real, held), start)
 
     return clipped
 
@@ -133,7 +140,7 @@ def _with_key(engine: Engine, rule: Clipping, key: Key) -> Engine:
             "clipped_grad: norms are estimated from random directions, which need a key: "
             "clipped(params, batch, key=key), a fresh one at every step. dpjax.dpsgd gives it."
         )
-    return lambda loss, rule, params, rows: projected(loss, rule, params, rows, key)
+    return adding(lambda loss, rule, params, rows: projected(loss, rule, params, rows, key))
 
 
 def _held_weights(weights: Any, size: int, groups: int) -> Array:

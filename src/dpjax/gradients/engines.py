@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines: ways to compute the same clipped sum.
 
-An engine is a function ``(loss, rule, params, rows)``; a new one joins by a row in
+An engine is a function ``(loss, rule, params, rows, start)``; a new one joins by a row in
 `ENGINES` and is then held to the others by the laws.  It is given as many rows as are
 worth working on at once, and never needs to know how many there are in all.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from dpjax import clipping
 from dpjax.gradients.ghost import by_patches, ghost
 from dpjax.gradients.isolation import isolated
-from dpjax.gradients.rows import Engine, Rows
+from dpjax.gradients.rows import Engine, Rows, adding
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = ["ENGINES", "vmap"]
@@ -30,7 +30,7 @@ def vmap(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum
 
 # "scan" is "vmap" in microbatches.
 ENGINES: dict[str, Engine] = {
-    "vmap": isolated(vmap),
-    "scan": isolated(vmap),
+    "vmap": isolated(adding(vmap)),
+    "scan": isolated(adding(vmap)),
     "ghost": isolated(ghost, harmless=by_patches),
 }

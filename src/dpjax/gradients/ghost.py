@@ -22,14 +22,14 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax.gradients.rows import Rows
-from dpjax.gradients.rules import Entry, Total, norms, scaled
+from dpjax.gradients.rules import Entry, Total, into_table, norms, scaled
 from dpjax.gradients.walk import trace
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = ["backward", "by_patches", "ghost", "wide_leaves"]
 
 
-def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
     """Norms and sum from the data and cotangents of every place a parameter enters."""
     groups, leaves = rule.partition.assign(params), wide_leaves(params)
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
@@ -47,15 +47,20 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSu
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights
 
-    def value(careful: bool) -> list[Array]:
-        return [
-            totals[i](factors[:, groups[i]], careful) if i in totals else jnp.zeros_like(leaf)
-            for i, leaf in enumerate(leaves)
-        ]
+    sums = jax.tree.leaves(start)
+    for i, found in entries.items():
+        if put := into_table(i, found):
+            sums[i] = put(sums[i], factors[:, groups[i]])
+            del totals[i]
+
+    def value(careful: bool) -> dict[int, Array]:
+        return {i: total(factors[:, groups[i]], careful) for i, total in totals.items()}
 
     # Wiping out what is not finite costs a pass over all data; nearly always there is none.
     broken = ~jnp.all(jnp.isfinite(lengths))
-    sums = jax.lax.cond(broken, lambda: value(careful=True), lambda: value(careful=False))
+    parts = jax.lax.cond(broken, lambda: value(careful=True), lambda: value(careful=False))
+    for i, part in parts.items():
+        sums[i] = sums[i] + part
     return ClippedSum(
         jax.tree.structure(params).unflatten(sums),
         jnp.where(rows.mask, losses, 0),

@@ -35,14 +35,18 @@ def isolated(
     """
     alone = microbatched(engine, 1)
 
-    def guarded(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
-        together = engine(loss, rule, params, rows)
+    def guarded(
+        loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+    ) -> ClippedSum:
+        together = engine(loss, rule, params, rows, start)
         example = trees.one_row(rows.batch)
         found = _convolutions(jax.make_jaxpr(loss)(params, example).jaxpr)
         if found == 0 or found == harmless(loss, params, example):
             return together
         broken = ~jnp.all(jnp.isfinite(together.norms))
-        return jax.lax.cond(broken, lambda: alone(loss, rule, params, rows), lambda: together)
+        return jax.lax.cond(
+            broken, lambda: alone(loss, rule, params, rows, start), lambda: together
+        )
 
     return guarded
 

@@ -18,7 +18,7 @@ from dpjax import clipping, trees
 from dpjax.gradients.ghost import backward, wide_leaves
 from dpjax.gradients.layout import layout
 from dpjax.gradients.rows import Rows, microbatched, spread
-from dpjax.gradients.rules import scaled, weighted_sum
+from dpjax.gradients.rules import into_table, scaled, weighted_sum
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = ["plain_grad"]
@@ -58,21 +58,26 @@ def plain_grad(
         engine = microbatched(_unclipped, micro)
         engine = engine if count == 1 else spread(engine, count)
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
-        summed = engine(with_aux, clipping.flat(jnp.inf), params, rows).value
+        nothing = trees.zeros_wide(params)
+        summed = engine(with_aux, clipping.flat(jnp.inf), params, rows, nothing).value
         return jax.tree.map(lambda x: x / size, summed)
 
     return gradient
 
 
-def _unclipped(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+def _unclipped(
+    loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+) -> ClippedSum:
     """An engine that sums gradients as they are."""
     del rule
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
     losses, _, entries, gradients = backward(loss, params, rows.batch)
-    sums = [jnp.zeros_like(leaf) for leaf in leaves]
+    sums = jax.tree.leaves(start)
     for i, found in entries.items():
-        sums[i] = weighted_sum(i, found, leaves, ones, careful=False)
+        put = into_table(i, found)
+        part = None if put else weighted_sum(i, found, leaves, ones, careful=False)
+        sums[i] = put(sums[i], ones) if put else sums[i] + part
     for i, each in gradients.items():
-        sums[i] = scaled(each, ones, careful=False)
+        sums[i] = sums[i] + scaled(each, ones, careful=False)
     value = jax.tree.structure(params).unflatten(sums)
     return ClippedSum(value, losses, rows.weights, rows.weights)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from dpjax import trees
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
-__all__ = ["Engine", "Rows", "microbatched", "spread"]
+__all__ = ["Engine", "Rows", "adding", "microbatched", "spread"]
 
 
 class Rows(NamedTuple):
@@ -36,8 +36,21 @@ class Rows(NamedTuple):
     weights: Float[Array, "batch groups"]
 
 
-Engine = Callable[[LossFn, Clipping, PyTree, Rows], ClippedSum]
-"""``(loss, rule, params, rows) -> clipped sum``; the loss returns ``(scalar, aux)``."""
+Engine = Callable[[LossFn, Clipping, PyTree, Rows, PyTree], ClippedSum]
+"""``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start;
+the loss returns ``(scalar, aux)``."""
+
+
+def adding(engine: Callable[[LossFn, Clipping, PyTree, Rows], ClippedSum]) -> Engine:
+    """An engine of one that begins at zero."""
+
+    def added(
+        loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+    ) -> ClippedSum:
+        found = engine(loss, rule, params, rows)
+        return found._replace(value=jax.tree.map(jnp.add, start, found.value))
+
+    return added
 
 
 def microbatched(engine: Engine, size: int) -> Engine:
@@ -48,10 +61,10 @@ def microbatched(engine: Engine, size: int) -> Engine:
       size: Of a microbatch; the last one is padded.
     """
 
-    def loop(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+    def loop(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         count = rows.mask.shape[0]
         if count <= size:
-            return engine(loss, rule, params, rows)
+            return engine(loss, rule, params, rows, start)
         trips = -(-count // size)
 
         def fold(x: Array) -> Array:
@@ -61,12 +74,11 @@ def microbatched(engine: Engine, size: int) -> Engine:
             return x.reshape((trips * size, *x.shape[2:]))[:count]
 
         def body(total: PyTree, some: Rows) -> tuple[PyTree, ClippedSum]:
-            part = engine(loss, rule, params, some)
-            total = jax.tree.map(jnp.add, total, part.value)
-            return total, part._replace(value=None)
+            part = engine(loss, rule, params, some, total)
+            return part.value, part._replace(value=None)
 
         folded = jax.tree.map(fold, _padded(rows, trips * size))
-        total, parts = jax.lax.scan(body, trees.zeros_wide(params), folded)
+        total, parts = jax.lax.scan(body, start, folded)
         return jax.tree.map(unfold, parts)._replace(value=total)
 
     return loop
@@ -84,7 +96,7 @@ def spread(engine: Engine, devices: int) -> Engine:
 
     def together(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
         def on_one(params: PyTree, some: Rows) -> ClippedSum:
-            part = engine(loss, rule, params, some)
+            part = engine(loss, rule, params, some, trees.zeros_wide(params))
             return part._replace(value=jax.lax.psum(part.value, "examples"))
 
         count = rows.mask.shape[0]
@@ -100,7 +112,7 @@ def spread(engine: Engine, devices: int) -> Engine:
         each = jax.tree.map(lambda x: x[:count], result._replace(value=None))
         return each._replace(value=result.value)
 
-    return together
+    return adding(together)
 
 
 def _padded(rows: Rows, size: int) -> Rows:

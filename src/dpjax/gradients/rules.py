@@ -30,7 +30,17 @@ from dpjax import trees
 from dpjax.gradients.forms import Outer, form_of
 from dpjax.gradients.walk import Site
 
-__all__ = ["Choice", "Entry", "Total", "choose", "foresee", "norms", "scaled", "weighted_sum"]
+__all__ = [
+    "Choice",
+    "Entry",
+    "Total",
+    "choose",
+    "foresee",
+    "into_table",
+    "norms",
+    "scaled",
+    "weighted_sum",
+]
 
 Squares = Float[Array, " batch"]
 Shape = jax.ShapeDtypeStruct
@@ -182,6 +192,31 @@ def weighted_sum(
             part = _pulled(leaf, leaves, entry.site.of)(form.place(_over_all(form)))
         total = total + part
     return total
+
+
+def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
+    """Adds to a sum, in place, what a batch took from a table; None for whatever is no table.
+
+    Elsewhere a part is written and then added; most rows of a table were not taken, and that
+    would be passes over nothing but zeros.
+
+    Args:
+      leaf: Which leaf.
+      entries: All its sites.
+    """
+    site, form = entries[0].site, entries[0].form
+    if len(entries) > 1 or form is None or not form.chosen or site.stacks:
+        return None
+    if not site.isometry or site.leaves != {leaf} or site.axes != tuple(range(len(site.shape))):
+        return None
+
+    def put(total: Array, factors: Squares) -> Array:
+        rows = entries[0].scaled(factors, careful=True).form
+        assert rows is not None
+        taken = rows.g.reshape(-1, *total.shape[1:])
+        return total.at[rows.x.reshape(-1)].add(taken)
+
+    return put
 
 
 def _over_all(form: Outer) -> Array:

@@ -146,10 +146,10 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         directions = trees.step_key(at.key, Purpose.PROJECTIONS, at.step)
         entered = _with_entry(recipe, at.step, rows, mask.shape)
         weights = _weights(recipe, at.step, params, entered)
-        part: ClippedSum = clipped(params, entered, mask, weights, key=directions)
+        part: ClippedSum = clipped(params, entered, mask, weights, directions, sums.gradients)
         below = 0.0 if adaptive is None else adaptive.below(rule, part.norms, mask)
         return Sums(
-            jax.tree.map(jnp.add, sums.gradients, part.value),
+            part.value,
             sums.losses + jnp.sum(part.losses, dtype=jnp.float32) * scale,
             sums.norms + jnp.sum(part.norms, axis=0, dtype=jnp.float32) * scale,
             sums.over + jnp.sum(part.norms > bounds, axis=0, dtype=jnp.float32),
