@@ -524,6 +524,11 @@ BAD = {
         ValueError,
         "follows a quantile",
     ),
+    "norms that are estimated": (
+        lambda: fedavg(some_clients(1, 2), mechanism(2, rule=clipping.jl(1.0, 30))),
+        ValueError,
+        "at hand whole",
+    ),
     "unit": (lambda: mechanism(3, unit="person"), TypeError, "multiple values"),
     "a unit of one's own": (
         lambda: dataclasses.replace(mechanism(3), unit="person"),

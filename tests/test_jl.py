@@ -126,6 +126,42 @@ def test_a_step_draws_directions_of_its_own():
         assert float(info.norm[0]) == pytest.approx(float(want), rel=1e-4)
 
 
+def test_products_are_not_rounded_by_accelerators():
+    clipped = dpjax.clipped_grad(loss, clipping.jl(1.0, 2))
+    found = str(jax.make_jaxpr(lambda p: clipped(p, X, key=jax.random.key(0)).value)(PARAMS))
+    products = found.count("dot_general[")
+    assert products > 1
+    assert found.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products
+
+
+def in_bfloat16(w, x):
+    return jnp.vdot(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def test_a_model_that_would_round_the_sum_is_refused():
+    """In bfloat16 a sum near 256 moves by 2 or not at all, whatever an example's bound is."""
+    clipped = dpjax.clipped_grad(in_bfloat16, clipping.jl(1.0, 3))
+    inside = dpjax.clipped_grad(jax.checkpoint(in_bfloat16), clipping.jl(1.0, 3))
+    for function in (clipped, inside):
+        with pytest.raises(TypeError, match="computes in bfloat16; expected float32 or wider"):
+            function(jnp.zeros(3), X, key=jax.random.key(0))
+    narrow_data = dpjax.clipped_grad(lambda w, x: jnp.vdot(w, x * 1.0), clipping.jl(1.0, 3))
+    narrow_data(jnp.zeros(3), jnp.ones((4, 3), jnp.int8), key=jax.random.key(0))
+
+
+def test_an_interrupted_run_ends_the_same_to_the_last_bit(tmp_path):
+    def fit(directory, steps=None):
+        algorithm = dpjax.dpsgd(loss, optax.adam(0.1), mechanism_for(multiplier=8.0), X)
+        state = algorithm.init(jax.random.key(1), PARAMS)
+        options = {"method": "pld", "directory": directory, "progress": False}
+        return dpjax.fit(algorithm, state, steps=steps, evaluate_every=2, **options)
+
+    fit(tmp_path / "run", steps=4)
+    (resumed, rows), (whole, others) = fit(tmp_path / "run"), fit(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    assert [row["private"] for row in rows] == [row["private"] for row in others]
+
+
 # What it costs -------------------------------------------------------------------------
 
 
@@ -225,6 +261,16 @@ TEACHES = [
         lambda: mechanism_for(adaptive=clipping.Quantile(count_multiplier=9.0)),
         ValueError,
         "norms are estimated",
+    ),
+    (
+        lambda: mechanism_for(neighbours="replace-one").epsilon(1e-5, "pld"),
+        ValueError,
+        "no proof for neighbours='replace-one'",
+    ),
+    (
+        lambda: mechanism_for(neighbours="replace-one").delta(1.0, "pld"),
+        ValueError,
+        "no proof for neighbours='replace-one'",
     ),
     (
         lambda: mechanism_for(sampler=sampling.fixed(12, 6)).event,

@@ -5,7 +5,8 @@ A norm that is estimated from `r` random projections is the norm times `sqrt(chi
 whatever the gradient. So an example moves the clipped sum by up to `s = sqrt(r / chi2_r)` bounds:
 mostly about one, now and then many. Let the projections be released too, for they have not seen
 the data. Given them a step is a Gaussian whose multiplier is divided by `s`, and its privacy loss
-has the distribution of that Gaussian, mixed over `s`.
+has the distribution of that Gaussian, mixed over `s`. That is one example more or fewer: two that
+change places have an `s` each, and nothing is proved for them.
 
 There is no other number. The chance of a large `s` falls like a power, and Rényi divergences weigh
 it by the exponential of a square: they are infinite at every order, and an estimate by a central
@@ -135,6 +136,12 @@ def _steps(parts: Parts) -> dict[tuple[float, float, int], int]:
 def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
     """The composed loss distribution of everything."""
     steps, kind = _steps(parts), relation(neighbours)
+    if neighbours == "replace-one":
+        raise ValueError(
+            "accounting: norms from random projections have no proof for neighbours='replace-one': "
+            "one example is estimated by one scale, and the one in its place by another. State the "
+            "guarantee for 'add-or-remove', or clip by exact norms (clipping.flat)."
+        )
     if len(steps) < len(parts.foreign):
         raise ValueError(
             "accounting: norms from random projections compose with Gaussian steps and queries "

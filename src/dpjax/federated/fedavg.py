@@ -209,6 +209,12 @@ def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> 
             "federated: this mechanism's bound follows a quantile, and rounds count no updates "
             "below it. Leave adaptive= out, and choose the bound by what is public."
         )
+    if mechanism.clipping.projections is not None:
+        raise ValueError(
+            "federated: this rule estimates norms from random projections (clipping.jl), to spare "
+            "the memory of single gradients. A client's update is at hand whole, so its exact norm "
+            "is free, and costs less epsilon: take clipping.flat."
+        )
     expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
     if sizes != (expected, expected):
         raise ValueError(

@@ -11,13 +11,16 @@ It is no engine, for it changes the guarantee: see `dpjax.clipping.jl`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
+from dpjax.gradients.primitives import inner_programs
 from dpjax.gradients.rows import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
@@ -28,13 +31,21 @@ def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key
     """The clipped sum of a rule whose norms are estimated.
 
     Args:
-      loss: ``loss(params, example) -> (scalar, aux)``.
+      loss: ``loss(params, example) -> (scalar, aux)``, computed in float32 or wider: the sum
+        over examples is a product of the model's own.
       rule: From `dpjax.clipping.jl`.
       params: float32 or wider: the directions have their dtype.
       rows: Examples.
       key: Of the directions; the same one for all microbatches of a step.
     """
-    _check_width(params)
+    _check_width(loss, params, trees.one_row(rows.batch))
+    # Accelerators round the inputs of products, and norms and sums differently.
+    with jax.default_matmul_precision("highest"):
+        return _projected(loss, rule, params, rows, key)
+
+
+def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
+    """As `projected`, in whatever precision products have."""
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
@@ -88,11 +99,25 @@ def _one_by_one(
     return jax.lax.scan(add, trees.zeros_wide(params), (batch, factors))[0]
 
 
-def _check_width(params: PyTree) -> None:
-    for leaf in jax.tree.leaves(params):
-        if trees.wide(leaf.dtype) != leaf.dtype:
+def _check_width(loss: LossFn, params: PyTree, example: PyTree) -> None:
+    """Raises if anything on the way from parameters to a loss is narrower than float32."""
+    program = jax.make_jaxpr(loss)(params, example).jaxpr
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
+    for dtype in (*dtypes, *_computed(program)):
+        if jnp.issubdtype(dtype, jnp.floating) and trees.wide(dtype) != dtype:
             raise TypeError(
-                f"clipping.jl: parameters are {leaf.dtype}; expected float32 or wider. Norms are "
-                "estimated from derivatives, and a narrow type rounds them before they are "
-                "squared. Keep float32 parameters and cast them inside the loss."
+                f"clipping.jl: the loss computes in {dtype}; expected float32 or wider throughout. "
+                "One reverse pass sums over the examples, and a narrow type rounds that sum by "
+                "more than one of them may move it. Keep parameters and model in float32; or clip "
+                "by exact norms (clipping.flat), whose sums are wide whatever the model computes "
+                "in."
             )
+
+
+def _computed(program: Jaxpr) -> Iterator[Any]:
+    """The dtypes of what a program computes, however deep."""
+    for equation in program.eqns:
+        values: list[Any] = [variable.aval for variable in equation.outvars]
+        yield from (value.dtype for value in values if hasattr(value, "dtype"))
+        for inner in inner_programs(equation):
+            yield from _computed(inner)
