@@ -201,6 +201,18 @@ def test_a_rate_that_decays_is_paid_for_step_by_step():
     assert spent == pytest.approx(accounting.epsilon(event, 1e-3))
 
 
+def test_what_came_before_the_first_step_is_paid_for():
+    plain, settings = chain(rule=clipping.flat(1.0)), {"rule": clipping.flat(1.0)}
+    spent = plain.mechanism.spent(plain.mechanism.multipliers)
+    prepared, later = chain(preparation=(8.0, 8.0), **settings), chain(before=[spent], **settings)
+    event = plain.mechanism.event
+    for algorithm, first in ((prepared, accounting.gaussian(8.0, steps=2)), (later, event)):
+        both = accounting.epsilon(accounting.compose(first, event), 1e-3)
+        assert algorithm.mechanism.epsilon(1e-3) == pytest.approx(both)
+        assert both > plain.mechanism.epsilon(1e-3)
+        assert algorithm.identity() != plain.identity()
+
+
 def test_what_runs_is_what_is_accounted_to_the_bit():
     algorithm = chain(rate=optax.cosine_decay_schedule(1e-3, 50, alpha=0.1), steps=40)
     compiled = jax.jit(algorithm.mechanism.noise_multiplier)
@@ -254,6 +266,8 @@ def test_another_rate_prior_or_temperature_is_another_run():
     ):
         assert other.identity() != plain
     assert chain(rate=DECAY).identity() == chain(rate=DECAY).identity()
+    from_arrays = chain(rate=np.float32(1e-4), samples=np.int64(20)).identity()
+    assert json.loads(json.dumps(from_arrays)) == from_arrays, "a folder can hold it"
 
 
 def dies_after(algorithm, steps):

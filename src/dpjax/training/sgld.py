@@ -12,7 +12,7 @@ a `Mechanism`, and hands them to `dpsgd`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import optax
 from jaxtyping import Array, Int
 
 from dpjax import ledger, noise, schedules, trees
-from dpjax.mechanism import Mechanism
+from dpjax.mechanism import Mechanism, Spent
 from dpjax.training.dpsgd import State, dpsgd
 from dpjax.training.samples import keep_samples
 from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule
@@ -43,6 +43,8 @@ def dp_sgld(
     samples: int = 20,
     burn_in: int | None = None,
     every: int | None = None,
+    preparation: Sequence[float] = (),
+    before: Sequence[Spent] = (),
     engine: str = "auto",
     budget: ledger.Budget | None = None,
     per_step: Callable[[Int[Array, ""]], PyTree] | None = None,
@@ -69,6 +71,9 @@ def dp_sgld(
       samples: How many are kept, the last ones; each takes the memory of the parameters.
       burn_in: Steps before the first is kept; by default half of them.
       every: Steps between two; by default such that ``samples`` fill the rest of the run.
+      preparation: What queries before the first step cost, as for `dpjax.Mechanism`.
+      before: What earlier runs on these data have spent, as for `dpjax.Mechanism`: where a
+        chain begins at parameters that one of them released, say.
       engine: As for `dpjax.dpsgd`, and likewise those below.
       budget: A `dpjax.ledger.Budget` that no step may pass.
       per_step: What the step adds to every example.
@@ -130,6 +135,8 @@ def dp_sgld(
         clipping=clipping,
         noise_multiplier=_fixed(multiplier, steps),
         steps=steps,
+        preparation=preparation,
+        before=before,
     )
     burn_in = steps // 2 if burn_in is None else burn_in
     every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every
@@ -157,10 +164,12 @@ def dp_sgld(
         return {
             **inner.identity(),
             "algorithm": "dp_sgld",
-            "learning rate": rate if not callable(rate) else trees.fingerprint(_rates(rate, steps)),
+            "learning rate": trees.fingerprint(_rates(rate, steps))
+            if callable(rate)
+            else float(rate),
             "temperature": float(temperature),
             "prior deviation": str(float(prior_deviation)),
-            "samples": [samples, burn_in, every],
+            "samples": [int(number) for number in (samples, burn_in, every)],
         }
 
     return dataclasses.replace(inner, init=init, identity=identity)
