@@ -5,9 +5,9 @@ import json
 import pathlib
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 
 import pytest
+from pages import parsed, text
 
 BINARY = pathlib.Path(__file__).parent.parent / "experiments" / "compare.py"
 EVIL = "<b>$x$</b>"
@@ -37,17 +37,6 @@ def write(path, accuracies, flags=None, epsilon=1.0, seconds=10.0):
         config = {"flags": {"out": str(path), **flags}, "seconds": seconds}
         (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def parsed(path):
-    tree = ET.fromstring(path.read_text(encoding="utf-8"))
-    for node in tree.iter():
-        node.tag = node.tag.rpartition("}")[2]
-    return tree
-
-
-def text(node):
-    return " ".join("".join(node.itertext()).split())
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import matplotlib.image
 import numpy as np
 import optax
 import pytest
+from pages import parsed, text
 
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
@@ -97,18 +98,6 @@ def write(path, rows=None, *, card=CARD, config=CONFIG, statement=STATEMENT, **d
         np.savez(path / "evaluation.npz", labels=LABELS, probabilities=PROBABILITIES)
         np.savez(path / "diagnostics.npz", **{**DIAGNOSTICS, **diagnostics})
     return path
-
-
-def parsed(path):
-    """The page as XML, without the namespace of HTML or SVG."""
-    tree = ET.fromstring(path.read_text(encoding="utf-8"))
-    for node in tree.iter():
-        node.tag = node.tag.rpartition("}")[2]
-    return tree
-
-
-def text(node):
-    return " ".join("".join(node.itertext()).split())
 
 
 def badges(tree):
@@ -368,6 +357,23 @@ def test_the_bound_is_a_line_where_it_is_one_number(bounds, identity, lines, tmp
     (tmp_path / "run.json").write_text(json.dumps(identity))
     figure, _ = drawn(curves.norms, folder.read(tmp_path))
     assert len(figure.axes[0].lines) == lines
+
+
+def test_an_adapted_bound_is_the_one_that_was_released(tmp_path):
+    bounds = [0.5, 0.4, 0.3]
+    rows = [row(t, bound=[b, 2 * b]) for t, b in enumerate(bounds, start=1)]
+    figure, _ = drawn(curves.norms, folder.read(write(tmp_path, rows)))
+    _, bound = figure.axes[0].lines
+    np.testing.assert_allclose(bound.get_ydata(), np.multiply(1.5, bounds))
+    assert len(figure.axes[0].collections) == 1, "from the smallest to the largest group"
+
+
+def test_clients_are_not_called_examples(tmp_path):
+    path = write(tmp_path, [row(1, clients_per_second=7.0)])
+    (path / "run.json").write_text(json.dumps({"unit": "client"}))
+    page = text(parsed(reports.report(path)))
+    assert "clients per second7" in page
+    assert "examples per second" not in page
 
 
 @pytest.mark.parametrize(
