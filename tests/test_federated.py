@@ -448,6 +448,16 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(tmp_path):
     assert {"loss", "clients", "examples", "norm", "clipped"} == set(rows[0]["private"])
 
 
+def test_the_log_counts_clients_by_their_name(capsys):
+    algorithm = long_run()
+    _, rows = dpjax.fit(algorithm, algorithm.init(jax.random.key(5), jnp.zeros(3)), steps=2)
+    assert rows[-1]["clients_per_second"] > 0
+    assert "examples_per_second" not in rows[-1]
+    shown = capsys.readouterr().err
+    assert "clients/s" in shown
+    assert "second" not in shown
+
+
 def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
     state = long_run().init(jax.random.key(5), jnp.zeros(3))
     dpjax.fit(long_run(), state, steps=2, directory=tmp_path, progress=False)
@@ -622,4 +632,4 @@ def test_the_distribution_over_clients_is_private_and_reaches_the_log():
         progress=False,
     )
     assert {"client mean", "client lowest", "example mean", "loss"} <= set(rows[-1]["private"])
-    assert not [name for name in rows[-1] if "client" in name]
+    assert not [name for name in rows[-1] if "client " in name]

@@ -21,6 +21,7 @@ from dpjax.reports.drawing import DOTS, PALETTE, band, legend, panel
 from dpjax.reports.folder import Missing, Run
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
@@ -102,10 +103,7 @@ def norms(figure: Figure, run: Run) -> str:
     axes = panel(figure, "step", "mean gradient norm")
     band(axes, _steps(run), y, "blue", "mean norm")
     axes.set_ylim(bottom=0)
-    bound = _bound(run)
-    if np.isfinite(bound):
-        axes.axhline(bound, color=PALETTE["clay"], linewidth=1.2, linestyle="--", label="bound")
-        legend(axes)
+    _draw_bound(axes, run)
     return f"{_last(y):.3g} at the end.{_groups(y)}"
 
 
@@ -173,6 +171,19 @@ def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: 
         x, label = _steps(run), "step (epsilon is not finite)"
     axes = panel(figure, label, name)
     band(axes, x, y, color, **DOTS)
+
+
+def _draw_bound(axes: Axes, run: Run) -> None:
+    """The bound as it was adapted and released, or else the one that there was, if one."""
+    dashed = {"linewidth": 1.2, "linestyle": "--", "label": "bound"}
+    try:
+        band(axes, _steps(run), run.series("bound"), "clay", **dashed)
+    except Missing:
+        bound = _bound(run)
+        if not np.isfinite(bound):
+            return
+        axes.axhline(bound, color=PALETTE["clay"], **dashed)
+    legend(axes)
 
 
 def _bound(run: Run) -> float:

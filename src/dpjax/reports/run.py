@@ -83,6 +83,7 @@ def _header(run: Run) -> Iterator[str]:
     yield f"<h1>{escape(_name(run))}</h1>"
     accuracy = _percent(last.get("accuracy"))
     yield f'<p class="verdict">{_verdict(epsilon, run.delta, accuracy)}</p>'
+    units = f"{(run.identity or run.card or {}).get('unit', 'example')}s"
     seed = (run.card or {}).get("seed_published")
     if seed is not None:
         yield (
@@ -94,7 +95,7 @@ def _header(run: Run) -> Iterator[str]:
         ("delta", power(run.delta), ""),
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
-        ("examples per second", _round(last.get("examples_per_second")), ""),
+        (f"{units} per second", _round(last.get(f"{units}_per_second")), ""),
         ("time", _seconds(config.get("seconds")), ""),
     ]
     yield '<dl class="numbers">'

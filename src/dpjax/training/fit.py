@@ -102,6 +102,7 @@ def fit(
     # What accounting cannot answer had better be refused before the first step.
     planned = mechanism.epsilon_of(mechanism.multipliers[:end], delta, method)
     every = evaluate_every or -(-(end - begin) // 20) or 1
+    unit = getattr(mechanism, "unit", "example")  # whoever is drawn; a plan need not say
 
     with contextlib.ExitStack() as stack:
         folder = None
@@ -111,7 +112,7 @@ def fit(
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
         most = algorithm.budget.epsilon if algorithm.budget else planned
-        show = Progress(run.done, end, most, enabled=progress)
+        show = Progress(run.done, end, most, unit=unit, enabled=progress)
         stack.callback(show.close)
         while run.done < end:
             to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
@@ -124,7 +125,7 @@ def fit(
                     "delta": delta,
                     **numbers(algorithm.released(run.state)),
                     **({} if evaluate is None else numbers(evaluate(run.state))),
-                    "examples_per_second": show.rate(run.done) * mechanism.batch_size,
+                    f"{unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
                 show.line(run.done, run.add(row))
             if folder is not None:

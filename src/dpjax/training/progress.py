@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 __all__ = ["Progress"]
 
-_QUIET = {"step", "epsilon", "delta", "examples_per_second", "private"}
+_QUIET = {"step", "epsilon", "delta", "private"}
 
 
 class Progress:
@@ -21,6 +21,7 @@ class Progress:
       begin: The step at which it is.
       end: The step at which it will end.
       most: The largest epsilon: the budget, or what is planned.
+      unit: Of what a row says how many were seen a second: ``f"{unit}s_per_second"``.
       enabled: Whether to show anything.
       stream: Where to; standard error by default, so that results can be piped.
     """
@@ -31,11 +32,12 @@ class Progress:
         end: int,
         most: float,
         *,
+        unit: str = "example",
         enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
         self.stream = stream or sys.stderr
-        self.end, self.most, self.enabled = end, most, enabled
+        self.end, self.most, self.units, self.enabled = end, most, f"{unit}s", enabled
         self.live = enabled and self.stream.isatty()
         self.shown = time.monotonic()
         self.mark, self.now, self.speed = (begin, self.shown), (begin, self.shown), 0.0
@@ -60,13 +62,14 @@ class Progress:
         """Shows a row of the log."""
         if not self.enabled:
             return
+        speed = f"{self.units}_per_second"
         fields = {
             "loss": row.get("private", {}).get("loss"),
-            **{k: v for k, v in row.items() if k not in _QUIET},
+            **{k: v for k, v in row.items() if k not in {*_QUIET, speed}},
         }
         words = [f"epsilon {row['epsilon']:.2f} of {self.most:.2f}"]
         words += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
-        self.text, self.pace = "  ".join(words), f"{row['examples_per_second']:,.0f} examples/s"
+        self.text, self.pace = "  ".join(words), f"{row[speed]:,.0f} {self.units}/s"
         self._draw(step)
         if not self.live:
             print(file=self.stream, flush=True)
