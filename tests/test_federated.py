@@ -576,6 +576,11 @@ BAD = {
     "shape": (lambda: federated.Weights(values=3.0), ValueError, "one weight per client"),
     "nobody": (lambda: federated.Clients.of([]), ValueError, "of each client"),
     "nothing": (lambda: some_clients(0, 0), ValueError, "none of 2 clients"),
+    "more rows than indices can name": (
+        lambda: federated.Clients.of([np.zeros((2**30, 0))] * 2),
+        ValueError,
+        "another client's rows",
+    ),
     "owners": (
         lambda: federated.Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),
         ValueError,

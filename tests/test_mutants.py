@@ -1352,6 +1352,13 @@ MUTANTS = [
         FEDERATED + "errors_teach[norms that are estimated]",
     ),
     Mutant(
+        "a client that begins where no index can",
+        "federated/clients.py",
+        "if counts.sum() > _MOST:",
+        "if False:",
+        FEDERATED + "errors_teach[more rows than indices can name]",
+    ),
+    Mutant(
         "rows of the next client pass for padding",
         "federated/local.py",
         "real = slots < count",

@@ -54,9 +54,10 @@ class Filter:
       steps: How many were admitted.
 
     Privacy:
-      Add-or-remove neighbours, Poisson sampling. All that is released by admitted steps is
-      (epsilon, delta)-private together if each choice depends on earlier releases and public
-      things only: a loss, a norm or an accuracy of training data *before* its noise is neither.
+      Add-or-remove neighbours, Poisson sampling, exact norms (not `clipping.jl`).  All that is
+      released by admitted steps is (epsilon, delta)-private together if each choice depends on
+      earlier releases and public things only: a loss, a norm or an accuracy of training data
+      *before* its noise is neither.
       The bound of clipping may be chosen so too, and is free: multipliers are relative to it.
 
     | method | answer |

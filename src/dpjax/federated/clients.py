@@ -24,6 +24,8 @@ from dpjax.types import PyTree
 
 __all__ = ["Clients"]
 
+_MOST = 2**31 - 1  # rows
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ class Clients:
             raise ValueError(
                 f"federated.Clients: none of {len(counts)} clients has an example; there is "
                 "nothing to train on. Usually the data were filtered away before this."
+            )
+        if counts.sum() > _MOST:
+            raise ValueError(
+                f"federated.Clients: {counts.sum():,} examples; expected at most {_MOST:,}, for "
+                "rows are found by indices of 32 bits, and beyond them a client would train on "
+                "another client's rows. Leave out what clients have beyond a number that you fix."
             )
         starts = np.cumsum(counts) - counts
         on_device = jax.tree.map(jnp.asarray, (examples, starts, counts))

@@ -98,7 +98,7 @@ def langevin_multiplier(
       | given | returns |
       |---|---|
       | a rate, bound, temperature or batch size that is not positive and finite | an error |
-      | a schedule that is 0 at some step | infinity there: nothing moves, nothing is told |
+      | a schedule that is 0 at some step | infinity there: such noise leaves only NaN behind |
       | a schedule that is negative at some step | NaN there |
 
     Example:
