@@ -601,6 +601,13 @@ def test_errors_teach(name):
         make()
 
 
+def test_a_loss_that_is_no_number_is_refused():
+    """As many numbers as a batch has rows would pass for the losses of its rows."""
+    algorithm = fedavg(some_clients(3), mechanism(1), lambda w, x: w * x, local_batch_size=3)
+    with pytest.raises(ValueError, match="expected a real scalar"):
+        algorithm.step(algorithm.init(jax.random.key(0), jnp.zeros(3)))
+
+
 def test_a_step_inside_jit_is_refused():
     algorithm = fedavg(some_clients(1, 2), mechanism(2))
     state = algorithm.init(jax.random.key(0), jnp.zeros(3))

@@ -23,6 +23,7 @@ from dpjax import sampling, trees
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, trained
 from dpjax.gradients import clipped_grad, layout
+from dpjax.gradients.clipped import check_loss
 from dpjax.mechanism import Mechanism
 from dpjax.types import Draw, Key, Purpose, PyTree
 
@@ -133,7 +134,8 @@ def _summed(
     recipe: Recipe, loss: Callable[..., Array], params: PyTree, draw: Draw, clients: Clients
 ) -> _Sums:
     """The clipped, weighted sum over the drawn clients."""
-    rule = recipe.mechanism.clipping
+    rule, one = recipe.mechanism.clipping, trees.one_row(clients.examples)
+    check_loss(lambda p, x: (recipe.local.loss(p, x), None), params, one)
     size = _microbatch(recipe, loss, params)
     clipped = clipped_grad(loss, rule, "vmap")
 
