@@ -264,3 +264,24 @@ def test_a_relation_that_does_not_hold_for_what_was_spent_is_refused():
 def test_the_order_of_a_curriculum_is_no_word():
     with pytest.raises(ValueError, match="is no word"):
         sampling.by_name("curriculum", 10, 2)
+
+
+ALIKE = {  # what costs the same, and does not do the same
+    "gamma": [{"clipping": clipping.automatic(1.0, g)} for g in (0.01, 0.1)],
+    "stabilizer": [{"clipping": clipping.psac(1.0, s)} for s in (0.1, 0.2)],
+    "screen": [{"clipping": clipping.hard_threshold(1.0, s)} for s in (5.0, 6.0)],
+    "split between groups": [
+        {"clipping": clipping.grouped(1.0, 2), "noise_multiplier": z}
+        for z in ((1.0, 2.0), (2.0, 1.0))
+    ],
+    "order": [{"sampling": sampling.curriculum(np.arange(10)[::d], 2)} for d in (1, -1)],
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_runs_otherwise_has_other_facts(name):
+    """So that a run does not go on in another's folder."""
+    small = {"sampling": sampling.poisson(10, 2), "steps": 3}
+    one, other = (make(**{**small, **settings}).facts for settings in ALIKE[name])
+    assert one != other
+    assert json.loads(json.dumps([one, other])) == [one, other]

@@ -1548,6 +1548,20 @@ MUTANTS = [
         "jax.lax.scan(body, trees.zeros_wide(start), folded)",
         "test_gradients.py::test_a_sum_is_added_to_what_was_there",
     ),
+    Mutant(
+        "a rule's own numbers are no part of a run's identity",
+        "mechanism/description.py",
+        "            **self.clipping.facts,\n",
+        "",
+        MECHANISM + "what_runs_otherwise_has_other_facts",
+    ),
+    Mutant(
+        "how noise is split between groups is no part of a run's identity",
+        "mechanism/description.py",
+        "if isinstance(groups, tuple) else {}",
+        "if False else {}",
+        MECHANISM + "what_runs_otherwise_has_other_facts",
+    ),
     # Curricula.
     Mutant(
         "bins are counted at their mean rate",

@@ -115,6 +115,7 @@ class Clipping:
       name: How reports call the rule.
       projections: If norms are not known but estimated from so many random projections; see
         `dpjax.clipping.jl`.
+      facts: What else tells it from others of its name, as JSON has it.
 
     Sensitivity:
       Adding or removing one example moves the sum of scaled gradients by at most
@@ -135,6 +136,7 @@ class Clipping:
     factors: Callable[[Float[Array, "batch groups"]], Float[Array, "batch groups"]]
     name: str = "custom"
     projections: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Checks the bounds, and holds the rule's factors to them from here on."""

@@ -152,7 +152,11 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
             f"clipping.automatic(gamma={gamma}): gamma must not be negative; it is added "
             "to every norm, and 0.01 is the usual choice."
         )
-    return _rule("automatic", bound, groups, lambda norms: bound / (norms + gamma))
+
+    def wish(norms: Norms) -> Norms:
+        return bound / (norms + gamma)
+
+    return _rule("automatic", bound, groups, wish, gamma=float(gamma))
 
 
 def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> Clipping:
@@ -186,7 +190,7 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     def wish(norms: Norms) -> Norms:
         return bound / (norms + stabilizer / (norms + stabilizer))
 
-    return _rule("psac", bound, groups, wish)
+    return _rule("psac", bound, groups, wish, stabilizer=float(stabilizer))
 
 
 def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
@@ -247,7 +251,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     def wish(norms: Norms) -> Norms:
         return jnp.where(norms <= screen, scale, 0.0).astype(norms.dtype)
 
-    return _rule("hard_threshold", bound, groups, wish)
+    return _rule("hard_threshold", bound, groups, wish, screen=float(screen))
 
 
 def jl(bound: float, projections: int = 50) -> Clipping:
@@ -294,10 +298,12 @@ def jl(bound: float, projections: int = 50) -> Clipping:
     return Clipping(partition_of(1), (float(bound),), jnp.ones_like, "jl", int(projections))
 
 
-def _rule(name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms]) -> Clipping:
+def _rule(
+    name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms], **facts: float
+) -> Clipping:
     """A rule that gives every group of the partition the same bound."""
     partition = partition_of(groups)
-    return Clipping(partition, (float(bound),) * partition.size, wish, name)
+    return Clipping(partition, (float(bound),) * partition.size, wish, name, facts=facts)
 
 
 def _share(total: float | None, size: int) -> float:

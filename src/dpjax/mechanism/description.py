@@ -172,12 +172,15 @@ class Mechanism:
     @property
     def facts(self) -> dict[str, Any]:
         """What it is, as JSON has it: equal for mechanisms that run and cost the same."""
+        groups = self.noise_multiplier
         return {
             **self.spent(self.multipliers).facts,
             "neighbours": self.relation.value,
             "clipping": self.clipping.name,
             "groups": list(self.clipping.partition.names),
             "bounds": [float(bound) for bound in self.clipping.bounds],
+            **self.clipping.facts,
+            **({"multipliers by group": list(groups)} if isinstance(groups, tuple) else {}),
             "steps": self.steps,
             "before": [spent.facts for spent in self.before],
             **({} if self.adaptive is None else {"adaptive": self._adaptive_facts}),

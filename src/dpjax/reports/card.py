@@ -60,6 +60,7 @@ def card(
             "groups": list(rule.partition.names),
             "bounds": [_number(bound) for bound in rule.bounds],
             "sensitivity": _number(rule.sensitivity),
+            **{name: _number(value) for name, value in rule.facts.items()},
             "adaptive": mechanism.facts.get("adaptive"),
         },
         "before": [_spent(spent) for spent in mechanism.before],
