@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
 from classifying import train
 
 import dpjax
-from dpjax import accounting, data, losses, training
+from dpjax import accounting, data, losses, metrics, training
 from dpjax.reports import drawing
 from dpjax.reports.rendering import png
 
@@ -73,16 +74,24 @@ def trained(
 ) -> dict[str, Any]:
     """One run as the papers report it, of the last parameters: accuracy, and the way there.
 
-    ``look`` is given the parameters at each evaluation; what it finds is in ``way`` too.
-    ``more`` is for `classifying.train`: a schedule of the bound, for example.
+    ``deviation`` is the standard deviation of the classes' accuracies.  ``look`` is given the
+    parameters at each evaluation; what it finds is in ``way`` too.  ``more`` is for
+    `classifying.train`: a schedule of the bound, for example.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))
     key = jax.random.key(seed)
     options: dict[str, Any] = {"initial": seed, "gradients": False, "progress": False}
     options |= {"evaluations": evaluations, "look": look, **more}
-    *_, history = train(dataset, model, loss, mechanism, kept_last, key=key, **options)
+    last, _, history = train(dataset, model, loss, mechanism, kept_last, key=key, **options)
     way = [{k: v for k, v in row.items() if k not in _TIMES} for row in history]
-    return {"accuracy": 100 * history[-1]["accuracy"], "way": way if evaluations > 1 else []}
+    x, y = jax.tree.map(jnp.asarray, dataset.test)
+    logits = jax.lax.map(lambda x: model.apply({"params": last}, x), x, batch_size=500)
+    by_class = 100 * metrics.per_class_accuracy(logits, y)
+    return {
+        "accuracy": 100 * history[-1]["accuracy"],
+        "deviation": float(jnp.nanstd(by_class)),
+        "way": way if evaluations > 1 else [],
+    }
 
 
 def plot(path: str, x: str, y: str, lines: Mapping[str, tuple[Any, Any]]) -> None:
