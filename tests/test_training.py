@@ -16,6 +16,7 @@ import dpjax
 from dpjax import clipping, ledger, sampling, training, trees
 from dpjax.data import Stream
 from dpjax.training.progress import Progress
+from dpjax.training.run import _means
 
 DATA = jnp.ones((50, 3))
 
@@ -131,6 +132,16 @@ def test_empty_draws_leave_no_gap_in_the_log():
     _, history = dpjax.fit(algorithm, start(algorithm), progress=False)
     text = json.dumps(history, allow_nan=False)
     assert '"examples": 0.0' in text
+
+
+def test_of_an_empty_draw_the_log_counts_that_it_is_empty():
+    """Not its losses, which are of nobody; those of a run that broke are shown all the same."""
+    broken = {"examples": [0, 2], "clients": [0, 1], "loss": [math.nan, math.nan]}
+    assert _means([broken]) == {"examples": 1.0, "clients": 0.5, "loss": None}
+    empty = {"examples": [0], "clients": [0], "loss": [math.nan], "norm": [[math.nan, math.nan]]}
+    assert _means([empty]) == {"examples": 0.0, "clients": 0.0}
+    joined = _means([empty, {**empty, "examples": [3], "loss": [2.0], "norm": [[1.0, 3.0]]}])
+    assert joined == {"examples": 1.5, "clients": 0.0, "loss": 2.0, "norm": [1.0, 3.0]}
 
 
 def test_progress_is_shown_and_can_be_silenced(capsys):

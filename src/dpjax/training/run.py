@@ -125,12 +125,16 @@ def _same_key(one: Any, other: Any) -> bool:
 
 
 def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each field of the infos since the last row, empty draws left out."""
+    """The mean of each field of the infos since the last row.
+
+    Of an empty draw only what it has counts: that it is empty, and no loss or length.
+    """
     if not seen:
         return {}
     joined = {k: np.concatenate([np.asarray(s[k], float) for s in seen]) for k in seen[0]}
     drawn = joined.get("examples", np.ones(len(next(iter(joined.values()))))) > 0
-    kept = {k: v if k == "examples" else v[drawn] for k, v in joined.items()}
+    known = {k: np.isfinite(v.reshape(len(v), -1)).all(axis=1) for k, v in joined.items()}
+    kept = {k: v[drawn | known[k]] for k, v in joined.items()}
     return {k: _plain(np.mean(v, axis=0)) for k, v in kept.items() if len(v)}
 
 
