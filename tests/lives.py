@@ -5,6 +5,7 @@ They are forked from a server that has imported everything and computed nothing,
 begins in some tens of milliseconds.
 """
 
+import contextlib
 import multiprocessing
 import os
 import resource
@@ -89,6 +90,7 @@ def killed(process, after):
     """Kills a process, unless it is faster; whether it was killed."""
     process.join(after)
     if process.is_alive():
-        os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended just now
+            os.kill(process.pid, signal.SIGKILL)
         process.join()
     return process.exitcode == -signal.SIGKILL

@@ -262,7 +262,7 @@ def test_a_relation_that_does_not_hold_for_what_was_spent_is_refused():
 
 
 def test_the_order_of_a_curriculum_is_no_word():
-    with pytest.raises(ValueError, match="is no word"):
+    with pytest.raises(ValueError, match="Orders and scores are no words"):
         sampling.by_name("curriculum", 10, 2)
 
 

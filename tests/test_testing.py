@@ -26,9 +26,9 @@ def test_a_broken_rule_is_caught():
 
 
 def test_a_broken_engine_is_caught(monkeypatch):
-    def forgetful(loss, rule, params, rows):
+    def forgetful(loss, rule, params, rows, start):
         rows = rows._replace(mask=rows.mask.at[0].set(False))
-        return gradients.ENGINES["vmap"](loss, rule, params, rows)
+        return gradients.ENGINES["vmap"](loss, rule, params, rows, start)
 
     monkeypatch.setitem(gradients.ENGINES, "forgetful", forgetful)
     with pytest.raises(testing.LawBroken, match="engine 'forgetful'"):
