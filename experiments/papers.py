@@ -8,8 +8,11 @@ epsilons: the paper's, by the paper's convention, and the sound one, of what rea
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import pathlib
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +47,13 @@ class Results:
     def __init__(self, path: str | None, **facts: Any) -> None:
         self.path = None if path is None else pathlib.Path(path)
         known = json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
-        device = jax.devices()[0]
-        self.content = {**known, "device": device.device_kind, "jax": jax.__version__, **facts}
+        found = {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": f"{os.cpu_count()} x {jax.devices()[0].device_kind}",
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
+        }
+        self.content = {**known, **found, **facts}
         self.rows: dict[str, dict[str, Any]] = self.content.setdefault("rows", {})
 
     def of(self, row: str, seed: int, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
