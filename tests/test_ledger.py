@@ -96,6 +96,13 @@ def test_a_ledger_of_another_mechanism_is_refused():
         ledger.admit(book, make(1.0, steps=5))
 
 
+@pytest.mark.parametrize("steps", [0, -1])
+def test_no_step_is_taken_back(steps):
+    book = walk(make(steps=5), 2)
+    with pytest.raises(ValueError, match="expected at least 1 step"):
+        ledger.admit(book, make(steps=5), steps=steps)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

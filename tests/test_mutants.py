@@ -1562,6 +1562,20 @@ MUTANTS = [
         "if False else {}",
         MECHANISM + "what_runs_otherwise_has_other_facts",
     ),
+    Mutant(
+        "steps are taken back",
+        "ledger.py",
+        "    if steps < 1:\n",
+        "    if False:\n",
+        LEDGER + "no_step_is_taken_back",
+    ),
+    Mutant(
+        "steps run unseen inside a transformation",
+        "ledger.py",
+        "if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):",
+        "if False:",
+        "test_training.py::test_the_step_is_not_to_be_traced",
+    ),
     # Curricula.
     Mutant(
         "bins are counted at their mean rate",
