@@ -183,6 +183,8 @@ def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
     card = dpjax.reports.card(dpjax.Mechanism(sampling=sampler, before=before, **options), 1e-5)
     (tmp_path / "privacy.json").write_text(json.dumps(card))
     assert run("verify.py", tmp_path / "privacy.json").stdout.count("holds") == 3
+    assert set(card["sampling"]) - {"rates"} == set(card["before"][0]["sampling"])
+    assert sampler.fingerprint not in json.dumps(card), "it tells who is in which bin"
     card["sampling"]["rates"][0][0] = 0.06
     (tmp_path / "false.json").write_text(json.dumps(card))
     assert "DOES NOT HOLD" in run("verify.py", tmp_path / "false.json", status=1).stdout

@@ -237,6 +237,20 @@ def test_a_sum_is_added_to_what_was_there(engine, size):
     assert alone["table"][3].all()
 
 
+@pytest.mark.parametrize("engine", gradients.ENGINES)
+def test_what_is_broken_does_not_get_into_a_table(engine):
+    params, ids = {"table": jnp.ones((4, 2))}, jnp.array([[1], [1], [2]])
+
+    def loss(p, example):
+        row, x = example
+        return jnp.sum(p["table"][row] * x)
+
+    batch = ids, jnp.array([1.0, jnp.nan, jnp.inf])
+    table = clipped_grad(loss, clipping.flat(1.0), engine)(params, batch).value["table"]
+    np.testing.assert_allclose(table[1], 0.5**0.5 * np.ones(2), rtol=1e-6)
+    assert not table[np.array([0, 2, 3])].any()
+
+
 TWO_DEVICES = """
 import jax
 jax.config.update("jax_num_cpu_devices", 2)

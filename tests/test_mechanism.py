@@ -274,6 +274,10 @@ ALIKE = {  # what costs the same, and does not do the same
         {"clipping": clipping.grouped(1.0, 2), "noise_multiplier": z}
         for z in ((1.0, 2.0), (2.0, 1.0))
     ],
+    "bins": [
+        {"sampling": sampling.scored(b, [[0.1, 0.1]], steps_per_row=1, batch_size=2)}
+        for b in (np.arange(10) % 2, np.arange(10) // 5)
+    ],
     "order": [{"sampling": sampling.curriculum(np.arange(10)[::d], 2)} for d in (1, -1)],
 }
 

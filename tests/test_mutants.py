@@ -1576,6 +1576,28 @@ MUTANTS = [
         "if False:",
         "test_training.py::test_the_step_is_not_to_be_traced",
     ),
+    Mutant(
+        "what earlier microbatches summed is forgotten",
+        "training/stepping.py",
+        "weights, directions, sums.gradients)",
+        "weights, directions)",
+        LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+    ),
+    Mutant(
+        "what is broken in an example gets into a table",
+        "gradients/rules.py",
+        "entries[0].scaled(factors, careful=True)",
+        "entries[0].scaled(factors, careful=False)",
+        "test_gradients.py::test_what_is_broken_does_not_get_into_a_table",
+    ),
+    Mutant(
+        "a card tells who is in which bin",
+        "sampling.py",
+        '        facts={"rates": [[float(rate), steps_per_row] for rate in largest]},\n',
+        '        facts={"rates": [[float(rate), steps_per_row] for rate in largest], '
+        '"bins": trees.fingerprint([places, table])},\n',
+        "test_experiments.py::test_rates_by_score_are_recomputed_step_by_step",
+    ),
     # Curricula.
     Mutant(
         "bins are counted at their mean rate",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import dp_accounting as dp
@@ -208,7 +208,7 @@ def curriculum(
         batch_size,
         lambda key, epoch: fixed_order,
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
-        {"order": trees.fingerprint(indices)},
+        trees.fingerprint(indices),
     )
     if public:
         return sampler
@@ -273,10 +273,8 @@ def scored(
         draw=draw,
         event=event,
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
-        facts={
-            "rates": [[float(rate), steps_per_row] for rate in largest],
-            "bins": trees.fingerprint([places, table]),
-        },
+        facts={"rates": [[float(rate), steps_per_row] for rate in largest]},
+        fingerprint=trees.fingerprint([places, table]),
     )
 
 
@@ -315,7 +313,7 @@ def _epochs(
     batch_size: int,
     order: Callable[[Key, Any], Int[Array, " examples"]],
     claim: str,
-    facts: Mapping[str, Any] | None = None,
+    fingerprint: str | None = None,
 ) -> Sampler:
     """A sampler that walks through one order of the examples per epoch."""
     steps = examples // batch_size
@@ -340,7 +338,7 @@ def _epochs(
         event=event,
         neighbours=Neighbours.ZERO_OUT,
         claim=claim,
-        facts=facts or {},
+        fingerprint=fingerprint,
     )
 
 

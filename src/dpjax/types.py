@@ -214,7 +214,9 @@ class Sampler:
         *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
       neighbours: The neighbouring relation for which ``event`` holds.
       claim: In words, what is proved.
-      facts: What else tells it from others of its name, as JSON has it.
+      facts: What else accounting needs, as JSON has it; public, for it stands on cards.
+      fingerprint: What else tells it from others of its name.  **Not** public: a hash of what
+        is known of each example tells whoever guesses that it was right.
     """
 
     name: str
@@ -226,6 +228,7 @@ class Sampler:
     neighbours: Neighbours = Neighbours.ADD_OR_REMOVE
     claim: str
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    fingerprint: str | None = None
 
     @property
     def sampling_rate(self) -> float:

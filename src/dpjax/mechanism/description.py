@@ -171,15 +171,19 @@ class Mechanism:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it is, as JSON has it: equal for mechanisms that run and cost the same."""
-        groups = self.noise_multiplier
+        """What it is, as JSON has it: equal for mechanisms that run and cost the same.
+
+        Not for publication: how examples were drawn may say something of each.
+        """
+        groups, drawn = self.noise_multiplier, self.sampling.fingerprint
         return {
+            **self.clipping.facts,
             **self.spent(self.multipliers).facts,
+            **({"drawn by": drawn} if drawn else {}),
             "neighbours": self.relation.value,
             "clipping": self.clipping.name,
             "groups": list(self.clipping.partition.names),
             "bounds": [float(bound) for bound in self.clipping.bounds],
-            **self.clipping.facts,
             **({"multipliers by group": list(groups)} if isinstance(groups, tuple) else {}),
             "steps": self.steps,
             "before": [spent.facts for spent in self.before],

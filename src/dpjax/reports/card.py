@@ -56,11 +56,11 @@ def card(
         "neighbours": mechanism.relation.value,
         **_spent(mechanism.spent(ran)),
         "clipping": {
+            **{k: _number(v) if isinstance(v, float) else v for k, v in rule.facts.items()},
             "name": rule.name,
             "groups": list(rule.partition.names),
             "bounds": [_number(bound) for bound in rule.bounds],
             "sensitivity": _number(rule.sensitivity),
-            **{name: _number(value) for name, value in rule.facts.items()},
             "adaptive": mechanism.facts.get("adaptive"),
         },
         "before": [_spent(spent) for spent in mechanism.before],
@@ -83,12 +83,12 @@ def _spent(spent: Spent) -> dict[str, Any]:
     sampling = spent.sampling
     return {
         "sampling": {
+            **sampling.facts,
             "name": sampling.name,
             "examples": sampling.examples,
             "batch_size": sampling.batch_size,
             "sampling_rate": sampling.sampling_rate,
             "claim": sampling.claim,
-            **sampling.facts,
         },
         "noise": {
             "distribution": "gaussian",
