@@ -115,10 +115,9 @@ def run(task: str, name: str, seed: int) -> Mapping[str, Any]:
         bound_schedule=schedule,
     )
     way = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in found["way"]]
-    last = {k: v for k, v in found["way"][-1].items() if k != "private"}
     epsilons = settings.epsilons(published, name, params)
     note = dataset.name + " (JPEG copy)" * ("JPEG" in dataset.note)
-    return {**last, **found, "way": way, "epsilons": epsilons, "data": note}
+    return {**found["way"][-1], **found, "way": way, "epsilons": epsilons, "data": note}
 
 
 def lines_of(

@@ -40,6 +40,7 @@ _TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4"], "Which table; 1 
 _FIGURE = flags.DEFINE_enum("figure", None, ["2", "3", "4"], "Loss, accuracy by step; by epsilon.")
 _GROUPS = flags.DEFINE_list("groups", None, "Numbers of groups to sweep, instead of the paper's.")
 _WAYS = flags.DEFINE_list("ways", ["flat", "paper", "equal", "full"], "Which ways.")
+_EPSILONS = flags.DEFINE_list("epsilons", None, "Of the printed ones, these alone.")
 _SMOOTH = flags.DEFINE_bool("smooth", False, "Ask for noise by smooth sensitivity; it is refused.")
 
 
@@ -95,23 +96,25 @@ def mechanism_of(
     return dpjax.Mechanism(sampling=sampler, clipping=rule, noise_multiplier=noise, steps=steps)
 
 
-def rows_of(name: str, results: papers.Results, evaluations: int = 1) -> list[dict[str, Any]]:
+def rows_of(name: str, results: papers.Results) -> list[dict[str, Any]]:
     """Every way, number of groups and printed epsilon of a data set, run with all seeds."""
     setting, dataset = SETTINGS[name], data.load(name, papers.DATA_DIR.value)
     model = setting.model(classes=dataset.classes)
     seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
     sweep = [int(k) for k in _GROUPS.value or [setting.groups]]
+    asked = [float(epsilon) for epsilon in _EPSILONS.value or setting.steps]
+    lengths = {epsilon: steps for epsilon, steps in setting.steps.items() if epsilon in asked}
     rows = []
-    for (printed, steps), way, k in itertools.product(setting.steps.items(), _WAYS.value, sweep):
+    for (printed, steps), way, k in itertools.product(lengths.items(), _WAYS.value, sweep):
         if way == "flat" and k != sweep[0]:
             continue
         mechanism = mechanism_of(setting, way, k, dataset.examples, steps)
         words = f"{name} {way}" + f", {k} groups" * (way != "flat")
-        row = f"{words}, {steps} steps" + f", {evaluations} looks" * (evaluations > 1)
+        row = f"{words}, {steps} steps"
 
         def run(seed: int, mechanism: Any = mechanism) -> dict[str, Any]:
             moves = optax.sgd(setting.rate)
-            return papers.trained(dataset, model, mechanism, moves, seed, evaluations=evaluations)
+            return papers.trained(dataset, model, mechanism, moves, seed, evaluations=20)
 
         found = [results.of(row, seed, lambda s=seed, r=run: r(s)) for seed in seeds]
         nominal = mechanism_of(setting, "flat", 1, dataset.examples, steps).event
@@ -144,7 +147,7 @@ def main(_: list[str]) -> None:
     results, lines, drawn = papers.Results(papers.OUT.value), [], {}
     for name in names:
         try:
-            rows = rows_of(name, results, 20 if _FIGURE.value else 1)
+            rows = rows_of(name, results)
         except FileNotFoundError as missing:
             print(f"{name}: skipped. {missing}")
             continue
@@ -153,7 +156,7 @@ def main(_: list[str]) -> None:
         y = "loss" if _FIGURE.value == "2" else "accuracy"
         for row in rows if _FIGURE.value else ():
             ways = [each["way"] for each in row["found"]]
-            values = [[{**at, **at["private"]}[y] for at in way] for way in ways]
+            values = [[at[y] for at in way] for way in ways]
             drawn[row["words"]] = [at[x] for at in ways[0]], np.transpose(values)
     print(papers.table(["way", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
     print(

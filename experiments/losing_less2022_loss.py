@@ -108,7 +108,7 @@ class Job:
         model = models.by_name(row.model, dataset.classes or 10, torch_init=True, **options)
         watched = seed == 0 and not row.scaled and kind in THREE
         epoch = mechanism.steps // row.epochs
-        found = papers.trained(
+        return papers.trained(
             dataset,
             model,
             mechanism,
@@ -119,8 +119,6 @@ class Job:
             look=watching.Watch(model, loss, mechanism.clipping, dataset) if watched else None,
             per_step=(lambda step: step // epoch) if watching.asks_epoch(loss) else None,
         )
-        way = [{k: v for k, v in at.items() if k not in ("nll", "private")} for at in found["way"]]
-        return {**found, "way": way}
 
     def early(self) -> tuple[float, int]:
         """A small epsilon that the paper names, and the epochs for which its own stays below."""

@@ -38,7 +38,7 @@ DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
 
 DELTA = 1e-5
-_TIMES = {"examples_per_second", "delta"}
+_LEFT_OUT = {"examples_per_second", "delta", "private"}
 
 
 class Results:
@@ -64,8 +64,30 @@ class Results:
             seeds[str(seed)] = {**run(), "seconds": round(time.time() - started, 1)}
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_text(json.dumps(self.content, indent=2) + "\n")
+                self.path.write_text(written(self.content))
         return seeds[str(seed)]
+
+
+def written(content: Mapping[str, Any]) -> str:
+    """Results as JSON with a line for each run, and five digits of what was measured."""
+    facts = {name: value for name, value in content.items() if name != "rows"}
+    rows = [
+        f"    {json.dumps(row)}: {{\n"
+        + ",\n".join(f'      "{seed}": {json.dumps(_short(run))}' for seed, run in runs.items())
+        + "\n    }"
+        for row, runs in content["rows"].items()
+    ]
+    head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in facts.items())
+    return f'{{\n{head}  "rows": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
+
+
+def _short(found: Any) -> Any:
+    """The same with every float rounded to five digits."""
+    if isinstance(found, Mapping):
+        return {name: _short(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_short(value) for value in found]
+    return float(f"{found:.5g}") if isinstance(found, float) else found
 
 
 def trained(
@@ -83,7 +105,8 @@ def trained(
     """One run as the papers report it, of the last parameters: accuracy, and the way there.
 
     ``deviation`` is the standard deviation of the classes' accuracies.  ``look`` is given the
-    parameters at each evaluation; what it finds is in ``way`` too.  ``more`` is for
+    parameters at each evaluation; what it finds is in ``way`` too, and so is what the log holds
+    apart as private: these data are public.  ``more`` is for
     `classifying.train`: a schedule of the bound, for example.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))
@@ -91,7 +114,8 @@ def trained(
     options: dict[str, Any] = {"initial": seed, "gradients": False, "progress": False}
     options |= {"evaluations": evaluations, "look": look, **more}
     last, _, history = train(dataset, model, loss, mechanism, kept_last, key=key, **options)
-    way = [{k: v for k, v in row.items() if k not in _TIMES} for row in history]
+    flat = [{**row, **row.get("private", {})} for row in history]
+    way = [{k: v for k, v in row.items() if k not in _LEFT_OUT} for row in flat]
     x, y = jax.tree.map(jnp.asarray, dataset.test)
     logits = jax.lax.map(lambda x: model.apply({"params": last}, x), x, batch_size=500)
     by_class = 100 * metrics.per_class_accuracy(logits, y)
