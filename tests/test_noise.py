@@ -31,15 +31,12 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
     word = lambda *values: jnp.array(values, jnp.uint32)  # noqa: E731
     smallest = word(0, 0, 0, 0)
     axes = word(*((1 << 21) + quarter * (1 << 22) for quarter in range(4)))
-    for across in (False, True):
-        values = normal._box_muller(smallest, axes, across)
+    pairs = normal._box_muller(smallest, axes)
+    for values in (pairs.real, pairs.imag):
         assert float(jnp.max(values)) > 7.0
         assert float(jnp.min(values)) < -7.0
     for words in (word(0, 2**32 - 1, 2**31, 2**31 - 1), word(0, 2**32 - 1, 12345, 2**31)):
-        for a in words:
-            for b in words:
-                assert np.isfinite(normal._box_muller(a, b, False))
-                assert np.isfinite(normal._box_muller(a, b, True))
+        assert np.all(np.isfinite(normal._box_muller(words[:, None], words)))
 
 
 def test_the_distribution_is_normal():
@@ -57,11 +54,42 @@ def test_the_distribution_is_normal():
 
 
 def test_the_halves_of_a_draw_know_nothing_of_each_other():
-    """The two numbers of each Box-Muller pair lie half a block apart."""
-    z = noise.standard_normal(jax.random.key(0), (64, 2, normal._ROWS * normal._COLUMNS))
-    along, across = np.moveaxis(np.asarray(z, np.float64), 1, 0).reshape(2, -1)
+    """The two numbers of each Box-Muller pair lie half a draw apart."""
+    z = noise.standard_normal(jax.random.key(0), (2, 1_000_000))
+    along, across = np.asarray(z, np.float64)
     for f in (lambda x: x, np.abs, lambda x: x**2):
         assert abs(np.corrcoef(f(along), f(across))[0, 1]) < 0.005
+
+
+def test_what_a_draw_waits_for_changes_no_number():
+    """Not a number, an empty array, one of another type: whatever there is."""
+    key, shape = jax.random.key(0), (5, 3)
+    alone = noise.standard_normal(key, shape)
+    for before in (jnp.full((2, 2), jnp.nan), jnp.zeros((0, 4)), jnp.arange(3), -jnp.ones(1)):
+        waited = jax.jit(lambda x: noise.standard_normal(key, shape, after=x))(before)
+        np.testing.assert_array_equal(waited, alone)
+
+
+def test_draws_are_used_as_they_come(monkeypatch):
+    """What `use` makes of draws is what could be made of them afterwards, one by one."""
+    monkeypatch.setattr(trees, "_TOGETHER", 4)
+    tree = {"a": jnp.ones(3), "b": jnp.zeros((0, 2)), "c": jnp.arange(6.0), "d": jnp.ones(())}
+    scales = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    key = jax.random.key(3)
+    draws = trees.random_like(noise.standard_normal, key, tree)
+    used = trees.random_like(
+        noise.standard_normal, key, tree, scales, use=lambda z, leaf, scale: leaf + scale * z
+    )
+    want = jax.tree.map(lambda z, leaf, scale: leaf + scale * z, draws, tree, scales)
+    for found, expected in zip(jax.tree.leaves(used), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_draw_refuses_more_pairs_than_it_can_tell_apart(monkeypatch):
+    monkeypatch.setattr(normal, "_MOST", 5)
+    assert noise.standard_normal(jax.random.key(0), (10,)).shape == (10,)
+    with pytest.raises(ValueError, match="more than one draw can tell"):
+        noise.standard_normal(jax.random.key(0), (11,))
 
 
 def test_leaves_are_cut_from_few_draws_and_share_no_number(monkeypatch):
@@ -98,7 +126,7 @@ def test_a_pair_is_what_box_and_muller_say(dtype):
     with jax.enable_x64(True):
         first, second = jax.random.bits(jax.random.key(0), (2, 10_000), jnp.uint32)
         first = first.at[:4].set(jnp.array([0, 2**32 - 1, 2**31, 2**31 - 1], jnp.uint32))
-        found = [normal._box_muller(first, second, across, dtype) for across in (False, True)]
+        pairs = normal._box_muller(first, second, dtype)
     a, b = (np.asarray(x, np.float64) for x in (first, second))
     above = (2.0**32 - 1 - a) + (255.5 - b // 2**24) / 256
     below = a + (b // 2**24 + 0.5) / 256
@@ -108,7 +136,7 @@ def test_a_pair_is_what_box_and_muller_say(dtype):
     wanted = np.sqrt(-2 * log) * np.array([np.cos(angle), np.sin(angle)])
     size = np.sqrt(-2 * log)
     tolerance = 20 * float(jnp.finfo(dtype).eps)
-    assert np.max(np.abs(np.array(found) - wanted) / size) < tolerance
+    assert np.max(np.abs(np.array([pairs.real, pairs.imag]) - wanted) / size) < tolerance
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 3)])

@@ -208,29 +208,39 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
 
 
 def random_like(
-    sample: Callable[[Key, tuple[int, ...], Any], Array], key: Key, tree: PyTree
+    sample: Callable[..., Array],
+    key: Key,
+    tree: PyTree,
+    *more: PyTree,
+    use: Callable[..., Array] | None = None,
 ) -> PyTree:
-    """A tree of independent draws; consumes the key.
+    """A tree of independent draws, or of what is made of them; consumes the key.
 
     Leaves that lie beside each other are cut from one draw: many small draws take longer to
-    run, and far longer to compile.
+    run, and far longer to compile.  With ``use``, a draw waits until those before it are used up.
 
     Args:
-      sample: ``(key, shape, dtype) -> array``.
+      sample: ``(key, shape, dtype) -> array``; with ``use`` it is given ``after=`` too.
       key: Consumed, one fold per draw.
       tree: Gives structure and shapes.
+      more: Trees of the same structure, for ``use``.
+      use: ``(draw, leaf, *leaves of more) -> array``.
 
     Returns:
-      Draws of ``tree``'s shapes, in float32 or wider.
+      Draws of ``tree``'s shapes, in float32 or wider, or what ``use`` made of them.
     """
     leaves, structure = jax.tree.flatten(tree)
+    columns = [leaves, *map(structure.flatten_up_to, more)]
     values: list[Array] = []
     for run in _runs(leaves):
         sizes = [math.prod(jnp.shape(leaf)) for leaf in run]
         where = jax.random.fold_in(key, len(values))
-        drawn = sample(where, (sum(sizes),), wide(run[0].dtype))
-        parts = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
-        values += [x.reshape(jnp.shape(leaf)) for x, leaf in zip(parts, run, strict=True)]
+        options = {} if use is None or not values else {"after": values[-1]}
+        drawn = sample(where, (sum(sizes),), wide(run[0].dtype), **options)
+        for part in jnp.split(drawn, list(itertools.accumulate(sizes))[:-1]):
+            row = [column[len(values)] for column in columns]
+            z = part.reshape(jnp.shape(row[0]))
+            values.append(z if use is None else use(z, *row))
     return structure.unflatten(values)
 
 

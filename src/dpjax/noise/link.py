@@ -106,17 +106,16 @@ def gaussian(
         del params, extra
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         groups = rule.partition.assign(updates)
-        draws = trees.random_like(
-            standard_normal, trees.step_key(state.key, Purpose.NOISE, state.step), updates
-        )
-        leaves, structure = jax.tree.flatten(updates)
-        noisy = [
-            leaf.astype(z.dtype) + deviations[group] * z
-            for leaf, z, group in zip(leaves, jax.tree.leaves(draws), groups, strict=True)
-        ]
-        return structure.unflatten(noisy), GaussianState(state.key, state.step + 1)
+        scales = jax.tree.structure(updates).unflatten([deviations[group] for group in groups])
+        key = trees.step_key(state.key, Purpose.NOISE, state.step)
+        noisy = trees.random_like(standard_normal, key, updates, scales, use=_added)
+        return noisy, GaussianState(state.key, state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _added(noise: Array, leaf: Array, deviation: Any) -> Array:
+    return leaf.astype(noise.dtype) + deviation * noise
 
 
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:

@@ -6,36 +6,35 @@ beyond its end an attacker who sees a value knows that no noise made it.  Here p
 Box and Muller, $r (\cos\theta, \sin\theta)$ with $r^2 = -2 \log u$, from 64 random bits:
 40 for $u$ and 24 for $\theta$.
 
-The bits are those of the threefry cipher: a key enciphers its counter, which is the row and
-the column that a number stands in.  XLA on CPU takes a long expression apart badly: computed
-at once for both numbers of a pair, or along one long axis, it runs number by number.  So rows
-are short, and what is worked out once is written down by a loop of two.
+The bits are those of the threefry cipher: a key enciphers its counter, the number of the
+pair.  XLA on CPU takes a long expression apart badly: what is used twice it computes twice,
+number by number.  So both numbers of a pair are one complex number, and that is written down
+before anything else sees it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Complex, Float, UInt32
 
 from dpjax import trees
 from dpjax.types import Key
 
 __all__ = ["standard_normal"]
 
-# Pairs in a row, and rows that are worked on at once: what lies in between fits a cache.
-_COLUMNS, _ROWS = 1024, 16
+# A draw has no more pairs: they are told apart by a word of 32 bits.
+_MOST = 2**32
 # Left turns of the cipher's second word in four rounds, then in the next four.
 _TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def standard_normal(
-    key: Key, shape: tuple[int, ...], dtype: Any = jnp.float32
+    key: Key, shape: tuple[int, ...], dtype: Any = jnp.float32, after: Array | None = None
 ) -> Float[Array, "..."]:
     """Standard normal numbers with full tails; consumes the key.
 
@@ -46,6 +45,8 @@ def standard_normal(
       key: Consumed.  Of whatever generator: it gives the 64 bits that the cipher is keyed with.
       shape: Any shape, empty ones too.
       dtype: float32 or float64; nothing narrower is drawn.
+      after: What is to be there before these numbers are drawn, so that many large draws are not in
+        memory together.  What it holds is of no account.  Speed and memory only.
 
     Example:
       >>> standard_normal(jax.random.key(0), (2, 3)).shape
@@ -61,33 +62,44 @@ def standard_normal(
             "in less than float32; a narrow type has few distinct values and no tail. "
             "Draw in float32 and cast the noisy sum."
         )
+    count = math.prod(shape)
+    if count > 2 * _MOST:
+        raise ValueError(
+            f"noise.standard_normal(shape={shape}): {count} numbers are more than one draw can "
+            f"tell apart, {2 * _MOST}. Draw it in parts, each with a key of its own."
+        )
     secret = jax.random.bits(key, (2,), jnp.uint32)
-    return _drawn(secret, math.prod(shape), jnp.dtype(dtype)).reshape(shape)
+    ready = secret[0] if after is None else _word(after)
+    return _drawn(secret, ready, count, jnp.dtype(dtype)).reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
-def _drawn(secret: UInt32[Array, "2"], count: int, dtype: Any) -> Float[Array, " count"]:
-    """So many numbers: block after block, and in each the one half of the pairs, then the other."""
-    rows = -(-count // (2 * _COLUMNS))
-    size = max(1, min(_ROWS, rows))
+def _drawn(
+    secret: UInt32[Array, "2"], ready: UInt32[Array, ""], count: int, dtype: Any
+) -> Float[Array, " count"]:
+    """So many numbers: the one half of all pairs, then the other."""
 
-    def block(first: Array) -> Array:
-        counter = [jax.lax.broadcasted_iota(jnp.uint32, (size, _COLUMNS), a) for a in (0, 1)]
-        counter[0] += first
-        words = _in_turn(lambda last: _either(last, *_threefry(secret, counter)))
-        return _in_turn(lambda across: _box_muller(words[0], words[1], across, dtype))
+    def pairs(secret: UInt32[Array, "2"]) -> Complex[Array, " pairs"]:
+        number = jax.lax.iota(jnp.uint32, -(-count // 2))
+        return _box_muller(*_threefry(secret, [jnp.zeros_like(number), number]), dtype)
 
-    blocks = jax.lax.map(block, size * jnp.arange(-(-rows // size), dtype=jnp.uint32))
-    return blocks.reshape(-1)[:count]
+    def nothing(secret: UInt32[Array, "2"]) -> Complex[Array, " pairs"]:
+        return jnp.zeros_like(jax.eval_shape(pairs, secret))
+
+    # A branch that is always taken: XLA on CPU merges across anything weaker, and what it merges
+    # with the halves below runs twenty times as long.
+    z = jax.lax.platform_dependent(
+        secret,
+        cpu=lambda secret: jax.lax.cond((ready | 1) != 0, pairs, nothing, secret),
+        default=pairs,
+    )
+    return jnp.concatenate([z.real, z.imag])[:count]
 
 
-def _in_turn(one: Callable[[Bool[Array, ""]], Array]) -> Array:
-    """The first of two and the second, in a loop."""
-    return jax.lax.map(one, jnp.array([False, True]))
-
-
-def _either(second: Array, this: Array, that: Array) -> Array:
-    return jnp.where(second, that, this)
+def _word(array: Array) -> UInt32[Array, ""]:
+    """A word that is there no earlier than the array."""
+    first = array.reshape(-1)[:1].astype(jnp.float32)
+    return jnp.sum(jax.lax.bitcast_convert_type(first, jnp.uint32))  # 0 of an empty one
 
 
 def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
@@ -105,8 +117,8 @@ def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
     return x, y
 
 
-def _box_muller(first: Array, second: Array, across: Any, dtype: Any = jnp.float32) -> Array:
-    """One of the two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
+def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Complex[Array, "..."]:
+    """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
     # u = (first + low / 2^8) / 2^32 in (0, 1).  Its upper half is held as 1 - u, so that
     # both ends keep the full relative precision of a float.
     low = second >> 24
@@ -119,9 +131,10 @@ def _box_muller(first: Array, second: Array, across: Any, dtype: Any = jnp.float
     eighth = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
     cosine, sine = _cos_sin(eighth * (math.pi * 2.0**-23))
     half, quarter = (second & (1 << 22)) != 0, (second & (1 << 23)) != 0
-    # A quarter turn takes (cosine, sine) to (-sine, cosine), a half turn changes both signs.
-    back = half ^ (quarter & jnp.logical_not(across))
-    return jnp.where(back, -radius, radius) * jnp.where(quarter ^ across, sine, cosine)
+    # A half turn changes both signs, a quarter turn takes (cosine, sine) to (-sine, cosine).
+    radius = jnp.where(half, -radius, radius)
+    along, across = jnp.where(quarter, -sine, cosine), jnp.where(quarter, cosine, sine)
+    return jax.lax.complex(radius * along, radius * across)
 
 
 def _log(tail: Array, upper: Array) -> Array:
