@@ -57,7 +57,8 @@ def _test(sources, killer):
         os.dup2(nothing.fileno(), 0)
         for stream in (1, 2):
             os.dup2(report.fileno(), stream)
-    os.environ["DPJAX_TESTED_SOURCES"] = sources
+    # Also for programs that a test starts.
+    os.environ["DPJAX_TESTED_SOURCES"] = os.environ["PYTHONPATH"] = sources
     os.chdir(sources)
     sys.path.insert(0, sources)
     tests = pathlib.Path(__file__).parent

@@ -5,6 +5,10 @@ import dataclasses
 import io
 import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -319,6 +323,39 @@ def test_many_steps_at_once_are_the_same_steps():
     np.testing.assert_array_equal(infos.loss, np.stack(losses))
     assert whole.ledger.steps == state.ledger.steps == 7
     assert int(whole.optimizer[0].step) == 7
+
+
+def steps_in_microbatches():
+    """What comes of five steps on data in memory and on a stream, one of them broken."""
+    x = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    x[7] = np.nan
+    mechanism, found = make(batch=20, steps=5).mechanism, []
+    for data in (x, Stream(x)):
+        algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data, microbatch_size=3)
+        state, infos = algorithm.run(trees.copy(start(algorithm)), 5)
+        found += [state.params, infos.examples, infos.norm, infos.clipped]
+    return found
+
+
+TWO_DEVICES = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np
+import test_training
+np.savez(sys.argv[1], *test_training.steps_in_microbatches())
+"""
+
+
+def test_two_devices_take_the_steps_of_one(tmp_path):
+    """The same draws and the same noise, once; each example on one device alone."""
+    paths = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    program = [sys.executable, "-c", TWO_DEVICES, str(tmp_path / "two.npz")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    subprocess.run(program, check=True, timeout=300, env=environment)
+    with np.load(tmp_path / "two.npz") as two:
+        for name, one in zip(two.files, steps_in_microbatches(), strict=True):
+            np.testing.assert_allclose(two[name], one, rtol=1e-5)
 
 
 def test_more_steps_than_a_dispatch_holds():

@@ -278,7 +278,9 @@ def scored(
     )
 
 
-def fold(draw: Draw, size: int, add: Callable[..., T], first: T) -> T:
+def fold(
+    draw: Draw, size: int, add: Callable[..., T], first: T, share: tuple[Any, int] = (0, 1)
+) -> T:
     """Goes through a draw, ``size`` examples at a time: each of them once, and nothing else.
 
     Args:
@@ -287,6 +289,8 @@ def fold(draw: Draw, size: int, add: Callable[..., T], first: T) -> T:
       add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
         ``mask`` saying which of them belong to the draw: the last one is filled up.
       first: The total of an empty draw.
+      share: ``(which, of)``: of every so many microbatches that one alone.  All shares together
+        are the draw.
 
     Example:
       >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
@@ -296,14 +300,15 @@ def fold(draw: Draw, size: int, add: Callable[..., T], first: T) -> T:
     """
     # The list of indices is padded so that the last microbatch is never shifted back.
     indices = jnp.pad(draw.indices, (0, size))
+    which, of = share
 
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = start + jnp.arange(size) < draw.size
-        return start + size, add(rows, mask, total)
+        return start + of * size, add(rows, mask, total)
 
-    start = (jnp.zeros((), jnp.int32), first)
+    start = (jnp.asarray(which * size, jnp.int32), first)
     return jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, start)[1]
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows: the examples that an engine is given, and ways to give them in pieces.
 
-`microbatched` and `spread` make engines of engines: over time, and over devices.  What
-they need of an engine is that the clipped sum of two pieces is the sum of theirs.
+`microbatched` and `spread` make engines of engines: over time, and over devices, for which
+`on_each` is all that there is.  What they need of an engine is that the clipped sum of two
+pieces is the sum of theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 from dpjax import trees
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
-__all__ = ["Engine", "Rows", "adding", "microbatched", "spread"]
+__all__ = ["Engine", "Rows", "adding", "microbatched", "on_each", "spread"]
 
 
 class Rows(NamedTuple):
@@ -91,28 +92,46 @@ def spread(engine: Engine, devices: int) -> Engine:
       engine: What each device runs.
       devices: How many of this process's devices take part.
     """
-    mesh = Mesh(np.array(jax.local_devices()[:devices]), ("examples",))
-    whole, parts = PartitionSpec(), PartitionSpec("examples")
 
     def together(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
-        def on_one(params: PyTree, some: Rows) -> ClippedSum:
-            part = engine(loss, rule, params, some, trees.zeros_wide(params))
-            return part._replace(value=jax.lax.psum(part.value, "examples"))
+        def part(which: Any, params: PyTree, some: Rows) -> ClippedSum:
+            return engine(loss, rule, params, some, trees.zeros_wide(params))
 
         count = rows.mask.shape[0]
-        even = -(-count // devices) * devices
-        split = jax.shard_map(
-            on_one,
-            mesh=mesh,
-            in_specs=(whole, parts),
-            out_specs=ClippedSum._make([whole, parts, parts, parts, parts]),
-            check_vma=False,
+        even = _padded(rows, -(-count // devices) * devices)
+        parts = on_each(part, devices, split={1})(params, even)
+        each = jax.tree.map(
+            lambda x: x.reshape((-1, *x.shape[2:]))[:count], parts._replace(value=None)
         )
-        result = split(params, _padded(rows, even))
-        each = jax.tree.map(lambda x: x[:count], result._replace(value=None))
-        return each._replace(value=result.value)
+        return each._replace(value=jax.tree.map(lambda x: jnp.sum(x, axis=0), parts.value))
 
     return adding(together)
+
+
+def on_each(
+    run: Callable[..., PyTree], devices: int, split: Collection[int] = ()
+) -> Callable[..., PyTree]:
+    """Something on several devices at once; the results of all, stacked along a new axis.
+
+    Args:
+      run: ``(which, *arguments) -> tree``, with the number of the device, from 0.
+      devices: How many of this process's devices take part.
+      split: The arguments of which each device gets its own part, cut along the leading axis;
+        of all others it gets the whole.
+    """
+
+    def one(*arguments: PyTree) -> PyTree:
+        which = jax.lax.axis_index("devices") if devices > 1 else 0
+        return jax.tree.map(lambda x: x[None], run(which, *arguments))
+
+    def every(*arguments: PyTree) -> PyTree:
+        whole, parts = PartitionSpec(), PartitionSpec("devices")
+        specs = tuple(parts if i in split else whole for i in range(len(arguments)))
+        mesh = Mesh(np.array(jax.local_devices()[:devices]), ("devices",))
+        cut = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
+        return cut(*arguments)
+
+    return every if devices > 1 else one
 
 
 def _padded(rows: Rows, size: int) -> Rows:

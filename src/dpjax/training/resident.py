@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dpjax import sampling, trees
+from dpjax.gradients.rows import on_each
 from dpjax.training.stepping import (
     Info,
     Recipe,
@@ -27,7 +28,7 @@ from dpjax.training.stepping import (
     nothing,
     release,
 )
-from dpjax.types import Key, PyTree
+from dpjax.types import Draw, Key, PyTree
 
 __all__ = ["resident"]
 
@@ -49,13 +50,15 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
 
     def one(params: PyTree, moved: Any, key: Key, data: PyTree) -> tuple[PyTree, Any, Info]:
         draw = recipe.mechanism.sampling.draw(key, moved[0].step)
-        size, add = microbatches(recipe, params, trees.one_row(data))
+        size, devices, add = microbatches(recipe, params, trees.one_row(data))
 
-        def taken(rows: Int[Array, " size"], mask: Bool[Array, " size"], sums: Sums) -> Sums:
-            gathered = jax.tree.map(lambda x: x[rows], data)
-            return add(params, moved[0], gathered, mask, sums)
+        def share(which: Any, draw: Draw, params: PyTree, at: Any, data: PyTree) -> Sums:
+            def taken(rows: Int[Array, " size"], mask: Bool[Array, " size"], sums: Sums) -> Sums:
+                return add(params, at, jax.tree.map(lambda x: x[rows], data), mask, sums)
 
-        sums = sampling.fold(draw, size, taken, nothing(recipe, params))
+            return sampling.fold(draw, size, taken, nothing(recipe, params), (which, devices))
+
+        sums = on_each(share, devices)(draw, params, moved[0], data)
         return release(recipe, key, params, moved, sums)
 
     def several(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One private step, wherever the data are: sum over microbatches, then release once.
 
-`Recipe` is what a run was asked to do.  A step adds microbatches to `Sums`, which are
-secret, and `release` turns them into parameters, which are not: noise once, the division
-by the expected batch size, the optimizer.  Nothing else reads `Sums` but `Info`.
+`Recipe` is what a run was asked to do.  Each device adds microbatches to `Sums` of its own,
+which are secret, and `release` adds these up and turns them into parameters, which are not:
+noise once, the division by the expected batch size, the optimizer.  Nothing else reads `Sums`
+but `Info`.
 
 This file must never know where examples come from, nor look at the ledger.
 """
@@ -87,7 +88,7 @@ class Recipe(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a step has added up so far: secret, all of it."""
+    """What a step has added up so far, on one device: secret, all of it."""
 
     gradients: PyTree
     losses: Float[Array, ""]
@@ -102,11 +103,13 @@ class Microbatches(NamedTuple):
     """How a batch is taken in pieces.
 
     Args:
-      size: Rows in a microbatch, on all devices together.
-      add: ``(params, state of the noise, rows, mask, sums) -> sums``.
+      size: Rows in a microbatch of one device.
+      devices: How many devices share a batch.
+      add: ``(params, state of the noise, rows, mask, sums) -> sums``, on one of them.
     """
 
     size: int
+    devices: int
     add: Callable[[PyTree, Any, PyTree, Bool[Array, " size"], Sums], Sums]
 
 
@@ -142,7 +145,7 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         # is to clip to bound x scale: what is noised does not know of the scale.
         scale = recipe.scale(at)
         scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
-        clipped = clipped_grad(scaled, rule, recipe.engine, size, devices=devices)
+        clipped = clipped_grad(scaled, rule, recipe.engine, size, devices=1)
         directions = trees.step_key(at.key, Purpose.PROJECTIONS, at.step)
         entered = _with_entry(recipe, at.step, rows, mask.shape)
         weights = _weights(recipe, at.step, params, entered)
@@ -157,7 +160,7 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
             sums.examples + jnp.sum(mask, dtype=jnp.int32),
         )
 
-    return Microbatches(size * devices, add)
+    return Microbatches(size, devices, add)
 
 
 def _weights(
@@ -175,9 +178,17 @@ def release(
 ) -> tuple[PyTree, Any, Info]:
     """The end of a step: noise once, the mean, the optimizer.
 
+    Args:
+      recipe: What is run.
+      key: The root key of the run.
+      params: Of the step that ends.
+      optimizer_state: The noise's, and the optimizer's own.
+      sums: Of all devices, stacked.
+
     Privacy: the parameters that come out are private; the info is not.
     """
     noise_state, inner = optimizer_state
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
     scale = recipe.scale(noise_state)
     private = recipe.mechanism.privatize(key)
     mean, noise_state = private.update(sums.gradients, noise_state, below=sums.below)

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from dpjax.data import Stream
-from dpjax.training.stepping import Info, Recipe, Steps, microbatches, nothing, release
+from dpjax.gradients.rows import on_each
+from dpjax.training.stepping import Info, Recipe, Steps, Sums, microbatches, nothing, release
 from dpjax.types import Key, PyTree
 
 __all__ = ["streamed"]
@@ -32,21 +33,30 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
       What `resident` returns.
     """
     draw = jax.jit(recipe.mechanism.sampling.draw)
+
+    def start(params: PyTree) -> Sums:
+        devices = microbatches(recipe, params, stream.row).devices
+        return on_each(lambda which, params: nothing(recipe, params), devices)(params)
+
+    def add(params: PyTree, at: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
+        found = microbatches(recipe, params, stream.row)
+
+        def share(which: Any, params: PyTree, at: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
+            own = jax.tree.map(lambda x: x[0], sums)
+            return found.add(params, at, rows, mask, own)
+
+        return on_each(share, found.devices, split={2, 3, 4})(params, at, rows, mask, sums)
+
     # Only the last one takes the buffers of parameters: microbatches share them.
-    start = jax.jit(lambda params: nothing(recipe, params))
-    add = jax.jit(
-        lambda params, at, rows, mask, sums: microbatches(recipe, params, stream.row).add(
-            params, at, rows, mask, sums
-        ),
-        donate_argnums=4,
-    )
+    start, add = jax.jit(start), jax.jit(add, donate_argnums=4)
     finish = jax.jit(
         lambda key, params, moved, sums: release(recipe, key, params, moved, sums),
         donate_argnums=(1, 2),
     )
 
     def steps(params: PyTree, moved: Any, key: Key, count: int) -> tuple[PyTree, Any, Info]:
-        size, infos, first = microbatches(recipe, params, stream.row).size, [], int(moved[0].step)
+        found = microbatches(recipe, params, stream.row)
+        size, infos, first = found.size * found.devices, [], int(moved[0].step)
         draws = [_chosen(draw(key, step), size) for step in range(first, first + count)]
         batches = stream.batches(piece for pieces in draws for piece in pieces)
         for pieces in draws:
