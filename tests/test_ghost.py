@@ -2,6 +2,7 @@
 """The book-keeping engine against the definition, on every way a parameter can enter."""
 
 import functools
+import itertools
 import math
 
 import flax.linen as nn
@@ -150,6 +151,13 @@ CASES = {
         lambda p, x: p["w"].at[jnp.int32(10 * x)].get(mode="promise_in_bounds"),
         {"w": array(7, 4)},
         (5,),
+    ),
+    "two embeddings of one table": lambda: plain(
+        lambda p, x: (
+            p["table"][jnp.int32(8 * jnp.abs(x)) % 2] * p["table"][jnp.int32(9 * jnp.abs(x)) % 3]
+        ),
+        {"table": array(40, 3)},
+        (6,),
     ),
     "tied embedding": lambda: plain(
         lambda p, x: jnp.tanh(p["table"][jnp.int32(8 * jnp.abs(x))]) @ p["table"].T,
@@ -397,6 +405,28 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
     for bound in (0.1, 10.0, 1e4):
         rule = clipping.flat(bound)
         moved = clipped_grad(loss, rule, "ghost")(jnp.zeros((30, 40)), (x, c)).value
+        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+
+
+@pytest.mark.parametrize("left_over", [0.0, 1e-4, 1.0])
+def test_rows_that_cancel_do_not_slip_past_the_bound(left_over):
+    """One row of a table taken often, by gradients that cancel: what is left is mostly rounding."""
+    rng = np.random.default_rng(0)
+    ids, table = jnp.array([1, 3, 3, 1, 3, 3, 3, 1, 3, 3]), jnp.zeros((5000, 4))
+    pulls = rng.normal(size=(5, 10, 4)) * 1e4
+    for row in (1, 3):
+        taken = np.flatnonzero(np.asarray(ids) == row)
+        rest = pulls[:, taken[:-1]].sum(axis=1)
+        pulls[:, taken[-1]] = -rest + left_over * rng.normal(size=rest.shape)
+
+    def loss(table, example):
+        ids, pull = example
+        return jnp.sum(table[ids] * pull)
+
+    assert "rows" in gradients.explain(loss, table, (ids, jnp.asarray(pulls[0], jnp.float32)))
+    for pull, bound in itertools.product(pulls, (1e-7, 1e-4, 0.1)):
+        batch = ids[None], jnp.asarray(pull[None], jnp.float32)
+        moved = clipped_grad(loss, clipping.flat(bound), "ghost")(table, batch).value
         assert float(jnp.linalg.norm(moved)) <= bound * 1.001
 
 

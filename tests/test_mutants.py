@@ -220,9 +220,30 @@ MUTANTS = [
     Mutant(
         "ghost: equal ids of an embedding not added up",
         "gradients/rules.py",
+        "same, eps = form.x[..., :, None] == form.x[..., None, :]",
+        "same, eps = jnp.eye(form.x.shape[2], dtype=bool) & (form.x == form.x)[..., None]",
+        GHOST + "is_the_definition[embedding]",
+    ),
+    Mutant(
+        "ghost: equal ids of tied weights not added up",
+        "gradients/rules.py",
         "(p.x[:, :, :, None] == q.x[:, :, None, :])",
         "jnp.eye(p.x.shape[2], dtype=bool)[None, None]",
+        GHOST + "is_the_definition[two embeddings of one table]",
+    ),
+    Mutant(
+        "ghost: a row of a table counted each time it is taken",
+        "gradients/rules.py",
+        "jnp.where(first, (rows + doubt) ** 2, 0)",
+        "(rows + doubt) ** 2",
         GHOST + "is_the_definition[embedding]",
+    ),
+    Mutant(
+        "ghost: what cancels in a row of a table is not doubted",
+        "gradients/rules.py",
+        "(rows + doubt) ** 2",
+        "rows**2",
+        "test_ghost.py::test_rows_that_cancel_do_not_slip_past_the_bound",
     ),
     Mutant(
         "ghost: ids outside the table take part",

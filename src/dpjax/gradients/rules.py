@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Rules: a leaf's per-example gradient norms and its clipped sum, from its sites.
 
-Four ways lead to a norm, and `choose` takes the cheapest that fits:
+Five ways lead to a norm, and `choose` takes the cheapest that fits:
 
 * *product*: a single position, $\lVert x g^\top \rVert = \lVert x \rVert \lVert g \rVert$;
 * *gram*: $\lVert \sum_s x_s g_s^\top \rVert^2 = \sum_{st} \langle x_s, x_t \rangle
   \langle g_s, g_t \rangle$, also across the sites of tied weights;
+* *rows*: of a table, what was taken of one row added up before it is squared;
 * *instantiate*: the gradient of each example, as one batched product, kept for the sum if
   it is no larger than what is kept anyway;
 * *derivative*: the same by the equation's own derivative, for what has no form.
@@ -80,7 +81,7 @@ class Choice(NamedTuple):
     """How the gradient of a leaf is dealt with.
 
     Args:
-      rule: "product", "gram", "instantiate" or "derivative".
+      rule: "product", "gram", "rows", "instantiate" or "derivative".
       keep: Whether per-example gradients are kept for the sum.
       operations: Multiplications for one example's norm, about.
       numbers: How many are written for it, beside the data and cotangents themselves.
@@ -113,7 +114,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
     if one_form and gram + again < instantiate + after:
-        return Choice("gram", False, gram, copied + 2 * blocks * positions**2)
+        rule = "rows" if rows and len(outers) == 1 else "gram"
+        return Choice(rule, False, gram, copied + 2 * blocks * positions**2)
     rule = "derivative" if rows else "instantiate"
     return Choice(rule, keep, instantiate, copied + leaf.size)
 
@@ -156,6 +158,8 @@ def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple
     anew = functools.partial(weighted_sum, leaf, entries, leaves)
     if choice.rule == "product" and outers is not None:
         return _product_norms(outers[0]), anew
+    if choice.rule == "rows" and outers is not None:
+        return _row_norms(outers[0]), anew
     if choice.rule == "gram" and outers is not None:
         return _gram_norms(outers), anew
     if choice.rule == "instantiate" and len(entries) == 1 and entries[0].site.isometry:
@@ -261,6 +265,19 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
         total = total + (1 if a == b else 2) * jnp.sum(x * g + doubt, axis=(1, 2, 3))
     return jnp.maximum(total, 0) + _lost(forms)
+
+
+def _row_norms(form: Outer) -> Squares:
+    """What was taken of a row is added up, once for each row.
+
+    Rounded up by the error that such a sum can have, which is relative to what cancels in it.
+    """
+    same, eps = form.x[..., :, None] == form.x[..., None, :], jnp.finfo(form.g.dtype).eps
+    mates, (_, g) = same.astype(form.g.dtype), _lengths(form)
+    rows = jnp.sqrt(jnp.sum(_product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3))
+    doubt = eps * jnp.sum(mates, axis=3) * jnp.sum(mates * jnp.sqrt(g)[:, :, None], axis=3)
+    first = ~jnp.any(jnp.tril(same, -1), axis=3)
+    return jnp.sum(jnp.where(first, (rows + doubt) ** 2, 0), axis=(1, 2)) + _lost([form])
 
 
 def _lost(forms: Sequence[Outer]) -> Squares:
