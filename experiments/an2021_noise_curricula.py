@@ -101,7 +101,7 @@ def rows_of(table: str, dataset: data.Dataset | None = None) -> Iterator[tuple[s
             yield f"constant {noise}", Row(mechanism_of(float(noise)), accuracy=plain)
             ran = mechanism_of(float(noise), by_difficulty)
             yield f"constant {noise}, easy first", Row(ran, accuracy=ordered)
-    if table in ("4", "sound") and dataset is not None:
+    if table == "sound" and dataset is not None:
         yield from sound(dataset)
     for name, (epsilon, accuracy) in PRINTED.items() if table in "23" else ():
         if table == "2" or name.endswith("down"):
@@ -152,16 +152,20 @@ def smaller(row: Row, dataset: data.Dataset) -> Row:
 def show(table: str, dataset: data.Dataset, results: papers.Results) -> list[tuple[float, float]]:
     """Prints a table; returns (epsilon, accuracy) of its rows."""
     lines, points = [], []
-    seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
-    for name, row in rows_of(table, dataset):
-        ran = smaller(row, dataset) if papers.SMOKE.value else row
+    rows = list(rows_of(table, dataset))
+    for name, row in rows:
+        seeds, ran = range(papers.SEEDS.value), row
+        if papers.SMOKE.value:  # what all cost, and runs of some
+            some = {rows[i][0] for i in (0, 1, -1)}
+            seeds, ran = range(name in some), smaller(row, dataset)
         found = [results.of(name, s, lambda s=s, r=ran: run(r, dataset, s)) for s in seeds]
         accuracies = [each["accuracy"] for each in found]
         two = papers.epsilons(row.mechanism)
         shown = [f"{two[which]:.4g}" for which in ("paper", "rdp", "pld")]
         printed = ("" if math.isnan(x) else f"{x:g}" for x in (row.accuracy, row.epsilon))
         lines.append([name, papers.spread(accuracies), *printed, *shown])
-        points.append((two["rdp"], float(np.mean(accuracies))))
+        if accuracies:
+            points.append((two["rdp"], float(np.mean(accuracies))))
     head = ["noise", "here", "paper", "its epsilon", "rdp-classic", "rdp", "pld"]
     print(f"Table {table}\n{papers.table(head, lines)}\n", flush=True)
     return points

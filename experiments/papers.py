@@ -139,6 +139,8 @@ def plot(path: str, x: str, y: str, lines: Mapping[str, tuple[Any, Any]]) -> Non
 
 def spread(numbers: Sequence[float]) -> str:
     """Mean, and the spread over seeds where there is one."""
+    if not numbers:
+        return "not run"
     if len(numbers) == 1:
         return f"{numbers[0]:.1f} (1 seed)"
     low, high = min(numbers), max(numbers)

@@ -16,6 +16,8 @@ import sys
 import traceback
 
 OPTIONS = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
+# A mutant that hangs ends before the test that waits for it, and is not taken for killed.
+OPTIONS += ["-o", "faulthandler_timeout=400"]
 LIBRARIES = ["jax", "optax", "flax.linen", "dp_accounting", "scipy.stats", "pytest"]
 
 

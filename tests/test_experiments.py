@@ -334,8 +334,11 @@ def test_noise_curricula_have_the_printed_epsilons():
     """Every row of table 3: the paper's epsilon, to its last digit, and the equal constants."""
     out = run("an2021_noise_curricula.py", "--smoke", "--table=3").stdout
     rows = [
-        [cell.strip() for cell in line.split("|")] for line in out.splitlines() if "seed" in line
+        [cell.strip() for cell in line.split("|")]
+        for line in out.splitlines()
+        if "seed" in line or "not run" in line
     ]
+    assert [("seed" in row[2]) for row in rows] == [True, True, *5 * [False], True]
     assert [row[1] for row in rows[1::2]] == [
         f"constant {z}" for z in (1.0472, 1.3806, "1.5390", 1.6042)
     ]
