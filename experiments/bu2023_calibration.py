@@ -31,6 +31,7 @@ from typing import Any
 
 import bu2023_limits
 import bu2023_networks as networks
+import bu2023_pictures as pictures
 import bu2023_regressions as regressions
 import bu2023_settings as settings
 import jax
@@ -38,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import papers
 from absl import app, flags, logging
+from bu2023_pictures import BINS
 from bu2023_settings import LARGE, MIXED, PLAIN, SMALL, SWEEP
 
 from dpjax import metrics
@@ -63,7 +65,6 @@ PRINTED = {  # ECE and MCE in per cent, table 2
 FOUR = (PLAIN, SMALL, LARGE, MIXED)
 RULES = (SMALL, LARGE, "global, large R", "automatic", "normalised")
 RULES += ("layerwise, small R", "layerwise, large R", settings.THEIRS)
-BINS = 15
 
 _TABLE = flags.DEFINE_enum(
     "table", None, ["1", "2", "clippings"], "Which; 2 if nothing is asked for."
@@ -147,37 +148,6 @@ def lines_of(
     return lines, found
 
 
-def draw(path: str, what: str, found: Mapping[str, list[Mapping[str, Any]]]) -> None:
-    """Draws the runs of some rows, each with its range over seeds."""
-    if what == "bounds":
-        x, y, places = "bound", "accuracy, and ECE (%)", [float(name.split()[-1]) for name in found]
-        rows = [found[name] for name in found]
-        drawn = {
-            "accuracy": (places, [[each["accuracy"] for each in runs] for runs in rows]),
-            "ECE": (places, [[100 * each["ece"] for each in runs] for runs in rows]),
-        }
-    elif what == "curves":
-        x, y, places = "step", "test loss (NLL)", None
-        drawn = {
-            name: (
-                [row["step"] for row in runs[0]["way"]],
-                np.transpose([[row["nll"] for row in each["way"]] for each in runs]),
-            )
-            for name, runs in found.items()
-        }
-    else:
-        x = "confidence" if what != "of the right class" else "probability of the right class"
-        y = "accuracy" if what == "reliability" else "part of the examples"
-        middles = (np.arange(BINS) + 0.5) / BINS
-        drawn = {
-            name: (middles, np.transpose([np.asarray(each[what], float) for each in runs]))
-            for name, runs in found.items()
-        }
-        if what == "reliability":
-            drawn["as sure as right"] = (middles, middles[:, None])
-    papers.plot(path, x, y, drawn)
-
-
 def show(results: papers.Results) -> str:
     """The table or figure of classifiers that was asked for."""
     task, what = FIGURES[_FIGURE.value] if _FIGURE.value else ("", "")
@@ -193,7 +163,7 @@ def show(results: papers.Results) -> str:
         lines += more
         drawn |= {f"{each} {n}" if len(tasks) > 1 else n: runs for n, runs in found.items()}
     if what and papers.PLOT.value:
-        draw(papers.PLOT.value, what, drawn)
+        pictures.draw(papers.PLOT.value, what, drawn)
     head = ["data", "clipping", "accuracy", "NLL", "ECE %", "MCE %", "paper's ECE, MCE"]
     return papers.table([*head, *settings.EPSILONS], lines)
 
