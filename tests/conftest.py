@@ -7,6 +7,7 @@ import tempfile
 
 import hypothesis
 import jax
+import pytest
 
 import dpjax
 
@@ -31,3 +32,15 @@ hypothesis.settings.load_profile("dpjax")
 jax.config.update("jax_compilation_cache_dir", f"{tempfile.gettempdir()}/dpjax-tests-{os.getuid()}")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def pytest_collection_modifyitems(items):
+    """Mutants last: what they ask of the tests means little before the tests have passed."""
+    items.sort(key=lambda item: item.path.stem == "test_mutants")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_no_programs():
+    """A module's compiled programs go with it; kept, they fill gigabytes."""
+    yield
+    jax.clear_caches()
