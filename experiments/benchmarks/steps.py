@@ -4,17 +4,18 @@
   claim     private convolutional networks take steps in less than half a plain one's time, a
             Transformer in about the same, a plain network of dense layers in 1.4 times
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain
-            W1 MNIST CNN, B 256           42.2      13.7          48.7          24.4
-            W2 CIFAR CNN, B 256          782       347          1242           433
-            W3 CNN on wavelets, B 1024   717       245          1520           294
-            W4 MLP, B 1024                 4.5       6.4          21.6           9.9
-            W5 Transformer, B 64         204       187           420           186
-  since     noise and sums got cheaper; without peers and on a busy machine, plain / dpjax auto
-            W1 33.9 / 9.6, W4 5.7 / 6.8, W5 360 / 327 (experiments/results/steps_alone.json)
-  not run   jax_privacy but on W1 (106 ms), on W5 any Opacus mode but ghost and ew, peaks but on W1,
-            any GPU
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 3 rounds (W1) and 5;
-            noise and update included; all figures in experiments/results/steps.json
+            W1 MNIST CNN, B 256           50.9      16.4          48.6          25.8
+            W2 CIFAR CNN, B 256         1338       582          1412           653
+            W3 CNN on wavelets, B 1024  1563       489          1457           353
+            W4 MLP, B 1024                10.8      10.1          25.5          13.6
+            W5 Transformer, B 64         270       218           460           200
+            jax_privacy takes 6.8, 8.0, 14.7, 164 and 4.5 times as long as dpjax auto
+  missed    of the goals 3.5, 2.2, 2.0, 0.9 and 1.4 against plain (3.1, 2.3, 3.2, 1.06, 1.24) those of W1
+            and W5; of 3 against Opacus (2.95, 2.4, 2.98, 2.5, and 2.1 where 1.6 was asked) W1 to W4
+  not run   Opacus by functorch but on W4 and W5, peaks of JAX, any GPU
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 3 rounds (W1 to W3) and
+            5; noise and update included; all figures in experiments/results/steps.json.  The same
+            cores were twice as fast on another day, and ratios were a little other
   command   make bench-peers ARGS="--rounds 5 --host_devices 2 --out experiments/results/steps.json"
             (`make bench` leaves out the peers if they are not there)
 
