@@ -3,7 +3,9 @@
 
   claim    gradients cut into k groups, each clipped to the bound, lose less than gradients
            clipped whole, and train better at the same epsilon
-  seen     not run here; what holds of the claim is a matter of arithmetic, below
+  seen     MNIST at the printed 0.94 (1,324 steps), mean of 3 seeds (spread 4 at most): flat 86.9,
+           paper 92.1 (printed 97.05), equal 83.4, full 92.1, a minute or two each on one CPU core
+           (experiments/results/liu2021.json).  All else: not run here
   command  python experiments/liu2021_grouped_clipping.py --table=1 --seeds=3 --data_dir=...
 
 With k groups one example moves the sum by sqrt(k) times the bound, not by the bound: its

@@ -182,7 +182,7 @@ def curves(jobs: list[Job], figure: str) -> list[list[str]]:
         if figure == "3" and not private:
             continue
         found = job.runs(words, act, private=private)
-        ways = [each["way"] for each in found]
+        ways = [each["way"] for each in found if each["way"]]
         values = [[row[y] for row in way] for way in ways]
         drawn[f"{job.name} {words}"] = [row[x] for row in ways[0]], np.transpose(values)
         lines.append(job.line(words, found, None, private))

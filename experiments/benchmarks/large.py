@@ -5,13 +5,13 @@
             twice the memory of a plain one; frozen leaves are free: with adapters of 295,000
             beside them a private step takes 1.1 times a plain one's memory, 1.6 times its time
   figures                      seconds a step   memory above parameters and batch, MiB
-            plain                   1.37            893
-            private                 2.93          1,828
-            plain adapters          0.78            674
-            private adapters        1.24            750
-  hardware  2 cores of an AMD EPYC, shared; JAX 0.10.2; medians of 7; all figures in
+            plain                   2.25            893
+            private                 3.00          1,080
+            plain adapters          1.48            674
+            private adapters        2.06            749
+  hardware  2 cores of an AMD EPYC; JAX 0.10.2; medians of 3; all figures in
             experiments/results/large.json
-  command   make bench BENCH=large ARGS="--rounds 7 --out experiments/results/large.json"
+  command   make bench BENCH=large ARGS="--rounds 3 --out experiments/results/large.json"
 
 The network has 12 blocks of width 768 and 20,000 tokens; a batch is 8 texts of 64 tokens; it
 computes in bfloat16.  `plain` and `private` train all of it.  The adapters are pairs of thin
