@@ -12,7 +12,7 @@
            Falling beats rising, and a constant of the same epsilon beats both: the paper's own
            table 4 has 95.1 for a constant 2, more than its table 3 for 1.54.  Correlation of
            accuracy and log epsilon over table 3: 0.48, p-value 0.23 (0.848, 0.016).  Table 4, one
-           seed: noise 0, 1, 2 in any order 96.1, 95.9, 95.4 (95.8, 95.6, 95.1), 0, 1 with easy first
+           seed: noise 0, 1, 2 in any order 96.1, 95.9, 95.4 (95.8, 95.6, 95.1), 0, 1 easy first
            95.6, 95.2 (94.7, 94.7).  Its other rows and sound: not run here
            (experiments/results/an2021.json)
   command  python experiments/an2021_noise_curricula.py --table=2 --seeds=3 --data_dir=...
