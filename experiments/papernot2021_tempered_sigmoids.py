@@ -7,7 +7,7 @@
   seen     table 3, each seed (the paper's mean in brackets): MNIST tanh 97.9, 98.2 (98.1), ReLU
            96.4 (96.6), without privacy 97.3 (99.0; after 8 epochs it was 98.8, and SGD at this
            rate jumps); FashionMNIST tanh 85.6, 85.8 (86.1), ReLU 83.5, 83.5 (81.9).  Between the
-           classes of MNIST accuracy deviates by 0.6 with tanh and by 1.5 with ReLU.  All else:
+           classes of MNIST accuracy deviates by 0.8, 0.6 with tanh and by 1.5 with ReLU.  All else:
            not run here (experiments/results/papernot2021.json)
   command  python experiments/papernot2021_tempered_sigmoids.py --table=3 --seeds=3 --data_dir=...
            ... --figure=3 --plot=curves.png

@@ -461,6 +461,13 @@ MUTANTS = [
         LAWS + "the_noise_of_the_whole_chain_has_its_scale[constant]",
     ),
     Mutant(
+        "every group gets the noise of the first",
+        "noise/link.py",
+        "[deviations[group] for group in groups]",
+        "[deviations[0] for group in groups]",
+        LAWS + "a_tuple_of_multipliers_gives_each_group_its_own_noise",
+    ),
+    Mutant(
         "noise omitted by the algorithm",
         "training/stepping.py",
         "mean, noise_state = private.update(sums.gradients, noise_state, below=sums.below)",
