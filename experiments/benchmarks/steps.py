@@ -3,21 +3,23 @@
 
   claim     private convolutional networks take steps in less than half a plain one's time, a
             Transformer in about the same, a plain network of dense layers in 1.4 times
-            figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain
-            W1 MNIST CNN, B 256           50.9      16.4          48.6          25.8
-            W2 CIFAR CNN, B 256         1338       582          1412           653
-            W3 CNN on wavelets, B 1024  1563       489          1457           353
-            W4 MLP, B 1024                10.8      10.1          25.5          13.6
-            W5 Transformer, B 64         270       218           460           200
-            jax_privacy takes 6.8, 8.0, 14.7, 164 and 4.5 times as long as dpjax auto
-  missed    of the goals 3.5, 2.2, 2.0, 0.9 and 1.4 against plain (3.1, 2.3, 3.2, 1.06, 1.24) those
-            of W1 and W5; that of 3 against Opacus on W1 to W4 (2.95, 2.4, 2.98, 2.5; W5 has 2.1,
-            where 1.6 was asked)
-  not run   Opacus by functorch but on W4 and W5, peaks of JAX, any GPU
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 3 rounds (W1 to W3) and
-            5; noise and update included; all figures in experiments/results/steps.json.  The same
+            figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
+            W1 MNIST CNN, B 256           57.2      17.5          55.5          28.2          0.89
+            W2 CIFAR CNN, B 256         1338       582          1412           653            1.35
+            W3 CNN on wavelets, B 1024  1563       489          1457           353            1.05
+            W4 MLP, B 1024                10.8      10.1          25.5          13.6          1.70
+            W5 Transformer, B 64         270       218           460           200            1.30
+            memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
+            privacy; jax_privacy takes 7.1, 8.0, 14.7, 164 and 4.5 times as long as dpjax auto
+  missed    of the goals 3.5, 2.2, 2.0, 0.9 and 1.4 against plain (3.3, 2.3, 3.2, 1.06, 1.24) those
+            of W1 and W5; that of 3 against Opacus on W2 to W4 (2.4, 2.98, 2.5; W1 has 3.2, W5 2.1,
+            where 1.6 was asked); of 1.3 in memory W4's, 10 MiB against 6, and W2's, which was
+            32 MiB and 30, at two measurements, against 24
+  not run   Opacus by functorch on W2 and W3, the engines vmap and scan but on W1, any GPU
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds (W2, W3: 3);
+            noise and update included; all figures in experiments/results/steps.json.  The same
             cores were twice as fast on another day, and ratios were a little other
-  command   make bench-peers ARGS="--rounds 5 --host_devices 2 --out experiments/results/steps.json"
+  command   make bench-peers ARGS="--rounds 5 --host_devices 2 --peaks --out steps.json"
             (`make bench` leaves out the peers if they are not there)
 
 Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's
