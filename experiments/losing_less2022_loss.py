@@ -5,7 +5,21 @@
            cross-entropy at equal privacy (figures 3, 4), most of all early, and each of its
            terms helps (9); weights, pre-activations, logits and gradients stay smaller (1, 5, 6,
            11, 12, 14), so that clipping turns them less (7) and the loss bends less (2)
-  seen     not run here, except what experiments/results/losing_less2022.json holds
+  seen     accuracy at the end, and in brackets while the paper's epsilon is below 1.5 (pixels) or
+           2 (wavelets); one seed each, five minutes a run on one CPU core
+                               CE           SSE          SSE+CE       SSE+focal    all
+             MNIST             98.1 (96.0)  97.3 (95.8)  98.1 (96.1)  98.1 (96.7)  95.1 (93.9)
+             MNIST wavelets    98.5 (98.0)  -            -            -            96.7 (97.4)
+             FashionMNIST      85.9 (80.3)  -            -            86.2 (82.2)  77.8 (78.8)
+             ... wavelets      88.6 (87.7)  -            -            -            85.8 (86.8)
+           Squared error first and focal loss later are ahead early, as claimed, and no worse in
+           the end.  The penalty costs more than they bring, as printed (1/beta is 1) and far
+           weaker: FashionMNIST 82.9 at beta=191 and 85.0 at 10,000, and 78.7 (by hand) with
+           norms that are not squared; the paper sees no influence of beta.  It holds the norms
+           of pre-activations at 1 to 8 where cross-entropy lets them grow to 80, and clipping
+           turns gradients less at first (cosine 0.9 against 0.3 to 0.5); then logits are made
+           by larger last weights, gradients grow, and the loss bends ten times as much as
+           cross-entropy.  All else: not run here (experiments/results/losing_less2022.json)
   command  python experiments/losing_less2022_loss.py --figure=3 --plot=curves.png --data_dir=...
            ... --table=5; without either, figures 3 and 4 as numbers
 

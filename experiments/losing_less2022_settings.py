@@ -9,11 +9,10 @@ one of its choices made differently.  No flags are defined here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import tramer2021_scatternet as baseline
 
 from dpjax import losses
@@ -54,13 +53,7 @@ def claimed(row: baseline.Row, examples: int) -> Any:
 
 def mixed(threshold: float, gamma: float) -> losses.ExampleLoss:
     """The composite loss without its penalty: squared error first, focal loss later."""
-    easy, hard = losses.one_hot(losses.squared_error), losses.focal(gamma)
-
-    def loss(logits: Any, label: Any, *, epoch: Any) -> Any:
-        alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
-        return alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
-
-    return loss
+    return losses.composite(threshold=threshold, gamma=gamma, beta=math.inf)
 
 
 def huber(beta: float) -> losses.ExampleLoss:

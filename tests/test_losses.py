@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses: closed forms, finite differences, edges, and the step from model to loss."""
 
+import math
 from functools import partial
 
 import flax.linen as nn
@@ -123,6 +124,8 @@ def test_one_number_may_meet_a_scalar_target():
         (lambda: losses.focal(-1.0), "gamma must be at least 0"),
         (lambda: losses.huber(0.0), "delta must be positive"),
         (lambda: losses.composite(beta=0.0), "beta must be positive"),
+        (lambda: losses.composite(beta=math.nan), "beta must be positive"),
+        (lambda: losses.composite(beta=math.inf, coefficient="beta"), "leave the coefficient"),
         (lambda: losses.composite(coefficient="beta/1"), "expected '1/beta' or 'beta'"),
     ],
 )
@@ -220,6 +223,14 @@ def test_one_over_beta_is_the_default():
         for loss in (make(), make(coefficient="1/beta"), make(coefficient="beta"))
     ]
     assert values[0] == values[1] < values[2]
+
+
+def test_composite_of_an_infinite_beta_has_no_penalty():
+    loss = losses.composite(gamma=2.0, threshold=3.0, beta=math.inf)
+    broken = [np.full(3, np.inf, np.float32)]
+    got = loss(jnp.asarray(LOGITS), jnp.array(2), hidden=broken, epoch=4.0)
+    without = losses.composite(gamma=2.0, threshold=3.0)
+    assert got == without(jnp.asarray(LOGITS), jnp.array(2), hidden=[], epoch=4.0)
 
 
 def test_composite_takes_another_error():
