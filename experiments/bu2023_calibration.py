@@ -5,9 +5,12 @@
            ones cost little accuracy and are calibrated (table 2, figures 2 to 9, 11, 12), on
            regressions too (10); noise does not change where small steps lead, clipping does
            (table 1, figure 1)
-  seen     California Housing, 3 seeds, squared error in (100,000 dollars)^2: 0.292 without
-           privacy, 0.380 (0.367 to 0.390) with bound 1, 0.398 (0.393 to 0.402) with bound 20,
-           where the paper calls the large bound comparable if not better
+  seen     MNIST, one seed (the paper's in brackets): bound 1 has 96.7 % (96) at an ECE of 2.4 %
+           (2.3), bound 200 has 94.6 % (95) at 0.4 % (0.7), and a lower NLL, 0.17 against 0.20;
+           with pixels in [0, 1], which are not what Opacus' example takes, 200 ended at 92.2 %
+           and an ECE of 2.8 % (by hand).  California Housing, 3 seeds, squared error in (100,000
+           dollars)^2: 0.292 without privacy, 0.380 (0.367 to 0.390) with bound 1, 0.398 (0.393
+           to 0.402) with bound 20, where the paper calls the large bound comparable if not better
            (experiments/results/bu2023.json); of random small networks' kernels see
            BUILD_NOTES.  All else: not run here
   command  python experiments/bu2023_calibration.py --table=2 --seeds=5 --data_dir=...
