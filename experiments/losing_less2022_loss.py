@@ -16,7 +16,7 @@
            SSE+focal 82.2 to 83.5.
            Squared error first and focal loss later are ahead early, as claimed, and about level in
            the end.  The penalty costs more than they bring, as printed (1/beta is 1) and far
-           weaker: FashionMNIST 82.9 at beta=191 and 85.0 at 10,000, and 78.7 (by hand) with
+           weaker: FashionMNIST 82.9 at beta=191, and by hand 85.0 at 10,000 and 78.7 with
            norms that are not squared; the paper sees no influence of beta.  It holds the norms
            of pre-activations at 1 to 8 where cross-entropy lets them grow to 80, and clipping
            turns gradients less at first (cosine 0.9 against 0.3 to 0.5); then logits are made

@@ -14,7 +14,8 @@
   missed    of the goals 3.5, 2.2, 2.0, 0.9 and 1.4 against plain (3.3, 2.3, 3.2, 1.06, 1.24) those
             of W1 and W5; that of 3 against Opacus on W2 to W4 (2.4, 2.98, 2.5; W1 has 3.2, W5 2.1,
             where 1.6 was asked); of 1.3 in memory W4's, 10 MiB against 6, and W2's, which was
-            32 MiB and 30, at two measurements, against 24
+            32 MiB and 30, at two measurements, against 24; W3's peaks are mostly its batch, cut
+            for the devices, and by XLA's plans it takes 10 MiB against 2
   not run   Opacus by functorch on W2 and W3, the engines vmap and scan but on W1, any GPU
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds (W2, W3: 3);
             noise and update included; all figures in experiments/results/steps.json.  The same

@@ -69,7 +69,7 @@ def composite(
     edge case                 value
     ========================  =================================================
     no hidden layers          no penalty
-    beta infinite             no penalty, whatever the pre-activations are
+    beta infinite             no penalty; pre-activations are asked for all the same
     label out of range        NaN, with a gradient of zero
     epoch far from threshold  exactly one of the two errors, no overflow
     ========================  =================================================
