@@ -88,7 +88,7 @@ def start(makes: dict[str, Callable[[], Contestant]]) -> tuple[dict[str, Contest
         try:
             made = make()
             first = made.run(1)
-            made.run(1)  # parameters that a step has spread over devices compile once more
+            made.run(1)  # what a library does once, it has done by then
         except Refused as why:
             figures[name] = {"refused": str(why)}
             continue
