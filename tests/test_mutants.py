@@ -341,17 +341,24 @@ MUTANTS = [
         GHOST + "is_the_definition[conv same]",
     ),
     Mutant(
+        "ghost: what is broken gets into a sum that is not of kept gradients",
+        "gradients/rules.py",
+        "[entry.wiped(factors != 0) for entry in ready] if careful else ready",
+        "ready",
+        "test_ghost.py::test_a_broken_example_contributes_nothing[norms and pools-nan]",
+    ),
+    Mutant(
         "ghost: the sum forgets its factors",
         "gradients/rules.py",
-        "cotangent=cotangent * trees.expand(factors, cotangent)",
-        "cotangent=cotangent",
+        "cotangent=self.cotangent * trees.expand(factors, self.cotangent)",
+        "cotangent=self.cotangent",
         LAWS + "engines_agree[flat-one group]",
     ),
     Mutant(
         "ghost: every leaf takes the factors of the first group",
         "gradients/ghost.py",
-        "{i: total(factors[:, groups[i]], careful)",
-        "{i: total(factors[:, 0], careful)",
+        "{i: total(factors[:, groups[i]])",
+        "{i: total(factors[:, 0])",
         LAWS + "engines_agree[per_group-by layer]",
     ),
     Mutant(
@@ -1604,8 +1611,8 @@ MUTANTS = [
     Mutant(
         "a table's rows are added as they are",
         "gradients/rules.py",
-        "rows = entries[0].scaled(factors, careful=True).form",
-        "rows = entries[0].form",
+        "rows = entries[0].scaled(factors).wiped(factors != 0).form",
+        "rows = entries[0].wiped(factors != 0).form",
         GHOST + "is_the_definition[embedding]",
     ),
     Mutant(
@@ -1660,8 +1667,8 @@ MUTANTS = [
     Mutant(
         "what is broken in an example gets into a table",
         "gradients/rules.py",
-        "entries[0].scaled(factors, careful=True)",
-        "entries[0].scaled(factors, careful=False)",
+        "entries[0].scaled(factors).wiped(factors != 0)",
+        "entries[0].scaled(factors)",
         "test_gradients.py::test_what_is_broken_does_not_get_into_a_table",
     ),
     Mutant(

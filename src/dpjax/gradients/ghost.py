@@ -39,7 +39,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
-        totals[i] = functools.partial(scaled, gradient)
+        totals[i] = functools.partial(functools.partial, scaled, gradient)
     for i, found in entries.items():
         square, totals[i] = norms(i, found, leaves)
         squares[groups[i]] = squares[groups[i]] + square
@@ -53,8 +53,10 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
             sums[i] = put(sums[i], factors[:, groups[i]])
             del totals[i]
 
+    ways = {i: total(factors[:, groups[i]]) for i, total in totals.items()}
+
     def value(careful: bool) -> dict[int, Array]:
-        return {i: total(factors[:, groups[i]], careful) for i, total in totals.items()}
+        return {i: way(careful) for i, way in ways.items()}
 
     # Wiping out what is not finite costs a pass over all data; nearly always there is none.
     broken = ~jnp.all(jnp.isfinite(lengths))

@@ -18,7 +18,7 @@ from dpjax import clipping, trees
 from dpjax.gradients.ghost import backward, wide_leaves
 from dpjax.gradients.layout import layout
 from dpjax.gradients.rows import Rows, microbatched, spread
-from dpjax.gradients.rules import into_table, scaled, weighted_sum
+from dpjax.gradients.rules import into_table, scaled, summed
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = ["plain_grad"]
@@ -75,7 +75,7 @@ def _unclipped(
     sums = jax.tree.leaves(start)
     for i, found in entries.items():
         put = into_table(i, found)
-        part = None if put else weighted_sum(i, found, leaves, ones, careful=False)
+        part = None if put else summed(i, [entry.scaled(ones) for entry in found], leaves)
         sums[i] = put(sums[i], ones) if put else sums[i] + part
     for i, each in gradients.items():
         sums[i] = sums[i] + scaled(each, ones, careful=False)

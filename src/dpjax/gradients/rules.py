@@ -17,7 +17,6 @@ clipping trusts these norms.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -40,12 +39,12 @@ __all__ = [
     "into_table",
     "norms",
     "scaled",
-    "weighted_sum",
+    "summed",
 ]
 
 Squares = Float[Array, " batch"]
 Shape = jax.ShapeDtypeStruct
-Total = Callable[[Squares, bool], Array]
+Total = Callable[[Squares], Callable[[bool], Array]]
 
 # Writing and squaring one number, or scaling it, in multiplications of a matrix product.
 _TRAFFIC = 8
@@ -62,14 +61,15 @@ class Entry(NamedTuple):
     data: Sequence[Array]
     cotangent: Array
 
-    def scaled(self, factors: Squares, careful: bool) -> Entry:
-        """Scaled cotangents; with care, an example with factor 0 is wiped out, NaN and all."""
-        data, cotangent = self.data, self.cotangent
-        if careful:
-            # With a cotangent of 0 any finite data give 0; 1 may also be divided by.
-            data = [_wiped(x, factors != 0, 1) for x in data]
-            cotangent = _wiped(cotangent, factors != 0, 0)
-        return self._replace(data=data, cotangent=cotangent * trees.expand(factors, cotangent))
+    def scaled(self, factors: Squares) -> Entry:
+        """Each example's cotangent times its factor."""
+        return self._replace(cotangent=self.cotangent * trees.expand(factors, self.cotangent))
+
+    def wiped(self, keep: Array) -> Entry:
+        """Without what is not to be kept, NaN and all."""
+        # With a cotangent of 0 any finite data give 0; 1 may also be divided by.
+        data = [_wiped(x, keep, 1) for x in self.data]
+        return self._replace(data=data, cotangent=_wiped(self.cotangent, keep, 0))
 
     @property
     def form(self) -> Outer | None:
@@ -97,7 +97,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     """Takes the cheapest rule that fits; by shapes alone."""
     outers = [form for form in forms if form is not None]
     if len(outers) < len(sites):
-        return Choice("derivative", True, _TRAFFIC * leaf.size, leaf.size)
+        keep = not _entire(leaf, sites)
+        return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
     blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
     width = max(1 if o.chosen else o.x.shape[2] for o in outers)
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
@@ -148,14 +149,24 @@ def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple
       leaves: All leaves, in full precision.
 
     Returns:
-      Squared norms, and a function ``(factors, careful)`` to the sum of the examples'
-      gradients, each times its factor.  Care is needed where some norm is not finite: then
-      an example with factor 0 contributes exactly 0, whatever its data and cotangent.
+      Squared norms, and the way from factors to the sum of the examples' gradients, each
+      times its factor, with or without care.  It is needed where some norm is not finite:
+      then an example with factor 0 contributes exactly 0, whatever its data and cotangent.
     """
     forms = [entry.form for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
     outers = _alike([form for form in forms if form is not None])
-    anew = functools.partial(weighted_sum, leaf, entries, leaves)
+
+    def anew(factors: Squares) -> Callable[[bool], Array]:
+        # Before it is known whether care is needed: so they can be scaled where they lie.
+        ready = [entry.scaled(factors) for entry in entries]
+
+        def value(careful: bool) -> Array:
+            kept = [entry.wiped(factors != 0) for entry in ready] if careful else ready
+            return summed(leaf, kept, leaves)
+
+        return value
+
     if choice.rule == "product" and outers is not None:
         return _product_norms(outers[0]), anew
     if choice.rule == "rows" and outers is not None:
@@ -168,7 +179,7 @@ def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple
         place, gradients = (lambda x: x), _instantiated(leaf, entries, forms, leaves)
     if not choice.keep:
         return _square(gradients), anew
-    return _square(gradients), lambda f, careful: place(scaled(gradients, f, careful))
+    return _square(gradients), lambda f: lambda careful: place(scaled(gradients, f, careful))
 
 
 def scaled(gradients: Array, factors: Squares, careful: bool) -> Array:
@@ -178,22 +189,18 @@ def scaled(gradients: Array, factors: Squares, careful: bool) -> Array:
     return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
 
 
-def weighted_sum(
-    leaf: int,
-    entries: Sequence[Entry],
-    leaves: Sequence[Array],
-    factors: Squares,
-    careful: bool,
-) -> Array:
-    """The sum of the examples' gradients of a leaf, each times its factor, site by site."""
+def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Array:
+    """The sum of the examples' gradients of a leaf, site by site."""
     total = jnp.zeros_like(leaves[leaf])
-    for entry in (entry.scaled(factors, careful) for entry in entries):
+    for entry in entries:
         form = entry.form
-        if form is None or form.chosen:
+        if form is not None and not form.chosen:
+            part = _pulled(leaf, leaves, entry.site.of)(form.place(_over_all(form)))
+        elif form is None and _entire(leaves[leaf], [entry.site]):
+            part = _ones_times(_instantiated(leaf, [entry], [None], leaves))
+        else:
             run = jax.vmap(entry.site.apply, (None, 0))
             part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
-        else:
-            part = _pulled(leaf, leaves, entry.site.of)(form.place(_over_all(form)))
         total = total + part
     return total
 
@@ -215,7 +222,7 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
         return None
 
     def put(total: Array, factors: Squares) -> Array:
-        rows = entries[0].scaled(factors, careful=True).form
+        rows = entries[0].scaled(factors).wiped(factors != 0).form
         assert rows is not None
         taken = rows.g.reshape(-1, *total.shape[1:])
         return total.at[rows.x.reshape(-1)].add(taken)
@@ -390,6 +397,19 @@ def _pulled(
 
     output, pull = jax.vjp(of_one, leaves[leaf])
     return lambda cotangent: pull(cotangent.astype(output.dtype))[0]
+
+
+def _entire(leaf: Array | Shape, sites: Sequence[Site]) -> bool:
+    """Whether one example's gradient of a leaf is as large as what it is made of.
+
+    Then it is not kept: scaled cotangents take its place, and perhaps that of others too.
+    """
+    return leaf.size == sum(math.prod(site.output.shape) for site in sites)
+
+
+def _ones_times(x: Array) -> Array:
+    """The sum over the first axis, as a product: XLA's own sum down a matrix is slower."""
+    return _product("b,b...->...", jnp.ones(len(x), x.dtype), x)
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:
