@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long one private training step takes, beside the same step without privacy.
 
-  claim     private convolutional networks take steps in less than half a plain one's time, a
-            Transformer in about the same, a plain network of dense layers in 1.4 times
+  claim     private convolutional networks take steps in a third of a plain one's time, a
+            Transformer in less than it, a plain network of dense layers in 1.1 times
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
-            W1 MNIST CNN, B 256           57.2      17.5          55.5          28.2          0.89
-            W2 CIFAR CNN, B 256         1338       582          1412           653            1.35
-            W3 CNN on wavelets, B 1024  1563       489          1457           353            1.05
-            W4 MLP, B 1024                10.8      10.1          25.5          13.6          1.70
-            W5 Transformer, B 64         270       218           460           200            1.30
+            W1 MNIST CNN, B 256           68.8      18.0          54.7          27.6          0.83
+            W2 CIFAR CNN, B 256         1869       585          1736           768            1.43
+            W3 CNN on wavelets, B 1024  1189       383          1563           367            2.10
+            W4 MLP, B 1024                 8.0       8.9          20.8          13.3          1.19
+            W5 Transformer, B 64         421       259           643           324            1.31
             memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
-            privacy; jax_privacy takes 7.1, 8.0, 14.7, 164 and 4.5 times as long as dpjax auto
-  missed    of the goals 3.5, 2.2, 2.0, 0.9 and 1.4 against plain (3.3, 2.3, 3.2, 1.06, 1.24) those
-            of W1 and W5; that of 3 against Opacus on W2 to W4 (2.4, 2.98, 2.5; W1 has 3.2, W5 2.1,
-            where 1.6 was asked); of 1.3 in memory W4's, 10 MiB against 6, and W2's, which was
-            32 MiB and 30, at two measurements, against 24; W3's peaks are mostly its batch, cut
-            for the devices, and by XLA's plans it takes 10 MiB against 2
-  not run   Opacus by functorch on W2 and W3, the engines vmap and scan but on W1, any GPU
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds (W2, W3: 3);
-            noise and update included; all figures in experiments/results/steps.json.  The same
-            cores were twice as fast on another day, and ratios were a little other
+            privacy; jax_privacy takes 7.5, 12, 25, 170 and 4.6 times as long as dpjax auto
+  missed    of the goals 3.5, 2.2, 2.0, 0.9 and 1.4 against plain (3.8, 3.2, 3.1, 0.89, 1.6) that of
+            W4 by a hair; that of 3 against Opacus on W2 (2.97; W1 has 3.03, W3 4.1, W5 2.5, where
+            1.6 was asked) and on W4 (2.3), where plain JAX has 2.6; of 1.3 in memory those of
+            W2 (28 MiB against 20), W3 (17 against 8) and by a hair W5 (68 against 52)
+  not run   any GPU
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds; noise and
+            update included; all figures in experiments/results/steps.json.  The machine is shared,
+            and ratios move by a tenth from run to run, by more from day to day
   command   make bench-peers ARGS="--rounds 5 --host_devices 2 --peaks --out steps.json"
             (`make bench` leaves out the peers if they are not there)
 

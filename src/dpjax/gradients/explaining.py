@@ -38,8 +38,8 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
       >>> loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["kernel"] + p["bias"]) ** p["power"])
       >>> params = {"bias": jnp.zeros(3), "kernel": jnp.zeros((2, 3)), "power": jnp.ones(())}
       >>> print(explain(loss, params, jnp.zeros(2)))
-      bias    add          derivative, kept        24
-      kernel  dot_general  product                  5
+      bias    add          derivative         24
+      kernel  dot_general  product             5
       power   materialised: enters pow
     """
     program = trace(lambda p, x: (loss(p, x), None), params, example)
