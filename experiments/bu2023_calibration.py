@@ -8,7 +8,8 @@
   seen     MNIST, one seed (the paper's in brackets): bound 1 has 96.7 % (96) at an ECE of 2.4 %
            (2.3), bound 200 has 94.6 % (95) at 0.4 % (0.7), and a lower NLL, 0.17 against 0.20;
            without privacy 95.9 % at 0.6 % (0.4), after 99.1 % at 0.5 % half way: the rate is too
-           high for it, with plain `jax.grad` as well (by hand, see BUILD_NOTES);
+           high for it, with plain `jax.grad` as well (by hand, see BUILD_NOTES); mixed, whose
+           bound is large for the last 5 % of the steps, 96.6 % at 2.4 %: that is too late to help;
            with pixels in [0, 1], which are not what Opacus' example takes, 200 ended at 92.2 %
            and an ECE of 2.8 % (by hand).  California Housing, 3 seeds, squared error in (100,000
            dollars)^2: 0.292 without privacy, 0.380 (0.367 to 0.390) with bound 1, 0.398 (0.393
