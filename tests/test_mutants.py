@@ -348,6 +348,13 @@ MUTANTS = [
         "test_ghost.py::test_a_broken_example_contributes_nothing[norms and pools-nan]",
     ),
     Mutant(
+        "ghost: gradients as large as their cotangents are summed at half their weight",
+        "gradients/rules.py",
+        "jnp.ones(len(x), x.dtype), x)",
+        "jnp.full(len(x), 0.5, x.dtype), x)",
+        LAWS + "engines_agree[flat-one group]",
+    ),
+    Mutant(
         "ghost: the sum forgets its factors",
         "gradients/rules.py",
         "cotangent=self.cotangent * trees.expand(factors, self.cotangent)",

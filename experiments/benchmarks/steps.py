@@ -16,10 +16,11 @@
             1.6 was asked) and on W4 (2.3), where plain JAX has 2.6; of 1.3 in memory those of
             W2 (28 MiB against 20), W3 (17 against 8) and by a hair W5 (68 against 52)
   not run   any GPU
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds; noise and
-            update included; all figures in experiments/results/steps.json.  The machine is shared,
-            and ratios move by a tenth from run to run, by more from day to day
-  command   make bench-peers ARGS="--rounds 5 --host_devices 2 --peaks --out steps.json"
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds (jax_privacy
+            on W2 and W3: 2 and 1); noise and update included; all figures in
+            experiments/results/steps.json.  The machine is shared, and ratios move by a tenth from
+            run to run, by more from day to day
+  command   make bench-peers ARGS="--rounds 5 --seconds 8 --host_devices 2 --peaks --out ..."
             (`make bench` leaves out the peers if they are not there)
 
 Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's

@@ -13,7 +13,6 @@ References:
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax.gradients.rows import Rows
-from dpjax.gradients.rules import Entry, Total, into_table, norms, scaled
+from dpjax.gradients.rules import Entry, Total, into_table, kept, norms
 from dpjax.gradients.walk import trace
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -39,7 +38,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
-        totals[i] = functools.partial(functools.partial, scaled, gradient)
+        totals[i] = kept(gradient)
     for i, found in entries.items():
         square, totals[i] = norms(i, found, leaves)
         squares[groups[i]] = squares[groups[i]] + square

@@ -37,6 +37,7 @@ __all__ = [
     "choose",
     "foresee",
     "into_table",
+    "kept",
     "norms",
     "scaled",
     "summed",
@@ -45,6 +46,7 @@ __all__ = [
 Squares = Float[Array, " batch"]
 Shape = jax.ShapeDtypeStruct
 Total = Callable[[Squares], Callable[[bool], Array]]
+"""From factors to a sum; the rest of the way depends on whether care is needed."""
 
 # Writing and squaring one number, or scaling it, in multiplications of a matrix product.
 _TRAFFIC = 8
@@ -162,8 +164,8 @@ def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple
         ready = [entry.scaled(factors) for entry in entries]
 
         def value(careful: bool) -> Array:
-            kept = [entry.wiped(factors != 0) for entry in ready] if careful else ready
-            return summed(leaf, kept, leaves)
+            sound = [entry.wiped(factors != 0) for entry in ready] if careful else ready
+            return summed(leaf, sound, leaves)
 
         return value
 
@@ -179,7 +181,12 @@ def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple
         place, gradients = (lambda x: x), _instantiated(leaf, entries, forms, leaves)
     if not choice.keep:
         return _square(gradients), anew
-    return _square(gradients), lambda f: lambda careful: place(scaled(gradients, f, careful))
+    return _square(gradients), kept(gradients, place)
+
+
+def kept(gradients: Array, place: Callable[[Array], Array] = lambda x: x) -> Total:
+    """The way to the sum of per-example gradients that are there, in the layout of `place`."""
+    return lambda factors: lambda careful: place(scaled(gradients, factors, careful))
 
 
 def scaled(gradients: Array, factors: Squares, careful: bool) -> Array:
