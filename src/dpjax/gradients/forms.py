@@ -61,7 +61,7 @@ class Outer(NamedTuple):
         return self.place(jnp.concatenate(parts, axis=1))
 
 
-# Patches are written out for so many inputs at a time, or more.
+# Patches are written out for so many inputs of a block at a time, or more.
 _PIECE = 128
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
@@ -200,7 +200,8 @@ def _patches(
         )
         return jnp.moveaxis(x_seen, -1, 1)
 
-    entries, few = list(itertools.product(*map(range, kernel))), -(-_PIECE // x.shape[-1])
+    inputs = x.shape[-1] // p["feature_group_count"]
+    entries, few = list(itertools.product(*map(range, kernel))), -(-_PIECE // inputs)
     return [
         jnp.stack([seen(entry) for entry in entries[i : i + few]], axis=1)
         for i in range(0, len(entries), few)

@@ -86,7 +86,7 @@ class Choice(NamedTuple):
     Args:
       rule: "product", "gram", "rows", "instantiate" or "derivative".
       keep: Whether per-example gradients are kept for the sum.
-      operations: Multiplications for one example's norm, about.
+      operations: What one example's norm costs, in multiplications of a large product.
       numbers: How many are written for it, beside the data and cotangents themselves.
     """
 
@@ -110,15 +110,16 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
     again = product + _TRAFFIC * copied
-    rule, pairs = "rows" if rows and len(outers) == 1 else "gram", blocks * positions**2
-    gram = pairs * (width + depth) * (1 if rule == "rows" else _SLOWER)
+    by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
+    gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
     instantiate = product + _TRAFFIC * leaf.size
     after = _TRAFFIC * leaf.size if rows or keep else again
     one_form = all(site.isometry for site in sites) and _alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
     if one_form and gram + again < instantiate + after:
-        return Choice(rule, False, gram, copied + pairs * (_paired(width) + _paired(depth)))
+        written = pairs * (2 if by_rows else _paired(width) + _paired(depth))
+        return Choice("rows" if by_rows else "gram", False, gram, copied + written)
     rule = "derivative" if rows else "instantiate"
     return Choice(rule, keep, instantiate, copied + leaf.size)
 
