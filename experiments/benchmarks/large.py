@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One private step of a Transformer of 100 million parameters, and of adapters beside it.
 
-  claim     100 million parameters take a private step on two CPU cores, at 1.4 times the time and
+  claim     100 million parameters take a private step on two CPU cores, at 1.3 times the time and
             1.2 times the memory of a plain one; frozen leaves are free: with adapters of 295,000
-            beside them a private step takes 1.1 times a plain one's memory, 1.3 times its time
+            beside them a private step takes 1.1 times a plain one's memory, 1.4 times its time
   figures                      seconds a step   memory above parameters and batch, MiB
-            plain                   2.19            894
-            private                 3.00          1,103
-            plain adapters          1.43            674
-            private adapters        1.86            749
+            plain                   2.25            893
+            private                 3.00          1,080
+            plain adapters          1.48            674
+            private adapters        2.06            749
   hardware  2 cores of an AMD EPYC; JAX 0.10.2; medians of 3; all figures in
             experiments/results/large.json
   command   make bench BENCH=large ARGS="--rounds 3 --out experiments/results/large.json"

@@ -4,20 +4,20 @@
   claim     private convolutional networks take steps in a third of a plain one's time, a
             Transformer in less than it, a plain network of dense layers in 1.1 times
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
-            W1 MNIST CNN, B 256           68.8      18.0          54.7          27.6          0.80
-            W2 CIFAR CNN, B 256         1869       585          1736           768            1.14
-            W3 CNN on wavelets, B 1024  1189       383          1563           367            2.41
-            W4 MLP, B 1024                 8.0       8.9          20.8          13.3          1.14
-            W5 Transformer, B 64         421       259           643           324            1.26
+            W1 MNIST CNN, B 256           68.8      18.0          54.7          27.6          0.83
+            W2 CIFAR CNN, B 256         1869       585          1736           768            1.43
+            W3 CNN on wavelets, B 1024  1189       383          1563           367            2.10
+            W4 MLP, B 1024                 8.0       8.9          20.8          13.3          1.19
+            W5 Transformer, B 64         421       259           643           324            1.31
             memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
             privacy; jax_privacy takes 7.5, 12, 25, 170 and 4.6 times as long as dpjax auto.
-            Plain over dpjax auto, here and in a later run of 15 rounds: W1 3.8 and 3.4, W2 3.2 and
+            Plain over dpjax auto, here and in a later run of a variant: W1 3.8 and 3.4, W2 3.2 and
             2.6, W3 3.1 and 4.1, W4 0.89 and 0.92, W5 1.6 and 1.2; Opacus over it: 3.03 and 3.09,
             2.97 and 2.55, 4.1 and 3.7, 2.3 and 2.4, 2.5 and 2.0
   missed    against plain the goals 2.2 and 2.0 of W2 and W3 are reached, of W1 (3.5), W4 (0.9)
             and W5 (1.4) in one run of the two; against Opacus 3 is on W1 and W3 and the 1.6 of W5,
-            not the 3 of W2 and W4, where plain JAX itself has 2.6.  Memory misses 1.3 on W3 (17 MiB
-            against 7), most of it beyond what XLA plans (8.3 against 1.8)
+            not the 3 of W2 and W4, where plain JAX itself has 2.6.  Memory misses 1.3 on W2
+            (28 MiB against 20), W3 (17 against 8) and by a hair W5 (68 against 52)
   not run   any GPU
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds (jax_privacy
             on W2 and W3: 2 and 1); noise and update included; all figures in
