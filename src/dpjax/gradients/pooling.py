@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools over windows, with a backward pass made of slices and comparisons alone.
+"""Max-pools over windows, with a backward pass made of slices and comparisons alone.
 
-The derivative of a max-pool as XLA runs it looks for each window's winner one element
-after the other.  Here the winner's place in its window is noted as a small number, and
-each input asks the few windows that it lies in whether it won: all element by element.
+The derivative of a max-pool as XLA runs it on CPU looks for each window's winner one
+element after the other.  Here the winner's place in its window is noted as a small number,
+and each input asks the few windows that it lies in whether it won: all element by element.
 Of equal winners the first takes the cotangent, as in JAX.
 
 Inputs fall into *phases* by their position modulo the stride.  Inputs of one phase see
 their windows from the same places, so each phase is a few plain slices; at the end the
 phases are woven together.
+
+The backward pass stands in the branch of a condition, which is a program of its own.  In
+one program with what surrounds it, XLA on CPU was seen to merge it with the derivative of
+the activation below and to write the result over the very input that the next slice reads:
+gradients were silently wrong.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-__all__ = ["pool_max", "pool_sum"]
+__all__ = ["pool_max"]
 
 # Windows with more entries than this are left to XLA; a winner's number fits eight bits.
 _LARGEST = 64
@@ -39,44 +43,36 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
       parameters: Those of the ``reduce_window_max`` equation.
       x: The input.
     """
-    if _unusual(parameters, x):
-        return jax.lax.reduce_window_max_p.bind(x, **parameters)
-    window = (parameters["window_dimensions"], parameters["window_strides"])
 
     def forward(x: Array) -> Array:
-        return functools.reduce(jnp.maximum, _entries(window, x))
+        return jax.lax.reduce_window_max_p.bind(x, **parameters)
+
+    def as_written(x: Array, _: Array, cotangent: Array) -> Array:
+        return jax.vjp(forward, x)[1](cotangent)[0]
+
+    def fast(x: Array, largest: Array, cotangent: Array) -> Array:
+        return _input_cotangent(parameters, x, largest, cotangent)
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
-        x, largest = inputs
-        winner = jnp.full(largest.shape, _LARGEST, jnp.int8)
-        for place, entry in reversed(list(enumerate(_entries(window, x)))):
-            winner = jnp.where(entry == largest, jnp.int8(place), winner)
-        return (_to_inputs(window, x.shape, cotangent, winner),)
+        return (
+            jax.lax.platform_dependent(*inputs, cotangent, cpu=_apart(fast), default=as_written),
+        )
 
+    if _unusual(parameters, x):
+        return forward(x)
     pool = jax.custom_vjp(forward)
     pool.defvjp(lambda x: (y := forward(x), (x, y)), backward)
-    return pool(_padded(parameters, x, -jnp.inf))
-
-
-def pool_sum(parameters: dict[str, Any], x: Array) -> Array:
-    """The sum of each window.
-
-    Args:
-      parameters: Those of the ``reduce_window_sum`` equation.
-      x: The input.
-    """
-    if _unusual(parameters, x):
-        return jax.lax.reduce_window_sum_p.bind(x, **parameters)
-    window = (parameters["window_dimensions"], parameters["window_strides"])
-
-    def forward(x: Array) -> Array:
-        return functools.reduce(jnp.add, _entries(window, x))
-
-    x = _padded(parameters, x, 0)
-    shape = x.shape
-    pool = jax.custom_vjp(forward)
-    pool.defvjp(lambda x: (forward(x), None), lambda _, g: (_to_inputs(window, shape, g),))
     return pool(x)
+
+
+def _apart(function: Callable[..., Array]) -> Callable[..., Array]:
+    """In the branch of a condition that always holds, which XLA cannot know beforehand."""
+
+    def unmerged(x: Array, *others: Array) -> Array:
+        always = jax.lax.optimization_barrier(jnp.array(True))
+        return jax.lax.cond(always, function, lambda x, *_: jnp.full_like(x, jnp.nan), x, *others)
+
+    return unmerged
 
 
 def _unusual(parameters: dict[str, Any], x: Array) -> bool:
@@ -86,9 +82,21 @@ def _unusual(parameters: dict[str, Any], x: Array) -> bool:
     return spread > 1 or large or not jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _padded(parameters: dict[str, Any], x: Array, filling: float) -> Array:
+def _input_cotangent(
+    parameters: dict[str, Any], x: Array, largest: Array, cotangent: Array
+) -> Array:
+    """The cotangent of the input: that of each window goes to its winner."""
+    window = (parameters["window_dimensions"], parameters["window_strides"])
+    padded, inside = jax.vjp(lambda x: _padded(parameters, x), x)
+    winner = jnp.full(largest.shape, _LARGEST, jnp.int8)
+    for place, entry in reversed(list(enumerate(_entries(window, padded)))):
+        winner = jnp.where(entry == largest, jnp.int8(place), winner)
+    return inside(_to_winners(window, padded.shape, cotangent, winner))[0]
+
+
+def _padded(parameters: dict[str, Any], x: Array) -> Array:
     edges = [(low, high, 0) for low, high in parameters["padding"]]
-    return jax.lax.pad(x, jnp.asarray(filling, x.dtype), edges) if edges else x
+    return jax.lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), edges)
 
 
 def _entries(window: Window, x: Array) -> Iterator[Array]:
@@ -100,20 +108,16 @@ def _entries(window: Window, x: Array) -> Iterator[Array]:
         yield jax.lax.slice(x, place, ends, strides)
 
 
-def _to_inputs(
-    window: Window,
-    shape: tuple[int, ...],
-    cotangent: Array,
-    winner: Int[Array, "..."] | None = None,
+def _to_winners(
+    window: Window, shape: tuple[int, ...], cotangent: Array, winner: Int[Array, "..."]
 ) -> Array:
-    """Gives the cotangent of each window to its inputs; with winners, to those alone."""
+    """Gives the cotangent of each window to the input that won it."""
     dimensions, strides = window
     reach = [(d - 1) // s for d, s in zip(dimensions, strides, strict=True)]
     lengths = [-(-n // s) for n, s in zip(shape, strides, strict=True)]
     edges = [(r, max(0, n - m), 0) for r, n, m in zip(reach, lengths, cotangent.shape, strict=True)]
     cotangent = jax.lax.pad(cotangent, jnp.zeros((), cotangent.dtype), edges)
-    if winner is not None:
-        winner = jax.lax.pad(winner, jnp.int8(-1), edges)
+    winner = jax.lax.pad(winner, jnp.int8(-1), edges)
 
     def phase(first: Sequence[int]) -> Array:
         total = jnp.zeros(lengths, cotangent.dtype)
@@ -123,10 +127,8 @@ def _to_inputs(
                 continue
             start = [r - a // s for r, a, s in zip(reach, apart, strides, strict=True)]
             end = [a + n for a, n in zip(start, lengths, strict=True)]
-            part = jax.lax.slice(cotangent, start, end)
-            if winner is not None:
-                part = jnp.where(jax.lax.slice(winner, start, end) == number, part, 0)
-            total = total + part
+            won = jax.lax.slice(winner, start, end) == number
+            total = total + jnp.where(won, jax.lax.slice(cotangent, start, end), 0)
         return total
 
     return jax.lax.slice(_woven(phase, strides), [0] * len(shape), shape)

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Li
 from jaxtyping import Array
 
 from dpjax.gradients.convolution import convolution
-from dpjax.gradients.pooling import pool_max, pool_sum
+from dpjax.gradients.pooling import pool_max
 
 __all__ = ["FAST", "bind", "bind_fast", "inner_programs"]
 
@@ -37,7 +37,6 @@ FAST: dict[str, Callable[..., Array]] = {
     "conv_general_dilated": convolution,
     "pad": _pad,
     "reduce_window_max": pool_max,
-    "reduce_window_sum": pool_sum,
 }
 
 
