@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from dpjax import clipped_grad, clipping, gradients, losses, testing
+from dpjax.gradients.ghost import backward
 
 KEY = jax.random.key(0)
 
@@ -73,6 +74,15 @@ class Normed(nn.Module):
         x = nn.relu(nn.GroupNorm(2)(nn.Conv(4, (3, 3), strides=2)(x)))
         x = nn.RMSNorm()(nn.max_pool(nn.Conv(4, (3, 3))(x), (2, 2), (2, 2)))
         return nn.Dense(3)(x.reshape(-1))
+
+
+class Pooled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = jnp.tanh(nn.Conv(4, (3, 3))(jnp.tanh(nn.Conv(4, (3, 3))(x))))
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        return nn.Dense(3)(jnp.tanh(nn.Dense(8)(x.reshape(-1))))
 
 
 class Recurrent(nn.Module):
@@ -375,6 +385,24 @@ def test_ghost_is_the_definition_in_float64(name):
             microbatch_sizes=(8,),
             tolerance=1e-11,
         )
+
+
+def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
+    """XLA on CPU let tanh's derivative write over the pool's input, between two windows."""
+    loss, params, batch = linen(Pooled(), (28, 28, 1), batch=4)
+    batch = jnp.round(batch / 2)  # Flat regions, as in drawings: many windows have several winners.
+
+    def cotangents(examples):
+        _, _, entries, _ = backward(lambda p, x: (loss(p, x), None), params, examples)
+        return [entry.cotangent for found in entries.values() for entry in found]
+
+    def looped(pairs):
+        return lax.map(cotangents, pairs)
+
+    want = jax.jit(cotangents)(batch)
+    got = jax.jit(looped)(batch.reshape(2, 2, *batch.shape[1:]))
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(a, b.reshape(a.shape), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

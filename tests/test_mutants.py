@@ -459,6 +459,13 @@ MUTANTS = [
         "jax.lax.slice(winner, start, end) >= number",
         GHOST + "is_the_definition[norms and pools]",
     ),
+    Mutant(
+        "a pool's backward pass in one program with what is around it",
+        "gradients/pooling.py",
+        "cpu=_apart(fast)",
+        "cpu=fast",
+        "test_ghost.py::test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over",
+    ),
     # Noise
     Mutant(
         "noise x 0.9",
