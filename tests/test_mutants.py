@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "ghost: only the first site of a leaf",
         "gradients/rules.py",
-        "    return sum(parts[1:], parts[0])",
+        "    return _added(parts)",
         "    return parts[0]",
         GHOST + "is_the_definition[used twice, plainly and scaled]",
     ),
@@ -224,15 +224,15 @@ MUTANTS = [
     Mutant(
         "ghost: equal ids of an embedding not added up",
         "gradients/rules.py",
-        "same, eps = form.x[..., :, None] == form.x[..., None, :]",
-        "same, eps = jnp.eye(form.x.shape[2], dtype=bool) & (form.x == form.x)[..., None]",
+        "same = ids[..., :, None] == ids[..., None, :]",
+        "same = jnp.eye(ids.shape[2], dtype=bool) & (ids == ids)[..., None]",
         GHOST + "is_the_definition[embedding]",
     ),
     Mutant(
         "ghost: equal ids of tied weights not added up",
         "gradients/rules.py",
-        "(p.x[:, :, :, None] == q.x[:, :, None, :])",
-        "jnp.eye(p.x.shape[2], dtype=bool)[None, None]",
+        "(x[:, :, :, None] == y[:, :, None, :])",
+        "jnp.eye(x.shape[2], dtype=bool)[None, None]",
         GHOST + "is_the_definition[two embeddings of one table]",
     ),
     Mutant(
@@ -339,6 +339,34 @@ MUTANTS = [
         'jnp.einsum("b,b...->...", factors, gradients,',
         'jnp.einsum("b,b...->...", jnp.sign(factors), gradients,',
         GHOST + "is_the_definition[conv same]",
+    ),
+    Mutant(
+        "ghost: kept gradients beside a broken one forget their factors",
+        "gradients/rules.py",
+        "jnp.where(factor != 0, factor * gradient, 0)",
+        "jnp.where(factor != 0, gradient, 0)",
+        "test_ghost.py::test_a_broken_example_contributes_nothing[conv same-nan]",
+    ),
+    Mutant(
+        "ghost: a piece of the patches left out of the norm",
+        "gradients/rules.py",
+        "_added([_square(x) for x in gradients])",
+        "_square(gradients[0])",
+        GHOST + "is_the_definition[conv in pieces]",
+    ),
+    Mutant(
+        "ghost: a piece of the patches left out of the product of norms",
+        "gradients/rules.py",
+        "_added([jnp.sum(x**2, axis=2) for x in form.x])",
+        "jnp.sum(form.x[0] ** 2, axis=2)",
+        GHOST + "is_the_definition[conv in pieces, one position]",
+    ),
+    Mutant(
+        "ghost: pieces of the patches joined the wrong way round",
+        "gradients/forms.py",
+        "jnp.concatenate(parts, axis=1)",
+        "jnp.concatenate(parts[::-1], axis=1)",
+        GHOST + "is_the_definition[conv in pieces]",
     ),
     Mutant(
         "ghost: what is broken gets into a sum that is not of kept gradients",
@@ -1632,8 +1660,8 @@ MUTANTS = [
     Mutant(
         "what was taken from a table overwrites what others took",
         "gradients/rules.py",
-        "total.at[rows.x.reshape(-1)].add(taken)",
-        "total.at[rows.x.reshape(-1)].set(taken)",
+        "total.at[rows.x[0].reshape(-1)].add(taken)",
+        "total.at[rows.x[0].reshape(-1)].set(taken)",
         GHOST + "is_the_definition[embedding]",
     ),
     Mutant(

@@ -32,15 +32,15 @@ class Outer(NamedTuple):
     """The gradient of a view as a sum of outer products.
 
     Args:
-      x: ``[batch, blocks, inputs, positions]``; or integers ``[batch, blocks, positions]``,
-        which stand for columns with a single 1.
+      x: ``[batch, blocks, inputs, positions]``, in pieces that divide the inputs; or integers
+        ``[batch, blocks, positions]``, which stand for columns with a single 1.
       g: ``[batch, blocks, positions, outputs]``.
       place: From ``[blocks, inputs, outputs]`` to the layout of the view.
       axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
       copied: Whether `x` had to be written out, and would be again for another product.
     """
 
-    x: Array
+    x: tuple[Array, ...]
     g: Array
     place: Callable[[Array], Array]
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
@@ -49,8 +49,20 @@ class Outer(NamedTuple):
     @property
     def chosen(self) -> bool:
         """Whether `x` holds the numbers of columns' single ones."""
-        return self.x.ndim == 3
+        return self.x[0].ndim == 3
 
+    @property
+    def width(self) -> int:
+        """How many inputs there are."""
+        return sum(piece.shape[2] for piece in self.x)
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        """From a part ``[blocks, inputs, outputs]`` for each piece to the layout of the view."""
+        return self.place(jnp.concatenate(parts, axis=1))
+
+
+# Patches are written out for so many inputs of a block at a time, or more.
+_PIECE = 128
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
@@ -74,10 +86,10 @@ def _without_stacks(site: Site, outer: Outer) -> Outer:
     sizes = site.output.shape
     for i, sliced in reversed(list(enumerate(site.stacks))):
         g = _merged(g, 1 + i, 2 + i + (not sliced))
-        x = _merged(x, 1 + i, 2 + i if sliced else x.ndim - 1)
+        x = [_merged(piece, 1 + i, 2 + i if sliced else piece.ndim - 1) for piece in x]
         if sliced:
             place = _by_round(place, sizes[i])
-    return outer._replace(x=x, g=g, place=place)
+    return outer._replace(x=tuple(x), g=g, place=place)
 
 
 def _merged(a: Array, axis: int, into: int) -> Array:
@@ -125,7 +137,7 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer:
         split = gradient.reshape([shape[a] for a in order])
         return jnp.transpose(split, np.argsort(order).tolist())
 
-    return Outer(x, g, place, _axes(site, batch[mine], inputs, outputs))
+    return Outer((x,), g, place, _axes(site, batch[mine], inputs, outputs))
 
 
 def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
@@ -139,11 +151,14 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     around = x.shape[:lead]
     x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
-    x = _patches(p, x, [shape[a] for a in space], g.shape[2:-1])
     # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
-    x = x.reshape(*around, x.shape[1], groups, -1, positions)
-    x = jnp.moveaxis(x, lead, lead + 1).reshape(*around, groups, -1, positions)
+
+    def piece(seen: Array) -> Array:
+        seen = seen.reshape(*around, seen.shape[1], groups, -1, positions)
+        return jnp.moveaxis(seen, lead, lead + 1).reshape(*around, groups, -1, positions)
+
+    patches = _patches(p, x, [shape[a] for a in space], g.shape[2:-1])
     g = jnp.moveaxis(g.reshape(*around, positions, groups, -1), -2, lead)
 
     def place(gradient: Array) -> Array:
@@ -153,7 +168,7 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
-    return Outer(x, g, place, axes, copied=True)
+    return Outer(tuple(map(piece, patches)), g, place, axes, copied=True)
 
 
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:
@@ -161,11 +176,14 @@ def _last_channels(x: Array, spec: Sequence[int]) -> Array:
     return jnp.transpose(x, (0, *(1 + a for a in (image, *space, channels))))
 
 
-def _patches(p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
+def _patches(
+    p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
+) -> list[Array]:
     """``[.., entries, channels, images, *places]``: what each entry of the kernel sees.
 
     Strided slices of the padded input: a copy, where a convolution with an identity kernel
     would be many multiplications by 0.  Places come last, as the product to come wants them.
+    A few entries at a time: products of that size are as fast, and never is all copied at once.
     """
     edges = [
         (low, high, spread - 1)
@@ -182,7 +200,12 @@ def _patches(p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequenc
         )
         return jnp.moveaxis(x_seen, -1, 1)
 
-    return jnp.stack([seen(entry) for entry in itertools.product(*map(range, kernel))], axis=1)
+    inputs = x.shape[-1] // p["feature_group_count"]
+    entries, few = list(itertools.product(*map(range, kernel))), -(-_PIECE // inputs)
+    return [
+        jnp.stack([seen(entry) for entry in entries[i : i + few]], axis=1)
+        for i in range(0, len(entries), few)
+    ]
 
 
 def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
@@ -203,7 +226,7 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
     if p["mode"] != mode.CLIP:
         g = jnp.where(inside[..., None], g, 0)
     ids = jnp.clip(ids, 0, shape[0] - 1)
-    return Outer(ids, g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))
+    return Outer((ids,), g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))
 
 
 FORMS: dict[str, Form] = {

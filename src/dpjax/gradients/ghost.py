@@ -38,7 +38,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
-        totals[i] = kept(gradient)
+        totals[i] = kept([gradient])
     for i, found in entries.items():
         square, totals[i] = norms(i, found, leaves)
         squares[groups[i]] = squares[groups[i]] + square

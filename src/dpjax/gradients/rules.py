@@ -50,9 +50,10 @@ Total = Callable[[Squares], Callable[[bool], Array]]
 
 # Writing and squaring one number, or scaling it, in multiplications of a matrix product.
 _TRAFFIC = 8
-# Inner products between positions are summed in blocks of so many terms.
-_BLOCK = 16
-# An instantiated gradient is kept while it is at most so many times its site's own data.
+# Inner products between positions are summed in blocks of so many terms, which makes each of
+# their multiplications cost as much as so many of a large product.
+_BLOCK, _SLOWER = 16, 10
+# An instantiated gradient is kept while it is at most so many times what its product reads.
 _ROOM = 4
 
 
@@ -85,7 +86,7 @@ class Choice(NamedTuple):
     Args:
       rule: "product", "gram", "rows", "instantiate" or "derivative".
       keep: Whether per-example gradients are kept for the sum.
-      operations: Multiplications for one example's norm, about.
+      operations: What one example's norm costs, in multiplications of a large product.
       numbers: How many are written for it, beside the data and cotangents themselves.
     """
 
@@ -102,23 +103,23 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         keep = not _entire(leaf, sites)
         return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
     blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
-    width = max(1 if o.chosen else o.x.shape[2] for o in outers)
+    width = max(1 if o.chosen else o.width for o in outers)
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
-    keep = leaf.size <= _ROOM * sum(
-        math.prod(o.x.shape[1:]) + math.prod(o.g.shape[1:]) for o in outers
-    )
+    read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
+    keep = leaf.size <= _ROOM * read
     product = 0 if rows else blocks * positions * width * depth
-    copied = sum(math.prod(o.x.shape[1:]) for o in outers if o.copied)
+    copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
     again = product + _TRAFFIC * copied
-    gram = blocks * positions**2 * (width + depth)
+    by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
+    gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
     instantiate = product + _TRAFFIC * leaf.size
     after = _TRAFFIC * leaf.size if rows or keep else again
     one_form = all(site.isometry for site in sites) and _alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
     if one_form and gram + again < instantiate + after:
-        rule = "rows" if rows and len(outers) == 1 else "gram"
-        return Choice(rule, False, gram, copied + 2 * blocks * positions**2)
+        written = pairs * (2 if by_rows else _paired(width) + _paired(depth))
+        return Choice("rows" if by_rows else "gram", False, gram, copied + written)
     rule = "derivative" if rows else "instantiate"
     return Choice(rule, keep, instantiate, copied + leaf.size)
 
@@ -178,21 +179,28 @@ def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple
     if choice.rule == "instantiate" and len(entries) == 1 and entries[0].site.isometry:
         place, gradients = _placed(leaf, entries[0], forms[0], leaves)
     else:
-        place, gradients = (lambda x: x), _instantiated(leaf, entries, forms, leaves)
-    if not choice.keep:
-        return _square(gradients), anew
-    return _square(gradients), kept(gradients, place)
+        place, gradients = (lambda x: x[0]), [_instantiated(leaf, entries, forms, leaves)]
+    squares = _added([_square(x) for x in gradients])
+    return squares, kept(gradients, place) if choice.keep else anew
 
 
-def kept(gradients: Array, place: Callable[[Array], Array] = lambda x: x) -> Total:
-    """The way to the sum of per-example gradients that are there, in the layout of `place`."""
-    return lambda factors: lambda careful: place(scaled(gradients, factors, careful))
+def kept(
+    gradients: Sequence[Array], place: Callable[[Sequence[Array]], Array] = lambda x: x[0]
+) -> Total:
+    """The way to the sum of per-example gradients that are there, in pieces that `place` joins."""
+    return lambda factors: lambda careful: place([scaled(x, factors, careful) for x in gradients])
 
 
 def scaled(gradients: Array, factors: Squares, careful: bool) -> Array:
     """The sum of per-example gradients, each times its factor."""
     if careful:
-        return trees.scaled_sum([gradients], factors[:, None], (0,))[0]
+        # One after the other: a product would need a copy of all, without what is broken.
+        def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
+            factor, gradient = one
+            return total + jnp.where(factor != 0, factor * gradient, 0), None
+
+        start = jnp.zeros(gradients.shape[1:], jnp.result_type(factors, gradients))
+        return jax.lax.scan(add, start, (factors, gradients))[0]
     return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -202,7 +210,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     for entry in entries:
         form = entry.form
         if form is not None and not form.chosen:
-            part = _pulled(leaf, leaves, entry.site.of)(form.place(_over_all(form)))
+            part = _pulled(leaf, leaves, entry.site.of)(form.joined(_over_all(form)))
         elif form is None and _entire(leaves[leaf], [entry.site]):
             part = _ones_times(_instantiated(leaf, [entry], [None], leaves))
         else:
@@ -232,18 +240,22 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
         rows = entries[0].scaled(factors).wiped(factors != 0).form
         assert rows is not None
         taken = rows.g.reshape(-1, *total.shape[1:])
-        return total.at[rows.x.reshape(-1)].add(taken)
+        return total.at[rows.x[0].reshape(-1)].add(taken)
 
     return put
 
 
-def _over_all(form: Outer) -> Array:
+def _over_all(form: Outer) -> list[Array]:
     """The outer products of all examples and positions, summed: ``[blocks, inputs, outputs]``."""
-    if form.g.shape[1] > 1:
-        return _product("bhks,bhsd->hkd", form.x, form.g)
-    # As a product of two matrices: XLA would copy the inputs to bring them into its order.
-    x = jnp.swapaxes(form.x, 2, 3).reshape(-1, form.x.shape[2])
-    return _product("nk,nd->kd", x, form.g.reshape(-1, form.g.shape[3]))[None]
+
+    def one(x: Array) -> Array:
+        if form.g.shape[1] > 1:
+            return _product("bhks,bhsd->hkd", x, form.g)
+        # As a product of two matrices: XLA would copy the inputs to bring them into its order.
+        x = jnp.swapaxes(x, 2, 3).reshape(-1, x.shape[2])
+        return _product("nk,nd->kd", x, form.g.reshape(-1, form.g.shape[3]))[None]
+
+    return [one(x) for x in form.x]
 
 
 def _product_norms(form: Outer) -> Squares:
@@ -254,7 +266,7 @@ def _product_norms(form: Outer) -> Squares:
     too short.
     """
     x, g = _lengths(form)
-    inputs, outputs = form.x.shape[2], form.g.shape[3]
+    inputs, outputs = form.width, form.g.shape[3]
     tiny = jnp.finfo(g.dtype).tiny
     return jnp.sum((x + inputs * tiny) * (g + outputs * tiny), axis=(1, 2))
 
@@ -273,7 +285,7 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         (px, pg), (qx, qg) = _lengths(p), _lengths(q)
         lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
         lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
-        inputs = 0 if p.chosen or q.chosen else _roundings(p.x.shape[2])  # chosen ones are exact
+        inputs = 0 if p.chosen or q.chosen else _roundings(p.width)  # chosen ones are exact
         outputs = _roundings(p.g.shape[3])
         doubt = inputs * lengths_x * jnp.abs(g) + outputs * jnp.abs(x) * lengths_g
         doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
@@ -286,7 +298,8 @@ def _row_norms(form: Outer) -> Squares:
 
     Rounded up by the error that such a sum can have, which is relative to what cancels in it.
     """
-    same, eps = form.x[..., :, None] == form.x[..., None, :], jnp.finfo(form.g.dtype).eps
+    (ids,), eps = form.x, jnp.finfo(form.g.dtype).eps
+    same = ids[..., :, None] == ids[..., None, :]
     mates, (_, g) = same.astype(form.g.dtype), _lengths(form)
     rows = jnp.sqrt(jnp.sum(_product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3))
     doubt = eps * jnp.sum(mates, axis=3) * jnp.sum(mates * jnp.sqrt(g)[:, :, None], axis=3)
@@ -299,7 +312,7 @@ def _lost(forms: Sequence[Outer]) -> Squares:
     tiny, lost = jnp.finfo(forms[0].g.dtype).tiny, jnp.zeros(())
     for form in forms:
         x, g = _lengths(form)
-        inputs, outputs = 1 if form.chosen else form.x.shape[2], form.g.shape[3]
+        inputs, outputs = 1 if form.chosen else form.width, form.g.shape[3]
         lost += jnp.sum(jnp.sqrt(inputs * tiny * g + outputs * tiny * x), axis=2)
     return jnp.sum(lost**2, axis=1)
 
@@ -307,18 +320,21 @@ def _lost(forms: Sequence[Outer]) -> Squares:
 def _lengths(form: Outer) -> tuple[Array, Array]:
     """Squared lengths ``[batch, blocks, positions]`` of inputs and of outputs."""
     g = jnp.sum(form.g**2, axis=3)
-    return jnp.ones_like(g) if form.chosen else jnp.sum(form.x**2, axis=2), g
+    if form.chosen:
+        return jnp.ones_like(g), g
+    return _added([jnp.sum(x**2, axis=2) for x in form.x]), g
 
 
 def _inner(p: Outer, q: Outer) -> Array:
     """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
-    if p.chosen and q.chosen:
-        return (p.x[:, :, :, None] == q.x[:, :, None, :]).astype(p.g.dtype)
-    if q.chosen:
-        return jnp.swapaxes(jnp.take_along_axis(p.x, q.x[:, :, :, None], axis=2), 2, 3)
-    if p.chosen:
+    if p.chosen and not q.chosen:
         return jnp.swapaxes(_inner(q, p), 2, 3)
-    return _dots(jnp.swapaxes(p.x, 2, 3), jnp.swapaxes(q.x, 2, 3))
+    x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))
+    if p.chosen:
+        return (x[:, :, :, None] == y[:, :, None, :]).astype(p.g.dtype)
+    if q.chosen:
+        return jnp.swapaxes(jnp.take_along_axis(x, y[:, :, :, None], axis=2), 2, 3)
+    return _dots(jnp.swapaxes(x, 2, 3), jnp.swapaxes(y, 2, 3))
 
 
 def _dots(a: Array, b: Array) -> Array:
@@ -360,7 +376,8 @@ def _alike(forms: Sequence[Outer]) -> list[Outer] | None:
         if form.axes == first.axes:
             turned.append(form)
         elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
-            turned.append(form._replace(x=jnp.swapaxes(form.g, 2, 3), g=jnp.swapaxes(form.x, 2, 3)))
+            x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
+            turned.append(form._replace(x=(x,), g=g))
         else:
             return None
     return turned
@@ -368,11 +385,12 @@ def _alike(forms: Sequence[Outer]) -> list[Outer] | None:
 
 def _placed(
     leaf: int, entry: Entry, form: Outer | None, leaves: Sequence[Array]
-) -> tuple[Callable[[Array], Array], Array]:
-    """Each example's gradient in the layout of its form, and the way from there to the leaf."""
+) -> tuple[Callable[[Sequence[Array]], Array], list[Array]]:
+    """Each example's gradient in the pieces of its form, and the way from there to the leaf."""
     assert form is not None
     pull = _pulled(leaf, leaves, entry.site.of)
-    return lambda x: pull(form.place(x)), _product("bhks,bhsd->bhkd", form.x, form.g)
+    gradients = [_product("bhks,bhsd->bhkd", x, form.g) for x in form.x]
+    return lambda parts: pull(form.joined(parts)), gradients
 
 
 def _instantiated(
@@ -391,7 +409,7 @@ def _instantiated(
         return jax.vmap(derivative)(entry.data, entry.cotangent)
 
     parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
-    return sum(parts[1:], parts[0])
+    return _added(parts)
 
 
 def _pulled(
@@ -421,6 +439,10 @@ def _ones_times(x: Array) -> Array:
 
 def _product(formula: str, a: Array, b: Array) -> Array:
     return jnp.einsum(formula, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _added(parts: Sequence[Array]) -> Array:
+    return sum(parts[1:], parts[0])
 
 
 def _square(x: Array) -> Squares:
