@@ -490,9 +490,16 @@ MUTANTS = [
     Mutant(
         "a pool's backward pass in one program with what is around it",
         "gradients/pooling.py",
-        "cpu=_apart(fast)",
-        "cpu=fast",
+        "apart(fast, elsewhere=as_written)(",
+        "fast(",
         "test_ghost.py::test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over",
+    ),
+    Mutant(
+        "half of tanh's derivative",
+        "gradients/primitives.py",
+        "g * (1 + y) * (1 - y)",
+        "g * (1 - y)",
+        GHOST + "is_the_definition[tanh of few channels]",
     ),
     # Noise
     Mutant(

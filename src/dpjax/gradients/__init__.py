@@ -8,9 +8,9 @@ computed).  An engine means speed only: all engines give the same `ClippedSum`.
 Engines live in `engines`, a row each in one table.  `ghost` is the fast one: `walk` finds
 where a loss uses its parameters, `forms` writes what happens there as outer products,
 `rules` makes norms and sums of them, and `explain` says what was found.  `primitives`,
-`convolution` and `pooling` keep single equations fast.  `layout` chooses how many
-examples are on the chip at once, and `rows` hands them out.  Nothing here knows of noise,
-sampling or epsilon.
+`convolution` and `pooling` keep single equations fast, where need be `apart`.  `layout`
+chooses how many examples are on the chip at once, and `rows` hands them out.  Nothing here
+knows of noise, sampling or epsilon.
 """
 
 from dpjax.gradients.clipped import clipped_grad

@@ -10,22 +10,23 @@ Inputs fall into *phases* by their position modulo the stride.  Inputs of one ph
 their windows from the same places, so each phase is a few plain slices; at the end the
 phases are woven together.
 
-The backward pass stands in the branch of a condition, which is a program of its own.  In
-one program with what surrounds it, XLA on CPU was seen to merge it with the derivative of
-the activation below and to write the result over the very input that the next slice reads:
-gradients were silently wrong.
+The backward pass is a program of its own.  In one with what surrounds it, XLA on CPU was
+seen to merge it with the derivative of the activation below and to write the result over
+the very input that the next slice reads: gradients were silently wrong.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+
+from dpjax.gradients.apart import apart
 
 __all__ = ["pool_max"]
 
@@ -54,25 +55,13 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
         return _input_cotangent(parameters, x, largest, cotangent)
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
-        return (
-            jax.lax.platform_dependent(*inputs, cotangent, cpu=_apart(fast), default=as_written),
-        )
+        return (apart(fast, elsewhere=as_written)(*inputs, cotangent),)
 
     if _unusual(parameters, x):
         return forward(x)
     pool = jax.custom_vjp(forward)
     pool.defvjp(lambda x: (y := forward(x), (x, y)), backward)
     return pool(x)
-
-
-def _apart(function: Callable[..., Array]) -> Callable[..., Array]:
-    """In the branch of a condition that always holds, which XLA cannot know beforehand."""
-
-    def unmerged(x: Array, *others: Array) -> Array:
-        always = jax.lax.optimization_barrier(jnp.array(True))
-        return jax.lax.cond(always, function, lambda x, *_: jnp.full_like(x, jnp.nan), x, *others)
-
-    return unmerged
 
 
 def _unusual(parameters: dict[str, Any], x: Array) -> bool:
