@@ -4,26 +4,26 @@
   claim     private convolutional networks take steps in a third of a plain one's time, a
             Transformer in less than it, a plain network of dense layers in 1.1 times
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
-            W1 MNIST CNN, B 256           68.8      18.0          54.7          27.6          0.83
-            W2 CIFAR CNN, B 256         1869       585          1736           768            1.43
-            W3 CNN on wavelets, B 1024  1189       383          1563           367            2.10
-            W4 MLP, B 1024                 8.0       8.9          20.8          13.3          1.19
-            W5 Transformer, B 64         421       259           643           324            1.31
+            W1 MNIST CNN, B 256           51.8      14.7          42.8          25.4          0.85
+            W2 CIFAR CNN, B 256         1520       572          1693           709            1.22
+            W3 CNN on wavelets, B 1024  1726       392          1600           312            2.22
+            W4 MLP, B 1024                 9.2      10.9          28.4          12.5          1.16
+            W5 Transformer, B 64         354       281           601           286            1.30
             memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
-            privacy; jax_privacy takes 7.5, 12, 25, 170 and 4.6 times as long as dpjax auto.
-            Plain over dpjax auto, here and in a later run of a variant: W1 3.8 and 3.4, W2 3.2 and
-            2.6, W3 3.1 and 4.1, W4 0.89 and 0.92, W5 1.6 and 1.2; Opacus over it: 3.03 and 3.09,
-            2.97 and 2.55, 4.1 and 3.7, 2.3 and 2.4, 2.5 and 2.0
-  missed    against plain the goals 2.2 and 2.0 of W2 and W3 are reached, of W1 (3.5), W4 (0.9)
-            and W5 (1.4) in one run of the two; against Opacus 3 is on W1 and W3 and the 1.6 of W5,
-            not the 3 of W2 and W4, where plain JAX itself has 2.6.  Memory misses 1.3 on W2
-            (28 MiB against 20), W3 (17 against 8) and by a hair W5 (68 against 52)
+            privacy; jax_privacy takes 6.8, 11, 24, 150 and 3.8 times as long as dpjax auto.
+            Plain over dpjax auto, here and the day before: W1 3.5 and 3.8, W2 2.7 and 3.2, W3 4.4
+            and 3.1, W4 0.84 and 0.89, W5 1.26 and 1.6; Opacus over it: 2.91 and 3.03, 2.96 and
+            2.97, 4.1 and 4.1, 2.6 and 2.3, 2.1 and 2.5
+  missed    against plain the goals 3.5, 2.2 and 2.0 of W1 to W3 are reached, W4's 0.9 is not and
+            the 1.4 of W5 in one run of the two; against Opacus 3 is on W3 and the 1.6 of W5, 3 on
+            W1 and W2 by a hair or not, nor on W4, where plain JAX itself has 3.1.  Memory misses
+            1.3 on W3 (17 MiB against 8)
   not run   any GPU
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 5 rounds (jax_privacy
-            on W2 and W3: 2 and 1); noise and update included; all figures in
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 15 rounds (of what
+            takes seconds 1 to 13); noise and update included; all figures in
             experiments/results/steps.json.  The machine is shared, and ratios move by a tenth from
             run to run, by more from day to day
-  command   make bench-peers ARGS="--rounds 5 --seconds 8 --host_devices 2 --peaks --out ..."
+  command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks --out ..."
             (`make bench` leaves out the peers if they are not there)
 
 Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's
