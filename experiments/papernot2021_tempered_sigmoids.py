@@ -5,11 +5,11 @@
            3, figure 3), and so do its relatives s / (1 + exp(-T x)) - o around it (figure 2),
            because gradients and activations stay small (figures 4, 5)
   seen     table 3, each seed (the paper's mean in brackets): MNIST tanh 97.9, 98.2, 97.9 (98.1),
-           ReLU 96.4, 96.6, 96.4 (96.6), without privacy 97.3, 11.4, 99.1 (99.0; the first was
-           at 99.1 after 39 epochs, then SGD at this rate lost its way, as in the second);
-           FashionMNIST, 3 seeds, tanh 85.6, 85.5 to 85.8 (86.1), ReLU 83.1, 82.4 to 83.5
-           (81.9). Between the classes accuracy deviates by 0.8, 0.6, 0.7 (MNIST) and 12.4
-           (FashionMNIST) with tanh, by 1.5 and 15.0 with ReLU. All else: not run here
+           ReLU 96.4, 96.6, 96.4 (96.6), without privacy 97.3, 11.4, 99.1 (99.0; the first was at
+           99.1 after 39 epochs, then SGD at this rate lost its way, as in the second);
+           FashionMNIST, 3 seeds, tanh 85.6, 85.5 to 85.8 (86.1), ReLU 83.1, 82.4 to 83.5 (81.9).
+           Between the classes accuracy deviates by 0.8, 0.6, 0.7 (MNIST) and 12.4 (FashionMNIST)
+           with tanh, by 1.5 and 15.0 with ReLU. All else: not run here
            (experiments/results/papernot2021.json)
   command  python experiments/papernot2021_tempered_sigmoids.py --table=3 --seeds=3 --data_dir=...
            ... --figure=3 --plot=curves.png

@@ -11,13 +11,13 @@
            88.7, 88.5 to 88.9 (89.0);
            CIFAR-10 (JPEG copy), wavelets with a linear model 64.7, 64.5 to 64.9 (67.0), with a CNN
            66.9, one seed (69.3), from pixels 57.9, one seed, two hours on a busy core (59.2);
-           experiments/results/tramer2021.json. Why wavelets are behind, over two seeds: with the
+           experiments/results/tramer2021.json.  Why wavelets are behind, over two seeds: with the
            paper's shuffled batches FashionMNIST's linear model ends 0.16 higher, and of all epochs
-           the best is 0.1 to 0.2 above the last; together that is 89.6. MNIST's gains nothing by
+           the best is 0.1 to 0.2 above the last; together that is 89.6.  MNIST's gains nothing by
            shuffling, and 0.1 by its best epoch; with exact moments its CNN has 98.6 (one run by
-           hand). CIFAR-10, one run each by hand: exact moments 64.5, so private ones cost nothing,
-           and with them but without noise 67.7; the copy is JPEG of quality 75, colours at half
-           size
+           hand).  CIFAR-10, one run each by hand: exact moments 64.5, so private ones cost
+           nothing, and with them but without noise 67.7; the copy is JPEG of quality 75, colours
+           at half size
   command  python experiments/tramer2021_scatternet.py --rows=mnist --seeds=3 --data_dir=...
 
 Settings are the published ones: batch, rate, epochs, noise, normalisation, PyTorch's initial

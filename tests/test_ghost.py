@@ -81,11 +81,10 @@ class Pooled(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        for _ in range(2):
-            x = jnp.tanh(
-                nn.Conv(self.channels, (3, 3))(jnp.tanh(nn.Conv(self.channels, (3, 3))(x)))
-            )
-            x = nn.max_pool(x, (2, 2), (2, 2))
+        for layer in range(4):
+            x = jnp.tanh(nn.Conv(self.channels, (3, 3))(x))
+            if layer % 2:
+                x = nn.max_pool(x, (2, 2), (2, 2))
         return nn.Dense(3)(jnp.tanh(nn.Dense(8)(x.reshape(-1))))
 
 

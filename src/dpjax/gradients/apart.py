@@ -28,7 +28,7 @@ def apart(
     """
 
     def on_cpu(x: Array, *others: Array) -> Array:
-        # Always true, which XLA cannot know beforehand; or nothing could be mistaken for it.
+        # Always true, which XLA cannot know beforehand; else a result of NaN would show it.
         always = jax.lax.optimization_barrier(jnp.array(True))
         return jax.lax.cond(always, function, lambda x, *_: jnp.full_like(x, jnp.nan), x, *others)
 

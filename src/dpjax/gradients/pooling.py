@@ -111,10 +111,10 @@ def _to_winners(
     def phase(first: Sequence[int]) -> Array:
         total = jnp.zeros(lengths, cotangent.dtype)
         for number, place in enumerate(itertools.product(*map(range, dimensions))):
-            apart = [p - f for p, f in zip(place, first, strict=True)]
-            if any(a % s for a, s in zip(apart, strides, strict=True)):
+            ahead = [p - f for p, f in zip(place, first, strict=True)]
+            if any(a % s for a, s in zip(ahead, strides, strict=True)):
                 continue
-            start = [r - a // s for r, a, s in zip(reach, apart, strides, strict=True)]
+            start = [r - a // s for r, a, s in zip(reach, ahead, strides, strict=True)]
             end = [a + n for a, n in zip(start, lengths, strict=True)]
             won = jax.lax.slice(winner, start, end) == number
             total = total + jnp.where(won, jax.lax.slice(cotangent, start, end), 0)

@@ -41,9 +41,13 @@ _LEAST, _CHANNELS = 512, 32
 
 def _tanh(parameters: dict[str, Any], x: Array) -> Array:
     """Beside a bias XLA does not make vectors of a few channels: 4.2 ns a number for 1.4."""
-    alone = apart(lambda x: jax.lax.tanh_p.bind(x, **parameters))
-    if x.size < _LEAST or x.shape[-1] > _CHANNELS or jnp.iscomplexobj(x):
+
+    def as_written(x: Array) -> Array:
         return jax.lax.tanh_p.bind(x, **parameters)
+
+    if x.size < _LEAST or x.shape[-1] > _CHANNELS or jnp.iscomplexobj(x):
+        return as_written(x)
+    alone = apart(as_written)
     tanh = jax.custom_vjp(alone)
     tanh.defvjp(lambda x: (y := alone(x), y), lambda y, g: (g * (1 + y) * (1 - y),))
     return tanh(x)
