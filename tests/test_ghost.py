@@ -413,6 +413,31 @@ def test_ghost_is_the_definition_in_float64(name):
         )
 
 
+POOLS = {
+    "small": ((6, 5), (2, 2), (1, 1), "VALID"),
+    "small, padded": ((6, 5), (2, 2), (2, 1), "SAME"),
+    "with gaps": ((9, 7), (2, 2), (3, 3), "VALID"),
+    "large": ((9, 7), (3, 3), (2, 2), "VALID"),
+    "large, padded": ((8, 7), (3, 4), (1, 2), ((2, 1), (0, 3))),
+    "in space": ((4, 5, 4), (2, 2, 2), (1, 2, 1), "VALID"),
+    "left to XLA": ((70,), (65,), (1,), "VALID"),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
+    shape, *window = POOLS[name]
+
+    def loss(first, x):
+        pooled = nn.max_pool((first * x)[..., None], *window)
+        return jnp.vdot(array(*pooled.shape, seed=5), pooled)
+
+    first, batch = jnp.ones(shape), jnp.round(array(3, *shape, seed=6, scale=1.0))
+    want = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(first)
+    got = jax.jit(gradients.plain_grad(loss))(first, batch)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
     """XLA on CPU let tanh's derivative write over the pool's input, between two windows."""
     loss, params, batch = linen(Pooled(40), (12, 12, 1), batch=4)

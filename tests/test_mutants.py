@@ -481,11 +481,18 @@ MUTANTS = [
         GHOST + "is_the_definition[conv dilated]",
     ),
     Mutant(
-        "a pool's cotangent to inputs that did not win",
+        "a large pool's cotangent to inputs that did not win",
         "gradients/pooling.py",
         "jax.lax.slice(winner, start, end) == number",
         "jax.lax.slice(winner, start, end) >= number",
-        GHOST + "is_the_definition[norms and pools]",
+        "test_ghost.py::test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners[large]",
+    ),
+    Mutant(
+        "a small pool's cotangent to inputs that did not win",
+        "gradients/pooling.py",
+        "jnp.where(winner == number,",
+        "jnp.where(winner >= number,",
+        "test_ghost.py::test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners[small]",
     ),
     Mutant(
         "a pool's backward pass in one program with what is around it",

@@ -62,7 +62,7 @@ class Outer(NamedTuple):
 
 
 # Patches are written out for so many inputs of a block at a time, or more.
-_PIECE = 128
+_PIECE = 256
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,9 +32,15 @@ __all__ = ["pool_max"]
 
 # Windows with more entries than this are left to XLA; a winner's number fits eight bits.
 _LARGEST = 64
+# Windows with at most so many have what their winners take moved, not what they look at: 0.05 ms
+# for 0.24 on 32 images of 14 x 14 x 16, and three times slower with 9 entries.
+_FEW = 4
 
 Window = tuple[tuple[int, ...], tuple[int, ...]]
 """Dimensions and strides."""
+
+Wins = Callable[[int, Sequence[int]], Array]
+"""What inputs of a phase get as entry so many of the window that begins so far behind."""
 
 
 def pool_max(parameters: dict[str, Any], x: Array) -> Array:
@@ -102,25 +108,50 @@ def _to_winners(
 ) -> Array:
     """Gives the cotangent of each window to the input that won it."""
     dimensions, strides = window
-    reach = [(d - 1) // s for d, s in zip(dimensions, strides, strict=True)]
+    places = list(itertools.product(*map(range, dimensions)))
     lengths = [-(-n // s) for n, s in zip(shape, strides, strict=True)]
-    edges = [(r, max(0, n - m), 0) for r, n, m in zip(reach, lengths, cotangent.shape, strict=True)]
-    cotangent = jax.lax.pad(cotangent, jnp.zeros((), cotangent.dtype), edges)
-    winner = jax.lax.pad(winner, jnp.int8(-1), edges)
+    won_at = _few_wins if len(places) <= _FEW else _many_wins
+    wins = won_at(cotangent, winner, lengths, [(d - 1) // s for d, s in zip(*window, strict=True)])
 
     def phase(first: Sequence[int]) -> Array:
         total = jnp.zeros(lengths, cotangent.dtype)
-        for number, place in enumerate(itertools.product(*map(range, dimensions))):
+        for number, place in enumerate(places):
             ahead = [p - f for p, f in zip(place, first, strict=True)]
-            if any(a % s for a, s in zip(ahead, strides, strict=True)):
-                continue
-            start = [r - a // s for r, a, s in zip(reach, ahead, strides, strict=True)]
-            end = [a + n for a, n in zip(start, lengths, strict=True)]
-            won = jax.lax.slice(winner, start, end) == number
-            total = total + jnp.where(won, jax.lax.slice(cotangent, start, end), 0)
+            if not any(a % s for a, s in zip(ahead, strides, strict=True)):
+                behind = [a // s for a, s in zip(ahead, strides, strict=True)]
+                total = total + wins(number, behind)
         return total
 
     return jax.lax.slice(_woven(phase, strides), [0] * len(shape), shape)
+
+
+def _few_wins(cotangent: Array, winner: Array, lengths: Sequence[int], _: Sequence[int]) -> Wins:
+    """Masks first, and then moves what is left: faster where there are few places."""
+
+    def wins(number: int, behind: Sequence[int]) -> Array:
+        won = jnp.where(winner == number, cotangent, 0)
+        edges = [(b, n - m - b, 0) for b, n, m in zip(behind, lengths, won.shape, strict=True)]
+        return jax.lax.pad(won, jnp.zeros((), won.dtype), edges)
+
+    return wins
+
+
+def _many_wins(
+    cotangent: Array, winner: Array, lengths: Sequence[int], reach: Sequence[int]
+) -> Wins:
+    """Makes room around both once, and then reads them at each place."""
+    sizes = zip(reach, lengths, cotangent.shape, strict=True)
+    edges = [(r, max(0, n - m), 0) for r, n, m in sizes]
+    cotangent = jax.lax.pad(cotangent, jnp.zeros((), cotangent.dtype), edges)
+    winner = jax.lax.pad(winner, jnp.int8(-1), edges)
+
+    def wins(number: int, behind: Sequence[int]) -> Array:
+        start = [r - b for r, b in zip(reach, behind, strict=True)]
+        end = [a + n for a, n in zip(start, lengths, strict=True)]
+        won = jax.lax.slice(winner, start, end) == number
+        return jnp.where(won, jax.lax.slice(cotangent, start, end), 0)
+
+    return wins
 
 
 def _woven(phase: Any, strides: Sequence[int], first: tuple[int, ...] = ()) -> Array:
