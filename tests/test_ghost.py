@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from dpjax import clipped_grad, clipping, gradients, losses, testing
+from dpjax.gradients.convolution import convolution
 from dpjax.gradients.ghost import backward
 
 KEY = jax.random.key(0)
@@ -411,6 +412,22 @@ def test_ghost_is_the_definition_in_float64(name):
             microbatch_sizes=(8,),
             tolerance=1e-11,
         )
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 2), (0, 3)), ((0, 0), (-1, -1))])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("outputs", [1, 20, 47])
+def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
+    """Neighbours of its output are computed at once; those beyond the last are cut off."""
+    x, kernel = array(2, 6, 8, 3), array(2, 3, 3, outputs, seed=1)
+
+    def written(x, kernel):
+        strides = (stride, stride)
+        return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=NHWC)
+
+    parameters = jax.make_jaxpr(written)(x, kernel).eqns[-1].params
+    fast = jax.jit(functools.partial(convolution, parameters))
+    np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
 POOLS = {

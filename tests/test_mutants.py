@@ -481,6 +481,13 @@ MUTANTS = [
         GHOST + "is_the_definition[conv dilated]",
     ),
     Mutant(
+        "neighbours of a convolution's output in the wrong order",
+        "gradients/convolution.py",
+        "for places in range(count)]",
+        "for places in reversed(range(count))]",
+        "test_ghost.py::test_a_convolution_of_few_channels_is_itself[20-1-SAME]",
+    ),
+    Mutant(
         "a large pool's cotangent to inputs that did not win",
         "gradients/pooling.py",
         "jax.lax.slice(winner, start, end) == number",
