@@ -12,6 +12,7 @@ several neighbours of the output are computed at once, as if they were channels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,16 +36,14 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     """
     x, parameters = _padded(x, parameters)
 
-    def forward(x: Array, kernel: Array) -> Array:
-        return _forward(parameters, x, kernel)
-
-    empty = 0 in jax.eval_shape(forward, x, kernel).shape
+    as_written, forward = partial(_as_written, parameters), partial(_forward, parameters)
+    empty = 0 in jax.eval_shape(as_written, x, kernel).shape
     if parameters["batch_group_count"] != 1 or empty:
-        return forward(x, kernel)
+        return as_written(x, kernel)
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         x, kernel = inputs
-        (for_kernel,) = jax.vjp(lambda k: forward(x, k), kernel)[1](cotangent)
+        (for_kernel,) = jax.vjp(partial(as_written, x), kernel)[1](cotangent)
         return _input_cotangent(parameters, x.shape, kernel, cotangent), for_kernel
 
     canonical = jax.custom_vjp(forward)
@@ -67,17 +66,16 @@ def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]
 
 def _forward(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     """The convolution itself; on CPU in the form that is fast for its channels."""
-
-    def as_written(x: Array, kernel: Array) -> Array:
-        return jax.lax.conv_general_dilated_p.bind(x, kernel, **parameters)
-
-    def abreast(x: Array, kernel: Array) -> Array:
-        return _abreast(parameters, count, x, kernel)
-
+    as_written = partial(_as_written, parameters)
     count = _neighbours(parameters, x, kernel)
     if count <= 1:
         return as_written(x, kernel)
+    abreast = partial(_abreast, parameters, count)
     return jax.lax.platform_dependent(x, kernel, cpu=abreast, default=as_written)
+
+
+def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
+    return jax.lax.conv_general_dilated_p.bind(x, kernel, **parameters)
 
 
 def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
@@ -127,7 +125,7 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
     }
     x, changed = _padded(x, changed)
     kernels = jnp.concatenate([moved(places) for places in range(count)], out)
-    y = jax.lax.conv_general_dilated_p.bind(x, kernels, **changed)
+    y = _as_written(changed, x, kernels)
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
     return jax.lax.slice_in_dim(y, 0, columns, axis=y.ndim - 2)
 
