@@ -48,7 +48,8 @@ def clipped_grad(
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch; by default all host
         devices (``jax_num_cpu_devices``) where a batch takes several microbatches, and one
-        otherwise.  Speed only.
+        otherwise.  Speed only; but a batch that already lies on several devices needs it,
+        since XLA gets per-example convolutions wrong there.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
