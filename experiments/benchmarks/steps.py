@@ -4,19 +4,20 @@
   claim     private convolutional networks take steps in a third of a plain one's time, a
             Transformer in less than it, a plain network of dense layers in 1.2 times
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
-            W1 MNIST CNN, B 256           51.8      14.7          42.8          25.4          0.85
-            W2 CIFAR CNN, B 256         1520       572          1693           709            1.22
+            W1 MNIST CNN, B 256           56.4      14.6          45.5          26.5          0.85
+            W2 CIFAR CNN, B 256         1318       534          1250           667            1.22
             W3 CNN on wavelets, B 1024  1726       392          1600           312            2.22
             W4 MLP, B 1024                 9.2      10.9          28.4          12.5          1.16
             W5 Transformer, B 64         354       281           601           286            1.30
             memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
-            privacy; jax_privacy takes 6.8, 11, 24, 150 and 3.8 times as long as dpjax auto.
-            Plain over dpjax auto, here and six hours before: W1 3.5 and 3.8, W2 2.7 and 3.2, W3 4.4
-            and 3.1, W4 0.84 and 0.89, W5 1.26 and 1.6; Opacus over it: 2.91 and 3.03, 2.96 and
-            2.97, 4.1 and 4.1, 2.6 and 2.3, 2.1 and 2.5
+            privacy; jax_privacy takes 7.2, 8.0, 24, 150 and 3.8 times as long as dpjax auto.
+            W3 to W5, and all memory, are of the day before W1 and W2, by an older engine.
+            Plain over dpjax auto, here and before: W1 3.9 and 3.5, W2 2.5 and 2.7, W3 4.4
+            and 3.1, W4 0.84 and 0.89, W5 1.26 and 1.6; Opacus over it: 3.1 and 2.91, 2.3 and
+            2.96, 4.1 and 4.1, 2.6 and 2.3, 2.1 and 2.5
   missed    against plain the goals 3.5, 2.2 and 2.0 of W1 to W3 are reached, W4's 0.9 is not and
-            the 1.4 of W5 in one run of the two; against Opacus 3 is on W3 and the 1.6 of W5, 3 on
-            W1 and W2 by a hair or not, nor on W4, where plain JAX itself has 3.1.  Memory misses
+            the 1.4 of W5 in one run of the two; against Opacus 3 is on W1 and W3 and the 1.6
+            of W5, not on W2 (2.3 to 3), nor on W4, where plain JAX itself has 3.1.  Memory misses
             1.3 on W3 (17 MiB against 8), most of it beyond what XLA plans (8.3 against 1.8)
   not run   any GPU
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 15 rounds (of what
@@ -24,7 +25,7 @@
             experiments/results/steps.json.  The machine is shared, and ratios move by up to two
             fifths from run to run
   command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks --out ..."
-            (here --seconds 15 on W1 and W2; `make bench` leaves out the peers if they are not
+            (here --seconds 10 on W1 and 6 on W2; `make bench` leaves out the peers if they are not
             there)
 
 Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's
