@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long one private training step takes, beside the same step without privacy.
 
-  claim     private convolutional networks take steps in a third of a plain one's time, a
-            Transformer in less than it, a plain network of dense layers in 1.2 times
+  claim     private convolutional networks take steps in a quarter to two fifths of a plain
+            one's time, a Transformer in less than it, a plain network of dense layers in 1.2 times
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
             W1 MNIST CNN, B 256           56.4      14.6          45.5          26.5          0.85
             W2 CIFAR CNN, B 256         1318       534          1250           667            1.22

@@ -110,8 +110,11 @@ def _to_winners(
     dimensions, strides = window
     places = list(itertools.product(*map(range, dimensions)))
     lengths = [-(-n // s) for n, s in zip(shape, strides, strict=True)]
-    won_at = _few_wins if len(places) <= _FEW else _many_wins
-    wins = won_at(cotangent, winner, lengths, [(d - 1) // s for d, s in zip(*window, strict=True)])
+    if len(places) <= _FEW:
+        wins = _few_wins(cotangent, winner, lengths)
+    else:
+        reach = [(d - 1) // s for d, s in zip(dimensions, strides, strict=True)]
+        wins = _many_wins(cotangent, winner, lengths, reach)
 
     def phase(first: Sequence[int]) -> Array:
         total = jnp.zeros(lengths, cotangent.dtype)
@@ -125,7 +128,7 @@ def _to_winners(
     return jax.lax.slice(_woven(phase, strides), [0] * len(shape), shape)
 
 
-def _few_wins(cotangent: Array, winner: Array, lengths: Sequence[int], _: Sequence[int]) -> Wins:
+def _few_wins(cotangent: Array, winner: Array, lengths: Sequence[int]) -> Wins:
     """Masks first, and then moves what is left: faster where there are few places."""
 
     def wins(number: int, behind: Sequence[int]) -> Array:
