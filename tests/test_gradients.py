@@ -278,6 +278,68 @@ def test_two_devices_are_one():
     subprocess.run([sys.executable, "-c", TWO_DEVICES], check=True, timeout=120)
 
 
+SPLIT_BATCH = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from dpjax import clipped_grad, clipping
+
+whole = jax.random.normal(jax.random.key(0), (8, 6, 6, 3))
+params = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
+
+
+def split(kind):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    return jax.device_put(whole, NamedSharding(mesh, PartitionSpec("d")))
+
+
+def conv(k, x):
+    return jnp.sum(jnp.sin(jax.lax.conv_general_dilated(x[None], k, (1, 1), "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"))))
+
+
+def derived(k, x):
+    return conv(k * jnp.mean(x), x)
+
+
+def dense(k, x):
+    return jnp.sum(jnp.tanh(jnp.tensordot(x, k, 3)))
+
+
+def run(loss, batch, engine, jitted, devices=None):
+    clipped = clipped_grad(loss, clipping.flat(0.3), engine, devices=devices)
+    return jax.device_get((jax.jit(clipped) if jitted else clipped)(
+        jnp.ones((6, 6, 3, 4)) if loss is dense else params, batch))
+
+
+batch = split(AxisType.Auto)
+for loss, engine in [(conv, "vmap"), (conv, "scan"), (derived, "ghost"), (conv, "ghost"),
+                     (dense, "vmap"), (dense, "auto")]:
+    alone = run(loss, whole, engine, True)
+    refused = loss is derived or (loss is conv and engine != "ghost")
+    for jitted, devices in [(True, 2), (True, None), (False, None)]:
+        if refused and devices is None:
+            with pytest.raises((ValueError, RuntimeError), match="lies on 2 devices .*devices=2"):
+                run(loss, batch, engine, jitted, devices)
+            continue
+        both = run(loss, batch, engine, jitted, devices)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            alone[:4], both[:4])
+batch = split(AxisType.Explicit)
+for jitted, devices in [(True, 2), (True, None), (False, None)]:
+    with pytest.raises(ValueError, match="explicit axes"):
+        run(conv, batch, "ghost", jitted, devices)
+"""
+
+
+def test_a_batch_that_lies_on_two_devices_is_right_or_refused():
+    """XLA's partitioner gets the grouped convolutions of vmapped kernel gradients wrong."""
+    subprocess.run([sys.executable, "-c", SPLIT_BATCH], check=True, timeout=240)
+
+
 def test_plain_grad_is_the_gradient_of_the_mean():
     module = linen.Sequential([linen.Conv(4, (3, 3)), linen.tanh, jnp.ravel, linen.Dense(3)])
     batch = jax.random.normal(jax.random.key(0), (5, 6, 6, 1))

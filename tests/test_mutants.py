@@ -306,6 +306,20 @@ MUTANTS = [
         "test_ghost.py::test_a_broken_image_stays_alone_in_float64[kernel-vmap]",
     ),
     Mutant(
+        "a batch of which XLA gets each part wrong",
+        "gradients/isolation.py",
+        "        refuse_split(rows.batch)\n",
+        "",
+        "test_gradients.py::test_a_batch_that_lies_on_two_devices_is_right_or_refused",
+    ),
+    Mutant(
+        "a batch on two devices taken for one on each",
+        "gradients/placement.py",
+        "if not sharding.is_fully_replicated:",
+        "if len(sharding.device_set) > 2:",
+        "test_gradients.py::test_a_batch_that_lies_on_two_devices_is_right_or_refused",
+    ),
+    Mutant(
         "padding of a microbatch takes part",
         "gradients/rows.py",
         "grown.mask & (jnp.arange(size) < count)",

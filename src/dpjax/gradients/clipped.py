@@ -18,6 +18,7 @@ from dpjax import trees
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.jl import projected
 from dpjax.gradients.layout import layout
+from dpjax.gradients.placement import refuse_explicit
 from dpjax.gradients.rows import Engine, Rows, adding, microbatched, spread
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
@@ -48,8 +49,8 @@ def clipped_grad(
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch; by default all host
         devices (``jax_num_cpu_devices``) where a batch takes several microbatches, and one
-        otherwise.  Speed only; but a batch that already lies on several devices needs it,
-        since XLA gets per-example convolutions wrong there.
+        otherwise.  Speed only; but a batch that already lies on several devices may need it:
+        there XLA gets per-example kernel gradients wrong, which are refused.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
@@ -103,6 +104,7 @@ def clipped_grad(
         key: Key = None,
         start: PyTree = None,
     ) -> ClippedSum:
+        refuse_explicit(batch)
         size = trees.leading_size(batch)
         example = trees.one_row(batch)
         check_loss(with_aux, params, example)

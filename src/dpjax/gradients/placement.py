@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement: where a batch lies, and what is refused there.
+
+A batch may lie on several devices before it gets here, and then XLA splits the program
+itself.  It splits the kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2, on
+CPU; with ``jax.vmap(jax.grad(loss))`` alone as well): the result is off by as much as it is
+long, and nothing says so.  So it is refused here.  Inside a `jit` shardings are known only
+once the program is compiled; it is then that the error comes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from dpjax.types import PyTree
+
+__all__ = ["refuse_explicit", "refuse_split"]
+
+
+def refuse_explicit(batch: PyTree) -> None:
+    """Raises if the batch has a mesh of explicit axes, of which most models know nothing."""
+    for leaf in jax.tree.leaves(batch):
+        sharding = jax.typeof(leaf).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
+            raise ValueError(
+                f"clipped_grad: the batch is split by a mesh of explicit axes ({sharding.spec}); "
+                "expected one that lies on one device, or is split by a mesh of automatic axes. "
+                "Explicit ones are what jax.make_mesh gives by default, and with them a loss has "
+                "to say of every reshape where its result lies. Make the mesh with "
+                "axis_types=(jax.sharding.AxisType.Auto,), or give the batch whole and devices=..."
+            )
+
+
+def refuse_split(batch: PyTree) -> None:
+    """Raises, now or when this is compiled, if the batch lies on several devices in parts."""
+    inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
+    if jax.device_count() == 1 or inside:
+        return
+    for leaf in jax.tree.leaves(batch):
+        jax.debug.inspect_array_sharding(leaf, callback=_refuse)
+
+
+def _refuse(sharding: Any) -> None:
+    if not sharding.is_fully_replicated:
+        count, parts = len(sharding.device_set), getattr(sharding, "spec", sharding)
+        raise ValueError(
+            f"clipped_grad: the batch lies on {count} devices ({parts}), and the loss has "
+            "convolutions of which each example's own kernel gradient is wanted. XLA computes "
+            "those wrongly where it splits them between devices. Give devices="
+            f"{count}, so that each device runs a program of its own; or take engine='ghost', "
+            "which wants them of few losses; or put the batch on one device."
+        )
