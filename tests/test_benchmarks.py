@@ -51,6 +51,35 @@ def test_accountants_run_without_peers(tmp_path):
 
 
 @pytest.mark.usefixtures("benchmarks")
+def test_gradients_are_held_to_their_definitions_where_rounding_does_not_decide(monkeypatch):
+    import agreement
+
+    def loss(w, example):
+        x, y = example
+        return jnp.max(w * x) * y
+
+    x = jnp.array([[1.0, 2.0], [1.0, 1.0 + 1e-7], [3.0, 1.0], [0.5, 0.1]])
+    batch = x, jnp.ones(4)
+    assert agreement.steady(loss, jnp.ones(2), batch).tolist() == [0, 2, 3]
+    found = agreement.held(["plain", "plain fast", "dpjax auto"], loss, jnp.ones(2), batch)
+    assert set(found["disagreement"]) == {"plain fast", "dpjax auto"}
+    assert found["left_out"] == 1
+
+    def bent(loss, engine):
+        gradient = right(loss, engine)
+        factor = 1 if engine == "vmap" else 1.001
+        return lambda params, batch: factor * gradient(params, batch)
+
+    right = agreement.clipped_sum
+    monkeypatch.setattr(agreement, "clipped_sum", bent)
+    with pytest.raises(RuntimeError, match="differ from their definitions"):
+        agreement.held(["plain", "dpjax auto"], loss, jnp.ones(2), batch)
+    ties = jnp.ones((4, 2)), jnp.ones(4)
+    with pytest.raises(RuntimeError, match="rounding decides of 4 in 4"):
+        agreement.steady(loss, jnp.ones(2), ties)
+
+
+@pytest.mark.usefixtures("benchmarks")
 def test_a_worker_that_takes_too_long_is_stopped():
     import workers
 

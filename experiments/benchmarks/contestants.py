@@ -7,14 +7,12 @@ gradients clipped to the same bound, the same noise, SGD, one batch that was put
 before: where its step wants it, be that one device or a part on each of several.  Those
 called plain (`plain`) are not private.
 
-`disagreement` holds those of dpjax to their definitions, so that no time is printed for a
-result that is wrong.  Nothing here knows whose turn it is.
+Nothing here knows whose turn it is, nor whether results are right: that is of `agreement`.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 import memory
 import optax
 import workers
+from agreement import BOUND, clipped_sum
 from jax.flatten_util import ravel_pytree
 from optax import contrib
 from plain import plain_gradients
@@ -33,8 +32,7 @@ from workloads import SEED, WORKLOADS
 import dpjax
 from dpjax import clipping, gradients, sampling
 
-BOUND, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.1, 0.1
-NEAR = 0.01  # of a whole gradient: a few examples of which rounding decides, and no more
+NOISE_MULTIPLIER, LEARNING_RATE = 1.1, 0.1
 PEERS = (
     "jax_privacy",
     "opacus hooks",
@@ -130,11 +128,6 @@ def alone(name: str, workload: str, batch_size: int) -> dict[str, int | None]:
     return other.memory()
 
 
-def clipped_sum(loss: Any, engine: str) -> Any:
-    clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
-    return lambda params, batch: clipped(params, batch).value
-
-
 def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[], Contestant]]:
     """Name -> what makes the contestant, for all that JAX and dpjax need no peer for."""
     batch_size, key = len(batch[1]), jax.random.key(SEED)
@@ -153,34 +146,3 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
         name: functools.partial(compiled, gradient, link, params, batch)
         for name, (gradient, link) in makes.items()
     }
-
-
-def disagreement(names: list[str], loss: Any, params: Any, batch: Any) -> dict[str, float]:
-    """How far each of dpjax's gradients is from its definition: vmap's, or plain's.
-
-    The median over eighths of the batch, if the whole of it is near enough.  Two entries of a
-    max-pool's window may be so close that the order of a sum says which wins, and then the
-    gradient of one example is another: with float64 plain JAX itself moved by 2e-4 so.
-    """
-    gradients_of = plain_gradients(loss)
-    gradients_of |= {n: clipped_sum(loss, n.removeprefix("dpjax ")) for n in names if "dpjax" in n}
-    gradients_of["dpjax vmap"] = clipped_sum(loss, "vmap")
-    names = [name for name in gradients_of if name in names and name not in ("plain", "dpjax vmap")]
-    size = len(batch[1])
-    starts = range(0, size, -(-size // 8))
-    parts = [jax.tree.map(lambda x, i=i: x[i : i + -(-size // 8)], batch) for i in starts]
-
-    @functools.cache
-    def values(name: str) -> list[Any]:
-        gradient = jax.jit(gradients_of[name])
-        # An accelerator may multiply float32 in fewer bits; here only the engines should differ.
-        with jax.default_matmul_precision("highest"):
-            return [ravel_pytree(gradient(params, rows))[0] for rows in (batch, *parts)]
-
-    def apart(name: str) -> float:
-        wanted = values("dpjax vmap" if "dpjax" in name else "plain")
-        pairs = zip(values(name), wanted, strict=True)
-        whole, *each = [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
-        return statistics.median(each) if whole <= NEAR else whole
-
-    return {name: apart(name) for name in names}

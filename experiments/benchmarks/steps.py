@@ -57,10 +57,10 @@ import jax
 import reporting
 import workers
 from absl import app, flags
-from contestants import PEERS, Contestant, Refused, alone, disagreement, in_this_process, peer
+from agreement import held
+from contestants import PEERS, Contestant, Refused, alone, in_this_process, peer
 from workloads import SEED, WORKLOADS, problem
 
-TOLERANCE = 1e-4  # between a gradient of dpjax and its definition, relative to the norm
 TURN = 0.1  # seconds: a contestant with shorter steps takes several in a row, after a warm one
 TIMES = "median ms     fastest - slowest  rounds   ratio  to Opacus  first s"
 MEMORY = "plan MiB  peak MiB  to scan"
@@ -134,9 +134,7 @@ def measure(
     names = [n for n in names if python or n not in PEERS]
     contestants, figures = start({n: makes[n] for n in names})
     try:
-        apart = disagreement(names, loss, params, batch)
-        if not all(distance <= TOLERANCE for distance in apart.values()):
-            raise RuntimeError(f"steps: gradients differ from their definitions by {apart}.")
+        checked = held(names, loss, params, batch)
         take_turns(contestants, figures, **limits)
         for who, contestant in contestants.items():
             if not contestant.sound():
@@ -149,7 +147,7 @@ def measure(
             figures[who] |= alone(who, name, batch_size)
     summarise(figures)
     facts = {"parameters": WORKLOADS[name].parameters, "batch_size": batch_size}
-    return {**facts, "disagreement": apart, "contestants": figures}
+    return {**facts, **checked, "contestants": figures}
 
 
 def table(name: str, result: dict[str, Any]) -> str:

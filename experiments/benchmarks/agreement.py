@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a time is worth: gradients of dpjax beside their definitions, on the batch that is timed.
+
+Two entries of a max-pool's window may be so close that the order of a sum says which of them
+wins; then the gradient of that one example jumps, in plain JAX as well.  Such examples are
+found by that jump, when inputs and parameters are moved by about as much as rounding moves
+them, and are left out.  On all others a gradient is its definition's, or no time is printed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from plain import plain_gradients
+
+import dpjax
+from dpjax import clipping
+
+BOUND = 1.0
+TOLERANCE = 1e-4  # between two gradients, relative to their length
+# Numbers are moved by so much of themselves, and so often.  On W2 this moves gradients by less
+# than 3e-6, or else by more than 1e-3.
+MOVED, DRAWS = 1e-6, 3
+TOGETHER = 16  # examples, whose gradients are all in memory
+
+
+def clipped_sum(loss: Any, engine: str) -> Any:
+    """The gradient that one of dpjax's engines takes a step with."""
+    clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
+    return lambda params, batch: clipped(params, batch).value
+
+
+def held(names: list[str], loss: Any, params: Any, batch: Any) -> dict[str, Any]:
+    """Holds each of dpjax's gradients to its definition: vmap's, or plain's.
+
+    Returns:
+      How far each is from it, and how many examples were left out.
+    """
+    sound = steady(loss, params, batch)
+    some = jax.tree.map(lambda x: x[sound], batch)
+    gradients = plain_gradients(loss)
+    gradients |= {n: clipped_sum(loss, n.removeprefix("dpjax ")) for n in names if "dpjax" in n}
+    definitions = {"plain": gradients["plain"], "dpjax vmap": clipped_sum(loss, "vmap")}
+
+    def value(gradient: Any) -> Any:
+        # An accelerator may multiply float32 in fewer bits; here only the engines should differ.
+        with jax.default_matmul_precision("highest"):
+            return ravel_pytree(jax.jit(gradient)(params, some))[0]
+
+    wanted = {name: value(gradient) for name, gradient in definitions.items()}
+
+    def apart(name: str) -> float:
+        want = wanted["dpjax vmap" if "dpjax" in name else "plain"]
+        return float(jnp.linalg.norm(value(gradients[name]) - want) / jnp.linalg.norm(want))
+
+    found = {n: apart(n) for n in names if n in gradients and n not in definitions}
+    if not all(distance <= TOLERANCE for distance in found.values()):
+        raise RuntimeError(f"steps: gradients differ from their definitions by {found}.")
+    return {"disagreement": found, "left_out": len(batch[1]) - len(sound)}
+
+
+def steady(loss: Any, params: Any, batch: Any) -> np.ndarray:
+    """The numbers of those examples whose gradients do not jump; most, or none is to be timed."""
+    gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    size, jumps, key = len(batch[1]), [], jax.random.key(0)
+    for start in range(0, size, TOGETHER):
+        rows = jax.tree.map(lambda x, start=start: x[start : start + TOGETHER], batch)
+        here, far = gradient(params, rows), jnp.zeros(len(rows[1]))
+        for draw in range(DRAWS):
+            moved = _moved((params, rows), jax.random.fold_in(key, start + draw))
+            apart = jax.tree.map(jnp.subtract, gradient(*moved), here)
+            far = jnp.maximum(far, jnp.sqrt(_squares(apart) / _squares(here)))
+        jumps.append(far)
+    found = np.flatnonzero(np.concatenate(jumps) <= TOLERANCE)
+    if len(found) < size / 2:
+        raise RuntimeError(f"steps: rounding decides of {size - len(found)} in {size} gradients.")
+    return found
+
+
+def _moved(tree: Any, key: Any) -> Any:
+    """Floats times one and a little; whatever else as it is."""
+
+    def move(x: Any, key: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x * (1 + MOVED * jax.random.normal(key, x.shape))
+
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(map(move, leaves, jax.random.split(key, len(leaves))))
+
+
+def _squares(gradients: Any) -> Any:
+    """The squared length of each example's gradient."""
+    leaves = jax.tree.leaves(gradients)
+    return sum(jnp.sum(x**2, axis=tuple(range(1, x.ndim))) for x in leaves)
