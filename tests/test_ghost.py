@@ -430,6 +430,25 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("pixel", [math.nan, math.inf])
+@pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked by the loss"])
+def test_a_broken_pixel_of_few_channels_stays_in_its_image(pixel, masked):
+    """Neighbours that are computed at once share it: at worst its own image has no gradient."""
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(x[None], w, (1, 1), "SAME", dimension_numbers=NHWC)
+        y = jnp.where(jnp.isfinite(y), y, 0.0) if masked else y
+        return jnp.sum(jnp.sin(y))
+
+    x, w = array(5, 6, 8, 3), array(3, 3, 3, 4, seed=1)
+    clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), "ghost"))
+    real = jnp.arange(5) != 1
+    want, got = clipped(w, x, real), clipped(w, x.at[1, 3, 2, 0].set(pixel))
+    np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got.norms[real], want.norms[real], rtol=1e-6)
+    assert float(got.factors[1, 0]) == 0
+
+
 POOLS = {
     "small": ((6, 5), (2, 2), (1, 1), "VALID"),
     "small, padded": ((6, 5), (2, 2), (2, 1), "SAME"),
