@@ -95,6 +95,15 @@ def test_scattering_runs(tmp_path):
     assert json.loads(path.read_text())["shapes"]["28x28x1"]["dpjax"]["images_per_s"] > 0
 
 
+def test_operations_are_timed_beside_themselves_as_written(tmp_path):
+    path = tmp_path / "primitives.json"
+    cases = "--cases=conv 8x8,max-pool 2x2 / 1,tanh"
+    run("benchmarks/primitives.py", "--smoke", cases, "--out", path)
+    found = json.loads(path.read_text())["cases"].values()
+    assert [set(each["median_ms"]) for each in found] == [{"as written", "fast"}] * 3
+    assert all(each["disagreement"] < 1e-4 for each in found)
+
+
 def test_layouts_are_tried_around_the_choice():
     outcome = run("benchmarks/layouts.py", "--smoke")
     assert outcome.stdout.count("chosen") == 1

@@ -40,8 +40,8 @@ def held(names: list[str], loss: Any, params: Any, batch: Any) -> dict[str, Any]
     Returns:
       How far each is from it, and how many examples were left out.
     """
-    sound = steady(loss, params, batch)
-    some = jax.tree.map(lambda x: x[sound], batch)
+    sound, size = steady(loss, params, batch), len(batch[1])
+    some = jax.tree.map(lambda x: x[np.resize(sound, size)], batch)  # others in their places
     gradients = plain_gradients(loss)
     gradients |= {n: clipped_sum(loss, n.removeprefix("dpjax ")) for n in names if "dpjax" in n}
     definitions = {"plain": gradients["plain"], "dpjax vmap": clipped_sum(loss, "vmap")}
@@ -60,7 +60,7 @@ def held(names: list[str], loss: Any, params: Any, batch: Any) -> dict[str, Any]
     found = {n: apart(n) for n in names if n in gradients and n not in definitions}
     if not all(distance <= TOLERANCE for distance in found.values()):
         raise RuntimeError(f"steps: gradients differ from their definitions by {found}.")
-    return {"disagreement": found, "left_out": len(batch[1]) - len(sound)}
+    return {"disagreement": found, "left_out": size - len(sound)}
 
 
 def steady(loss: Any, params: Any, batch: Any) -> np.ndarray:

@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long one private training step takes, beside the same step without privacy.
 
-  claim     private convolutional networks take steps in a quarter to two fifths of a plain
-            one's time, a Transformer in less than it, a plain network of dense layers in 1.2 times
+  claim     private convolutional networks take steps in a quarter to a third of a plain one's time,
+            a plain network of dense layers in the same, a Transformer in four fifths
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
-            W1 MNIST CNN, B 256           56.4      14.6          45.5          26.5          0.85
-            W2 CIFAR CNN, B 256         1318       534          1250           667            1.22
-            W3 CNN on wavelets, B 1024  1726       392          1600           312            2.22
-            W4 MLP, B 1024                 9.2      10.9          28.4          12.5          1.16
-            W5 Transformer, B 64         354       281           601           286            1.30
+            W1 MNIST CNN, B 256           54.8      12.9          48.5          25.7          0.86
+            W2 CIFAR CNN, B 256         1633       537          1660           708            1.28
+            W3 CNN on wavelets, B 1024  1561       393          1666           363            2.56
+            W4 MLP, B 1024                10.9      10.9          30.5          14.2          1.18
+            W5 Transformer, B 64         309       247           519           247            1.28
             memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
-            privacy; jax_privacy takes 7.2, 8.0, 24, 150 and 3.8 times as long as dpjax auto.
-            W3 to W5, and all memory, are of the day before W1 and W2, by an older engine.
-            Plain over dpjax auto, here and before: W1 3.9 and 3.5, W2 2.5 and 2.7, W3 4.4
-            and 3.1, W4 0.84 and 0.89, W5 1.26 and 1.6; Opacus over it: 3.1 and 2.91, 2.3 and
-            2.96, 4.1 and 4.1, 2.6 and 2.3, 2.1 and 2.5
-  missed    against plain the goals 3.5, 2.2 and 2.0 of W1 to W3 are reached, W4's 0.9 is not and
-            the 1.4 of W5 in one run of the two; against Opacus 3 is on W1 and W3 and the 1.6
-            of W5, not on W2 (2.3 to 3), nor on W4, where plain JAX itself has 3.1.  Memory misses
-            1.3 on W3 (17 MiB against 8), most of it beyond what XLA plans (8.3 against 1.8)
+            privacy; jax_privacy takes 9.1, 10.8, 28, 155 and 4.3 times as long as dpjax auto.
+            Plain over dpjax auto, here and in the run before: W1 4.3 and 3.9, W2 3.0 and 2.5, W3
+            4.0 and 4.4, W4 1.00 and 0.84, W5 1.25 and 1.26; Opacus over it: 3.8 and 3.1, 3.1 and
+            2.3, 4.2 and 4.1, 2.8 and 2.6, 2.1 and 2.1.  W3 to W5 of the run before are of an
+            older engine
+  missed    against plain the goals 3.5, 2.2 and 2.0 of W1 to W3 are reached, W4's 0.9 in one run of
+            the two and W5's 1.4 in neither (1.6 was seen); against Opacus 3 is on W1 and W3 and the
+            1.6 of W5, on W2 in one run, not on W4, where plain JAX itself has 2.8.  Memory misses
+            1.3 on W3 (18 MiB against 7), most of it beyond what XLA plans (8.2 against 1.8)
   not run   any GPU
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 15 rounds (of what
             takes seconds 1 to 13); noise and update included; all figures in
             experiments/results/steps.json.  The machine is shared, and ratios move by up to two
             fifths from run to run
   command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks --out ..."
-            (here --seconds 10 on W1 and 6 on W2; `make bench` leaves out the peers if they are not
-            there)
+            (`make bench` leaves out the peers if they are not there)
 
 Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's
 own choice; Optax's `differentially_private_aggregate`; jax_privacy; Opacus in four modes; plain
