@@ -286,6 +286,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from dpjax import clipped_grad, clipping
+from dpjax.gradients import plain_grad
 
 whole = jax.random.normal(jax.random.key(0), (8, 6, 6, 3))
 params = jax.random.normal(jax.random.key(1), (3, 3, 3, 4))
@@ -328,6 +329,12 @@ for loss, engine in [(conv, "vmap"), (conv, "scan"), (derived, "ghost"), (conv, 
         both = run(loss, batch, engine, jitted, devices)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
             alone[:4], both[:4])
+both, alone = (jax.jit(plain_grad(conv))(params, x) for x in (batch, whole))
+np.testing.assert_allclose(both, alone, rtol=1e-4, atol=1e-6)
+estimated = clipped_grad(derived, clipping.jl(0.3, 2))
+for refused in (jax.jit(plain_grad(derived)), lambda *a: estimated(*a, key=jax.random.key(0))):
+    with pytest.raises((ValueError, RuntimeError), match="lies on 2 devices"):
+        refused(params, batch)
 batch = split(AxisType.Explicit)
 for jitted, devices in [(True, 2), (True, None), (False, None)]:
     with pytest.raises(ValueError, match="explicit axes"):

@@ -9,8 +9,8 @@ Engines live in `engines`, a row each in one table.  `ghost` is the fast one: `w
 where a loss uses its parameters, `forms` writes what happens there as outer products,
 `rules` makes norms and sums of them, and `explain` says what was found.  `primitives`,
 `convolution` and `pooling` keep single equations fast, where need be `apart`.  `layout`
-chooses how many examples are on the chip at once, and `rows` hands them out.  Nothing here
-knows of noise, sampling or epsilon.
+chooses how many examples are on the chip at once, and `rows` hands them out.  `isolation` and
+`placement` guard against what XLA gets wrong.  Nothing here knows of noise, sampling or epsilon.
 """
 
 from dpjax.gradients.clipped import clipped_grad

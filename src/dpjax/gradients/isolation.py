@@ -22,27 +22,25 @@ from dpjax.gradients.primitives import inner_programs
 from dpjax.gradients.rows import Engine, Rows, microbatched
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
-__all__ = ["isolated"]
+__all__ = ["differentiates_kernels", "isolated"]
+
+Harmless = Callable[[LossFn, PyTree, PyTree], int]
+"""``(loss, params, example)`` to the number of convolutions whose kernel gradients are products."""
 
 
-def isolated(
-    engine: Engine, harmless: Callable[[LossFn, PyTree, PyTree], int] = lambda *_: 0
-) -> Engine:
+def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     """The same engine; where a norm is not finite, example after example; on one device.
 
     Args:
       engine: One that may differentiate vmapped convolutions by their kernels.
-      harmless: ``(loss, params, example)`` to the number of convolutions that it is known
-        not to; if those are all, there is nothing to guard.
+      harmless: How many it is known not to; if those are all, there is nothing to guard.
     """
     alone = microbatched(engine, 1)
 
     def guarded(
         loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
-        example = trees.one_row(rows.batch)
-        found = _convolutions(jax.make_jaxpr(loss)(params, example).jaxpr)
-        if found == 0 or found == harmless(loss, params, example):
+        if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return engine(loss, rule, params, rows, start)
         refuse_split(rows.batch)
         together = engine(loss, rule, params, rows, start)
@@ -52,6 +50,14 @@ def isolated(
         )
 
     return guarded
+
+
+def differentiates_kernels(
+    loss: LossFn, params: PyTree, example: PyTree, harmless: Harmless
+) -> bool:
+    """Whether a vmapped convolution may be differentiated by each example's own kernel."""
+    found = _convolutions(jax.make_jaxpr(loss)(params, example).jaxpr)
+    return found not in (0, harmless(loss, params, example))
 
 
 def _convolutions(program: Jaxpr) -> int:

@@ -26,7 +26,7 @@ def refuse_explicit(batch: PyTree) -> None:
         sharding = jax.typeof(leaf).sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
             raise ValueError(
-                f"clipped_grad: the batch is split by a mesh of explicit axes ({sharding.spec}); "
+                f"The batch is split by a mesh of explicit axes ({sharding.spec}); "
                 "expected one that lies on one device, or is split by a mesh of automatic axes. "
                 "Explicit ones are what jax.make_mesh gives by default, and with them a loss has "
                 "to say of every reshape where its result lies. Make the mesh with "
@@ -35,7 +35,10 @@ def refuse_explicit(batch: PyTree) -> None:
 
 
 def refuse_split(batch: PyTree) -> None:
-    """Raises, now or when this is compiled, if the batch lies on several devices in parts."""
+    """Raises, now or when this is compiled, if the batch lies on several devices in parts.
+
+    To be asked where vmapped convolutions are differentiated by their kernels.
+    """
     inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
     if jax.device_count() == 1 or inside:
         return
@@ -47,7 +50,7 @@ def _refuse(sharding: Any) -> None:
     if not sharding.is_fully_replicated:
         count, parts = len(sharding.device_set), getattr(sharding, "spec", sharding)
         raise ValueError(
-            f"clipped_grad: the batch lies on {count} devices ({parts}), and the loss has "
+            f"The batch lies on {count} devices ({parts}), and the loss has "
             "convolutions of which each example's own kernel gradient is wanted. XLA computes "
             "those wrongly where it splits them between devices. Give devices="
             f"{count}, so that each device runs a program of its own; or take engine='ghost', "

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import clipping, trees
-from dpjax.gradients.ghost import backward, wide_leaves
+from dpjax.gradients.ghost import backward, by_patches, wide_leaves
+from dpjax.gradients.isolation import differentiates_kernels
 from dpjax.gradients.layout import layout
+from dpjax.gradients.placement import refuse_explicit, refuse_split
 from dpjax.gradients.rows import Rows, microbatched, spread
 from dpjax.gradients.rules import into_table, scaled, summed
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -52,6 +54,7 @@ def plain_grad(
         return (loss(params, example)[0] if has_aux else loss(params, example)), None
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
+        refuse_explicit(batch)
         size = trees.leading_size(batch)
         example = trees.one_row(batch)
         micro, count = layout(with_aux, params, example, size, devices=devices)
@@ -70,6 +73,8 @@ def _unclipped(
 ) -> ClippedSum:
     """An engine that sums gradients as they are."""
     del rule
+    if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
+        refuse_split(rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
     losses, _, entries, gradients = backward(loss, params, rows.batch)
     sums = jax.tree.leaves(start)
