@@ -4,6 +4,9 @@
 import functools
 import itertools
 import math
+import pathlib
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -393,6 +396,42 @@ def test_ghost_is_the_definition(name):
             microbatch_sizes=(2, 8) if rule is RULES["flat"] else (8,),
             tolerance=2e-5,
         )
+
+
+SPLIT_BATCHES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from dpjax import clipped_grad, clipping
+from test_ghost import CASES
+
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+split = NamedSharding(mesh, PartitionSpec("d"))
+refused = []
+for name, case in CASES.items():
+    loss, params, batch = case()
+    even = len(jax.tree.leaves(batch)[0]) // 2 * 2
+    whole = jax.tree.map(lambda x: x[:even], batch)
+    clipped = jax.jit(clipped_grad(loss, clipping.flat(0.2), "ghost"))
+    try:
+        found = jax.device_get(clipped(params, jax.device_put(whole, split)))
+    except jax.errors.JaxRuntimeError as error:
+        assert "lies on 2 devices" in str(error), (name, error)
+        refused.append(name)
+        continue
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=name),
+        found, jax.device_get(clipped(params, whole)))
+assert len(refused) < 5, refused
+"""
+
+
+@pytest.mark.slow
+def test_batches_that_lie_on_two_devices_are_right_or_refused():
+    here = pathlib.Path(__file__).parent
+    script = [sys.executable, "-c", SPLIT_BATCHES]
+    subprocess.run(script, check=True, timeout=850, cwd=here)
 
 
 @pytest.mark.parametrize("name", ["attention", "norms and pools", "conv dilated"])
