@@ -104,8 +104,8 @@ def clipped_grad(
         key: Key = None,
         start: PyTree = None,
     ) -> ClippedSum:
-        refuse_explicit(batch)
         size = trees.leading_size(batch)
+        refuse_explicit(batch)
         example = trees.one_row(batch)
         check_loss(with_aux, params, example)
         real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0

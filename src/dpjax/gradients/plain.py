@@ -54,8 +54,8 @@ def plain_grad(
         return (loss(params, example)[0] if has_aux else loss(params, example)), None
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
-        refuse_explicit(batch)
         size = trees.leading_size(batch)
+        refuse_explicit(batch)
         example = trees.one_row(batch)
         micro, count = layout(with_aux, params, example, size, devices=devices)
         engine = microbatched(_unclipped, micro)
