@@ -329,6 +329,8 @@ for loss, engine in [(conv, "vmap"), (conv, "scan"), (derived, "ghost"), (conv, 
         both = run(loss, batch, engine, jitted, devices)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
             alone[:4], both[:4])
+for jitted in (True, False):
+    run(conv, np.asarray(whole), "vmap", jitted)  # on no device yet
 both, alone = (jax.jit(plain_grad(conv))(params, x) for x in (batch, whole))
 np.testing.assert_allclose(both, alone, rtol=1e-4, atol=1e-6)
 estimated = clipped_grad(derived, clipping.jl(0.3, 2))

@@ -3,8 +3,8 @@
 
 A batch may lie on several devices before it gets here, and then XLA splits the program
 itself.  It splits the kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2, on
-CPU; with ``jax.vmap(jax.grad(loss))`` alone as well): the result is off by as much as it is
-long, and nothing says so.  So it is refused here.  Inside a `jit` shardings are known only
+CPU; with ``jax.vmap(jax.grad(loss))`` alone as well): the result is off by as much as its
+length, and nothing says so.  So it is refused here.  Inside a `jit` shardings are known only
 once the program is compiled; it is then that the error comes.
 """
 
@@ -43,7 +43,8 @@ def refuse_split(batch: PyTree) -> None:
     if jax.device_count() == 1 or inside:
         return
     for leaf in jax.tree.leaves(batch):
-        jax.debug.inspect_array_sharding(leaf, callback=_refuse)
+        if isinstance(leaf, jax.Array):  # NumPy's lie on no device yet
+            jax.debug.inspect_array_sharding(leaf, callback=_refuse)
 
 
 def _refuse(sharding: Any) -> None:
