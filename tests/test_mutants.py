@@ -313,6 +313,13 @@ MUTANTS = [
         "test_gradients.py::test_a_batch_that_lies_on_two_devices_is_right_or_refused",
     ),
     Mutant(
+        "estimated norms of a batch of which XLA gets each part wrong",
+        "gradients/jl.py",
+        "        refuse_split(rows.batch)\n",
+        "        pass\n",
+        "test_gradients.py::test_a_batch_that_lies_on_two_devices_is_right_or_refused",
+    ),
+    Mutant(
         "a batch on two devices taken for one on each",
         "gradients/placement.py",
         "if not sharding.is_fully_replicated:",

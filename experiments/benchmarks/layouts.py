@@ -23,7 +23,8 @@ import jax
 import optax
 import reporting
 from absl import app, flags
-from contestants import BOUND, compiled
+from agreement import BOUND
+from contestants import compiled
 from steps import configure, start, take_turns
 from workloads import WORKLOADS, problem
 

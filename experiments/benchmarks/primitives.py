@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import reporting
 from absl import app, flags
+from agreement import TOLERANCE
 from contestants import Contestant
 from jax.extend.core import Literal
 from steps import configure, start, take_turns
@@ -36,7 +37,6 @@ from steps import configure, start, take_turns
 from dpjax.gradients.primitives import bind, bind_fast
 
 EXAMPLES, ROUNDS = 32, 8  # at once; in the loop
-TOLERANCE = 1e-4
 
 
 class Case(NamedTuple):

@@ -54,6 +54,6 @@ def _refuse(sharding: Any) -> None:
             f"The batch lies on {count} devices ({parts}), and the loss has "
             "convolutions of which each example's own kernel gradient is wanted. XLA computes "
             "those wrongly where it splits them between devices. Give devices="
-            f"{count}, so that each device runs a program of its own; or take engine='ghost', "
-            "which wants them of few losses; or put the batch on one device."
+            f"{count}, so that each device runs a program of its own; or put the batch on one "
+            "device. Of engines 'ghost' wants them of the fewest losses (gradients.explain)."
         )
