@@ -43,6 +43,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import an2021_scorers as scorers
@@ -142,10 +143,10 @@ def network() -> nn.Module:
     return models.TemperedCNN(activation=nn.relu)
 
 
-def run(row: Row, dataset: data.Dataset, seed: int) -> Mapping[str, Any]:
+def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str, Any]:
     """One training run."""
-    options: Any = {"weights": row.weights}
-    return papers.trained(dataset, network(), row.mechanism, optax.sgd(0.15), seed, **options)
+    moves, options = optax.sgd(0.15), {"weights": row.weights}
+    return papers.trained(dataset, network(), row.mechanism, moves, seed, folder, **options)
 
 
 def smaller(row: Row, dataset: data.Dataset) -> Row:
@@ -167,7 +168,7 @@ def show(table: str, dataset: data.Dataset, results: papers.Results) -> list[tup
         if papers.SMOKE.value:  # what all cost, and runs of some
             some = {rows[i][0] for i in (0, 1, -1)}
             seeds, ran = range(name in some), smaller(row, dataset)
-        found = [results.of(name, s, lambda s=s, r=ran: run(r, dataset, s)) for s in seeds]
+        found = [results.of(name, seed, partial(run, ran, dataset)) for seed in seeds]
         accuracies = [each["accuracy"] for each in found]
         two = papers.epsilons(row.mechanism)
         shown = [f"{two[which]:.4g}" for which in ("paper", "rdp", "pld")]
@@ -183,7 +184,7 @@ def show(table: str, dataset: data.Dataset, results: papers.Results) -> list[tup
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     dataset = data.load("digits" if papers.SMOKE.value else "mnist", papers.DATA_DIR.value)
-    results = papers.Results(papers.OUT.value)
+    results = papers.results()
     wanted = [_TABLE.value] if _TABLE.value else ["3"] if _FIGURE.value else ["2", "3"]
     points = [point for table in wanted for point in show(table, dataset, results)]
     finite = [(math.log(e), a) for e, a in points if math.isfinite(e)]

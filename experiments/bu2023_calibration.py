@@ -97,7 +97,7 @@ def looked(logits_of: Callable[[Any], Any], y: Any, params: Any) -> dict[str, An
     }
 
 
-def run(task: str, name: str, seed: int) -> Mapping[str, Any]:
+def run(task: str, name: str, seed: int, folder: Any) -> Mapping[str, Any]:
     """One run: its numbers over the steps, and the bins of the last ones."""
     dataset, model = networks.prepared(task, seed)
     setting = published = settings.SETTINGS[task]
@@ -120,6 +120,7 @@ def run(task: str, name: str, seed: int) -> Mapping[str, Any]:
         mechanism,
         optimizer,
         seed,
+        folder,
         evaluations=2 if papers.SMOKE.value else 20,
         look=partial(looked, logits_of, y_test),
         bound_schedule=schedule,
@@ -138,7 +139,7 @@ def lines_of(
     lines, found = [], {}
     for name in names:
         row = f"{task} {name}"
-        runs = [results.of(row, s, lambda s=s, n=name: run(task, n, s)) for s in seeds]
+        runs = [results.of(row, seed, partial(run, task, name)) for seed in seeds]
         scaled = {k: [100 * each[k] for each in runs] for k in ("ece", "mce")}
         shown = [papers.spread(scaled[k]) for k in ("ece", "mce")]
         two = PRINTED[task].get(name)
@@ -179,7 +180,7 @@ def show(results: papers.Results) -> str:
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    results = papers.Results(papers.OUT.value)
+    results = papers.results()
     if _TABLE.value == "1":
         print(bu2023_limits.table_1())
         print("Found in how many random networks; (yes) and (no): whether it is guaranteed.")

@@ -129,7 +129,7 @@ def figure_1(results: papers.Results) -> str:
         ran = dpjax.Mechanism(
             sampling=sampler, clipping=clipping.flat(bound), noise_multiplier=noise, steps=steps
         )
-        train = partial(papers.trained, dataset, model, ran, optax.sgd(rate), seed, evaluations=2)
+        train = partial(papers.trained, dataset, model, ran, optax.sgd(rate), evaluations=2)
         return results.of(f"digits R={bound} {noise} at {rate} over {steps}", seed, train)["way"][
             -1
         ]["nll"]

@@ -9,6 +9,7 @@ examples themselves would be a release that nobody accounts.  Prices are in 100,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import bu2023_settings as settings
@@ -59,7 +60,7 @@ def prepared(name: str) -> data.Dataset:
     return dataset._replace(train=train, test=test)
 
 
-def run(name: str, way: str, seed: int) -> Mapping[str, Any]:
+def run(name: str, way: str, seed: int, folder: Any) -> Mapping[str, Any]:
     """One run: mean squared errors over the steps."""
     dataset, setting = prepared(name), settings.SETTINGS[name]
     if papers.SMOKE.value:
@@ -89,7 +90,7 @@ def run(name: str, way: str, seed: int) -> Mapping[str, Any]:
     state = algorithm.init(jax.random.key(seed), params)
     every = -(-setting.steps // 50)
     options: Any = {"evaluate_every": every, "progress": False, "delta": setting.delta}
-    _, history = dpjax.fit(algorithm, state, evaluate=evaluate, **options)
+    _, history = dpjax.fit(algorithm, state, evaluate=evaluate, directory=folder, **options)
     return {"mse": history[-1]["mse"], "way": [[row["step"], row["mse"]] for row in history]}
 
 
@@ -102,7 +103,7 @@ def figure_10(results: papers.Results) -> str:
             continue
         for way in (SMALL, LARGE) if papers.SMOKE.value else (PLAIN, SMALL, LARGE):
             row = f"{name} {way} {_LOSS.value}"
-            runs = [results.of(row, s, lambda s=s, n=name, w=way: run(n, w, s)) for s in seeds]
+            runs = [results.of(row, seed, partial(run, name, way)) for seed in seeds]
             errors = [each["mse"] for each in runs]
             spread = f"{np.mean(errors):.3f} ± {np.std(errors):.3f} ({len(errors)} seeds)"
             shape = {"layer": {"kernel": jnp.zeros(1)}}  # bounds of layers are not asked for

@@ -37,6 +37,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,11 +127,9 @@ def rows_of(name: str, results: papers.Results) -> list[dict[str, Any]]:
         words += f", rate {rate:g}" * (rate != setting.rate)
         row = f"{words}, {steps} steps"
 
-        def run(seed: int, mechanism: Any = mechanism) -> dict[str, Any]:
-            moves = optax.sgd(rate)
-            return papers.trained(dataset, model, mechanism, moves, seed, evaluations=20)
-
-        found = [results.of(row, seed, lambda s=seed, r=run: r(s)) for seed in seeds]
+        moves = optax.sgd(rate)
+        run = partial(papers.trained, dataset, model, mechanism, moves, evaluations=20)
+        found = [results.of(row, seed, run) for seed in seeds]
         nominal = mechanism_of(setting, "flat", 1, dataset.examples, steps).event
         two = papers.epsilons(mechanism, nominal)
         note = " (JPEG copy)" * ("JPEG" in dataset.note)
@@ -158,7 +157,7 @@ def main(_: list[str]) -> None:
     names = TABLES[_TABLE.value or "1"] if not papers.SMOKE.value else ["digits"]
     if papers.SMOKE.value and _TABLE.value == "4":
         names = ["digits", "organsmnist"]  # the second is not there, and that is said
-    results, lines, drawn = papers.Results(papers.OUT.value), [], {}
+    results, lines, drawn = papers.results(), [], {}
     for name in names:
         try:
             rows = rows_of(name, results)

@@ -109,11 +109,11 @@ class Job:
         found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in kinds}
         for seed, kind in itertools.product(seeds, kinds):
             words = f"{self.name} {kind}"
-            run = functools.partial(self.run, kind, seed)
+            run = functools.partial(self.run, kind)
             found[kind].append(self.results.of(words, seed, run))
         return found
 
-    def run(self, kind: str, seed: int) -> Mapping[str, Any]:
+    def run(self, kind: str, seed: int, folder: Any) -> Mapping[str, Any]:
         """One training run, with the first seed of what is compared watched."""
         row, dataset = self.row, self.ready(seed)
         loss = settings.by_name(kind, settings.CHOSEN.get(self.name, Choice()))
@@ -132,6 +132,7 @@ class Job:
             mechanism,
             moves,
             seed,
+            folder,
             loss=loss,
             evaluations=row.epochs,
             look=watching.Watch(model, loss, mechanism.clipping, dataset) if watched else None,
@@ -182,7 +183,7 @@ def table_5() -> str:
 def show(figure: str) -> str:
     """Runs what a figure needs, draws it, and tells its accuracies."""
     which, kinds, draws = FIGURES[figure]
-    rows, results = baseline.SMALL if papers.SMOKE.value else ROWS, papers.Results(papers.OUT.value)
+    rows, results = baseline.SMALL if papers.SMOKE.value else ROWS, papers.results()
     if papers.SMOKE.value:  # the first of each family that is swept
         kinds = [next(of) for _, of in itertools.groupby(kinds, lambda k: k.rstrip(".0123456789"))]
     lines, drawn = [], []

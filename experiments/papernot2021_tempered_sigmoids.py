@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -78,6 +79,7 @@ KINDS = {  # activation, and whether it is trained privately
     "ReLU": (nn.relu, True),
     "tanh": (jnp.tanh, True),
 }
+_KINDS = flags.DEFINE_multi_enum("kind", None, list(KINDS), "Of table 3, figures 3 to 5: this one.")
 FAMILY = tuple(itertools.product((1.0, 2.0, 4.0), (1.0, 2.0, 4.0), (0.5, 1.0, 2.0)))
 TABLE_4 = {  # optimizer: (rate, accuracy) without privacy, and with it
     "sgd": ((0.107, 90.3), (0.332, 86.1)),
@@ -123,13 +125,11 @@ class Job:
             hidden = diagnostics.preactivation_norms(model, params, images)
             return {"first layer": next(iter(hidden.values()))}
 
-        def run(seed: int) -> dict[str, Any]:
-            moves = optax.sgd(self.setting.rate) if optimizer is None else optimizer
-            options: Any = {"evaluations": 20, "look": look}
-            return papers.trained(self.dataset, model, mechanism, moves, seed, **options)
-
+        moves = optax.sgd(self.setting.rate) if optimizer is None else optimizer
+        options: Any = {"evaluations": 20, "look": look}
+        run = partial(papers.trained, self.dataset, model, mechanism, moves, **options)
         row = f"{self.name} {word}, {mechanism.steps} steps"
-        return [self.results.of(row, seed, lambda s=seed: run(s)) for seed in self.seeds]
+        return [self.results.of(row, seed, run) for seed in self.seeds]
 
     def line(
         self, word: str, found: list[Mapping[str, Any]], printed: float | None, private: bool = True
@@ -144,6 +144,11 @@ class Job:
         return [self.title, word, accuracy, published, deviation, *figures]
 
 
+def asked() -> Mapping[str, tuple[Any, bool]]:
+    """What is compared: activation, and whether it is trained privately."""
+    return {words: kind for words, kind in KINDS.items() if words in (_KINDS.value or KINDS)}
+
+
 def table_3(jobs: list[Job]) -> list[list[str]]:
     """Without privacy, with ReLU, with tanh."""
     return [
@@ -151,7 +156,7 @@ def table_3(jobs: list[Job]) -> list[list[str]]:
             words, job.runs(words, act, private=private), job.setting.printed.get(words), private
         )
         for job in jobs
-        for words, (act, private) in KINDS.items()
+        for words, (act, private) in asked().items()
         if words != "tanh, not private"
     ]
 
@@ -186,7 +191,7 @@ def curves(jobs: list[Job], figure: str) -> list[list[str]]:
         figure
     ]
     drawn, lines = {}, []
-    for job, (words, (act, private)) in itertools.product(jobs, KINDS.items()):
+    for job, (words, (act, private)) in itertools.product(jobs, asked().items()):
         if figure == "3" and not private:
             continue
         found = job.runs(words, act, private=private)
@@ -202,7 +207,7 @@ def curves(jobs: list[Job], figure: str) -> list[list[str]]:
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     names = ["digits"] if papers.SMOKE.value else _DATASETS.value
-    jobs = [Job(name, papers.Results(papers.OUT.value)) for name in names]
+    jobs = [Job(name, papers.results()) for name in names]
     if _FIGURE.value:
         lines = figure_2(jobs) if _FIGURE.value == "2" else curves(jobs, _FIGURE.value)
     else:

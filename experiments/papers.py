@@ -2,17 +2,21 @@
 """What the binaries of the papers share: two epsilons, seeds, results that are kept.
 
 A row of a table is trained once for each seed, and its accuracy kept in a JSON file as soon
-as it is known, so that a table of hours can be broken off and goes on.  Every row shows two
-epsilons: the paper's, by the paper's convention, and the sound one, of what really ran.
+as it is known, so that a table of hours can be broken off and goes on; with ``--runs``, so can
+a row of hours.  Every row shows two epsilons: the paper's, by the paper's convention, and the
+sound one, of what really ran.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +37,7 @@ from dpjax.reports.rendering import png
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
 OUT = flags.DEFINE_string("out", None, "A JSON file that keeps results; rows in it are not rerun.")
+RUNS = flags.DEFINE_string("runs", None, "A folder for runs; one that was killed goes on there.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 
 PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
@@ -41,31 +46,72 @@ DELTA = 1e-5
 _LEFT_OUT = {"examples_per_second", "delta", "private"}
 
 
+Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
+
+
 class Results:
-    """Numbers by row and seed, in a file if there is one."""
+    """Numbers by row and seed, in a file if there is one, which processes may share.
 
-    def __init__(self, path: str | None, **facts: Any) -> None:
+    Args:
+      path: The file.
+      runs: Where runs that are not done keep their checkpoints, each in a folder of its own.
+    """
+
+    def __init__(self, path: str | None, runs: str | None = None) -> None:
         self.path = None if path is None else pathlib.Path(path)
-        known = json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
-        found = {
-            "date": time.strftime("%Y-%m-%d"),
-            "device": f"{os.cpu_count()} x {jax.devices()[0].device_kind}",
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
-        }
-        self.content = {**known, **found, **facts}
-        self.rows: dict[str, dict[str, Any]] = self.content.setdefault("rows", {})
+        self.runs = None if runs is None else pathlib.Path(runs)
+        self.content: dict[str, Any] = {"rows": {}}
 
-    def of(self, row: str, seed: int, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    def of(self, row: str, seed: int, run: Run) -> Mapping[str, Any]:
         """The numbers of a row and a seed, run if they are not known."""
-        seeds = self.rows.setdefault(row, {})
-        if str(seed) not in seeds:
-            started = time.time()
-            seeds[str(seed)] = {**run(), "seconds": round(time.time() - started, 1)}
+        self._read()
+        if str(seed) not in self.content["rows"].get(row, {}):
+            folder = None if self.runs is None else self.runs / _file(f"{row}, seed {seed}")
+            started, fresh = time.time(), folder is None or not folder.exists()
+            found = dict(run(seed, folder))
+            if fresh:  # else it took longer than what this process saw of it
+                found["seconds"] = round(time.time() - started, 1)
+            self._keep(row, seed, found)
+        return self.content["rows"][row][str(seed)]
+
+    def _read(self) -> None:
+        """What is known by now: another process may keep its rows in the same file."""
+        if self.path is not None and self.path.exists():
+            self.content = json.loads(self.path.read_text())
+
+    def _keep(self, row: str, seed: int, found: Mapping[str, Any]) -> None:
+        """Adds what was found to what is known, which no other process changes meanwhile."""
+        with contextlib.ExitStack() as stack:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_text(written(self.content))
-        return seeds[str(seed)]
+                folder = os.open(self.path.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                self._read()
+            rows = {**self.content["rows"]}
+            rows[row] = {**rows.get(row, {}), str(seed): found}
+            self.content = {
+                **self.content,
+                "date": time.strftime("%Y-%m-%d"),
+                "device": f"{os.cpu_count()} x {jax.devices()[0].device_kind}",
+                "python": platform.python_version(),
+                **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
+                "rows": rows,
+            }
+            if self.path is not None:
+                beside = self.path.with_suffix(".partial")
+                beside.write_text(written(self.content))
+                beside.replace(self.path)
+
+
+def results() -> Results:
+    """What the flags say is known, and where what is not is run."""
+    return Results(OUT.value, RUNS.value)
+
+
+def _file(words: str) -> str:
+    """A name that a file can have."""
+    return re.sub(r"[^\w.=]+", "-", words)
 
 
 def written(content: Mapping[str, Any]) -> str:
@@ -96,6 +142,7 @@ def trained(
     mechanism: dpjax.Mechanism,
     optimizer: optax.GradientTransformation,
     seed: int,
+    directory: pathlib.Path | None = None,
     *,
     loss: losses.ExampleLoss = losses.cross_entropy,
     evaluations: int = 1,
@@ -106,13 +153,13 @@ def trained(
 
     ``deviation`` is the standard deviation of the classes' accuracies.  ``look`` is given the
     parameters at each evaluation; what it finds is in ``way`` too, and so is what the log holds
-    apart as private: these data are public.  ``more`` is for
-    `classifying.train`: a schedule of the bound, for example.
+    apart as private: these data are public.  In a ``directory`` a run that was killed goes on.
+    ``more`` is for `classifying.train`: a schedule of the bound, for example.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))
     key = jax.random.key(seed)
     options: dict[str, Any] = {"initial": seed, "gradients": False, "progress": False}
-    options |= {"evaluations": evaluations, "look": look, **more}
+    options |= {"evaluations": evaluations, "look": look, "directory": directory, **more}
     last, _, history = train(dataset, model, loss, mechanism, kept_last, key=key, **options)
     flat = [{**row, **row.get("private", {})} for row in history]
     way = [{k: v for k, v in row.items() if k not in _LEFT_OUT} for row in flat]

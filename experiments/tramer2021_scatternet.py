@@ -129,26 +129,25 @@ def prepared(row: Row, dataset: data.Dataset, key: Any) -> data.Dataset:
     return dataset._replace(train=(x, dataset.train[1]), test=(x_test, dataset.test[1]))
 
 
-def run(row: Row, dataset: data.Dataset, seed: int) -> Mapping[str, Any]:
+def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str, Any]:
     """One training run of a row."""
     key = jax.random.key(seed)
     ready = prepared(row, dataset, key)
     mechanism = mechanism_of(row, dataset.examples)
     model = models.by_name(row.model, dataset.classes, torch_init=True)
-    return papers.trained(ready, model, mechanism, optax.sgd(row.rate, momentum=0.9), seed)
+    moves = optax.sgd(row.rate, momentum=0.9)
+    return papers.trained(ready, model, mechanism, moves, seed, folder)
 
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     rows = SMALL if papers.SMOKE.value else ROWS
     chosen = {n: r for n, r in rows.items() if any(w in n for w in _ROWS.value or [""])}
-    results, lines = papers.Results(papers.OUT.value), []
+    results, lines = papers.results(), []
     for name, row in chosen.items():
         dataset = data.load(row.dataset, papers.DATA_DIR.value)
         seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
-        found = [
-            results.of(name, seed, lambda s=seed, r=row, d=dataset: run(r, d, s)) for seed in seeds
-        ]
+        found = [results.of(name, seed, partial(run, row, dataset)) for seed in seeds]
         two = papers.epsilons(mechanism_of(row, dataset.examples), claimed(row, dataset.examples))
         accuracy = papers.spread([each["accuracy"] for each in found])
         note = " JPEG copy" * ("JPEG" in dataset.note)

@@ -438,3 +438,64 @@ def test_sound_curricula_cost_what_they_must():
     found = [float(row[-1]) for row in rows]
     assert found == pytest.approx([1.4938, 1.4938, 1.4938, 4.6323, 1.5703], rel=2e-3)
     assert "Figure 4" not in out
+
+
+def test_two_processes_keep_their_results_in_one_file(imported, tmp_path):
+    papers, file = imported("papers"), tmp_path / "results.json"
+    one, other = papers.Results(file), papers.Results(file)
+    asked = []
+
+    def run(seed, folder):
+        asked.append(seed)
+        return {"accuracy": 90.0 + seed}
+
+    for results, row, seed in [(one, "a", 0), (other, "b", 0), (one, "a", 1), (other, "a", 1)]:
+        assert results.of(row, seed, run)["accuracy"] == 90 + seed
+    assert asked == [0, 0, 1], "the last was known"
+    rows = json.loads(file.read_text())["rows"]
+    assert {row: list(seeds) for row, seeds in rows.items()} == {"a": ["0", "1"], "b": ["0"]}
+
+
+ROW = """
+import os, sys, jax, optax, papers, dpjax
+from dpjax import clipping, data, models, sampling
+
+file, folder, dies = sys.argv[1:]
+dataset, looks = data.load("digits"), []
+mechanism = dpjax.Mechanism(
+    sampling=sampling.poisson(dataset.examples, 100),
+    clipping=clipping.flat(1.0),
+    noise_multiplier=1.0,
+    steps=9,
+)
+
+def look(params):
+    looks.append(params)
+    if len(looks) == int(dies):
+        os.kill(os.getpid(), 9)
+    return {}
+
+def run(seed, folder):
+    model, moves = models.MLP(features=(8,)), optax.sgd(0.5)
+    options = {"evaluations": 3, "look": look, "save_every": 1}
+    return papers.trained(dataset, model, mechanism, moves, seed, folder, **options)
+
+papers.Results(file, folder).of("a row, of hours", 3, run)
+"""
+
+
+def test_a_row_of_a_paper_goes_on_where_it_was_killed(tmp_path):
+    def row(name, dies, status=0):
+        asked = [sys.executable, "-c", ROW, tmp_path / f"{name}.json", tmp_path / name, str(dies)]
+        ways = environment() | {"PYTHONPATH": str(EXPERIMENTS)}
+        assert subprocess.run(asked, check=False, env=ways).returncode == status
+        return tmp_path / f"{name}.json"
+
+    assert not row("killed", 2, -signal.SIGKILL).exists(), "the row is not known yet"
+    assert (tmp_path / "killed" / "a-row-of-hours-seed-3" / "metrics.jsonl").exists()
+    whole, gone_on = (
+        json.loads(row(name, 0).read_text())["rows"]["a row, of hours"]["3"]
+        for name in ("whole", "killed")
+    )
+    assert whole.pop("seconds") > 0
+    assert gone_on == whole, "to the last digit, and no time, which none of both knows"

@@ -104,14 +104,11 @@ def test_the_log_keeps_the_two_doors_apart(tmp_path):
     assert "loss" not in rows[-1]
 
 
-def test_a_board_shows_the_log(tmp_path):
+def on_the_board(folder):
+    """(name, step) -> number, as TensorBoard would find them."""
     from tensorboardX.proto.event_pb2 import Event
 
-    algorithm = make()
-    _, rows = dpjax.fit(
-        algorithm, start(algorithm), directory=tmp_path, evaluate_every=10, progress=False
-    )
-    (path,) = (tmp_path / "tensorboard").iterdir()
+    (path,) = (folder / "tensorboard").iterdir()
     content, seen = path.read_bytes(), {}
     while content:  # a length, a checksum of it, an event, a checksum of that
         size = int.from_bytes(content[:8], "little")
@@ -119,9 +116,27 @@ def test_a_board_shows_the_log(tmp_path):
         content = content[16 + size :]
         for value in event.summary.value:
             seen[value.tag, event.step] = value.simple_value
+    return seen
+
+
+def test_a_board_shows_the_log(tmp_path):
+    algorithm = make()
+    _, rows = dpjax.fit(
+        algorithm, start(algorithm), directory=tmp_path, evaluate_every=10, progress=False
+    )
+    seen = on_the_board(tmp_path)
     assert seen["epsilon", 20] == pytest.approx(rows[-1]["epsilon"])
     assert seen["private/loss", 10] == pytest.approx(rows[0]["private"]["loss"])
     assert ("loss", 10) not in seen
+
+
+def test_a_board_has_no_place_for_the_epsilon_of_a_run_without_noise(tmp_path):
+    algorithm = make(steps=2, multiplier=0.0)
+    _, rows = dpjax.fit(algorithm, start(algorithm), directory=tmp_path, progress=False)
+    seen = on_the_board(tmp_path)
+    assert rows[-1]["epsilon"] == np.inf
+    assert ("delta", 2) in seen
+    assert ("epsilon", 2) not in seen
 
 
 def test_no_board_is_no_obstacle(tmp_path, monkeypatch):

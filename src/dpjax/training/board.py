@@ -8,6 +8,7 @@ what `metrics.jsonl` holds, and nothing else reads it: it may be deleted at any 
 from __future__ import annotations
 
 import importlib.util
+import math
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -45,9 +46,13 @@ class Board:
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a row with its name; lists are histograms or groups, and left out."""
+    """Every number of a row with its name.
+
+    Lists are histograms or groups, and left out; so is infinity (the epsilon of a run without
+    noise), for which a board has no place and at every row a warning.
+    """
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name != "step":
+        elif isinstance(value, int | float) and name != "step" and not math.isinf(value):
             yield prefix + name, value
