@@ -10,10 +10,10 @@
            The printed rate does not make the printed figure, ten times it does.  Groups are better
            where their noise is not counted (paper: really 18.6 by PLD); at an epsilon of 0.94 they
            only take longer steps, and flat at 0.05 sqrt(8) has 93.8 (93.3 to 94.6).  FashionMNIST
-           at the printed 1.81 (4,901 steps, one seed each): rate 0.5 flat 83.9, paper 84.8
-           (84.76 printed; really 32.7 by PLD), full 78.8; rate 0.05 flat 76.4.  There, too, what
-           groups gain is noise that is not counted.  All else: not run here
-           (experiments/results/liu2021.json)
+           at the printed 1.81 (4,901 steps, mean of 3 seeds): rate 0.5 flat 84.1 (83.9-84.4),
+           paper 85.0 (84.8-85.3; 84.76 printed; really 32.7 by PLD), full 78.9 (78.8-79.0);
+           rate 0.05 flat 76.4 (one).  There, too, what groups gain is noise that is not counted.
+           All else: not run here (experiments/results/liu2021.json)
   command  python experiments/liu2021_grouped_clipping.py --table=1 --seeds=3 --data_dir=...
            ... --epsilons=0.94 --rate=0.5 --ways=flat,paper,full; FashionMNIST: --table=2
 
