@@ -3,37 +3,17 @@
 
 import importlib
 import json
-import os
-import pathlib
-import subprocess
 import sys
 
-import jax
+import binaries
 import jax.numpy as jnp
 import pytest
 
 import dpjax
 
-EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
-
 
 def run(*asked, status=0):
-    """The binary in another process, with the tests' cache of compiled programs."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-    binary = EXPERIMENTS / "bu2023_calibration.py"
-    outcome = subprocess.run(
-        [sys.executable, "-W", "error", binary, *map(str, asked)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | cache,
-    )
-    assert outcome.returncode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
-    return outcome
+    return binaries.run("bu2023_calibration.py", *asked, status=status)
 
 
 def rows(text):
@@ -45,11 +25,11 @@ def rows(text):
 @pytest.fixture(scope="module")
 def paper():
     """The settings, imported as the binary does."""
-    sys.path.insert(0, str(EXPERIMENTS))
+    sys.path.insert(0, str(binaries.EXPERIMENTS))
     try:
         return importlib.import_module("bu2023_settings")
     finally:
-        sys.path.remove(str(EXPERIMENTS))
+        sys.path.remove(str(binaries.EXPERIMENTS))
 
 
 ASKED = {"--table=1": 6, "--figure=1": 2, "--figure=10": 4}  # and how many rows there are

@@ -2,26 +2,16 @@
 """Runs side by side: which are one group, their mean and spread, and what choosing costs."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
+import binaries
 import pytest
 from pages import parsed, text
 
-BINARY = pathlib.Path(__file__).parent.parent / "experiments" / "compare.py"
 EVIL = "<b>$x$</b>"
 
 
 def compare(*arguments, status=0):
-    outcome = subprocess.run(
-        [sys.executable, "-W", "error", BINARY, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert outcome.returncode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
-    return outcome
+    return binaries.run("compare.py", *arguments, status=status)
 
 
 def write(path, accuracies, flags=None, epsilon=1.0, seconds=10.0):

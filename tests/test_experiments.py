@@ -4,7 +4,6 @@
 import importlib
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -14,10 +13,9 @@ import jax
 import numpy as np
 import pytest
 from absl.flags import FLAGS
+from binaries import EXPERIMENTS, Outcome, run
 
 import dpjax
-
-EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 
 
 def environment():
@@ -30,22 +28,15 @@ def environment():
     return {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | cache
 
 
-def run(binary, *flags, status=0):
-    outcome = subprocess.run(
-        [sys.executable, "-W", "error", EXPERIMENTS / binary, *map(str, flags)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
-    assert outcome.returncode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
-    return outcome
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
+    """The one that is begun as users begin it, so that imports may not warn either."""
     folder = tmp_path_factory.mktemp("demo")
-    return folder, run("train.py", "--out", folder)
+    command = [sys.executable, "-W", "error", EXPERIMENTS / "train.py", "--out", folder]
+    options = {"capture_output": True, "text": True, "env": environment()}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return folder, Outcome(done.stdout, done.stderr)
 
 
 def test_the_demo_keeps_its_promise(demo):
@@ -485,11 +476,12 @@ papers.Results(file, folder).of("a row, of hours", 3, run)
 
 
 def test_a_row_of_a_paper_goes_on_where_it_was_killed(tmp_path):
+    (tmp_path / "row.py").write_text(ROW)
+
     def row(name, dies, status=0):
-        asked = [sys.executable, "-c", ROW, tmp_path / f"{name}.json", tmp_path / name, str(dies)]
-        ways = environment() | {"PYTHONPATH": str(EXPERIMENTS)}
-        assert subprocess.run(asked, check=False, env=ways).returncode == status
-        return tmp_path / f"{name}.json"
+        file = tmp_path / f"{name}.json"
+        run(tmp_path / "row.py", file, tmp_path / name, dies, status=status)
+        return file
 
     assert not row("killed", 2, -signal.SIGKILL).exists(), "the row is not known yet"
     assert (tmp_path / "killed" / "a-row-of-hours-seed-3" / "metrics.jsonl").exists()

@@ -51,11 +51,12 @@ def test_thirty_kills_change_nothing(server, tmp_path):
     moments = random.Random(0)
     deaths = runs = 0
     while deaths < 30:
-        folder = tmp_path / f"run{runs}"
+        folder, longest = tmp_path / f"run{runs}", 1.2
         while True:
             process = lives.begin(server, folder)
-            if lives.killed(process, after=moments.uniform(0, 1.2)):
+            if lives.killed(process, after=moments.uniform(0, longest)):
                 deaths += 1
+                longest *= 1.1  # else a run whose compilation takes longer would never end
             elif process.exitcode == 0:
                 break
             else:

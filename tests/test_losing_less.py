@@ -3,11 +3,8 @@
 
 import importlib
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
+import binaries
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,31 +13,17 @@ import pytest
 import dpjax
 from dpjax import losses, models
 
-EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 LOGITS = jnp.array([0.3, -1.2, 2.0, 0.05])
 
 
 def run(*flags):
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-    outcome = subprocess.run(
-        [sys.executable, "-W", "error", EXPERIMENTS / "losing_less2022_loss.py", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | cache,
-    )
-    assert outcome.returncode == 0, outcome.stdout[-2000:] + outcome.stderr[-2000:]
-    return outcome.stdout
+    return binaries.run("losing_less2022_loss.py", *flags).stdout
 
 
 @pytest.fixture
 def module(monkeypatch):
     """Imports what defines no flags that another paper's binary defines too."""
-    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.syspath_prepend(binaries.EXPERIMENTS)
     return importlib.import_module
 
 

@@ -9,12 +9,12 @@ import importlib
 import json
 import math
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
+import binaries
 import jax
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from absl import app
 
 from dpjax import accounting
 
-EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 STAND_IN = """
 import json, os, pathlib, sys, time
 
@@ -62,19 +61,17 @@ def stand_in(tmp_path):
 @pytest.fixture
 def modules(monkeypatch):
     """The modules beside the binary, which are imported by their names there."""
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    monkeypatch.syspath_prepend(str(binaries.EXPERIMENTS))
     return importlib.import_module("searching"), importlib.import_module("pricing")
 
 
 def command(*flags):
-    return [sys.executable, "-W", "error", EXPERIMENTS / "sweep.py", *map(str, flags)]
+    return [sys.executable, "-W", "error", binaries.EXPERIMENTS / "sweep.py", *map(str, flags)]
 
 
 def sweep(*flags, status=0):
-    outcome = subprocess.run(command(*flags), capture_output=True, text=True, check=False)
-    said = outcome.stdout[-3000:] + outcome.stderr[-3000:]
-    assert outcome.returncode == status, said
-    return said
+    outcome = binaries.run("sweep.py", *flags, status=status)
+    return outcome.stdout[-3000:] + outcome.stderr[-3000:]
 
 
 def lives(folder):

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The binaries as users run them, but for the seconds in which they import what they need.
+
+Each runs in a process of its own, which is forked from a server that has imported everything and
+computed nothing (`lives.server`), with warnings as errors and the tests' cache of compiled
+programs.
+"""
+
+import os
+import pathlib
+import runpy
+import sys
+import tempfile
+from typing import NamedTuple
+
+import jax
+import lives
+
+EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
+
+
+class Outcome(NamedTuple):
+    """What a process wrote."""
+
+    stdout: str
+    stderr: str
+
+
+def run(binary, *flags, status=0):
+    """Runs a binary, which must end with this status."""
+    command = [str(EXPERIMENTS / binary), *map(str, flags)]
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    with tempfile.TemporaryDirectory() as folder:
+        process = lives.server().Process(target=_run, args=(command, folder, cache))
+        process.start()
+        process.join()
+        outcome = Outcome(*(pathlib.Path(folder, name).read_text() for name in Outcome._fields))
+    assert process.exitcode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
+    return outcome
+
+
+def _run(command, folder, cache):
+    for stream, name in enumerate(Outcome._fields, 1):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
+    lives.cached(cache)
+    sys.argv, sys.path[0] = command, str(EXPERIMENTS)
+    runpy.run_path(command[0], run_name="__main__")
