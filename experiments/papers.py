@@ -19,7 +19,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,6 @@ PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is
 
 DELTA = 1e-5
 _LEFT_OUT = {"examples_per_second", "delta", "private"}
-
 
 Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
 
@@ -81,27 +80,31 @@ class Results:
 
     def _keep(self, row: str, seed: int, found: Mapping[str, Any]) -> None:
         """Adds what was found to what is known, which no other process changes meanwhile."""
-        with contextlib.ExitStack() as stack:
-            if self.path is not None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                stack.callback(os.close, folder)
-                fcntl.flock(folder, fcntl.LOCK_EX)
-                self._read()
-            rows = {**self.content["rows"]}
-            rows[row] = {**rows.get(row, {}), str(seed): found}
-            self.content = {
-                **self.content,
+        with _held(self.path):
+            self._read()
+            self.content |= {
                 "date": time.strftime("%Y-%m-%d"),
                 "device": f"{os.cpu_count()} x {jax.devices()[0].device_kind}",
                 "python": platform.python_version(),
                 **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
-                "rows": rows,
             }
+            self.content["rows"].setdefault(row, {})[str(seed)] = found
             if self.path is not None:
                 beside = self.path.with_suffix(".partial")
                 beside.write_text(written(self.content))
                 beside.replace(self.path)
+
+
+@contextlib.contextmanager
+def _held(path: pathlib.Path | None) -> Iterator[None]:
+    """While this lasts, no other process that asks may write the file; its folder is made."""
+    with contextlib.ExitStack() as stack:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(path.parent, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
 
 
 def results() -> Results:

@@ -43,5 +43,5 @@ def _run(command, folder, cache):
     for stream, name in enumerate(Outcome._fields, 1):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
     lives.cached(cache)
-    sys.argv, sys.path[0] = command, str(EXPERIMENTS)
+    sys.argv, sys.path[0] = command, os.path.dirname(command[0])
     runpy.run_path(command[0], run_name="__main__")

@@ -8,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from test_experiments import EXPERIMENTS, run
+from binaries import EXPERIMENTS, run
 
 from dpjax import losses, models
 

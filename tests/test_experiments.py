@@ -447,8 +447,11 @@ def test_two_processes_keep_their_results_in_one_file(imported, tmp_path):
     assert {row: list(seeds) for row, seeds in rows.items()} == {"a": ["0", "1"], "b": ["0"]}
 
 
-ROW = """
-import os, sys, jax, optax, papers, dpjax
+ROW = f"""
+import os, sys, jax, optax
+
+sys.path.append({str(EXPERIMENTS)!r})
+import papers, dpjax
 from dpjax import clipping, data, models, sampling
 
 file, folder, dies = sys.argv[1:]
@@ -464,11 +467,11 @@ def look(params):
     looks.append(params)
     if len(looks) == int(dies):
         os.kill(os.getpid(), 9)
-    return {}
+    return dict()
 
 def run(seed, folder):
     model, moves = models.MLP(features=(8,)), optax.sgd(0.5)
-    options = {"evaluations": 3, "look": look, "save_every": 1}
+    options = dict(evaluations=3, look=look, save_every=1)
     return papers.trained(dataset, model, mechanism, moves, seed, folder, **options)
 
 papers.Results(file, folder).of("a row, of hours", 3, run)

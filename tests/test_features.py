@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_experiments import run
+from binaries import run
 
 import dpjax
 from dpjax import accounting, clipping, data, features, sampling, scattering
