@@ -8,7 +8,6 @@ import pathlib
 import subprocess
 import sys
 
-import drawn
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,8 @@ from dpjax.gradients.ghost import backward
 KEY = jax.random.key(0)
 
 
-array = functools.partial(drawn.normal, scale=0.5)
+def array(*shape, seed=0, scale=0.5):
+    return scale * jax.random.normal(jax.random.fold_in(KEY, seed), shape)
 
 
 def squared(model):
@@ -38,11 +38,11 @@ def squared(model):
 
 def linen(module, shape, batch=5, integer=False):
     x = (
-        jnp.asarray(np.random.default_rng(0).integers(0, 7, (batch, *shape)))
+        jax.random.randint(KEY, (batch, *shape), 0, 7)
         if integer
         else array(batch, *shape, seed=3, scale=1.0)
     )
-    params = drawn.parameters(module, x[0])
+    params = module.init(jax.random.key(1), x[0])["params"]
     return squared(lambda p, x: module.apply({"params": p}, x)), params, x
 
 
@@ -736,7 +736,7 @@ def test_a_remat_is_walked_through():
 
 def test_explain_names_every_leaf():
     model = nn.Sequential([nn.Conv(4, (3, 3)), lambda x: x.reshape(-1), nn.Dense(3)])
-    params = drawn.parameters(model, jnp.zeros((8, 8, 1)))
+    params = model.init(KEY, jnp.zeros((8, 8, 1)))["params"]
     words = gradients.explain(
         losses.of(model, losses.cross_entropy), params, (jnp.zeros((8, 8, 1)), jnp.int32(0))
     )
