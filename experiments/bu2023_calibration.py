@@ -82,9 +82,9 @@ _FIGURE = flags.DEFINE_enum("figure", None, ["1", "10", *FIGURES], "Which.")
 _TASKS = flags.DEFINE_list("tasks", ["mnist"], "Of table 2, of clippings and of figure 2.")
 
 
-def looked(logits_of: Callable[[Any], Any], y: Any, params: Any) -> dict[str, Any]:
+def looked(logits_of: Callable[[Any], Any], y: Any, state: Any) -> dict[str, Any]:
     """Calibration on test examples, and how sure the model is of what."""
-    logits = logits_of(params)
+    logits = logits_of(state.params)
     table = metrics.reliability(logits, y, bins=BINS)
     right = jnp.take_along_axis(jax.nn.softmax(logits), y[:, None], axis=1)[:, 0]
     counts, _ = jnp.histogram(right, bins=BINS, range=(0.0, 1.0))

@@ -125,7 +125,7 @@ def train(
     """Trains a model; returns averaged parameters, the last state and the log.
 
     ``initial`` is the (public) seed of the first parameters.  ``gradients``: whether those of
-    some examples are looked at; ``look`` finds more numbers in the parameters.  ``options`` are
+    some examples are looked at; ``look`` finds more numbers in the state.  ``options`` are
     those of `dpjax.fit`; with a directory, the run can be looked at there.
     """
     of_example = losses.of(model, loss)
@@ -147,7 +147,7 @@ def train(
     looking = Looking(model, seen, mechanism, dataset)
 
     def evaluate(state: Any) -> dict[str, Any]:
-        found = look(state.params) if look is not None else {}
+        found = look(state) if look is not None else {}
         return {**looking.evaluate(state), **found}
 
     state, history = dpjax.fit(

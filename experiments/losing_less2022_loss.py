@@ -126,6 +126,7 @@ class Job:
         model = models.by_name(row.model, dataset.classes or 10, torch_init=True, **options)
         watched = seed == 0 and not row.scaled and kind in THREE
         epoch = mechanism.steps // row.epochs
+        parts = (model, loss, mechanism.clipping, dataset, epoch)
         return papers.trained(
             dataset,
             model,
@@ -135,7 +136,7 @@ class Job:
             folder,
             loss=loss,
             evaluations=row.epochs,
-            look=watching.Watch(model, loss, mechanism.clipping, dataset) if watched else None,
+            look=watching.Watch(*parts) if watched else None,
             per_step=(lambda step: step // epoch) if watching.asks_epoch(loss) else None,
         )
 

@@ -121,8 +121,8 @@ class Job:
         model = self.setting.model(activation=activation)
         images = jnp.asarray(self.dataset.test[0][:64])
 
-        def look(params: Any) -> dict[str, Any]:
-            hidden = diagnostics.preactivation_norms(model, params, images)
+        def look(state: Any) -> dict[str, Any]:
+            hidden = diagnostics.preactivation_norms(model, state.params, images)
             return {"first layer": next(iter(hidden.values()))}
 
         moves = optax.sgd(self.setting.rate) if optimizer is None else optimizer

@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ import numpy as np
 import optax
 from absl import flags
 from classifying import train
+from searching import file_name
 
 import dpjax
 from dpjax import accounting, data, losses, metrics, training
@@ -65,7 +65,7 @@ class Results:
         """The numbers of a row and a seed, run if they are not known."""
         self._read()
         if str(seed) not in self.content["rows"].get(row, {}):
-            folder = None if self.runs is None else self.runs / _file(f"{row}, seed {seed}")
+            folder = None if self.runs is None else self.runs / file_name(f"{row}, seed {seed}")
             started, fresh = time.time(), folder is None or not folder.exists()
             found = dict(run(seed, folder))
             if fresh:  # else it took longer than what this process saw of it
@@ -112,11 +112,6 @@ def results() -> Results:
     return Results(OUT.value, RUNS.value)
 
 
-def _file(words: str) -> str:
-    """A name that a file can have."""
-    return re.sub(r"[^\w.=]+", "-", words)
-
-
 def written(content: Mapping[str, Any]) -> str:
     """Results as JSON with a line for each run, and five digits of what was measured."""
     facts = {name: value for name, value in content.items() if name != "rows"}
@@ -155,8 +150,9 @@ def trained(
     """One run as the papers report it, of the last parameters: accuracy, and the way there.
 
     ``deviation`` is the standard deviation of the classes' accuracies.  ``look`` is given the
-    parameters at each evaluation; what it finds is in ``way`` too, and so is what the log holds
-    apart as private: these data are public.  In a ``directory`` a run that was killed goes on.
+    state at each evaluation, which may be in another process than the one before; what it finds
+    is in ``way`` too, and so is what the log holds apart as private: these data are public.
+    In a ``directory`` a run that was killed goes on.
     ``more`` is for `classifying.train`: a schedule of the bound, for example.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))

@@ -28,6 +28,12 @@ SCALES: dict[str, Callable[[np.random.Generator, float, float], float]] = {
 }
 
 
+def file_name(text: str) -> str:
+    """A text as far as a file system takes it; what is left out goes into a hash."""
+    safe = re.sub(r"[^\w.,=+-]", "_", text)[:120]
+    return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
 class Range(NamedTuple):
     """Numbers between two, both included."""
 
@@ -52,8 +58,7 @@ class Trial(NamedTuple):
         """Its folder: what is tried in it, as far as a file system takes it."""
         last = f"repeat={self.repeat}" if self.seed is None else f"seed={self.seed}"
         text = ",".join([words(self.settings), last] if self.settings else [last])
-        safe = re.sub(r"[^\w.,=+-]", "_", text)[:120]
-        return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return file_name(text)
 
 
 def words(settings: dict[str, str]) -> str:

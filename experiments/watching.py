@@ -9,7 +9,6 @@ make panels of what was found: each takes a title and, by name, runs with their 
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,24 +30,29 @@ def asks_epoch(loss: losses.ExampleLoss) -> bool:
 
 
 class Watch:
-    """Looks at parameters after each epoch, and more closely after a few."""
+    """Looks at parameters after each epoch, of so many steps, and more closely after a few."""
 
     CLOSELY = (1, 2, 5, 10, 20, 29, 39)
     EDGES = np.linspace(0, 100, 51)
 
     def __init__(
-        self, model: Any, loss: losses.ExampleLoss, rule: types.Clipping, dataset: data.Dataset
+        self,
+        model: Any,
+        loss: losses.ExampleLoss,
+        rule: types.Clipping,
+        dataset: data.Dataset,
+        steps: int,
     ) -> None:
-        self.model, self.rule, self.loss = model, rule, losses.of(model, loss)
+        self.steps, self.model, self.rule = steps, model, rule
+        self.loss = losses.of(model, loss)
         self.tells = asks_epoch(loss)
         size = 256 * min(16, dataset.examples // 256)
         some = np.random.default_rng(0).choice(dataset.examples, size, replace=False)
         self.rows = jax.tree.map(jnp.asarray, dataset.rows(some))
-        self.epochs = itertools.count(1)
         self.norms, self.closely = jax.jit(self._norms), jax.jit(self._closely)
 
-    def __call__(self, params: Any) -> Mapping[str, Any]:
-        epoch = next(self.epochs)
+    def __call__(self, state: Any) -> Mapping[str, Any]:
+        params, epoch = state.params, state.ledger.steps // self.steps
         close = self.closely(params, self.rows, epoch - 1) if epoch in self.CLOSELY else {}
         return {**self.norms(params, self.rows[0][:256]), **close}
 

@@ -8,6 +8,7 @@ import binaries
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dpjax
@@ -156,8 +157,22 @@ def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
     def loss(logits, label, *, epoch):
         return epoch * losses.cross_entropy(logits, label)
 
-    watch = watching.Watch(model, loss, dpjax.clipping.flat(1.0), dataset)
-    found = [watch(params) for _ in range(5)]
+    mechanism = dpjax.Mechanism(
+        sampling=dpjax.sampling.full(dataset.examples),
+        clipping=dpjax.clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=35,
+    )
+    state = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, dataset.train).init(
+        jax.random.key(1), params
+    )
+
+    def look(epoch):  # anew, as in a run that goes on after a kill
+        watch = watching.Watch(model, loss, mechanism.clipping, dataset, steps=7)
+        spent = dpjax.ledger.admit(state.ledger, mechanism, steps=7 * epoch)
+        return watch(state._replace(ledger=spent))
+
+    found = [look(epoch) for epoch in range(1, 6)]
     assert ["sharpness" in row for row in found] == [True, True, False, False, True]
     assert found[0]["sharpness"] == 0
     assert found[4]["sharpness"] == pytest.approx(4 * float(found[1]["sharpness"]), rel=0.01)
