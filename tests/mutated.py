@@ -15,10 +15,12 @@ import subprocess
 import sys
 import traceback
 
-OPTIONS = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
+# What makes reports good to read, and looks for leaks at the end, costs more than most killers.
+OPTIONS = ["-q", "-x", "--no-header", "--assert=plain", "-p", "no:cacheprovider"]
+OPTIONS += ["-p", "no:unraisableexception", "-p", "no:threadexception"]
 # A mutant that hangs ends before the test that waits for it, and is not taken for killed.
 OPTIONS += ["-o", "faulthandler_timeout=400"]
-LIBRARIES = ["jax", "optax", "flax.linen", "dp_accounting", "scipy.stats", "pytest"]
+LIBRARIES = ["jax", "optax", "flax.linen", "dp_accounting", "scipy.stats", "hypothesis", "pytest"]
 
 
 class Server:
@@ -61,6 +63,7 @@ def _test(sources, killer):
             os.dup2(report.fileno(), stream)
     # Also for programs that a test starts.
     os.environ["DPJAX_TESTED_SOURCES"] = os.environ["PYTHONPATH"] = sources
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they would import hypothesis anew
     os.chdir(sources)
     sys.path.insert(0, sources)
     tests = pathlib.Path(__file__).parent

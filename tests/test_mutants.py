@@ -122,6 +122,20 @@ MUTANTS = [
         LAWS + "engines_agree[flat-one group]",
     ),
     Mutant(
+        "nobody looks whether the last example is chosen",
+        "sampling.py",
+        "fori_loop(0, chosen.size, body, nobody)",
+        "fori_loop(0, chosen.size - 1, body, nobody)",
+        SAMPLE + "who_is_chosen_is_listed_on_every_platform",
+    ),
+    Mutant(
+        "everyone is drawn, in turn",
+        "sampling.py",
+        "so_far.size + chosen[i]",
+        "so_far.size + 1",
+        LAWS + "poisson_draws_are_poisson",
+    ),
+    Mutant(
         "a draw truncated to one microbatch",
         "sampling.py",
         "lambda carry: carry[0] < draw.size",

@@ -71,6 +71,16 @@ def test_fixed_batches_are_accounted_for_replace_one(sampler, multiplier, steps,
         epsilon(sampler, multiplier, steps, neighbours="add-or-remove")
 
 
+@pytest.mark.parametrize("listed", [sampling._listed, sampling._listed_in_turn])
+@pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
+def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
+    chosen = np.random.default_rng(0).uniform(size=301) < rate
+    draw = listed(jnp.asarray(chosen))
+    wanted = np.flatnonzero(chosen)
+    assert int(draw.size) == wanted.size
+    np.testing.assert_array_equal(draw.indices, np.pad(wanted, (0, 301 - wanted.size)))
+
+
 @pytest.mark.parametrize("name", ["shuffled", "fixed"])
 def test_no_sampler_claims_more_neighbours_than_are_proved(name):
     """Cut points shift when an example joins, so shuffled batches have no add-or-remove."""
