@@ -2,8 +2,7 @@
 """The binaries as users run them, but for the seconds in which they import what they need.
 
 Each runs in a process of its own, which is forked from a server that has imported everything and
-computed nothing (`lives.server`), with warnings as errors and the tests' cache of compiled
-programs.
+computed nothing (`lives.server`).
 """
 
 import os
@@ -13,7 +12,6 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-import jax
 import lives
 
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
@@ -29,9 +27,8 @@ class Outcome(NamedTuple):
 def run(binary, *flags, status=0):
     """Runs a binary, which must end with this status."""
     command = [str(EXPERIMENTS / binary), *map(str, flags)]
-    cache = jax.config.values["jax_compilation_cache_dir"]
     with tempfile.TemporaryDirectory() as folder:
-        process = lives.server().Process(target=_run, args=(command, folder, cache))
+        process = lives.server().Process(target=_run, args=(command, folder))
         process.start()
         process.join()
         outcome = Outcome(*(pathlib.Path(folder, name).read_text() for name in Outcome._fields))
@@ -39,9 +36,8 @@ def run(binary, *flags, status=0):
     return outcome
 
 
-def _run(command, folder, cache):
+def _run(command, folder):
     for stream, name in enumerate(Outcome._fields, 1):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
-    lives.cached(cache)
     sys.argv, sys.path[0] = command, os.path.dirname(command[0])
     runpy.run_path(command[0], run_name="__main__")

@@ -28,10 +28,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("dpjax")
 
-# Most of a test's time is compilation; programs are shared between tests, workers and runs.
-jax.config.update("jax_compilation_cache_dir", f"{tempfile.gettempdir()}/dpjax-tests-{os.getuid()}")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+# Most of a test's time is compilation; programs are shared between tests, workers and runs, and
+# with the processes that tests begin.
+SHARED = {
+    "jax_compilation_cache_dir": f"{tempfile.gettempdir()}/dpjax-tests-{os.getuid()}",
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}
+for name, value in SHARED.items():
+    jax.config.update(name, value)
+    os.environ[name.upper()] = str(value)
+# Warnings are errors in those processes too, but for one: what was killed, or is not done, while
+# it writes an entry of the cache leaves one that cannot be read, and is then compiled anew.
+entries = [f"ignore:Error {doing} persistent compilation cache" for doing in ("reading", "writing")]
+os.environ["PYTHONWARNINGS"] = ",".join(["error", *entries])
 
 
 def pytest_collection_modifyitems(items):

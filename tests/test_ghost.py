@@ -23,7 +23,8 @@ KEY = jax.random.key(0)
 
 
 def array(*shape, seed=0, scale=0.5):
-    return scale * jax.random.normal(jax.random.fold_in(KEY, seed), shape)
+    # Not by JAX, which compiles for each shape.
+    return jnp.asarray(np.random.default_rng(seed).normal(scale=scale, size=shape), jnp.float32)
 
 
 def squared(model):
@@ -378,7 +379,6 @@ CASES = {
 RULES = {
     "flat": lambda params: clipping.flat(0.2),
     "by leaf": lambda params: clipping.grouped(0.1, clipping.by_leaf(params)),
-    "automatic": lambda params: clipping.automatic(0.5),
 }
 
 
@@ -515,8 +515,9 @@ def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
 
 def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
     """XLA on CPU let tanh's derivative write over the pool's input, between two windows."""
-    loss, params, batch = linen(Pooled(40), (12, 12, 1), batch=4)
-    batch = jnp.round(batch / 2)  # Flat regions, as in drawings: many windows have several winners.
+    loss, params, _ = linen(Pooled(40), (12, 12, 1))
+    # Flat regions, as in drawings: many windows have several winners.
+    batch = jnp.round(jax.random.normal(jax.random.fold_in(KEY, 3), (4, 12, 12, 1)) / 2)
 
     def cotangents(examples):
         _, _, entries, _ = backward(lambda p, x: (loss(p, x), None), params, examples)

@@ -317,6 +317,10 @@ def run(loss, batch, engine, jitted, devices=None):
 
 
 batch = split(AxisType.Auto)
+estimated = clipped_grad(derived, clipping.jl(0.3, 2))
+for refused in (jax.jit(plain_grad(derived)), lambda *a: estimated(*a, key=jax.random.key(0))):
+    with pytest.raises((ValueError, RuntimeError), match="lies on 2 devices"):
+        refused(params, batch)
 for loss, engine in [(conv, "vmap"), (conv, "scan"), (derived, "ghost"), (conv, "ghost"),
                      (dense, "vmap"), (dense, "auto")]:
     alone = run(loss, whole, engine, True)
@@ -333,10 +337,6 @@ for jitted in (True, False):
     run(conv, np.asarray(whole), "vmap", jitted)  # on no device yet
 both, alone = (jax.jit(plain_grad(conv))(params, x) for x in (batch, whole))
 np.testing.assert_allclose(both, alone, rtol=1e-4, atol=1e-6)
-estimated = clipped_grad(derived, clipping.jl(0.3, 2))
-for refused in (jax.jit(plain_grad(derived)), lambda *a: estimated(*a, key=jax.random.key(0))):
-    with pytest.raises((ValueError, RuntimeError), match="lies on 2 devices"):
-        refused(params, batch)
 batch = split(AxisType.Explicit)
 for jitted, devices in [(True, 2), (True, None), (False, None)]:
     with pytest.raises(ValueError, match="explicit axes"):

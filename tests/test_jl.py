@@ -263,12 +263,12 @@ TEACHES = [
         "norms are estimated",
     ),
     (
-        lambda: mechanism_for(neighbours="replace-one").epsilon(1e-5, "pld"),
+        lambda: mechanism_for(multiplier=8.0, neighbours="replace-one").epsilon(1e-5, "pld"),
         ValueError,
         "no proof for neighbours='replace-one'",
     ),
     (
-        lambda: mechanism_for(neighbours="replace-one").delta(1.0, "pld"),
+        lambda: mechanism_for(multiplier=8.0, neighbours="replace-one").delta(1.0, "pld"),
         ValueError,
         "no proof for neighbours='replace-one'",
     ),
