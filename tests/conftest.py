@@ -24,6 +24,7 @@ hypothesis.settings.register_profile(
     max_examples=50,
     # Nobody reads why a mutant failed, so nothing is made shorter for a reader.
     phases=PHASES - {hypothesis.Phase.shrink, hypothesis.Phase.explain} if MUTANT else PHASES,
+    report_multiple_bugs=not MUTANT,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("dpjax")

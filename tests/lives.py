@@ -8,6 +8,7 @@ begins in some tens of milliseconds.
 import contextlib
 import multiprocessing
 import os
+import pathlib
 import resource
 import signal
 
@@ -71,6 +72,12 @@ def server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["orbax.checkpoint", "matplotlib.figure", "dpjax", __name__])
     return context
+
+
+def environment():
+    """For a process that begins anew: it finds the modules beside this one."""
+    paths = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def begin(context, directory, **how):

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -255,8 +257,85 @@ def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
         training.earlier(tmp_path)
 
 
+def _spent(folder):
+    return [spent.steps for spent in training.earlier(folder)]
+
+
+def test_what_was_released_is_spent_though_the_run_goes_on_from_before(tmp_path):
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path, _dies_after(lives.make(), 18), evaluate_every=3, save_every=20)
+    assert _spent(tmp_path) == [18], "of its rows, the only checkpoint is of step 0"
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            lives.fit(tmp_path, _dies_after(lives.make(), 0), evaluate_every=3)
+        assert (tmp_path / "metrics.jsonl").read_text() == ""
+        assert _spent(tmp_path) == [18]
+    lives.fit(tmp_path)
+    assert _spent(tmp_path) == [lives.STEPS]
+
+
+def test_what_was_released_is_spent_though_its_checkpoints_are_damaged_or_gone(tmp_path):
+    quiet = {"evaluate_every": 100, "save_every": 10}
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path, _dies_after(lives.make(), 30), **quiet)
+    for path in (tmp_path / "checkpoints" / "30").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(InterruptedError):
+        lives.fit(tmp_path, _dies_after(lives.make(), 0), **quiet)
+    assert (tmp_path / "checkpoints" / "damaged-30").is_dir()
+    assert _spent(tmp_path) == [30]
+    lives.fit(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ledger.Refused, match="60 steps ran there, and no checkpoint is left"):
+        lives.fit(tmp_path)
+    assert _spent(tmp_path) == [60]
+
+
+def test_a_log_that_was_altered_is_left_as_it_is(tmp_path):
+    lives.fit(tmp_path, steps=30)
+    log = tmp_path / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0], lines[1][:20], *lines[2:], ""]))
+    altered = log.read_text()
+    for look in (lives.fit, training.earlier):
+        with pytest.raises(ValueError, match=f"line 2 of {len(lines)} is no row"):
+            look(tmp_path)
+    assert log.read_text() == altered
+
+
+TWO_DEVICES = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np
+import dpjax
+import lives
+
+data = dpjax.data.Stream(lives.DATA, example=lambda x: x) if sys.argv[2] == "stream" else lives.DATA
+key = jax.random.key(3)
+for name, parts in {"whole": [60], "in parts": [20, 60]}.items():
+    for steps in parts:
+        algorithm = lives.make(data=data, microbatch_size=2)
+        state = lives.start(algorithm, key)
+        end, _ = lives.fit(f"{sys.argv[1]}/{name}", algorithm, state, steps=steps)
+    print(np.asarray(end.params).tobytes().hex())
+"""
+
+
+@pytest.mark.parametrize("kind", ["memory", "stream"])
+def test_a_run_on_two_devices_goes_on_to_the_last_bit(tmp_path, kind):
+    program = [sys.executable, "-c", TWO_DEVICES, tmp_path, kind]
+    here = {"env": lives.environment(), "capture_output": True, "text": True}
+    done = subprocess.run(program, check=False, timeout=300, **here)
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole, in_parts = done.stdout.split()
+    assert whole == in_parts
+
+
 def test_a_forgotten_run_makes_room_for_another(tmp_path):
     lives.fit(tmp_path, steps=3)
+    (tmp_path / "furthest").write_text("3\n")
     (tmp_path / "mine").write_text("stays")
     training.forget(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "mine"]
@@ -282,8 +361,11 @@ def test_parts_of_a_run_share_its_folder(tmp_path):
     state, rows = lives.fit(tmp_path, algorithm, state, steps=10)
     assert [row["step"] for row in rows] == [7, 10, 17, 20]
     assert state.ledger.steps == 20
-    older, _ = lives.fit(tmp_path, algorithm, steps=15)  # that much is done already
-    assert older.ledger.steps == 20
+    done, _ = lives.fit(tmp_path, algorithm, steps=20)
+    assert done.ledger.steps == 20
+    # A script of two calls, begun again: the second would add its steps to what is done already.
+    with pytest.raises(ledger.Refused, match="20 steps ran there, this call asks for those up to"):
+        lives.fit(tmp_path, algorithm, steps=10)
 
 
 def test_the_root_key_is_on_disk_before_the_first_step(tmp_path):

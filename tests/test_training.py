@@ -5,13 +5,12 @@ import dataclasses
 import io
 import json
 import math
-import os
-import pathlib
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import lives
 import numpy as np
 import optax
 import pytest
@@ -294,6 +293,13 @@ class TestAdam:
             training.scaled_rate(0.1, 256)
 
 
+def test_steps_run_with_64_bits():
+    with jax.enable_x64(True):
+        algorithm = make(steps=3, microbatch_size=2)
+        state, _ = dpjax.fit(algorithm, start(algorithm), progress=False)
+    assert np.all(np.isfinite(state.params))
+
+
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
 def test_bfloat16_parameters_stay_bfloat16(optimizer):
     optimizer = optax.chain(optimizer, training.average_parameters())
@@ -333,7 +339,7 @@ def test_many_steps_at_once_are_the_same_steps():
     for _ in range(7):
         state, info = one.step(state)
         losses.append(info.loss)
-    whole, infos = many.run(trees.copy(start(many)), 7)
+    whole, infos = many.run(start(many), 7)
     np.testing.assert_array_equal(whole.params, state.params)
     np.testing.assert_array_equal(infos.loss, np.stack(losses))
     assert whole.ledger.steps == state.ledger.steps == 7
@@ -347,7 +353,7 @@ def steps_in_microbatches():
     mechanism, found = make(batch=20, steps=5).mechanism, []
     for data in (x, Stream(x)):
         algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data, microbatch_size=3)
-        state, infos = algorithm.run(trees.copy(start(algorithm)), 5)
+        state, infos = algorithm.run(start(algorithm), 5)
         found += [state.params, infos.examples, infos.norm, infos.clipped]
     return found
 
@@ -364,10 +370,8 @@ np.savez(sys.argv[1], *test_training.steps_in_microbatches())
 
 def test_two_devices_take_the_steps_of_one(tmp_path):
     """The same draws and the same noise, once; each example on one device alone."""
-    paths = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     program = [sys.executable, "-c", TWO_DEVICES, str(tmp_path / "two.npz")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    subprocess.run(program, check=True, timeout=300, env=environment)
+    subprocess.run(program, check=True, timeout=300, env=lives.environment())
     with np.load(tmp_path / "two.npz") as two:
         for name, one in zip(two.files, steps_in_microbatches(), strict=True):
             np.testing.assert_allclose(two[name], one, rtol=1e-5)
@@ -375,7 +379,7 @@ def test_two_devices_take_the_steps_of_one(tmp_path):
 
 def test_more_steps_than_a_dispatch_holds():
     one, many = make(steps=600), make(steps=600)
-    whole, infos = many.run(trees.copy(start(many)), 600)
+    whole, infos = many.run(start(many), 600)
     state, _ = dpjax.fit(one, start(one), evaluate_every=70, progress=False)
     np.testing.assert_array_equal(whole.params, state.params)
     assert infos.examples.shape == (600,)
@@ -413,7 +417,7 @@ class TestStreamed:
             algorithm = dpjax.dpsgd(
                 loss, optax.adam(0.1), mechanism, data, microbatch_size=microbatch_size
             )
-            state, info = algorithm.run(trees.copy(start(algorithm)), 5)
+            state, info = algorithm.run(start(algorithm), 5)
             states.append(state)
             infos.append(info)
         np.testing.assert_allclose(*(state.params for state in states), rtol=1e-5)
@@ -431,14 +435,14 @@ class TestStreamed:
             loss, optax.sgd(0.1), make(batch=5).mechanism, Stream(Counted(self.X))
         )
         read.clear()
-        _, infos = algorithm.run(trees.copy(start(algorithm)), 4)
+        _, infos = algorithm.run(start(algorithm), 4)
         assert len(read) == infos.examples.sum()
         assert sum(infos.examples) < 45
 
     def test_empty_draws_are_pure_noise(self):
         mechanism = make(batch=0.01, steps=3).mechanism
         algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, Stream(self.X))
-        state, infos = algorithm.run(trees.copy(start(algorithm)), 3)
+        state, infos = algorithm.run(start(algorithm), 3)
         assert infos.examples.sum() == 0
         assert np.all(np.isfinite(state.params))
         assert np.all(state.params != 0)
@@ -470,7 +474,7 @@ class TestBoundSchedule:
             sampling=sampling.full(50), clipping=rule, noise_multiplier=multiplier, steps=steps
         )
         algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, DATA * 3, **options)
-        return algorithm, algorithm.run(trees.copy(start(algorithm)), steps)
+        return algorithm, algorithm.run(start(algorithm), steps)
 
     def test_it_is_clipping_to_the_bound_of_the_step(self):
         _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
@@ -729,6 +733,8 @@ class TestAveraging:
             training.average_parameters(1.0)
         with pytest.raises(ValueError, match="no average is kept"):
             training.averaged(optax.sgd(0.1).init(jnp.zeros(3)))
+        with pytest.raises(ValueError, match="no step was taken"):
+            training.averaged(training.average_parameters(0.9).init(jnp.zeros(3)))
         link = training.average_parameters(0.9)
         with pytest.raises(ValueError, match="needs the parameters"):
             link.update(jnp.zeros(3), link.init(jnp.zeros(3)))

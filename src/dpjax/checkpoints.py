@@ -172,7 +172,8 @@ class Checkpoints:
         return numbers, notes["facts"]
 
     def _set_aside(self, step: int, error: Exception) -> None:
-        aside = self.directory / f"damaged-{step}"
+        again = len(list(self.directory.glob(f"damaged-{step}*")))
+        aside = self.directory / (f"damaged-{step}-{again + 1}" if again else f"damaged-{step}")
         logging.error(
             "checkpoints: %s/%d is damaged (%s). It is set aside as %s, and the one before taken.",
             *(self.directory, step, str(error).strip().split("\n")[0], aside.name),
@@ -217,6 +218,7 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
             )
         if is_key:
             return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(old))
-        return jax.device_put(new, old.sharding)
+        # What was free to go where it is needed stays so: a run may need it on several devices.
+        return jax.device_put(new, old.sharding) if old.committed else jnp.asarray(new)
 
     return structure.unflatten(map(one, names, leaves, numbers))

@@ -133,8 +133,17 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
             f"ledger: step {done + steps} of {planned} planned steps; the epsilon that was "
             "stated covers no more. Plan more steps in the Mechanism and account for them."
         )
+    if budget is None:
+        return
+    before = _beforehand(mechanism, budget)
+    if before > budget.epsilon:
+        raise Refused(
+            f"ledger: epsilon is {before:.4g} at delta={budget.delta:g} before the first step, for "
+            "what was released ahead of it (Mechanism's preparation and before); the budget is "
+            f"{budget.epsilon:.4g} ({budget.method})."
+        )
     fits = affordable(mechanism, budget)
-    if budget is not None and done + steps > fits:
+    if done + steps > fits:
         cost = _prefix_epsilon(mechanism, done + steps, budget.delta, budget.method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         raise Refused(
@@ -186,6 +195,12 @@ def _affordable(mechanism: Plan, budget: Budget) -> int:
         cost = _prefix_epsilon(mechanism, middle, budget.delta, budget.method)
         low, high = (middle, high) if cost <= budget.epsilon else (low, middle - 1)
     return low
+
+
+@functools.lru_cache(maxsize=128)
+def _beforehand(mechanism: Plan, budget: Budget) -> float:
+    """What was released before the first step."""
+    return _prefix_epsilon(mechanism, 0, budget.delta, budget.method)
 
 
 def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> float:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from dpjax.types import PyTree
@@ -76,10 +77,19 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
 
 
 def averaged(optimizer_state: Any) -> PyTree:
-    """The averaged parameters inside an optimizer's (or a whole run's) state."""
+    """The averaged parameters inside an optimizer's (or a whole run's) state.
+
+    Raises:
+      ValueError: No average is kept there, or no step has been taken yet.
+    """
     nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, AverageState))
     kept = next((node for node in nodes if isinstance(node, AverageState)), None)
     if kept is not None:
+        if not isinstance(kept.weight, Tracer) and not kept.weight > 0:
+            raise ValueError(
+                "averaged: no step was taken, so there is nothing to average. Usually no step fits "
+                "the budget; the parameters of the state are those that the run began with."
+            )
         return jax.tree.map(lambda total: total / kept.weight, kept.total)
     raise ValueError(
         "averaged: no average is kept in this state. End the optimizer with "

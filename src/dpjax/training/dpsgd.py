@@ -121,7 +121,8 @@ def dpsgd(
     def init(key: Key, params: PyTree) -> State:
         noise_state = mechanism.privatize(key).init(params)
         moved = (noise_state, optimizer.init(trees.widened(params)))
-        return State(params, moved, key, ledger.empty())
+        # No two leaves share a buffer, nor one with the caller: `run` uses them up.
+        return trees.copy(State(params, moved, key, ledger.empty()))
 
     def run(state: State, count: int) -> tuple[State, Info]:
         ledger.require_untraced(state, "dpsgd")

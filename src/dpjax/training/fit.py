@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dpjax import ledger
+from dpjax.ledger import Refused
 from dpjax.training.folder import Folder
 from dpjax.training.progress import Progress
 from dpjax.training.run import Run, numbers
@@ -82,6 +83,7 @@ def fit(
     | holds this run, stopped or killed at any moment | the last whole checkpoint is taken
       instead of a fresh ``state``; the result is the same to the last bit |
     | holds this run, done | its last state and rows are returned |
+    | holds this run, further than ``steps`` says | refused |
     | is full | logged; the run goes on, and the next checkpoint is tried |
 
     On SIGTERM and Ctrl-C the step at hand is finished and saved before the process ends (by
@@ -111,6 +113,13 @@ def fit(
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
+        if run.done > end:
+            raise Refused(
+                f"fit(directory={str(directory)!r}): {run.done} steps ran there, this call asks "
+                f"for those up to {end}. Usually a script calls fit several times in one folder: "
+                "once interrupted, it would run more steps than it says. Call it once for all "
+                "steps, or give each part a folder of its own."
+            )
         most = algorithm.budget.epsilon if algorithm.budget else planned
         show = Progress(run.done, end, most, unit=unit, enabled=progress)
         stack.callback(show.close)

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -52,13 +53,18 @@ class Folder:
             raise
 
     def rows(self, until: int) -> list[dict[str, Any]]:
-        """The rows of the log up to a step; later ones are taken back."""
+        """The rows of the log up to a step; later ones are taken back, but not forgotten."""
         rows = _rows(self.log)
         kept = [row for row in rows if row["step"] <= until]
         again = "".join(json.dumps(row) + "\n" for row in kept)
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
+            _replace(self.path / "furthest", f"{self.furthest()}\n")
             _replace(self.log, again)
         return kept
+
+    def furthest(self) -> int:
+        """The last step of which anything is, or ever was, on disk."""
+        return _furthest(self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log; what a full disk does not take is kept for the next time."""
@@ -83,7 +89,8 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
 
     For a run that goes on from what that one released, with other settings:
     ``Mechanism(..., before=earlier(folder))``, in a folder of its own and with a key of its
-    own.  Steps count as soon as something of them is on disk, a checkpoint or a row.
+    own.  Steps count as soon as something of them is on disk, a checkpoint or a row, and go
+    on counting if it is damaged later, or taken back because the run goes on from before.
 
     Example:
       >>> import tempfile
@@ -103,9 +110,7 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
             f"training.earlier({str(directory)!r}): there is no run.json, so no run of dpjax.fit "
             "with this directory; give the folder that holds it."
         ) from error
-    saved = [int(path.name) for path in (folder / "checkpoints").glob("[0-9]*") if path.is_dir()]
-    logged = [row["step"] for row in _rows(folder / "metrics.jsonl")]
-    return (*map(Spent.of, facts["before"]), Spent.of(facts, max([*saved, *logged, 0])))
+    return (*map(Spent.of, facts["before"]), Spent.of(facts, _furthest(folder)))
 
 
 def forget(directory: str | os.PathLike[str]) -> None:
@@ -123,20 +128,37 @@ def forget(directory: str | os.PathLike[str]) -> None:
     try:
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "run.json"):  # the run exists as long as its last file
+        # The run exists as long as the last of these.
+        for name in ("metrics.jsonl", "furthest", "run.json"):
             (folder / name).unlink(missing_ok=True)
     finally:
         os.close(lock)
 
 
+def _furthest(folder: pathlib.Path) -> int:
+    """The last step of which anything is on disk, or was before it was taken back."""
+    names = (path.name for path in (folder / "checkpoints").glob("*"))
+    saved = (re.fullmatch(r"(?:damaged-)?(\d+)(?:-\d+)?", name) for name in names)
+    mark = folder / "furthest"
+    steps = [int(found[1]) for found in saved if found]
+    steps += [row["step"] for row in _rows(folder / "metrics.jsonl")]
+    return max([*steps, int(mark.read_text()) if mark.exists() else 0])
+
+
 def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a log; a last one that was cut off as it was written is none."""
-    rows = []
-    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else []:
+    rows, lines = [], log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{log}: line {number} of {len(lines)} is no row ({error}). Only the last can have "
+                "been cut off by a kill, so the file was altered, and nothing is taken back. Put "
+                "the line right, or remove it if the rows before and after tell enough."
+            ) from error
     return rows
 
 

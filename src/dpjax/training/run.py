@@ -56,6 +56,13 @@ class Run:
         """Goes on from the last checkpoint, or makes the first."""
         found = folder.checkpoints.latest(like=self.state)
         if found is None:
+            if folder.furthest() > self.done:
+                raise Refused(
+                    f"fit(directory={str(folder.path)!r}): {folder.furthest()} steps ran there, "
+                    "and no checkpoint is left. They held the run's root key, so what ran cannot "
+                    "be run again alike, and is spent. Begin in another folder, and count it: "
+                    "Mechanism(..., before=dpjax.training.earlier(folder))."
+                )
             folder.rows(until=self.done)
             if not self.save(wait=True):
                 raise OSError(

@@ -188,7 +188,7 @@ def release(
     Privacy: the parameters that come out are private; the info is not.
     """
     noise_state, inner = optimizer_state
-    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+    sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), sums)
     scale = recipe.scale(noise_state)
     private = recipe.mechanism.privatize(key)
     mean, noise_state = private.update(sums.gradients, noise_state, below=sums.below)
