@@ -54,15 +54,18 @@ class Results:
     Args:
       path: The file.
       runs: Where runs that are not done keep their checkpoints, each in a folder of its own.
+      mark: Before the names of rows: a first look in seconds is never taken for a result.
     """
 
-    def __init__(self, path: str | None, runs: str | None = None) -> None:
+    def __init__(self, path: str | None, runs: str | None = None, mark: str = "") -> None:
+        self.mark = mark
         self.path = None if path is None else pathlib.Path(path)
         self.runs = None if runs is None else pathlib.Path(runs)
         self.content: dict[str, Any] = {"rows": {}}
 
     def of(self, row: str, seed: int, run: Run) -> Mapping[str, Any]:
         """The numbers of a row and a seed, run if they are not known."""
+        row = self.mark + row
         self._read()
         if str(seed) not in self.content["rows"].get(row, {}):
             folder = None if self.runs is None else self.runs / file_name(f"{row}, seed {seed}")
@@ -109,7 +112,7 @@ def _held(path: pathlib.Path | None) -> Iterator[None]:
 
 def results() -> Results:
     """What the flags say is known, and where what is not is run."""
-    return Results(OUT.value, RUNS.value)
+    return Results(OUT.value, RUNS.value, "smoke: " if SMOKE.value else "")
 
 
 def written(content: Mapping[str, Any]) -> str:

@@ -135,6 +135,11 @@ _MOST = flags.DEFINE_float(
     "With --noise_multiplier: run until one more step would pass this; with --epochs or --steps "
     "as well, refuse to begin what would pass it.",
 )
+flags.register_validator(
+    "max_epsilon",
+    lambda most: most is None or most > 0,
+    "Expected an epsilon above 0: at 0 no step fits. Leave it out to run without a limit.",
+)
 _DELTA = flags.DEFINE_float("delta", 1e-5, "The delta of the guarantee.")
 _METHOD = flags.DEFINE_enum("accountant", "rdp", ["rdp", "pld"], "Which accountant.")
 
@@ -209,30 +214,37 @@ def settings() -> dict[str, Any]:
     return {flag.name: flag.value for flag in own if flag.name not in _ELSEWHERE}
 
 
+def normalization_from_flags(examples: int) -> features.Normalization | None:
+    """The queries on private data that features take, if they take any."""
+    if _FEATURES.value == "none" or _NORMALIZATION.value != "data":
+        return None
+    return features.Normalization(
+        examples=examples,
+        noise_multiplier=_NORM_NOISE.value,
+        thresholds=features.Search(noise_multiplier=_SEARCH_NOISE.value),
+    )
+
+
 def prepared(
-    dataset: data.Dataset, key: Any, folder: pathlib.Path
-) -> tuple[data.Dataset, tuple[float, ...]]:
-    """The features that the flags describe, and the queries on private data that they took."""
+    dataset: data.Dataset,
+    normalization: features.Normalization | None,
+    key: Any,
+    folder: pathlib.Path,
+) -> data.Dataset:
+    """The features that the flags describe, by what these queries release."""
     if _FEATURES.value == "none":
-        return dataset, ()
-    if _STREAM.value:
-        raise app.UsageError("--features are computed of all images at once: leave --stream out.")
+        return dataset
     (images, labels), (test_images, test_labels) = dataset.train, dataset.test
     x, x_test = (
         jnp.asarray(features.scattered(part, directory=_CACHE.value))
         for part in (images, test_images)
     )
-    scale, queries = partial(features.group_norm, groups=_NORM_GROUPS.value), ()
-    if _NORMALIZATION.value == "data":
-        normalization = features.Normalization(
-            examples=len(x),
-            noise_multiplier=_NORM_NOISE.value,
-            thresholds=features.Search(noise_multiplier=_SEARCH_NOISE.value),
-        )
+    scale = partial(features.group_norm, groups=_NORM_GROUPS.value)
+    if normalization is not None:
         moments = released_once(folder / "moments.npz", normalization, key, x)
-        scale, queries = partial(features.normalize, moments=moments), normalization.multipliers
+        scale = partial(features.normalize, moments=moments)
     x, x_test = map(jax.jit(scale), (x, x_test))
-    return dataset._replace(train=(x, labels), test=(x_test, test_labels)), queries
+    return dataset._replace(train=(x, labels), test=(x_test, test_labels))
 
 
 def released_once(
@@ -277,16 +289,34 @@ def mechanism_from_flags(examples: int, queries: tuple[float, ...] = ()) -> dpja
         preparation=queries,
         before=() if _CONTINUE.value is None else training.earlier(_CONTINUE.value),
     )
+    if not mechanism.steps:
+        raise app.UsageError(
+            f"--epochs={_EPOCHS.value:g} --steps={_STEPS.value}: expected one step at least, and "
+            f"an epoch has {per_epoch} of them. Without one nothing is trained. Give more."
+        )
     if _MULTIPLIER.value is None:
         return mechanism.calibrate(_EPSILON.value, _DELTA.value, _METHOD.value)
     mechanism = mechanism.scaled(_MULTIPLIER.value)
     if _MOST.value is None or flags.FLAGS["epochs"].present or flags.FLAGS["steps"].present:
         return mechanism
-    fit_in = accounting.largest_steps(
-        lambda n: dataclasses.replace(mechanism, steps=n).event,
-        *(_MOST.value, _DELTA.value, _METHOD.value, mechanism.relation),
+    return dataclasses.replace(mechanism, steps=steps_that_fit(mechanism, _MOST.value))
+
+
+def steps_that_fit(mechanism: dpjax.Mechanism, most: float) -> int:
+    """How many steps cost at most this, if one does."""
+    by = _DELTA.value, _METHOD.value
+    found = accounting.largest_steps(
+        lambda n: dataclasses.replace(mechanism, steps=n).event, most, *by, mechanism.relation
     )
-    return dataclasses.replace(mechanism, steps=fit_in)
+    if not found:
+        none, one = (dataclasses.replace(mechanism, steps=n).epsilon(*by) for n in (0, 1))
+        raise app.UsageError(
+            f"--max_epsilon={most:g}: not one step fits. Before the first one epsilon is "
+            f"{none:.4g} at delta={by[0]:g} ({by[1]}), and it would bring it to {one:.4g}. Usually "
+            f"the noise is too small: raise --noise_multiplier={_MULTIPLIER.value:g} or "
+            f"--max_epsilon, or lower --batch_size={_BATCH.value}."
+        )
+    return found
 
 
 def optimizer_from_flags(mechanism: dpjax.Mechanism) -> optax.GradientTransformation:
@@ -325,41 +355,61 @@ def main(_: list[str]) -> None:
         )
 
 
+def require_another_folder(folder: pathlib.Path, earlier: str | None) -> None:
+    """Refuses to go on from a run in its own folder, before anything there is touched."""
+    if earlier is not None and folder.resolve() == pathlib.Path(earlier).resolve():
+        raise app.UsageError(
+            f"--continue_from={earlier} --out={folder}: both are {folder.resolve()}. There lies "
+            "what the earlier run spent, which counts for this one too: give another --out. If "
+            "that run was only interrupted, give its own command again, without --continue_from."
+        )
+
+
 def job() -> None:
-    """The whole of it: data, mechanism, training, and the files."""
+    """The whole of it: data, mechanism, training, and the files.
+
+    Flags and budget are checked before a folder is emptied and private data are asked.
+    """
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+    started, folder = time.time(), pathlib.Path(_OUT.value)
+    require_another_folder(folder, _CONTINUE.value)
+    if _FEATURES.value != "none" and _STREAM.value:
+        raise app.UsageError("--features are computed of all images at once: leave --stream out.")
     dataset = (data.stream if _STREAM.value else data.load)(_DATASET.value, _DATA_DIR.value)
     if dataset.classes is None:
         raise app.UsageError(
             f"--dataset={_DATASET.value} has a quantity to predict; this binary classifies."
         )
-    model, loss = model_from_flags(dataset.classes), _LOSSES[_LOSS.value]
-    key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
-    started, folder = time.time(), pathlib.Path(_OUT.value)
-    if _OVERWRITE.value:
-        training.forget(folder)
-        (folder / "moments.npz").unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    dataset, queries = prepared(dataset, key, folder)
-    examples = dataset.examples
-    mechanism = mechanism_from_flags(examples, queries)
-    per_epoch = steps_per_epoch(examples)
+    model = model_from_flags(dataset.classes)
+    loss = _LOSSES[_LOSS.value](**numbers(_LOSS_OPTIONS.value))
+    normalization = normalization_from_flags(dataset.examples)
+    queries = () if normalization is None else normalization.multipliers
+    mechanism = mechanism_from_flags(dataset.examples, queries)
+    optimizer = optimizer_from_flags(mechanism)
+    per_epoch = steps_per_epoch(dataset.examples)
     earlier = _CONTINUE.value and pathlib.Path(_CONTINUE.value, "params.msgpack").read_bytes()
     budget = _MOST.value and dpjax.ledger.Budget(
         epsilon=_MOST.value, delta=_DELTA.value, method=_METHOD.value
     )
+    dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
     planned = mechanism.epsilon(_DELTA.value, _METHOD.value)
     print(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
         f"cost epsilon {planned:.4g} at delta={_DELTA.value:g} ({_METHOD.value})",
         flush=True,
     )
+    key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
+    if _OVERWRITE.value:
+        training.forget(folder)
+        (folder / "moments.npz").unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    dataset = prepared(dataset, normalization, key, folder)
     params, state, history = train(
         dataset,
         model,
-        loss(**numbers(_LOSS_OPTIONS.value)),
+        loss,
         mechanism,
-        optimizer_from_flags(mechanism),
+        optimizer,
         key=key,
         params=earlier,
         per_step=(lambda step: step // per_epoch) if _LOSS.value == "composite" else None,

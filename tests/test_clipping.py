@@ -136,6 +136,30 @@ def test_bounds_at_their_edges(bound, want, clipped):
     assert int(jnp.sum(norms > bound)) == clipped
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        clipping.flat(0.0),
+        clipping.grouped(0.0, 1),
+        clipping.grouped(total=0.0, groups=1),
+        clipping.per_group((0.0,), 1),
+        clipping.automatic(0.0),
+        clipping.automatic(0.0, 0.0),
+        clipping.psac(0.0),
+        clipping.normalized(0.0),
+        clipping.hard_threshold(0.0),
+        clipping.hard_threshold(0.0, 0.0),
+        clipping.hard_threshold(0.0, 2.0),
+        clipping.jl(0.0),
+    ],
+    ids=lambda rule: rule.name,
+)
+def test_a_bound_of_0_silences_whatever_the_rule(rule):
+    norms = jnp.array([[0.0], [1e-30], [1.0], [1e10], [inf], [math.nan]])
+    assert rule.sensitivity == 0.0
+    np.testing.assert_array_equal(rule.factors(norms), np.zeros_like(norms))
+
+
 def test_examples_of_all_i():
     shapes = [(2, 3, 4), (), (6, 7)]
     gradients = [jnp.stack([jnp.full(s, float(i)) for i in range(8)]) for s in shapes]
@@ -255,6 +279,12 @@ TEACHES = [
     (lambda: clipping.automatic(1.0, -0.1), "gamma must not be negative"),
     (lambda: clipping.psac(1.0, 0.0), "this is clipping.normalized"),
     (lambda: clipping.hard_threshold(1.0, 0.0), "screen must be"),
+    (lambda: clipping.hard_threshold(-1.0), "bound must be positive"),
+    (lambda: clipping.hard_threshold(inf, 2.0), r"no infinite length\. To switch clipping off"),
+    (lambda: clipping.automatic(inf), "no infinite length"),
+    (lambda: clipping.psac(inf), "no infinite length"),
+    (lambda: clipping.normalized(inf), "no infinite length"),
+    (lambda: clipping.hard_threshold(math.nan), "bound must be positive"),
     (lambda: clipping.balanced(3).assign({"a": jnp.zeros(2)}), "only 1 leaves"),
     (lambda: clipping.by_path({"a": jnp.zeros(2)}, {"b": 0}), "no pattern"),
     (

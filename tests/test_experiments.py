@@ -124,6 +124,36 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max_epsilon=0"], "an epsilon above 0"),
+        (["--max_epsilon=0", "--steps=3"], "an epsilon above 0"),
+        (["--max_epsilon=0.01"], "not one step fits. Before the first one epsilon is 0 at"),
+        (["--max_epsilon=0.01", "--steps=3"], "0 of 3 steps fit"),
+        (["--steps=0"], "expected one step at least, and an epoch has 3 of them"),
+    ],
+)
+def test_a_run_without_one_step_is_refused_and_leaves_nothing(flags, words, tmp_path):
+    whole = ["--out", tmp_path / "run", "--noise_multiplier=1", "--noreport", *flags]
+    assert words in run("train.py", *whole, status=1).stderr.replace("\n", " ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_forgotten_by_one_that_goes_on_from_it(tmp_path):
+    """In the same folder, by whatever name, or where the earlier run cannot be found."""
+    run("train.py", "--out", tmp_path / "a", "--steps=2", "--hidden=8", "--noreport")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = {path: path.read_bytes() for path in tmp_path.glob("a/*") if path.is_file()}
+    for earlier, words in [("a", "give another --out"), ("link", "give another --out")]:
+        given = ["--overwrite", "--continue_from", tmp_path / earlier, "--out", tmp_path / "a"]
+        assert words in run("train.py", *given, status=1).stderr
+    given = ["--overwrite", "--continue_from", tmp_path / "none", "--out", tmp_path / "a"]
+    run("train.py", *given, status=1)
+    assert before == {path: path.read_bytes() for path in tmp_path.glob("a/*") if path.is_file()}
+    assert any((tmp_path / "a" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         ["--optimizer=dp_adam", "--learning_rate=0.01", "--floor=1e-6", "--warmup_steps=5"],
@@ -233,6 +263,11 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     given = ["--out", tmp_path, "--data_dir", small_mnist]
     words = run("train.py", *given, *SHORT, *quieter, status=1).stderr
     assert "holds the answers to other queries" in words
+    # A budget that they alone pass is refused before they are asked.
+    given = ["--out", tmp_path / "poor", "--data_dir", small_mnist, "--max_epsilon=0.1"]
+    words = run("train.py", *given, *SHORT, *scattered, *cache, status=1).stderr
+    assert "before the first step" in words
+    assert not (tmp_path / "poor").exists()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +297,7 @@ def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
     kept = tmp_path / "results.json"
     first = run("tramer2021_scatternet.py", "--smoke", "--out", kept)
     rows = json.loads(kept.read_text())["rows"]
-    assert set(rows) == {"digits pixels", "digits wavelets"}
+    assert set(rows) == {"smoke: digits pixels", "smoke: digits wavelets"}
     again = run("tramer2021_scatternet.py", "--smoke", "--out", kept)
     assert again.stdout == first.stdout
     assert json.loads(kept.read_text())["rows"] == rows, "nothing was run again"
@@ -308,9 +343,10 @@ def test_the_published_epsilons_are_reproduced(imported):
         assert (sound > improved * 1.003) == (row.scaled == "data"), "thresholds are paid for"
 
 
-def test_noise_curricula_have_the_printed_epsilons():
+def test_noise_curricula_have_the_printed_epsilons(tmp_path):
     """Every row of table 3: the paper's epsilon, to its last digit, and the equal constants."""
-    out = run("an2021_noise_curricula.py", "--smoke", "--table=3").stdout
+    asked = ["--smoke", "--table=3", "--out", tmp_path / "results.json"]
+    out = run("an2021_noise_curricula.py", *asked).stdout
     rows = [
         [cell.strip() for cell in line.split("|")]
         for line in out.splitlines()
@@ -324,6 +360,14 @@ def test_noise_curricula_have_the_printed_epsilons():
         printed, found = float(row[4]), float(row[6])
         assert found == pytest.approx(printed, abs=0.005)
     assert "correlation of accuracy and log epsilon" in out
+    # A first look is kept by other names than rows of the table, which it would stand for.
+    committed, first = (
+        json.loads((folder / name).read_text())["rows"]
+        for folder, name in ((EXPERIMENTS, "results/an2021.json"), (tmp_path, "results.json"))
+    )
+    assert {"exponential-down", "constant 1.0472", "constant 1.6042"} <= set(committed)
+    some = "exponential-down", "constant 1.0472", "constant 1.6042"
+    assert set(first) == {f"smoke: {name}" for name in some}
 
 
 PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 2, "--figure=3": 2, "--figure=5": 4}

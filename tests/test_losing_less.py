@@ -63,7 +63,7 @@ def test_figures_share_runs(kept):
     rows = json.loads(kept.read_text())["rows"]
     run("--smoke", "--figure=3", "--out", kept)
     assert json.loads(kept.read_text())["rows"] == rows, "nothing was run again"
-    first, last = rows["digits pixels all"]["0"]["way"]
+    first, last = rows["smoke: digits pixels all"]["0"]["way"]
     assert first["epsilon"] < last["epsilon"]
     assert list(last["weights"]) == ["Dense_0", "Dense_1", "Dense_2"]
     assert list(last["preactivations"]) == ["hidden/0", "hidden/1", "logits"]

@@ -169,13 +169,23 @@ def test_every_sampler_says_what_is_proved(name):
     assert sampler.draw(jax.random.key(0), jnp.int32(2)).indices.shape == (sampler.capacity,)
 
 
+@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "full"])
+def test_more_examples_than_an_index_can_name_are_refused(name):
+    """The last size is traced, for it would fill the memory; the next one would wrap."""
+    with pytest.raises(ValueError, match="Indices are 32-bit integers"):
+        sampling.by_name(name, 2**31, 256)
+    if name != "full":  # which lists them at once
+        draw = jax.eval_shape(sampling.by_name(name, 2**31 - 1, 256).draw, jax.random.key(0), 0)
+        assert draw.indices.dtype == jnp.int32
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: sampling.poisson(100, 101), "batch size was tuned for a larger data set"),
         (lambda: sampling.poisson(100, 0), "more than 0"),
         (lambda: sampling.poisson(0, 1), "at least 1"),
-        (lambda: sampling.poisson(2**31, 0.25), "expected number of examples"),
+        (lambda: sampling.poisson(2**31 - 1, 0.25), "expected number of examples"),
         (lambda: sampling.shuffled(100, 2.5), "whole number"),
         (lambda: sampling.fixed(10, 11), "swapped"),
         (lambda: sampling.curriculum([0.3, 0.1], 1), "np.argsort"),

@@ -32,6 +32,7 @@ __all__ = ["by_name", "curriculum", "fixed", "fold", "full", "poisson", "scored"
 T = TypeVar("T")
 
 _WORDS = 2**32
+_MOST = 2**31 - 1  # examples: they are counted, and named, by int32
 
 
 def poisson(examples: int, batch_size: float) -> Sampler:
@@ -421,6 +422,13 @@ def _check(name: str, examples: int, batch_size: float, *, whole: bool = False) 
     if examples < 1:
         raise ValueError(
             f"sampling.{name}(examples={examples}): expected the size of the data set, at least 1."
+        )
+    if examples > _MOST:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}): expected at most {_MOST:,} (2^31 - 1). Indices "
+            "are 32-bit integers, and beyond that they would name other examples. Usually parts "
+            "of examples were counted, such as tokens or pixels; an example is what privacy "
+            "is of, such as a document. If there are really so many, train on a part of them."
         )
     if not 0 < batch_size <= examples:
         raise ValueError(

@@ -11,6 +11,7 @@ This file must never know how gradients are computed, what noise is, or what an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -153,8 +154,10 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
             "to every norm, and 0.01 is the usual choice."
         )
 
+    _require_a_length("automatic", bound)
+
     def wish(norms: Norms) -> Norms:
-        return bound / (norms + gamma)
+        return bound / jnp.maximum(norms + gamma, jnp.finfo(norms.dtype).tiny)
 
     return _rule("automatic", bound, groups, wish, gamma=float(gamma))
 
@@ -187,6 +190,8 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
             "without it this is clipping.normalized. 0.1 is a usual choice."
         )
 
+    _require_a_length("psac", bound)
+
     def wish(norms: Norms) -> Norms:
         return bound / (norms + stabilizer / (norms + stabilizer))
 
@@ -211,6 +216,8 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
              [0.]], dtype=float32)
     """
 
+    _require_a_length("normalized", bound)
+
     def wish(norms: Norms) -> Norms:
         return jnp.where(norms > 0, bound / jnp.where(norms > 0, norms, 1), 0)
 
@@ -225,7 +232,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     Args:
       bound: $C$; with several groups, of each group.
       screen: $Z$, the longest gradient that is kept; must not depend on the data.  By
-        default ``bound``, and then nothing that is kept is scaled.
+        default ``bound``, and then nothing that is kept is scaled (and 0 keeps nothing).
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -240,12 +247,15 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
       Bu et al., "On the Convergence and Calibration of Deep Learning with Differential
       Privacy", 2023, section 4.
     """
-    screen = bound if screen is None else screen
-    if not screen > 0:
+    if screen is None:
+        screen = bound
+    elif screen != bound and not screen > 0:
         raise ValueError(
             f"clipping.hard_threshold(bound={bound}, screen={screen}): screen must be "
             "positive; examples with longer gradients are dropped."
         )
+    if screen != bound:
+        _require_a_length("hard_threshold", bound)
     scale = 1.0 if screen == bound else bound / screen
 
     def wish(norms: Norms) -> Norms:
@@ -296,6 +306,15 @@ def jl(bound: float, projections: int = 50) -> Clipping:
             "least 1, and better 30: each costs a forward-mode pass."
         )
     return Clipping(partition_of(1), (float(bound),), jnp.ones_like, "jl", int(projections))
+
+
+def _require_a_length(name: str, bound: float) -> None:
+    """Refuses an infinite bound to what makes gradients as long as it."""
+    if bound == math.inf:
+        raise ValueError(
+            f"clipping.{name}(bound=inf): this rule scales gradients up to the bound, and there is "
+            "no infinite length. To switch clipping off, use clipping.flat(bound=math.inf)."
+        )
 
 
 def _rule(
