@@ -64,6 +64,20 @@ def conv(x_shape, k_shape, batch=5, **options):
 NHWC, NWC = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
 
 
+@jax.custom_vjp
+def held(w):
+    """Itself; its cotangent is clipped by value, as JAX's documentation has it."""
+    return w
+
+
+held.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+def integers_times(x, w):
+    contracted = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, contracted, preferred_element_type=jnp.float32)
+
+
 class Attention(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -124,6 +138,32 @@ CASES = {
     ),
     "few outputs, many positions": lambda: plain(
         lambda p, x: x @ p["w"], {"w": array(3, 2)}, (40, 3)
+    ),
+    "a derivative of the user's own": lambda: plain(
+        lambda p, x: x @ held(p["w"]), {"w": array(30, 40)}, (3, 30)
+    ),
+    "a derivative of the user's own in a view": lambda: plain(
+        lambda p, x: x @ jax.lax.scan(lambda c, w: (c + held(w), w), 0 * p["a"], p["w"])[0],
+        {"a": array(3, 4), "w": array(5, 3, 4)},
+        (3,),
+    ),
+    "ids of a byte": lambda: plain(
+        lambda p, x: jnp.take(p["table"], (jnp.abs(x) * 90).astype(jnp.uint8), axis=0),
+        {"table": array(256, 4)},
+        (6,),
+    ),
+    "integers of a byte": lambda: plain(
+        lambda p, x: integers_times((40 * x).astype(jnp.int8), p["w"]), {"w": array(3, 4)}, (3,)
+    ),
+    "products of nothing": lambda: plain(
+        lambda p, x: x @ p["w"] + jnp.sum(x[:0] @ p["v"]),
+        {"v": array(3, 4), "w": array(3, 4)},
+        (5, 3),
+    ),
+    "a frozen scale in bfloat16": lambda: plain(
+        lambda p, x: x @ (p["w"] * (jnp.arange(4.0).astype(jnp.bfloat16) / 3).astype(jnp.float32)),
+        {"w": array(3, 4)},
+        (3,),
     ),
     "wide, few positions": lambda: plain(lambda p, x: x @ p["w"], {"w": array(30, 40)}, (2, 30)),
     "batched heads": lambda: plain(
@@ -699,6 +739,21 @@ def test_bfloat16_models_keep_float32_norms_and_sums():
     np.testing.assert_allclose(result.norms, want.norms, rtol=0.02)
     for a, b in zip(jax.tree.leaves(result.value), jax.tree.leaves(want.value), strict=True):
         np.testing.assert_allclose(a, b, atol=0.02)
+
+
+def test_bfloat16_parameters_may_be_compared():
+    params, x = {"w": array(3, 4).astype(jnp.bfloat16)}, array(5, 3, seed=2)
+    loss = squared(lambda p, x: x @ jnp.where(p["w"] > 0.1, p["w"].astype(jnp.float32), 0))
+    testing.assert_engines_agree(
+        loss, clipping.flat(0.2), params, x, engines=("ghost",), tolerance=2e-2
+    )
+
+
+def test_a_parameter_that_breaks_all_examples_moves_nothing():
+    loss = squared(lambda p, x: x + jnp.sqrt(p["b"]))
+    params = {"b": jnp.array([0.0, 1.0, 4.0])}
+    found = clipped_grad(loss, clipping.flat(0.2), "ghost")(params, array(5, 3))
+    assert found.value["b"].tolist() == [0, 0, 0]
 
 
 def test_aux_goes_through():

@@ -162,9 +162,9 @@ def group_norms(
     """
     leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]
     squares = [jnp.sum(x * x, axis=tuple(range(1, x.ndim))) for x in leaves]
-    batch = leaves[0].shape[:1]
+    none = jnp.zeros(leaves[0].shape[:1], jnp.float32)
     totals = [
-        sum((s for s, g in zip(squares, groups, strict=True) if g == group), jnp.zeros(batch))
+        sum((s for s, g in zip(squares, groups, strict=True) if g == group), none)
         for group in range(size)
     ]
     return jnp.sqrt(jnp.stack(totals, axis=-1))

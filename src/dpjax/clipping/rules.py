@@ -157,7 +157,8 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
     _require_a_length("automatic", bound)
 
     def wish(norms: Norms) -> Norms:
-        return bound / jnp.maximum(norms + gamma, jnp.finfo(norms.dtype).tiny)
+        length = norms + gamma
+        return jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)
 
     return _rule("automatic", bound, groups, wish, gamma=float(gamma))
 
@@ -215,7 +216,6 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
       Array([[2.],
              [0.]], dtype=float32)
     """
-
     _require_a_length("normalized", bound)
 
     def wish(norms: Norms) -> Norms:

@@ -106,8 +106,10 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
     return placed
 
 
-def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer:
+def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """A product contracts inputs; what is left of the data are positions, of the view outputs."""
+    if cotangent.size == 0:
+        return None
     contract, batch = site.equation.params["dimension_numbers"]
     mine, theirs = site.operand, 1 - site.operand
     shape, leaf_axis = _view(site)
@@ -119,6 +121,8 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer:
     outputs = [a for a in range(len(shape)) if a not in (*inputs, *batch[mine])]
 
     (x,), lead = data, 1 + len(site.stacks)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(cotangent.dtype)  # squares of small integers are no small integers
     rank = x.ndim - lead
     free = [a for a in range(rank) if a not in (*other_inputs, *batch[theirs])]
     sizes = [
@@ -216,12 +220,14 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
     mode = jax.lax.GatherScatterMode
     whole = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
     known = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
-    if not (rows and whole and known):
+    if not (rows and whole and known) or cotangent.size == 0:
         return None
     positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
     around, width = cotangent.shape[:lead], math.prod(shape[1:])
     g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
     ids = ids.reshape(*around, 1, -1)
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)  # a byte cannot name the row behind the last of 256
     inside = (ids >= 0) & (ids < shape[0])
     if p["mode"] != mode.CLIP:
         g = jnp.where(inside[..., None], g, 0)

@@ -71,10 +71,13 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
 
 
 def _unusual(parameters: dict[str, Any], x: Array) -> bool:
-    """Whether the window is left to XLA: dilated, very large, or not of real numbers."""
+    """Whether the window is left to XLA: dilated, very large, too large, or of no real numbers."""
     spread = max(*parameters["base_dilation"], *parameters["window_dilation"])
     large = math.prod(parameters["window_dimensions"]) > _LARGEST
-    return spread > 1 or large or not jnp.issubdtype(x.dtype, jnp.floating)
+    padding = parameters["padding"]
+    longest = [n + sum(pad) for n, pad in zip(x.shape, padding, strict=True)]
+    empty = any(w > n for w, n in zip(parameters["window_dimensions"], longest, strict=True))
+    return spread > 1 or large or empty or not jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _input_cotangent(

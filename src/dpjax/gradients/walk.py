@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients.primitives import bind, bind_fast
+from dpjax.gradients.primitives import bind, bind_fast, inner_programs
 from dpjax.types import LossFn, PyTree
 
 __all__ = ["Program", "Site", "View", "trace"]
@@ -243,17 +243,24 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
     leaves, reads = _union(view.leaves for view in views), _union(view.reads for view in views)
     if name == "stop_gradient":
         leaves = frozenset[int]()
+    if leaves and _bends(equation):
+        book.materialise(leaves, f"{name} with a derivative of the user's own")
+        return outputs
     narrow = any(map(_narrow, outputs)) and not (len(views) == 1 and name in _WIDEN)
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
 
+    # In full precision a cast of what is trained to a narrower dtype is no map at all.
+    cast = name == "convert_element_type" and _narrow(outputs[0]) and bool(leaves)
+    smooth = any(_is(jnp.floating, x) for x in outputs)
+
     def compute(leaves: Leaves, memo: Memo) -> list[Array]:
         if id(views) not in memo:
             inputs = [view.of(leaves, memo) for view in views]
-            # In full precision a cast to a narrower dtype is no map at all.
-            cast = name == "convert_element_type" and _narrow(outputs[0])
-            memo[id(views)] = inputs if cast else bind(equation, inputs)
+            if not smooth:  # a comparison or an index is of the numbers that the model has
+                inputs = [_like(view.value, x) for view, x in zip(views, inputs, strict=True)]
+            memo[id(views)] = inputs if cast and smooth else bind(equation, inputs)
         return memo[id(views)]
 
     isometry = len(views) == 1 and views[0].isometry
@@ -270,6 +277,19 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
         return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes)
 
     return [view(i, x) for i, x in enumerate(outputs)]
+
+
+def _bends(equation: JaxprEqn) -> bool:
+    """Whether it is pulled back by a rule of the user's, which need not be linear.
+
+    That of a sum of examples is then not the sum of theirs: clipping by value is an example.
+    """
+    inside = (e for program in inner_programs(equation) for e in program.eqns)
+    return equation.primitive.name.startswith("custom_vjp") or any(map(_bends, inside))
+
+
+def _like(value: Any, x: Array) -> Array:
+    return x if x.dtype == value.dtype else x.astype(value.dtype)
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: _Book) -> Array:
