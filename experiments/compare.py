@@ -80,7 +80,10 @@ def label_of(run: Run, varied: list[str]) -> str:
 
 
 def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
-    """Epsilon at each evaluated step, and the accuracies of all runs there, in per cent."""
+    """Epsilon at each evaluated step, and the accuracies of all runs there, in per cent.
+
+    A step is left out where any of its runs has no finite epsilon: it has no place on that axis.
+    """
     series = [
         [run.series(name)[:, 0] for name in ("step", "epsilon", "accuracy")] for run in group.runs
     ]
@@ -89,9 +92,12 @@ def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
     accuracy = np.full((len(steps), len(series)), np.nan)
     for column, (of, spent, right) in enumerate(series):
         at = np.searchsorted(steps, of)
-        epsilon[at] = np.fmax(epsilon[at], spent)  # never shown for less than it cost
+        epsilon[at] = np.maximum(epsilon[at], spent)  # never shown for less than it cost; NaN stays
         accuracy[at, column] = 100 * right
-    return epsilon, accuracy
+    finite = np.isfinite(epsilon)
+    if not finite.any():
+        raise Missing("at no step has every run a finite epsilon")
+    return epsilon[finite], accuracy[finite]
 
 
 def draw(groups: list[Group], private: bool) -> tuple[str, bytes, list[str]]:

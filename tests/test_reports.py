@@ -8,12 +8,16 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules
 from dpjax.mechanism import Spent
+
+FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
+ESTIMATED_BEFORE = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),), projections=50)
 
 
 def make(**changes):
@@ -88,6 +92,99 @@ def test_what_is_not_private_is_said_not_to_be(changes, why):
     assert why in words
 
 
+def before(*noise, sampler=None, preparation=()):
+    """What an earlier run has spent, a step for each multiplier."""
+    sampler = sampler or sampling.poisson(60_000, 256)
+    return {
+        "before": [
+            Spent(sampling=sampler, runs=tuple((z, 1) for z in noise), preparation=preparation)
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        before(1.0, 0.0),
+        before(1.0, preparation=(0.0,)),
+        before(1.0, sampler=sampling.curriculum(np.arange(100), 10)),
+    ],
+    ids=["a step", "a query", "its order"],
+)
+def test_an_earlier_run_that_was_not_private_is_the_reason_given(earlier):
+    words = dpjax.statement(make(steps=20, **earlier, neighbours="zero-out"), 1e-5)
+    assert "NOT differentially private (epsilon is infinite)" in words
+    assert "An earlier run on these data was not private" in words
+    verdict = words.split("unit ")[0]
+    assert "proved and counted" not in verdict
+
+
+def test_steps_without_noise_that_never_ran_are_not_the_reason():
+    mechanism = make(
+        noise_multiplier=lambda step: jnp.where(step < 2, 1.0, 0.0), steps=4, **before(0.0)
+    )
+    book = ledger.admit(ledger.empty(), mechanism)
+    assert "An earlier run" in dpjax.statement(mechanism, 1e-5, ledger=book)
+    assert "multiplier is 0 at some step" in dpjax.statement(mechanism, 1e-5)
+
+
+def test_what_no_method_proves_is_not_said_to_be_infinite():
+    mechanism = make(
+        sampling=sampling.poisson(1000, 10),
+        steps=10,
+        before=[FIXED_BEFORE],
+        neighbours="replace-one",
+    )
+    words = dpjax.statement(mechanism, 1e-5)
+    assert "NOT PROVED to be differentially private" in words
+    assert "No method proves a number for all of it together" in words
+    assert "epsilon           none   no method has a number for this" in words
+    assert "infinite" not in words
+    assert "-differentially private, as proved" not in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"clipping": clipping.jl(1.0, 2)}, "Take more random projections, or more noise."),
+        ({"before": [ESTIMATED_BEFORE]}, "Take more random projections, or more noise."),
+        ({}, "Usually the noise is far too small."),
+    ],
+)
+def test_an_infinite_bound_is_not_said_to_be_a_bare_release(monkeypatch, changes, why):
+    # What pld says of two projections, after a minute.
+    page = sys.modules["dpjax.reports.statement"]
+    monkeypatch.setattr(page, "epsilons", lambda *_: [("pld", math.inf)])
+    words = dpjax.statement(make(steps=100, **changes), 1e-5)
+    assert "NOT PROVED to be differentially private" in words
+    assert why in words
+
+
+@pytest.mark.parametrize("make_sampler", [sampling.shuffled, None], ids=["shuffled", "curriculum"])
+@pytest.mark.parametrize(
+    ("earlier", "neighbours", "method"),
+    [(FIXED_BEFORE, "replace-one", "rdp"), (ESTIMATED_BEFORE, "zero-out", "pld")],
+    ids=["fixed", "estimated"],
+)
+def test_a_comparison_without_a_number_is_left_out(make_sampler, earlier, neighbours, method):
+    if make_sampler is None:
+        sampler = sampling.curriculum(np.arange(1000), 10, public=True)
+    else:
+        sampler = make_sampler(1000, 10)
+    mechanism = make(
+        sampling=sampler,
+        noise_multiplier=4.0,
+        steps=10,
+        before=[earlier],
+        neighbours=neighbours,
+    )
+    words = dpjax.statement(mechanism, 1e-5)
+    epsilon = mechanism.epsilon(1e-5, method)
+    assert f"({epsilon:.4g}, 1e-05)-differentially private" in words
+    assert f"{epsilon:8.4g}   {method}" in words
+    assert "as if Poisson" not in words
+
+
 def test_shuffled_batches_show_both_numbers():
     words = dpjax.statement(
         make(sampling=sampling.shuffled(60_000, 600), noise_multiplier=1.38, steps=2000), 1e-5
@@ -109,6 +206,65 @@ def test_a_schedule_is_described():
         make(noise_multiplier=schedules.linear_down(epochs=5, steps_per_epoch=2), steps=10), 1e-5
     )
     assert "5 to 1 (5 values, by a schedule)" in words
+
+
+def test_each_group_has_its_own_noise_in_the_statement():
+    mechanism = make(
+        sampling=sampling.poisson(1000, 10),
+        clipping=clipping.per_group((1.0, 1.0), 2),
+        noise_multiplier=(1.0, 10.0),
+        steps=10,
+    )
+    words = dpjax.statement(mechanism, 1e-5)
+    assert mechanism.deviations(0) == [0.1, 1.0]
+    assert "multiplier 0.995 in all, on the sum" in words
+    assert "by group: multiplier 1, 10 x the group's own bound;" in words
+    assert "0.995 is what these are worth together" in words
+    assert "= standard deviation 0.1, 1 by group, on the mean\n" in words
+    assert "0.1407" not in words, "the deviation of no group"
+
+
+def test_many_groups_are_given_by_their_range():
+    mechanism = make(
+        sampling=sampling.poisson(1000, 10),
+        clipping=clipping.per_group((1.0,) * 9, 9),
+        noise_multiplier=(20.0, 10.0, *(5.0,) * 7),
+        steps=10,
+    )
+    words = dpjax.statement(mechanism, 1e-5)
+    assert "by group: multiplier 5 to 20 (of 9 groups) x the group's own bound" in words
+    assert "= standard deviation 0.5 to 2 (of 9 groups) by group, on the mean" in words
+
+
+def test_groups_with_an_adapted_bound_have_the_noise_that_the_count_leaves():
+    mechanism = make(
+        sampling=sampling.poisson(1000, 10),
+        clipping=clipping.per_group((1.0, 1.0), 2),
+        noise_multiplier=(1.0, 10.0),
+        steps=10,
+        adaptive=clipping.Quantile(count_multiplier=2.0),
+    )
+    words = dpjax.statement(mechanism, 1e-5)
+    # Squared, the joint multiplier is 1 / (1 + 1 / 100) and that of the count is 4.
+    growth = (1 - (100 / 101) / 4) ** -0.5
+    assert "multiplier 0.995 in all: 1.147 on the sum, 2 on the count" in words
+    assert f"by group: multiplier {growth:.4g}, {10 * growth:.4g} x the group's own" in words
+    assert "1.147 is what these are worth together" in words
+    assert f"deviation {growth / 10:.4g}, {growth:.4g} by group, on the mean, at first" in words
+
+
+def test_the_rate_that_is_counted_is_the_one_stated():
+    def words(steps, rates):
+        sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=4, batch_size=20)
+        return dpjax.statement(make(sampling=sampler, steps=steps), 1e-5)
+
+    one = words(10, [[0.01, 0.3]])
+    assert "20 of 1,000 examples a step (rates go by bins)" in one
+    assert "counted: rate 0.3\n" in one
+    assert "rate 0.02" not in one
+    rows = [[0.01, 0.0], [0.01, 0.05], [0.4, 0.2]]
+    assert "counted: rate 0.01 to 0.4 (3 values, by a schedule)" in words(30, rows)
+    assert "counted: rate 0.01 to 0.05 (2 values, by a schedule)" in words(8, rows)
 
 
 def test_a_delta_above_one_over_n_is_pointed_out():
@@ -138,6 +294,24 @@ def test_the_card_is_complete_and_strict_json():
     assert card["seed_published"] == 3
     infinite = reports.card(make(noise_multiplier=0.0), 1e-5)
     assert json.loads(json.dumps(infinite, allow_nan=False))["epsilon"]["rdp"]["value"] == "inf"
+
+
+def test_infinite_noise_is_a_word_on_the_card():
+    mechanism = make(
+        sampling=sampling.poisson(1000, 10),
+        noise_multiplier=lambda step: jnp.where(step < 1, 2.0, jnp.inf),
+        steps=2,
+        preparation=(math.inf, 9.0),
+        before=[Spent(sampling=sampling.poisson(1000, 10), runs=((math.inf, 3), (1.5, 2)))],
+    )
+    card = json.loads(json.dumps(reports.card(mechanism, 1e-5), allow_nan=False))
+    assert card == reports.card(mechanism, 1e-5)
+    assert card["noise"]["multiplier_and_steps"] == [[2.0, 1], ["inf", 1]]
+    assert card["preparation"] == {"gaussian_multipliers": ["inf", 9.0]}
+    assert card["before"][0]["noise"]["multiplier_and_steps"] == [["inf", 3], [1.5, 2]]
+    words = dpjax.statement(mechanism, 1e-5)
+    assert "multiplier 2 to inf (2 values, by a schedule) x sensitivity" in words
+    assert "standard deviation 0.4 to inf (2 values, by a schedule) on the mean" in words
 
 
 def verdicts(card, folder):

@@ -2,7 +2,8 @@
 """The privacy card: the facts of a computation as a JSON object.
 
 Whoever has the card can recompute its epsilon without dpjax, as `experiments/verify.py`
-does.  It is strict JSON, and holds numbers as they were accounted, never rounded.
+does.  It is strict JSON, where infinity is a word wherever it stands, and holds numbers as
+they were accounted, never rounded.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ def card(
     """
     ran = multipliers(mechanism, ledger)
     rule = mechanism.clipping
-    return {
+    facts = {
         "format": "dpjax privacy card 1",
         "unit": mechanism.unit,
         "neighbours": mechanism.relation.value,
         **_spent(mechanism.spent(ran)),
         "clipping": {
-            **{k: _number(v) if isinstance(v, float) else v for k, v in rule.facts.items()},
+            **rule.facts,
             "name": rule.name,
             "groups": list(rule.partition.names),
-            "bounds": [_number(bound) for bound in rule.bounds],
-            "sensitivity": _number(rule.sensitivity),
+            "bounds": [float(bound) for bound in rule.bounds],
+            "sensitivity": float(rule.sensitivity),
             "adaptive": mechanism.facts.get("adaptive"),
         },
         "before": [_spent(spent) for spent in mechanism.before],
@@ -68,7 +69,7 @@ def card(
         "planned_steps": mechanism.steps,
         "delta": delta,
         "epsilon": {
-            method: {"value": _number(value), "proven": accounting.METHODS[method].proven}
+            method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in epsilons(mechanism, ran, delta)
         },
         "seed_published": seed,
@@ -76,6 +77,7 @@ def card(
             name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
     }
+    return _strict(facts)
 
 
 def _spent(spent: Spent) -> dict[str, Any]:
@@ -106,6 +108,10 @@ def _version(package: str) -> str:
         return "not installed: run from its sources"
 
 
-def _number(value: float) -> float | str:
-    """A number as strict JSON knows it: infinity is a word."""
-    return float(value) if math.isfinite(value) else "inf"
+def _strict(value: Any) -> Any:
+    """The same as strict JSON knows it: infinity is a word."""
+    if isinstance(value, dict):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(inner) for inner in value]
+    return "inf" if isinstance(value, float) and not math.isfinite(value) else value

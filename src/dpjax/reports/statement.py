@@ -11,16 +11,17 @@ from anywhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting
 from dpjax.ledger import Ledger
-from dpjax.mechanism import Mechanism
+from dpjax.mechanism import Mechanism, Spent
 from dpjax.reports.references import references
 from dpjax.reports.spending import epsilons, multipliers
-from dpjax.types import Neighbours
+from dpjax.types import Neighbours, Sampler
 
 __all__ = ["statement"]
 
@@ -29,6 +30,8 @@ _NEIGHBOURS = {
     Neighbours.ZERO_OUT: "data sets in which one {unit} is replaced by an empty one",
     Neighbours.REPLACE_ONE: "data sets in which one {unit} is replaced by any other",
 }
+
+_FEW = 8  # groups that are listed one by one
 
 _NOT_COVERED = """\
   - choosing hyper-parameters or a checkpoint by looking at the private data
@@ -81,7 +84,7 @@ def statement(
     lines = [
         "Privacy statement",
         "",
-        *_verdict(mechanism, found, delta, seed),
+        *_verdict(mechanism, ran, found, delta, seed),
         "",
         *_facts(mechanism, ran, ledger, delta),
         "",
@@ -97,14 +100,22 @@ def statement(
 
 
 def _verdict(
-    mechanism: Mechanism, found: dict[str, float], delta: float, seed: int | None
+    mechanism: Mechanism,
+    ran: np.ndarray,
+    found: dict[str, float],
+    delta: float,
+    seed: int | None,
 ) -> Iterator[str]:
-    best = min((e for m, e in found.items() if accounting.METHODS[m].proven), default=math.inf)
-    if math.isinf(best):
-        yield "  This computation is NOT differentially private (epsilon is infinite)."
-        yield f"  {_why_infinite(mechanism)}"
-    else:
+    proven = [value for method, value in found.items() if accounting.METHODS[method].proven]
+    best = min(proven, default=math.inf)
+    if math.isfinite(best):
         yield f"  ({best:.4g}, {delta:g})-differentially private, as proved by the best accountant."
+    elif why := _why_infinite(mechanism, ran):
+        yield "  This computation is NOT differentially private (epsilon is infinite)."
+        yield f"  {why}"
+    else:
+        yield "  This computation is NOT PROVED to be differentially private."
+        yield f"  {_why_unproved(mechanism, proven)}"
     if seed is not None:
         yield (
             f"  Seed published ({seed}): not for release. Whoever knows the seed can "
@@ -118,14 +129,44 @@ def _verdict(
         )
 
 
-def _why_infinite(mechanism: Mechanism) -> str:
-    if math.isinf(mechanism.clipping.sensitivity):
+def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
+    """What was released bare; None if nothing was."""
+    if math.isinf(mechanism.clipping.sensitivity) and len(ran):
         return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
-    if not np.all(mechanism.multipliers > 0):
+    if not np.all(ran > 0):
         return "The noise multiplier is 0 at some step."
     if not all(mechanism.preparation):
         return "A query before the first step had no noise."
-    return mechanism.sampling.claim
+    if any(map(_bare, mechanism.before)):
+        return "An earlier run on these data was not private, nor is then what goes on from it."
+    return mechanism.sampling.claim if _tells(mechanism.sampling) else None
+
+
+def _bare(spent: Spent) -> bool:
+    """Whether an earlier run released anything without noise."""
+    noise = (*(multiplier for multiplier, _ in spent.runs), *spent.preparation)
+    return not all(noise) or _tells(spent.sampling)
+
+
+def _tells(sampling: Sampler) -> bool:
+    """Whether which examples a step sees is itself a release, whatever the noise."""
+    return isinstance(sampling.event(np.ones(1)), dp.NonPrivateDpEvent)
+
+
+def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
+    """Why no epsilon is finite although everything had noise."""
+    if not proven:
+        return (
+            "No method proves a number for all of it together: each refuses a part of it.\n"
+            "  Usually an earlier run drew its batches in another way, or norms are estimated\n"
+            "  and the neighbours are replace-one."
+        )
+    if any(each.projections is not None for each in (mechanism.clipping, *mechanism.before)):
+        return (
+            "Norms are estimated, and the chance that one is far too small is above delta.\n"
+            "  Take more random projections, or more noise."
+        )
+    return "No method has a finite number for it. Usually the noise is far too small."
 
 
 def _facts(
@@ -136,11 +177,7 @@ def _facts(
     groups = rule.partition.size
     yield f"  unit          one {unit}"
     yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
-    yield (
-        f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
-        f"{sampling.examples:,} {unit}s a step (rate {sampling.sampling_rate:.3g})"
-    )
-    yield f"                {sampling.claim}"
+    yield from _sampler(sampling, unit, len(ran))
     yield (
         f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
         f"moves the sum by {'at most' if rule.projections is None else 'about'} "
@@ -149,22 +186,11 @@ def _facts(
     if rule.projections is not None:
         yield f"                norms are estimated from {rule.projections} random projections: it"
         yield "                may be more, and epsilon, by pld alone, is over that chance"
-    on_sum = ran
-    if mechanism.adaptive is None:
-        yield f"  noise         multiplier {_range(ran)} x sensitivity, on the sum"
-    else:
-        on_sum = mechanism.gradient_multipliers(ran)
+    if mechanism.adaptive is not None:
         share = f"{mechanism.adaptive.target:g} of the norms are below"
         yield f"                adapted: it follows the length that {share},"
         yield f"                by a noised count of {unit}s at every step"
-        yield (
-            f"  noise         multiplier {_range(ran)} in all: {_range(on_sum)} on the sum, "
-            f"{mechanism.count_multiplier:.4g} on the count"
-        )
-    if len(ran) and not math.isinf(rule.sensitivity):
-        on_mean = on_sum * rule.sensitivity / sampling.batch_size
-        start = ", at first" * bool(mechanism.adaptive)
-        yield f"                = standard deviation {_range(on_mean)} on the mean{start}"
+    yield from _noise(mechanism, ran)
     if mechanism.preparation:
         each = ", ".join(f"{multiplier:.4g}" for multiplier in mechanism.preparation)
         yield "  preparation   Gaussian queries on all the data before the first step, with"
@@ -182,6 +208,45 @@ def _facts(
     yield f"  delta         {delta:g}"
 
 
+def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
+    """How many a step sees, and at which rate that is counted."""
+    rows = sampling.facts.get("rates")  # by bins: the largest of each row, and its steps
+    rate = "rates go by bins" if rows else f"rate {sampling.sampling_rate:.3g}"
+    yield (
+        f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
+        f"{sampling.examples:,} {unit}s a step ({rate})"
+    )
+    yield f"                {sampling.claim}"
+    if rows:
+        each = np.repeat([largest for largest, _ in rows], [lasts for _, lasts in rows])
+        counted = each[np.minimum(np.arange(steps), len(each) - 1)]  # the last row stays
+        yield f"                counted: rate {_range(counted)}"
+
+
+def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
+    """The noise of steps with these multipliers: on the sum, then on the mean."""
+    groups = mechanism.gradient_multiplier
+    by_group = isinstance(groups, Sequence)
+    on_sum = ran if mechanism.adaptive is None else mechanism.gradient_multipliers(ran)
+    if mechanism.adaptive is None:
+        of = "in all" if by_group else "x sensitivity"
+        yield f"  noise         multiplier {_range(ran)} {of}, on the sum"
+    else:
+        yield (
+            f"  noise         multiplier {_range(ran)} in all: {_range(on_sum)} on the sum, "
+            f"{mechanism.count_multiplier:.4g} on the count"
+        )
+    if by_group:
+        yield f"                by group: multiplier {_listed(groups)} x the group's own bound;"
+        yield f"                {_range(on_sum)} is what these are worth together"
+    sensitivity = mechanism.clipping.sensitivity
+    if len(ran) and not math.isinf(sensitivity):
+        on_mean = _range(on_sum * sensitivity / mechanism.batch_size)
+        each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean
+        start = ", at first" * bool(mechanism.adaptive)
+        yield f"                = standard deviation {each} on the mean{start}"
+
+
 def _figures(
     mechanism: Mechanism,
     ran: np.ndarray,
@@ -190,15 +255,31 @@ def _figures(
 ) -> Iterator[str]:
     for method, value in found.items():
         yield f"  epsilon       {value:8.4g}   {method}: {accounting.METHODS[method].words}"
+    if not found:
+        yield f"  epsilon       {'none':>8}   no method has a number for this"
     if mechanism.sampling.name in ("shuffled", "curriculum"):
-        rate = mechanism.sampling.sampling_rate
-        steps = accounting.scheduled_gaussian(ran, rate)
-        event = accounting.compose(mechanism.prepared, steps)
+        yield from _as_if_poisson(mechanism, ran, delta)
+
+
+def _as_if_poisson(mechanism: Mechanism, ran: np.ndarray, delta: float) -> Iterator[str]:
+    """The papers' figure; nothing where it has none, for what ran before say."""
+    steps = accounting.scheduled_gaussian(ran, mechanism.sampling.sampling_rate)
+    event = accounting.compose(mechanism.prepared, steps)
+    try:
         value = accounting.epsilon(event, delta, "rdp-classic")
-        yield (
-            f"  as if Poisson {value:8.4g}   rdp-classic: the papers' figure for such "
-            "batches. It does not hold for them: nothing proves amplification here."
-        )
+    except ValueError:  # a comparison only, which must not cost the statement
+        return
+    yield (
+        f"  as if Poisson {value:8.4g}   rdp-classic: the papers' figure for such "
+        "batches. It does not hold for them: nothing proves amplification here."
+    )
+
+
+def _listed(values: Sequence[float]) -> str:
+    """One number for each group, or the smallest and largest of many."""
+    if len(values) <= _FEW:
+        return ", ".join(f"{value:.4g}" for value in values)
+    return f"{min(values):.4g} to {max(values):.4g} (of {len(values)} groups)"
 
 
 def _range(values: np.ndarray) -> str:
