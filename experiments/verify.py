@@ -43,7 +43,8 @@ def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
             "nothing is recomputed: dpjax.accounting alone accounts for this card."
         )
     sampling = card["sampling"]
-    runs = [(z / 2 if halve else z, n) for z, n in card["noise"]["multiplier_and_steps"]]
+    half = 2 if halve else 1
+    runs = [(float(z) / half, n) for z, n in card["noise"]["multiplier_and_steps"]]
     if sampling["name"] == "curriculum" and "not private" in sampling["claim"]:
         return dp.NonPrivateDpEvent()
     if "clipping" in card and math.isinf(float(card["clipping"]["sensitivity"])) and runs:
@@ -54,24 +55,31 @@ def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
         runs = [(min(each[i : i + steps]), 1) for i in range(0, len(each), steps)]
     queries = card.get("preparation", {}).get("gaussian_multipliers", [])
     before = [event_of(spent, halve=halve) for spent in card.get("before", [])]
-    before += [dp.GaussianDpEvent(float(z) / 2 if halve else float(z)) for z in queries]
+    before += [gaussian(float(z) / half) for z in queries]
     if sampling["name"] == "scored":  # the largest rate of any bin, step by step
         rows = [rate for rate, steps in sampling["rates"] for _ in range(steps)]
         each = [z for z, n in runs for _ in range(n)]
         pairs = collections.Counter(zip(rows + rows[-1:] * len(each), each, strict=False))
         steps = [
-            dp.SelfComposedDpEvent(step_event({**sampling, "sampling_rate": rate}, float(z)), n)
+            dp.SelfComposedDpEvent(step_event({**sampling, "sampling_rate": rate}, z), n)
             for (rate, z), n in pairs.items()
             if rate > 0
         ]
     else:
-        steps = [dp.SelfComposedDpEvent(step_event(sampling, float(z)), n) for z, n in runs]
+        steps = [dp.SelfComposedDpEvent(step_event(sampling, z), n) for z, n in runs]
     return dp.ComposedDpEvent([*before, *steps])
+
+
+def gaussian(multiplier: float) -> dp.DpEvent:
+    """A sum with noise; infinite noise, which a card calls "inf", tells nothing."""
+    return dp.NoOpDpEvent() if math.isinf(multiplier) else dp.GaussianDpEvent(multiplier)
 
 
 def step_event(sampling: dict[str, Any], multiplier: float) -> dp.DpEvent:
     """One step, as this sampler's claim allows it to be counted."""
-    noise = dp.GaussianDpEvent(multiplier)
+    noise = gaussian(multiplier)
+    if math.isinf(multiplier):
+        return noise
     if sampling["name"] in ("poisson", "scored") and sampling["sampling_rate"] < 1:
         return dp.PoissonSampledDpEvent(sampling["sampling_rate"], noise)
     if sampling["name"] == "fixed":

@@ -296,7 +296,7 @@ def test_the_card_is_complete_and_strict_json():
     assert json.loads(json.dumps(infinite, allow_nan=False))["epsilon"]["rdp"]["value"] == "inf"
 
 
-def test_infinite_noise_is_a_word_on_the_card():
+def test_infinite_noise_is_a_word_on_the_card(tmp_path):
     mechanism = make(
         sampling=sampling.poisson(1000, 10),
         noise_multiplier=lambda step: jnp.where(step < 1, 2.0, jnp.inf),
@@ -309,6 +309,7 @@ def test_infinite_noise_is_a_word_on_the_card():
     assert card["noise"]["multiplier_and_steps"] == [[2.0, 1], ["inf", 1]]
     assert card["preparation"] == {"gaussian_multipliers": ["inf", 9.0]}
     assert card["before"][0]["noise"]["multiplier_and_steps"] == [["inf", 3], [1.5, 2]]
+    assert verdicts(card, tmp_path) == (3, 0)
     words = dpjax.statement(mechanism, 1e-5)
     assert "multiplier 2 to inf (2 values, by a schedule) x sensitivity" in words
     assert "standard deviation 0.4 to inf (2 values, by a schedule) on the mean" in words
