@@ -749,6 +749,23 @@ def test_bfloat16_parameters_may_be_compared():
     )
 
 
+def test_convolutions_of_bfloat16_may_be_summed_in_float32():
+    def model(p, x):
+        x, kernel = ((x * p["s"])[None].astype(jnp.bfloat16), p["kernel"].astype(jnp.bfloat16))
+        wide = {"dimension_numbers": NWC, "preferred_element_type": jnp.float32}
+        return lax.conv_general_dilated(x, kernel, (1,), "SAME", **wide)
+
+    params = {"kernel": array(3, 2, 4), "s": array(2, seed=1)}
+    testing.assert_engines_agree(
+        squared(model),
+        clipping.flat(0.2),
+        params,
+        array(5, 6, 2, seed=2),
+        engines=("ghost",),
+        tolerance=2e-2,
+    )
+
+
 def test_a_parameter_that_breaks_all_examples_moves_nothing():
     loss = squared(lambda p, x: x + jnp.sqrt(p["b"]))
     params = {"b": jnp.array([0.0, 1.0, 4.0])}

@@ -37,8 +37,8 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     x, parameters = _padded(x, parameters)
 
     as_written, forward = partial(_as_written, parameters), partial(_forward, parameters)
-    empty = 0 in jax.eval_shape(as_written, x, kernel).shape
-    if parameters["batch_group_count"] != 1 or empty:
+    out = jax.eval_shape(as_written, x, kernel)
+    if parameters["batch_group_count"] != 1 or 0 in out.shape or out.dtype != x.dtype:
         return as_written(x, kernel)
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
