@@ -253,6 +253,11 @@ def released_once(
     """What the queries released, kept for a run that goes on: to ask again is to spend again."""
     asked = {"multipliers": normalization.multipliers, "of": dpjax.trees.fingerprint(x)}
     if not path.exists():
+        if (path.parent / "run.json").exists():
+            raise dpjax.ledger.Refused(
+                f"--out={path.parent}: a run is there that asked nothing of its data beforehand, "
+                "so this is another one. Give another folder, or --overwrite."
+            )
         beside = path.with_suffix(".part.npz")
         np.savez(beside, **asked, **normalization.release(key, x)._asdict())
         os.replace(beside, path)

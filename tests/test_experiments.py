@@ -263,7 +263,13 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     given = ["--out", tmp_path, "--data_dir", small_mnist]
     words = run("train.py", *given, *SHORT, *quieter, status=1).stderr
     assert "holds the answers to other queries" in words
-    # A budget that they alone pass is refused before they are asked.
+    # Another run's folder is refused before they are asked, and a budget that they alone pass.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
+    given = ["--out", tmp_path / "other", "--data_dir", small_mnist]
+    words = run("train.py", *given, *SHORT, *scattered, *cache, status=1).stderr
+    assert "asked nothing of its data beforehand" in words
+    assert not (tmp_path / "other" / "moments.npz").exists()
     given = ["--out", tmp_path / "poor", "--data_dir", small_mnist, "--max_epsilon=0.1"]
     words = run("train.py", *given, *SHORT, *scattered, *cache, status=1).stderr
     assert "before the first step" in words
