@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs side by side: which are one group, their mean and spread, and what choosing costs."""
 
-import importlib
 import json
-import sys
 
 import binaries
 import pytest
-from absl.flags import FLAGS
 from pages import parsed, text
 
 EVIL = "<b>$x$</b>"
@@ -95,36 +92,46 @@ def test_a_run_that_is_not_private_is_said_to_be(tmp_path):
     assert text(tree.find(".//p[@id='left-out']")) == "Not drawn: a (metrics.jsonl has no epsilon)."
 
 
-@pytest.fixture
-def module(monkeypatch):
-    """The binary as a module, without its flags: other binaries have flags of the same names."""
-    monkeypatch.syspath_prepend(binaries.EXPERIMENTS)
-    yield importlib.import_module("compare")
-    FLAGS.remove_flag_values([flag.name for flag in FLAGS.get_flags_for_module("compare")])
-    del sys.modules["compare"]
+CURVES = """
+import json, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+import compare
+
+for paths in json.loads(sys.argv[2]):
+    group = compare.Group("some", [compare.read(pathlib.Path(path)) for path in paths])
+    try:
+        epsilon, accuracy = compare.curve(group)
+        print(json.dumps([epsilon.tolist(), accuracy.round(6).tolist()]))
+    except compare.Missing as missing:
+        print(json.dumps(str(missing)))
+"""
 
 
-def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path, module):
-    def curve(*logs):
-        runs = []
-        for log in logs:
-            path = write(tmp_path / str(len(list(tmp_path.iterdir()))), [0.5] * len(log))
-            rows = [
-                {"step": 10 * i, "epsilon": epsilon, "delta": 1e-5, "accuracy": i / 10}
-                for i, epsilon in enumerate(log, start=1)
-            ]
-            (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            runs.append(module.read(path))
-        epsilon, accuracy = module.curve(module.Group("some", runs))
-        return epsilon.tolist(), accuracy.round(6).tolist()
+def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
+    def logged(epsilons):
+        path = write(tmp_path / str(len(list(tmp_path.iterdir()))), [0.5] * len(epsilons))
+        rows = [
+            {"step": 10 * i, "epsilon": epsilon, "delta": 1e-5, "accuracy": i / 10}
+            for i, epsilon in enumerate(epsilons, start=1)
+        ]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
 
-    inf = float("inf")
-    assert curve([1.0, 2.0, inf]) == ([1, 2], [[10], [20]])
-    # What one of the runs paid without end is not shown for what the other paid.
-    assert curve([1.0, inf], [2.0, 3.0]) == ([2], [[10, 10]])
-    assert curve([1.0, 4.0], [2.0, 3.0]) == ([2, 4], [[10, 10], [20, 20]])
-    with pytest.raises(module.Missing, match="at no step"):
-        curve([1.0, inf], [None, 3.0])
+    inf, script = float("inf"), tmp_path / "curves.py"
+    groups = [
+        [[1.0, 2.0, inf]],
+        [[1.0, inf], [2.0, 3.0]],
+        [[1.0, 4.0], [2.0, 3.0]],
+        [[1.0, inf], [None, 3.0]],
+    ]
+    paths = json.dumps([[logged(epsilons) for epsilons in group] for group in groups])
+    script.write_text(CURVES)
+    lines = binaries.run(script, binaries.EXPERIMENTS, paths).stdout.splitlines()
+    one, two, both, none = map(json.loads, lines)
+    assert one == [[1, 2], [[10], [20]]]
+    assert two == [[2], [[10, 10]]], "what one run paid without end is not what the other paid"
+    assert both == [[2, 4], [[10, 10], [20, 20]]]
+    assert "at no step" in none
 
 
 def test_without_runs_the_usage_is_shown():

@@ -532,7 +532,7 @@ MUTANTS = [
     Mutant(
         "a step forgets all devices but one",
         "training/stepping.py",
-        "sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)",
+        "sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), sums)",
         "sums = jax.tree.map(lambda x: x[0], sums)",
         "test_training.py::test_two_devices_take_the_steps_of_one",
     ),
@@ -1206,8 +1206,8 @@ MUTANTS = [
     Mutant(
         "of an earlier run only what was saved counts",
         "training/folder.py",
-        "max([*saved, *logged, 0])",
-        "max([*saved, 0])",
+        '    steps += [row["step"] for row in _rows(folder / "metrics.jsonl")]\n',
+        "",
         "test_faults.py::test_a_run_goes_on_from_another_and_pays_for_both",
     ),
     Mutant(
