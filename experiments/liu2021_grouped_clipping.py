@@ -19,6 +19,7 @@
            All else: not run here (experiments/results/liu2021.json)
   command  python experiments/liu2021_grouped_clipping.py --table=1 --seeds=3 --data_dir=...
            ... --epsilons=0.94 --rate=0.5 --ways=flat,paper,full; FashionMNIST: --table=2
+           ... --epsilons=0.94 --rate=0.5 --ways=paper --groups=2,4 --seeds=1
 
 With k groups one example moves the sum by sqrt(k) times the bound, not by the bound: its
 groups are orthogonal.  The paper's noise does not grow with it, so its multiplier is really

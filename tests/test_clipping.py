@@ -160,6 +160,13 @@ def test_a_bound_of_0_silences_whatever_the_rule(rule):
     np.testing.assert_array_equal(rule.factors(norms), np.zeros_like(norms))
 
 
+def test_a_zero_gradient_stays_zero_without_gamma():
+    rule = clipping.automatic(1.0, 0.0)
+    total, _ = clipping.clip(rule, {"w": jnp.array([[0.0, 0.0], [3.0, 4.0]])})[:2]
+    np.testing.assert_allclose(total["w"], [0.6, 0.8], rtol=1e-6)
+    assert rule.factors(jnp.array([[0.0], [5.0]])).tolist() == [[0.0], [pytest.approx(0.2)]]
+
+
 def test_examples_of_all_i():
     shapes = [(2, 3, 4), (), (6, 7)]
     gradients = [jnp.stack([jnp.full(s, float(i)) for i in range(8)]) for s in shapes]

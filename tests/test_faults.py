@@ -335,7 +335,6 @@ def test_a_run_on_two_devices_goes_on_to_the_last_bit(tmp_path, kind):
 
 def test_a_forgotten_run_makes_room_for_another(tmp_path):
     lives.fit(tmp_path, steps=3)
-    (tmp_path / "furthest").write_text("3\n")
     (tmp_path / "mine").write_text("stays")
     training.forget(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "mine"]

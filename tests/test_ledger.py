@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: what is written down, what fits, what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -91,13 +93,7 @@ def test_the_step_that_would_pass_the_budget_is_refused_in_words():
 
 
 def test_what_was_spent_before_the_first_step_may_be_too_much_already():
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(100, 10),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=0,
-        preparation=(1.0,),
-    )
+    mechanism = dataclasses.replace(make(steps=0), preparation=(1.0,))
     assert mechanism.epsilon(1e-5) > 4
     ledger.require(ledger.empty(), mechanism, 0, ledger.Budget(epsilon=5.0, delta=1e-5))
     with pytest.raises(ledger.Refused, match="before the first step"):

@@ -208,13 +208,18 @@ def test_a_schedule_is_described():
     assert "5 to 1 (5 values, by a schedule)" in words
 
 
-def test_each_group_has_its_own_noise_in_the_statement():
-    mechanism = make(
+def of_groups(*multipliers, **options):
+    return make(
         sampling=sampling.poisson(1000, 10),
-        clipping=clipping.per_group((1.0, 1.0), 2),
-        noise_multiplier=(1.0, 10.0),
+        clipping=clipping.per_group((1.0,) * len(multipliers), len(multipliers)),
+        noise_multiplier=multipliers,
         steps=10,
+        **options,
     )
+
+
+def test_each_group_has_its_own_noise_in_the_statement():
+    mechanism = of_groups(1.0, 10.0)
     words = dpjax.statement(mechanism, 1e-5)
     assert mechanism.deviations(0) == [0.1, 1.0]
     assert "multiplier 0.995 in all, on the sum" in words
@@ -225,26 +230,14 @@ def test_each_group_has_its_own_noise_in_the_statement():
 
 
 def test_many_groups_are_given_by_their_range():
-    mechanism = make(
-        sampling=sampling.poisson(1000, 10),
-        clipping=clipping.per_group((1.0,) * 9, 9),
-        noise_multiplier=(20.0, 10.0, *(5.0,) * 7),
-        steps=10,
-    )
-    words = dpjax.statement(mechanism, 1e-5)
+    words = dpjax.statement(of_groups(20.0, 10.0, *(5.0,) * 7), 1e-5)
     assert "by group: multiplier 5 to 20 (of 9 groups) x the group's own bound" in words
     assert "= standard deviation 0.5 to 2 (of 9 groups) by group, on the mean" in words
 
 
 def test_groups_with_an_adapted_bound_have_the_noise_that_the_count_leaves():
-    mechanism = make(
-        sampling=sampling.poisson(1000, 10),
-        clipping=clipping.per_group((1.0, 1.0), 2),
-        noise_multiplier=(1.0, 10.0),
-        steps=10,
-        adaptive=clipping.Quantile(count_multiplier=2.0),
-    )
-    words = dpjax.statement(mechanism, 1e-5)
+    adaptive = clipping.Quantile(count_multiplier=2.0)
+    words = dpjax.statement(of_groups(1.0, 10.0, adaptive=adaptive), 1e-5)
     # Squared, the joint multiplier is 1 / (1 + 1 / 100) and that of the count is 4.
     growth = (1 - (100 / 101) / 4) ** -0.5
     assert "multiplier 0.995 in all: 1.147 on the sum, 2 on the count" in words

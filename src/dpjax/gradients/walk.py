@@ -259,8 +259,9 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
         if id(views) not in memo:
             inputs = [view.of(leaves, memo) for view in views]
             if not smooth:  # a comparison or an index is of the numbers that the model has
-                inputs = [_like(view.value, x) for view, x in zip(views, inputs, strict=True)]
-            memo[id(views)] = inputs if cast and smooth else bind(equation, inputs)
+                given = zip(inputs, equation.invars, strict=True)
+                inputs = [jnp.asarray(x, _dtype(variable)) for x, variable in given]
+            memo[id(views)] = inputs if cast else bind(equation, inputs)
         return memo[id(views)]
 
     isometry = len(views) == 1 and views[0].isometry
@@ -286,10 +287,6 @@ def _bends(equation: JaxprEqn) -> bool:
     """
     inside = (e for program in inner_programs(equation) for e in program.eqns)
     return equation.primitive.name.startswith("custom_vjp") or any(map(_bends, inside))
-
-
-def _like(value: Any, x: Array) -> Array:
-    return x if x.dtype == value.dtype else x.astype(value.dtype)
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: _Book) -> Array:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dpjax import ledger
-from dpjax.ledger import Refused
 from dpjax.training.folder import Folder
 from dpjax.training.progress import Progress
 from dpjax.training.run import Run, numbers
@@ -114,7 +113,7 @@ def fit(
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
         if run.done > end:
-            raise Refused(
+            raise ledger.Refused(
                 f"fit(directory={str(directory)!r}): {run.done} steps ran there, this call asks "
                 f"for those up to {end}. Usually a script calls fit several times in one folder: "
                 "once interrupted, it would run more steps than it says. Call it once for all "
