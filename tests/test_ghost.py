@@ -603,6 +603,45 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
         assert float(jnp.linalg.norm(moved)) <= bound * 1.001
 
 
+@pytest.mark.parametrize(
+    ("positions", "view"),
+    [(16, lambda w: w), (3, lambda w: 100 * w), (3, lambda w: w - jnp.mean(w, axis=0))],
+    ids=["as it is", "scaled", "centred"],
+)
+def test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound(positions, view):
+    """The sum is another product than the one whose norm was taken, and rounds otherwise."""
+    rng, w = np.random.default_rng(0), jnp.zeros((160, 170))
+
+    def loss(w, example):
+        x, c = example
+        return jnp.sum(c * (x @ view(w)))
+
+    for left_over, bound in itertools.product((0.0, 1e-7, 1e-4), (1e-6, 1e-4, 1e-2, 1.0)):
+        x = np.repeat(rng.normal(size=(1, 1, 160)), positions, axis=1) * 1e2
+        c = rng.normal(size=(1, positions, 170))
+        c[:, -1] = left_over * rng.normal(size=170) - c[:, :-1].sum(axis=1)
+        batch = jnp.asarray(x, jnp.float32), jnp.asarray(c * 1e2, jnp.float32)
+        moved = clipped_grad(loss, clipping.flat(bound), "ghost")(w, batch).value
+        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+    assert "instantiate" in gradients.explain(loss, w, jax.tree.map(lambda a: a[0], batch))
+
+
+def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
+    """Cotangents times a factor are rounded anew, and what is centred cancels all but that."""
+    rng, w = np.random.default_rng(0), jnp.zeros(200)
+
+    def loss(w, example):
+        x, c = example
+        return jnp.sum(c * (x * (w - jnp.mean(w))))
+
+    for left_over, bound in itertools.product((0.0, 1e-8, 1e-7, 1e-6), (1e-6, 1e-4, 1e-3)):
+        x = rng.normal(size=(1, 200)) * 1e2
+        c = 1e4 / x * (1 + left_over * rng.normal(size=200))
+        batch = jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)
+        moved = clipped_grad(loss, clipping.flat(bound), "ghost")(w, batch).value
+        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+
+
 @pytest.mark.parametrize("left_over", [0.0, 1e-4, 1.0])
 def test_rows_that_cancel_do_not_slip_past_the_bound(left_over):
     """One row of a table taken often, by gradients that cancel: what is left is mostly rounding."""

@@ -383,6 +383,27 @@ MUTANTS = [
         "test_ghost.py::test_a_broken_example_contributes_nothing[conv same-nan]",
     ),
     Mutant(
+        "ghost: norms of what is summed anew are not rounded up",
+        "gradients/rules.py",
+        "jnp.sqrt(squares) + _doubt(forms)",
+        "jnp.sqrt(squares)",
+        "test_ghost.py::test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound[as it is]",
+    ),
+    Mutant(
+        "ghost: what a view cancels is summed anew",
+        "gradients/rules.py",
+        "leaf.size <= _ROOM * read or not isometric",
+        "leaf.size <= _ROOM * read",
+        "test_ghost.py::test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound[scaled]",
+    ),
+    Mutant(
+        "ghost: what a view cancels is summed from scaled cotangents",
+        "gradients/rules.py",
+        "not (isometric and _entire(leaf, sites))",
+        "not _entire(leaf, sites)",
+        "test_ghost.py::test_what_cancels_in_a_view_does_not_slip_past_the_bound",
+    ),
+    Mutant(
         "ghost: a piece of the patches left out of the norm",
         "gradients/rules.py",
         "_added([_square(x) for x in gradients])",

@@ -113,6 +113,8 @@ def split(event: DpEvent) -> Parts:
                 elif below.precision and count:
                     key = (float(rate), below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
+            case dp_accounting.SampledWithoutReplacementDpEvent(event=inner) if split(inner).empty:
+                private = private and (count == 0 or split(inner).private)
             case _ if count:
                 foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
     return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, private)

@@ -16,6 +16,7 @@ limit has no limit to go to. So every method but PLD is refused here.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
 import dp_accounting
 import numpy as np
@@ -106,7 +107,7 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     """
     if not _steps(parts):
         return pld.pld_epsilon(parts, delta, neighbours)
-    if min(z for _, z, _ in _steps(parts)) == 0:
+    if _bare(_steps(parts)):
         return math.inf
     return float(_whole(parts, neighbours).get_epsilon_for_delta(delta))
 
@@ -115,7 +116,7 @@ def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
     """As `pld.pld_delta`, for events with estimated norms too."""
     if not _steps(parts):
         return pld.pld_delta(parts, epsilon, neighbours)
-    if min(z for _, z, _ in _steps(parts)) == 0:
+    if _bare(_steps(parts)):
         return 1.0
     return min(1.0, float(_whole(parts, neighbours).get_delta_for_epsilon(epsilon)))
 
@@ -131,6 +132,11 @@ def _steps(parts: Parts) -> dict[tuple[float, float, int], int]:
             key = (float(rate), float(event.noise_multiplier), event.projections)
             found[key] = found.get(key, 0) + count
     return found
+
+
+def _bare(steps: Iterable[tuple[float, float, int]]) -> bool:
+    """Whether some step may release an example as it is, as far as can be proved here."""
+    return any(z == 0 or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps)
 
 
 def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
@@ -174,9 +180,7 @@ def _rounded(steps: dict[tuple[float, float, int], int]) -> dict[tuple[float, fl
 @functools.lru_cache(maxsize=64)
 def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLossDistribution:
     """The loss of one step: that of a Gaussian with multiplier `z / s`, mixed over `s`."""
-    chi = stats.chi2(r)
-    # P(S > s) = P(chi2 < r / s^2); what lies beyond the last value is an example laid bare.
-    beyond = max(_CHANCE, float(chi.cdf(r * (_LEAST / z) ** 2)))
+    beyond = _beyond(z, r)
     total = library.from_privacy_parameters(
         common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=_GRID
     )
@@ -184,12 +188,18 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
         return total
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
-    values, weight = np.sqrt(r / chi.ppf(chances)), beyond
+    values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
         one = _gaussian(z / float(s), q, relation(neighbours))
         total = total.compute_mixture(one, weight / (weight + float(share)))
         weight += float(share)
     return total
+
+
+def _beyond(z: float, r: int) -> float:
+    """How likely an example's scale is one that is taken for laid bare."""
+    # P(S > s) = P(chi2 < r / s^2)
+    return max(_CHANCE, float(stats.chi2(r).cdf(r * (_LEAST / z) ** 2)))
 
 
 def _gaussian(

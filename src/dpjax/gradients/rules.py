@@ -8,7 +8,7 @@ Five ways lead to a norm, and `choose` takes the cheapest that fits:
   \langle g_s, g_t \rangle$, also across the sites of tied weights;
 * *rows*: of a table, what was taken of one row added up before it is squared;
 * *instantiate*: the gradient of each example, as one batched product, kept for the sum if
-  it is no larger than what is kept anyway;
+  it is no larger than what is kept anyway, or if a view could tear the two apart;
 * *derivative*: the same by the equation's own derivative, for what has no form.
 
 Everything is float32 or wider at the highest precision, whatever the model computes in:
@@ -99,14 +99,15 @@ class Choice(NamedTuple):
 def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> Choice:
     """Takes the cheapest rule that fits; by shapes alone."""
     outers = [form for form in forms if form is not None]
+    isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
-        keep = not _entire(leaf, sites)
+        keep = not (isometric and _entire(leaf, sites))
         return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
     blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
     width = max(1 if o.chosen else o.width for o in outers)
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
     read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
-    keep = leaf.size <= _ROOM * read
+    keep = leaf.size <= _ROOM * read or not isometric
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
     again = product + _TRAFFIC * copied
@@ -114,7 +115,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
     instantiate = product + _TRAFFIC * leaf.size
     after = _TRAFFIC * leaf.size if rows or keep else again
-    one_form = all(site.isometry for site in sites) and _alike(outers) is not None
+    one_form = isometric and _alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
     if one_form and gram + again < instantiate + after:
@@ -181,7 +182,9 @@ def norms(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> tuple
     else:
         place, gradients = (lambda x: x[0]), [_instantiated(leaf, entries, forms, leaves)]
     squares = _added([_square(x) for x in gradients])
-    return squares, kept(gradients, place) if choice.keep else anew
+    if choice.keep:
+        return squares, kept(gradients, place)
+    return (jnp.sqrt(squares) + _doubt(forms)) ** 2, anew
 
 
 def kept(
@@ -305,6 +308,20 @@ def _row_norms(form: Outer) -> Squares:
     doubt = eps * jnp.sum(mates, axis=3) * jnp.sum(mates * jnp.sqrt(g)[:, :, None], axis=3)
     first = ~jnp.any(jnp.tril(same, -1), axis=3)
     return jnp.sum(jnp.where(first, (rows + doubt) ** 2, 0), axis=(1, 2)) + _lost([form])
+
+
+def _doubt(forms: Sequence[Outer | None]) -> Squares:
+    """How far the sum of positions, taken anew, may lie from the one whose norm was taken.
+
+    It is relative to what cancels between positions.
+    """
+    total = jnp.zeros(())
+    for form in forms:
+        if form is not None:
+            x, g = map(jnp.sqrt, _lengths(form))
+            terms = _roundings(form.g.shape[2]) * jnp.finfo(g.dtype).eps
+            total += terms * jnp.sum(x * g, axis=(1, 2))
+    return total
 
 
 def _lost(forms: Sequence[Outer]) -> Squares:
