@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules, partitions and the Optax link, on cases worked out by hand."""
 
+import dataclasses
 import math
 
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import dpjax
-from dpjax import clipping, types
+from dpjax import clipping, testing, types
 
 inf = math.inf
 
@@ -274,9 +275,42 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
     assert float(jnp.min(negative.factors(norms))) >= 0.0
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [
+        lambda norms: 1 / (norms.sum(axis=-1) + 0.01),
+        lambda norms: 1 / jnp.mean(norms) + 0 * norms,
+        lambda norms: jnp.max(norms) * jnp.ones_like(norms),
+        lambda norms: jnp.where(norms > 4, jnp.nan, 1.0),
+        lambda norms: 0.5,
+    ],
+    ids=["an axis is lost", "mean", "largest", "NaN", "constant"],
+)
+def test_a_rule_of_ones_own_sees_one_example_at_a_time(wish):
+    rule = types.Clipping(clipping.balanced(1), (1.0,), wish)
+    gradients = jnp.concatenate([jnp.full((20, 1), 0.02), jnp.full((1, 1), 5.0)])
+    testing.assert_sensitivity(rule, gradients)
+    assert rule.factors(jnp.abs(gradients)).shape == (21, 1)
+    alone = [rule.factors(jnp.abs(row[None])) for row in gradients]
+    np.testing.assert_array_equal(rule.factors(jnp.abs(gradients)), jnp.concatenate(alone))
+
+
+def test_a_rule_with_other_bounds_keeps_its_wish():
+    other = dataclasses.replace(clipping.flat(1.0), bounds=(4.0,))
+    np.testing.assert_allclose(other.factors(jnp.array([[2.0], [8.0]])), [[1.0], [0.5]])
+
+
 TEACHES = [
     (lambda: clipping.flat(-1.0), "bound must be positive; it is the most that one example"),
     (lambda: clipping.flat(math.nan), "bound must be positive"),
+    (lambda: clipping.flat(1e-19), "would read as 0 and slip past"),
+    (lambda: clipping.grouped(1.0, "by_layer"), "positive number of groups"),
+    (
+        lambda: types.Clipping(
+            clipping.balanced(2), (1.0, 1.0), lambda n: n[:, :1, None, None] * jnp.ones(3)
+        ).factors(jnp.ones((5, 2))),
+        "expected a factor for each example and group",
+    ),
     (lambda: clipping.grouped(1.0, 2, total=1.0), "give one of them"),
     (lambda: clipping.grouped(groups=2), "give one of them"),
     (lambda: clipping.grouped(1.0, 0), "positive number of groups"),

@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -104,6 +105,48 @@ def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
     with pytest.raises(ledger.Refused, match="other noise multipliers"):
         ledger.admit(book, make(1.0, steps=5))
+
+
+OTHERS = {
+    "another rate": {"sampling": sampling.poisson(60_000, 2)},
+    "other examples": {"sampling": sampling.poisson(600_000, 2560)},
+    "another sampler": {"sampling": sampling.fixed(60_000, 256)},
+    "without what was asked before": {"preparation": ()},
+    "without what was spent before": {"before": ()},
+    "a bound": {"clipping": clipping.flat(1.0)},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
+    """A state that is handed to another mechanism with the same noise is not made cheaper."""
+    own = dataclasses.replace(
+        make(0.0 if name == "a bound" else 1.1, steps=5),
+        preparation=(9.0,),
+        before=(make(2.0, steps=3).spent(np.full(3, 2.0)),),
+        clipping=clipping.flat(np.inf if name == "a bound" else 1.0),
+    )
+    book, other = walk(own, 2), dataclasses.replace(own, **OTHERS[name])
+    for ask in (
+        lambda: ledger.admit(book, other),
+        lambda: ledger.epsilon(book, other, 1e-5),
+        lambda: dpjax.statement(other, 1e-5, ledger=book),
+    ):
+        with pytest.raises(ledger.Refused, match="ran under another mechanism"):
+            ask()
+
+
+def test_more_steps_of_the_same_may_follow():
+    book = walk(make(steps=2), 2)
+    assert ledger.admit(book, make(steps=3)).steps == 3
+
+
+def test_a_ledger_that_was_on_a_device_is_the_same():
+    mechanism = make(steps=5)
+    book = jax.device_put(walk(mechanism, 2))
+    assert book.multipliers.dtype == np.float32
+    assert ledger.epsilon(book, mechanism, 1e-5) == mechanism.epsilon_of(np.full(2, 1.1), 1e-5)
+    assert ledger.admit(book, mechanism).expand().tolist() == [1.1] * 3
 
 
 @pytest.mark.parametrize("steps", [0, -1])

@@ -170,6 +170,8 @@ TEACHES = [
     ({"noise_multiplier": (1.0, 2.0)}, "2 multipliers"),
     ({"clipping": clipping.flat(math.inf)}, "no finite noise"),
     ({"neighbours": "someone"}, "someone"),
+    ({"steps": math.nan}, "whole number of steps"),
+    ({"unit": "client", "preparation": (5.0,)}, "one client may have many"),
 ]
 
 
@@ -177,6 +179,20 @@ TEACHES = [
 def test_errors_teach(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}])
+def test_what_is_no_sampler_or_rule_is_refused(changes):
+    with pytest.raises(TypeError, match="such as"):
+        make(**changes)
+
+
+@pytest.mark.parametrize("given", [jnp.float32(2.0), np.array(2.0), np.float64(2.0)])
+def test_a_multiplier_is_a_number_wherever_it_comes_from(given):
+    multiplier = make(noise_multiplier=given).noise_multiplier
+    assert (type(multiplier), multiplier) == (float, 2.0)
+    groups = make(noise_multiplier=jnp.array([2.0, 4.0]), clipping=clipping.grouped(1.0, 2))
+    assert groups.noise_multiplier == (2.0, 4.0)
 
 
 def test_zero_noise_cannot_be_calibrated():

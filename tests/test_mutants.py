@@ -37,6 +37,7 @@ LAWS, CLIP, NOISE = "test_laws.py::test_", "test_clipping.py::test_", "test_nois
 SAMPLE, MECHANISM, LEDGER = (f"test_{x}.py::test_" for x in ("sampling", "mechanism", "ledger"))
 ACCOUNT, GHOST = "test_accounting.py::test_", "test_ghost.py::test_ghost_"
 FEATURES = "test_features.py::test_"
+LEDGER = "test_ledger.py::test_"
 SELECT = "test_selection.py::test_"
 ADAPT, JL = "test_adaptive.py::test_", "test_jl.py::test_"
 FEDERATED = "test_federated.py::test_"
@@ -46,15 +47,15 @@ MUTANTS = [
     Mutant(
         "clip at 2C",
         "types.py",
-        "jnp.clip(wish(norms), 0, limit)",
-        "jnp.clip(wish(norms), 0, 2 * limit)",
+        "jnp.clip(wished, 0, limit)",
+        "jnp.clip(wished, 0, 2 * limit)",
         CLIP + "clipping_is_per_example",
     ),
     Mutant(
         "a rule's own wish is not held to the bound",
         "types.py",
-        "jnp.clip(wish(norms), 0, limit)",
-        "wish(norms)",
+        "jnp.clip(wished, 0, limit)",
+        "wished",
         CLIP + "a_rule_of_ones_own_cannot_break_its_bound",
     ),
     Mutant(
@@ -67,8 +68,8 @@ MUTANTS = [
     Mutant(
         "NaN let through by the factors",
         "types.py",
-        "jnp.where(finite, jnp.clip(wish(norms), 0, limit), 0)",
-        "jnp.clip(wish(norms), 0, limit)",
+        "jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)",
+        "jnp.clip(wished, 0, limit)",
         LAWS + "an_example_that_is_not_finite_contributes_exactly_nothing[nan-flat-one group]",
     ),
     Mutant(
@@ -381,6 +382,119 @@ MUTANTS = [
         "jnp.where(factor != 0, factor * gradient, 0)",
         "jnp.where(factor != 0, gradient, 0)",
         "test_ghost.py::test_a_broken_example_contributes_nothing[conv same-nan]",
+    ),
+    Mutant(
+        "a rule of one's own sees other examples",
+        "types.py",
+        "jax.vmap(self._alone)(norms)",
+        "jnp.broadcast_to(self.wish(norms), norms.shape)",
+        "test_clipping.py::test_a_rule_of_ones_own_sees_one_example_at_a_time[mean]",
+    ),
+    Mutant(
+        "a wish that is NaN gets through",
+        "types.py",
+        "jnp.where(finite & ~jnp.isnan(wished), ",
+        "jnp.where(finite, ",
+        "test_clipping.py::test_a_rule_of_ones_own_sees_one_example_at_a_time[NaN]",
+    ),
+    Mutant(
+        "a rule with other bounds is held to the old ones as well",
+        "types.py",
+        "self.factors.wish if isinstance(self.factors, _Held) else self.factors",
+        "self.factors",
+        "test_clipping.py::test_a_rule_with_other_bounds_keeps_its_wish",
+    ),
+    Mutant(
+        "bounds below what norms can show",
+        "types.py",
+        "if 0 < bound < _LEAST:",
+        "if 0 < bound < 0:",
+        "test_clipping.py::test_errors_teach[<lambda>-would read as 0 and slip past]",
+    ),
+    Mutant(
+        "ledger: a state under another mechanism is taken",
+        "ledger.py",
+        "if done and not np.array_equal(ledger.accounted, _digest(mechanism)):",
+        "if False:",
+        LEDGER + "steps_cost_what_they_cost_under_their_own_mechanism[another rate]",
+    ),
+    Mutant(
+        "ledger: the mechanism's hash forgets how it draws",
+        "mechanism/description.py",
+        "            **self.spent(np.zeros(0)).facts,\n",
+        "",
+        LEDGER + "steps_cost_what_they_cost_under_their_own_mechanism[another rate]",
+    ),
+    Mutant(
+        "ledger: the mechanism's hash forgets earlier runs",
+        "mechanism/description.py",
+        '            "before": [spent.facts for spent in self.before],\n            "clipped"',
+        '            "clipped"',
+        LEDGER
+        + "steps_cost_what_they_cost_under_their_own_mechanism[without what was spent before]",
+    ),
+    Mutant(
+        "ledger: the mechanism's hash forgets whether there is a bound",
+        "mechanism/description.py",
+        '            "clipped": bool(np.isfinite(self.clipping.sensitivity)),\n',
+        "",
+        LEDGER + "steps_cost_what_they_cost_under_their_own_mechanism[a bound]",
+    ),
+    Mutant(
+        "queries of examples pass for those of clients",
+        "mechanism/description.py",
+        'if preparation and unit != "example":',
+        "if False:",
+        "test_mechanism.py::test_errors_teach[changes8-one client may have many]",
+    ),
+    Mutant(
+        "fit: a configuration replaces what is accounted",
+        "training/fit.py",
+        "    if taken:\n",
+        "    if False:\n",
+        "test_training.py::test_a_configuration_cannot_replace_what_is_accounted[examples]",
+    ),
+    Mutant(
+        "fit: a folder in which steps ran is begun anew",
+        "training/folder.py",
+        "if names and not _furthest(folder):",
+        "if names:",
+        "test_training.py::test_a_folder_in_which_no_step_ran_is_free_for_other_settings",
+    ),
+    Mutant(
+        "keys whose folds meet are taken",
+        "trees.py",
+        'if "unsafe" in str(jax.random.key_impl(key)):',
+        "if False:",
+        "test_noise.py::TestKeys::test_keys_whose_folds_meet_are_refused",
+    ),
+    Mutant(
+        "noise: apply_every ahead of it is not seen",
+        "noise/link.py",
+        "if any(map(_applies_every, ahead)):",
+        "if False:",
+        "test_noise.py::TestApplyEvery::test_it_is_refused_ahead_of_the_noise[False]",
+    ),
+    Mutant(
+        "noise: apply_every in a chain ahead of it is not seen",
+        "noise/link.py",
+        " or any(map(_applies_every, parts))",
+        "",
+        "test_noise.py::TestApplyEvery::test_it_is_refused_ahead_of_the_noise[True]",
+    ),
+    Mutant(
+        "a draw that is made once is taken",
+        "training/premises.py",
+        "program.outvars[0] not in moved:",
+        "False:",
+        "test_training.py::test_a_draw_that_is_made_once_is_refused",
+    ),
+    Mutant(
+        "examples that count as nothing are not counted",
+        "training/stepping.py",
+        "sums.dropped + jnp.sum(mask & ~sound, dtype=jnp.int32)",
+        "sums.dropped",
+        "test_training.py::test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean",
     ),
     Mutant(
         "ghost: norms of what is summed anew are not rounded up",
@@ -759,7 +873,7 @@ MUTANTS = [
     Mutant(
         "accepted under MultiSteps",
         "noise/link.py",
-        "        _refuse_multi_steps()\n",
+        "        _refuse_sums_of_sums()\n",
         "",
         "test_noise.py::TestMultiSteps",
     ),
@@ -888,8 +1002,8 @@ MUTANTS = [
     Mutant(
         "fixed batches accounted without doubling",
         "accounting/renyi.py",
-        "inner.unsampled_multiplier / 2)",
-        "inner.unsampled_multiplier)",
+        "dp_accounting.GaussianDpEvent(z / 2)",
+        "dp_accounting.GaussianDpEvent(z)",
         ACCOUNT + "neighbours",
     ),
     Mutant(
@@ -1129,8 +1243,8 @@ MUTANTS = [
     Mutant(
         "a run with other settings goes on",
         "training/folder.py",
-        "    if names:\n",
-        "    if False:\n",
+        "    elif names:\n",
+        "    elif False:\n",
         "test_faults.py::test_another_run_is_refused_by_name[multiplier]",
     ),
     Mutant(
@@ -1361,14 +1475,14 @@ MUTANTS = [
     Mutant(
         "equal steps written down once",
         "ledger.py",
-        "return Ledger(ran[starts], np.diff(starts, append=len(ran)))",
-        "return Ledger(ran[starts], np.ones(len(starts), np.int64))",
+        "np.diff(starts, append=len(spent))",
+        "np.ones(len(starts), np.int64)",
         LEDGER + "what_ran_costs_what_was_planned_and_less_if_it_stopped",
     ),
     Mutant(
         "another mechanism's ledger accepted",
         "ledger.py",
-        "if not np.array_equal(ledger.expand(), _multipliers(mechanism)[:done]):",
+        "if not np.array_equal(held, multipliers.astype(held.dtype)):",
         "if False:",
         LEDGER + "a_ledger_of_another_mechanism_is_refused",
     ),
@@ -1994,6 +2108,41 @@ MUTANTS = [
         "if sampling_rate != 1:",
         "if False:",
         "test_filters.py::test_steps_that_no_theorem_covers_are_refused",
+    ),
+    Mutant(
+        "Laplace noise is not halved for replace-one",
+        "accounting/renyi.py",
+        "dp_accounting.LaplaceDpEvent(b / 2)",
+        "dp_accounting.LaplaceDpEvent(b)",
+        ACCOUNT + "neighbours",
+    ),
+    Mutant(
+        "the best of several runs is not converted for replace-one",
+        "accounting/renyi.py",
+        "RepeatAndSelectDpEvent(_exchanged(inner), mean, shape)",
+        "event",
+        ACCOUNT + "neighbours",
+    ),
+    Mutant(
+        "any kind of event passes for replace-one",
+        "accounting/renyi.py",
+        "event.sample_size, _exchanged(inner)\n            )\n",
+        "event.sample_size, _exchanged(inner)\n            )\n    return event\n",
+        ACCOUNT + "no_proof_no_number",
+    ),
+    Mutant(
+        "steps that run less than never pay back",
+        "accounting/leaves.py",
+        "or int(count) != count or count < 0:",
+        "or int(count) != count:",
+        ACCOUNT + "errors_teach",
+    ),
+    Mutant(
+        "the best of bare runs is not bare",
+        "accounting/leaves.py",
+        "if split(inner).empty or not split(inner).private:",
+        "if split(inner).empty:",
+        ACCOUNT + "edges",
     ),
 ]
 

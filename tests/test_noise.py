@@ -12,7 +12,7 @@ import scipy.stats
 from jax.extend.random import threefry_2x32
 
 import dpjax
-from dpjax import clipping, noise, schedules, trees, types
+from dpjax import clipping, noise, sampling, schedules, trees, types
 from dpjax.noise import normal
 
 RULE = clipping.flat(1.0)
@@ -216,6 +216,36 @@ class TestKeys:
         (new,) = run(noise.gaussian(1.0, RULE, key=jax.random.key(0)), jnp.zeros(3))
         np.testing.assert_array_equal(out, new)
 
+    @pytest.mark.parametrize("key", [42, {"w": 1.0}, None, np.float32(3.0)])
+    def test_what_is_no_key_is_refused(self, key):
+        with pytest.raises(TypeError, match="expected a key, such as"):
+            noise.gaussian(1.0, RULE, key=key)
+
+    def test_keys_whose_folds_meet_are_refused(self):
+        """Of this generator fold_in(fold_in(k, a), b) is fold_in(fold_in(k, b), a)."""
+        key = jax.random.key(0, impl="unsafe_rbg")
+        with pytest.raises(ValueError, match="would share their noise"):
+            noise.gaussian(1.0, RULE, key=key)
+        with pytest.raises(ValueError, match="would share their noise"):
+            sampling.poisson(10, 2).draw(key, 0)
+        noise.gaussian(1.0, RULE, key=jax.random.key(0, impl="rbg")).init(jnp.zeros(3))
+
+
+class TestApplyEvery:
+    """It adds up several sums: one example may be in each of them."""
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_it_is_refused_ahead_of_the_noise(self, nested):
+        link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
+        ahead = dpjax.clip_and_sum(RULE), optax.apply_every(4)
+        whole = optax.chain(*((optax.chain(*ahead),) if nested else ahead), optax.chain(link))
+        with pytest.raises(ValueError, match=r"apply_every.*several times"):
+            whole.init(jnp.zeros(3))
+
+    def test_behind_the_noise_it_is_an_optimizer_like_others(self):
+        link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
+        optax.chain(dpjax.clip_and_sum(RULE), link, optax.apply_every(4)).init(jnp.zeros(3))
+
 
 class TestMultiSteps:
     def test_it_is_refused(self):
@@ -240,6 +270,7 @@ class TestMultiSteps:
         (math.nan, RULE, "expected a number >= 0"),
         ((1.0, 2.0), RULE, "2 multipliers for a rule with 1 groups"),
         ((1.0, -2.0), clipping.grouped(1.0, 2), "expected a number >= 0"),
+        (np.ones((2, 2)), RULE, "A number for each step is a schedule"),
         (1.0, clipping.flat(math.inf), "no finite noise hides one example"),
         (schedules.linear_down(), clipping.flat(math.inf), "no finite noise"),
     ],

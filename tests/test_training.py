@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import dpjax
-from dpjax import clipping, ledger, sampling, training, trees
+from dpjax import clipping, ledger, sampling, training, trees, types
 from dpjax.data import Stream
 from dpjax.training.progress import Progress
 from dpjax.training.run import _means
@@ -99,7 +99,7 @@ def test_the_log_keeps_the_two_doors_apart(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == history
     assert rows[-1]["accuracy"] == 0.5
-    assert set(rows[-1]["private"]) == {"loss", "examples", "norm", "clipped"}
+    assert set(rows[-1]["private"]) == {"loss", "examples", "dropped", "norm", "clipped"}
     assert "loss" not in rows[-1]
 
 
@@ -136,6 +136,134 @@ def test_a_board_has_no_place_for_the_epsilon_of_a_run_without_noise(tmp_path):
     assert rows[-1]["epsilon"] == np.inf
     assert ("delta", 2) in seen
     assert ("epsilon", 2) not in seen
+
+
+def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_path):
+    algorithm = make(steps=2, multiplier=0.0)
+    _, rows = dpjax.fit(algorithm, start(algorithm), directory=tmp_path, progress=False)
+    assert "Infinity" not in (tmp_path / "metrics.jsonl").read_text()
+    _, read = dpjax.fit(algorithm, start(algorithm), directory=tmp_path, progress=False)
+    assert read == rows
+    assert read[-1]["epsilon"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"steps": 2.5}, ValueError, r"fit\(steps=2.5\)"),
+        ({"steps": -1}, ValueError, r"fit\(steps=-1\)"),
+        ({"save_every": 0}, ValueError, r"fit\(save_every=0\)"),
+        ({"evaluate_every": -1}, ValueError, r"fit\(evaluate_every=-1\)"),
+        ({"evaluate": lambda state: 0.5}, TypeError, "returned float; expected a mapping"),
+        ({"evaluate": lambda state: {"epsilon": 0.0}}, TypeError, "which are the log's"),
+    ],
+)
+def test_what_fit_cannot_do_is_said(options, error, message):
+    algorithm = make(steps=2)
+    with pytest.raises(error, match=message):
+        dpjax.fit(algorithm, start(algorithm), progress=False, **options)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "examples", "multiplier_and_steps", "before"])
+def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
+    """`earlier` reads the run's own words, so 60,000 examples in a configuration are cheaper."""
+    algorithm, where = make(steps=2), {"directory": tmp_path, "progress": False}
+    with pytest.raises(ValueError, match=f"{name} would replace what the run says of itself"):
+        dpjax.fit(algorithm, start(algorithm), configuration={name: 60_000}, **where)
+
+
+def test_a_configuration_with_nan_goes_on(tmp_path):
+    algorithm = make(steps=2)
+    options = {"directory": tmp_path, "progress": False, "configuration": {"decay": math.nan}}
+    dpjax.fit(algorithm, start(algorithm), steps=1, **options)
+    state, _ = dpjax.fit(algorithm, start(algorithm), **options)
+    assert state.ledger.steps == 2
+
+
+def test_a_folder_in_which_no_step_ran_is_free_for_other_settings(tmp_path):
+    """As after a first step that did not compile; one that ran is not."""
+    wrong, right = make(steps=2), make(steps=3)
+    dpjax.fit(wrong, start(wrong), steps=0, directory=tmp_path, progress=False)
+    state, _ = dpjax.fit(right, start(right, 1), steps=1, directory=tmp_path, progress=False)
+    assert trees.fingerprint(state.key) == trees.fingerprint(jax.random.key(1))
+    with pytest.raises(ledger.Refused, match="another run is there"):
+        dpjax.fit(wrong, start(wrong), directory=tmp_path, progress=False)
+
+
+def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
+    spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), make(batch=50).mechanism, spoilt)
+    sound = dpjax.dpsgd(loss, optax.sgd(0.1), make(batch=50).mechanism, DATA)
+    (_, info), (_, want) = (a.step(start(a)) for a in (algorithm, sound))
+    assert (info.dropped, info.examples, want.dropped) == (2, 50, 0)
+    np.testing.assert_allclose([info.loss, *info.norm], [want.loss, *want.norm], rtol=1e-6)
+    with caplog.at_level("WARNING"):
+        _, rows = dpjax.fit(algorithm, start(algorithm), progress=False)
+    assert rows[-1]["private"]["dropped"] == 2
+    assert caplog.text.count("2 had no finite gradient") == 1
+
+
+def test_empty_draws_are_lawful_where_nan_is_looked_for():
+    algorithm = make(batch=0.2)
+    with jax.debug_nans(True):
+        _, rows = dpjax.fit(algorithm, start(algorithm), progress=False)
+    assert min(row["private"]["examples"] for row in rows) == 0
+
+
+def test_leaves_without_a_gradient_are_named(caplog):
+    def loss(params, x):
+        return jnp.sum((params["head"] * jax.lax.stop_gradient(params["body"] * x)) ** 2)
+
+    mechanism, params = make().mechanism, {name: jnp.ones(3) for name in ("body", "head", "tail")}
+    with caplog.at_level("WARNING"):
+        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA).init(jax.random.key(0), params)
+    assert "2 of 3 leaves have no gradient (body, tail)" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        start(make())
+    assert not caplog.text
+
+
+def test_a_draw_that_is_made_once_is_refused():
+    """NumPy is asked when the step is compiled: all steps would see one batch."""
+
+    def draw(key, step):
+        return types.Draw(jnp.asarray(np.random.default_rng().permutation(50)), jnp.asarray(10))
+
+    own = dataclasses.replace(sampling.poisson(50, 10), draw=draw)
+    mechanism = dataclasses.replace(make().mechanism, sampling=own)
+    with pytest.raises(ValueError, match="every step would see the same examples"):
+        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
+
+
+@pytest.mark.parametrize(
+    ("key", "params", "message"),
+    [
+        (jnp.zeros(3), jax.random.key(0), r"init\(key: ArrayImpl\).*init\(key, params\)"),
+        (42, jnp.zeros(3), "Usually a bare seed was passed"),
+        (jax.random.key(0), {"w": 1.0}, "leaf w is float"),
+        (jax.random.key(0), {"w": jnp.zeros(3), "n": jnp.arange(3)}, "leaf n is int32"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_at_the_beginning(key, params, message):
+    with pytest.raises(TypeError, match=message):
+        make().init(key, params)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_what_is_no_microbatch_is_refused(size):
+    with pytest.raises(ValueError, match="whole number"):
+        make(microbatch_size=size)
+    with pytest.raises(ValueError, match="whole number"):
+        dpjax.clipped_grad(loss, clipping.flat(1.0), microbatch_size=size)
+    with pytest.raises(ValueError, match="whole number"):
+        dpjax.clipped_grad(loss, clipping.flat(1.0), devices=size)
+
+
+def test_a_loss_without_a_value_is_told_so():
+    algorithm = dpjax.dpsgd(lambda w, x: None, optax.sgd(0.1), make().mechanism, DATA)
+    with pytest.raises(ValueError, match="the loss of one example is None"):
+        start(algorithm)
 
 
 def test_no_board_is_no_obstacle(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ and ordinary composition is enough; for noise that is chosen on the way there is
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,9 +35,12 @@ __all__ = [
     "affordable",
     "empty",
     "epsilon",
+    "ran",
     "require",
     "require_untraced",
 ]
+
+_WORDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,8 @@ class Ledger(NamedTuple):
 
     multipliers: np.ndarray
     counts: np.ndarray
+    accounted: np.ndarray
+    """What else they cost by, as a hash: whom they drew, and how.  Zeros before the first step."""
 
     @property
     def steps(self) -> int:
@@ -90,7 +96,7 @@ class Ledger(NamedTuple):
 
 def empty() -> Ledger:
     """Nothing spent yet."""
-    return Ledger(np.zeros(0, np.float64), np.zeros(0, np.int64))
+    return Ledger(np.zeros(0, np.float64), np.zeros(0, np.int64), np.zeros(_WORDS, np.uint32))
 
 
 def admit(
@@ -114,20 +120,14 @@ def admit(
     if steps < 1:
         raise ValueError(f"ledger.admit(steps={steps}): expected at least 1 step.")
     require(ledger, mechanism, steps, budget)
-    ran = _multipliers(mechanism)[: ledger.steps + steps]
-    starts = np.flatnonzero(np.diff(ran, prepend=np.nan))
-    return Ledger(ran[starts], np.diff(starts, append=len(ran)))
+    spent = _multipliers(mechanism)[: ledger.steps + steps]
+    starts = np.flatnonzero(np.diff(spent, prepend=np.nan))
+    return Ledger(spent[starts], np.diff(starts, append=len(spent)), _digest(mechanism))
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
     """Refuses, before anything runs, unless this many more steps fit."""
-    done, planned = ledger.steps, mechanism.steps
-    if not np.array_equal(ledger.expand(), _multipliers(mechanism)[:done]):
-        raise Refused(
-            "ledger: the steps in this state ran with other noise multipliers than this "
-            "mechanism's. Usually a state was handed to an algorithm built from another "
-            "mechanism; continue it with its own, or start a fresh state."
-        )
+    done, planned = len(ran(ledger, mechanism)), mechanism.steps
     if done + steps > planned:
         raise Refused(
             f"ledger: step {done + steps} of {planned} planned steps; the epsilon that was "
@@ -208,8 +208,45 @@ def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> f
 
 
 def epsilon(ledger: Ledger, mechanism: Plan, delta: float, method: str = "rdp") -> float:
-    """The epsilon of the steps that really ran."""
-    return mechanism.epsilon_of(ledger.expand(), delta, method)
+    """The epsilon of the steps that really ran.
+
+    Raises:
+      Refused: They ran under another mechanism.
+    """
+    return mechanism.epsilon_of(ran(ledger, mechanism), delta, method)
+
+
+def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
+    """The multiplier of each step that ran, all of them this mechanism's.
+
+    Raises:
+      Refused: They ran under another mechanism.
+    """
+    done = ledger.steps
+    if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
+        raise Refused(
+            "ledger: the steps in this state ran under another mechanism: with other examples, "
+            "sampling, batch size, preparation, earlier runs or unit, by which they cost something "
+            "else. Usually a state was handed to an algorithm built from another mechanism; "
+            "continue it with its own. To go on under other settings, begin a fresh state from "
+            "its params, with Mechanism(..., before=...)."
+        )
+    # A state that was put on a device holds its multipliers in float32.
+    multipliers, held = _multipliers(mechanism)[:done], ledger.expand()
+    if not np.array_equal(held, multipliers.astype(held.dtype)):
+        raise Refused(
+            "ledger: the steps in this state ran with other noise multipliers than this "
+            "mechanism's. Usually a state was handed to an algorithm built from another "
+            "mechanism; continue it with its own, or start a fresh state."
+        )
+    return multipliers
+
+
+@functools.lru_cache(maxsize=128)
+def _digest(mechanism: Plan) -> np.ndarray:
+    """The hash of what is accounted beside multipliers, in words that devices keep as they are."""
+    digest = hashlib.sha256(mechanism.accounted.encode()).digest()
+    return np.frombuffer(digest, np.uint32)[:_WORDS]
 
 
 @functools.lru_cache(maxsize=128)

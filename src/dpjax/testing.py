@@ -48,13 +48,17 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
       2.0
     """
     size = trees.leading_size(gradients)
-    everyone = np.ones(size, bool)
-    whole = _vector(clipping.clip(rule, gradients, everyone)[0])
-    moves = [
-        np.linalg.norm(whole - _vector(clipping.clip(rule, gradients, np.arange(size) != i)[0]))
+    whole = _vector(clipping.clip(rule, gradients, np.ones(size, bool))[0])
+    # Masked, as padding is, and really gone.
+    without = [
+        _vector(clipping.clip(rule, *given)[0])
         for i in range(size)
+        for given in (
+            (gradients, np.arange(size) != i),
+            (jax.tree.map(lambda x, i=i: jnp.delete(x, i, axis=0), gradients),),
+        )
     ]
-    return float(max(moves, default=0.0))
+    return float(max((np.linalg.norm(whole - rest) for rest in without), default=0.0))
 
 
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 from dpjax.types import Key, Purpose, PyTree
 
 __all__ = [
+    "check_key",
     "copy",
     "expand",
     "fingerprint",
@@ -204,7 +205,30 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
     ``fold_in(fold_in(root, purpose), step)``: one root key serves a whole run, every
     step can be drawn again alone, and no two purposes ever share a stream.
     """
+    check_key(root, "dpjax")
     return jax.random.fold_in(jax.random.fold_in(root, purpose), step)
+
+
+def check_key(key: Any, where: str) -> None:
+    """Raises unless it is a key whose folds are keys of their own.
+
+    Args:
+      key: Typed or not, traced or not.
+      where: What was given it.
+    """
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and not (isinstance(key, jax.Array | np.ndarray) and key.dtype == np.uint32):
+        raise TypeError(
+            f"{where}(key: {type(key).__name__}): expected a key, such as dpjax.noise.secret_key() "
+            "or, to repeat a run, jax.random.key(seed). Usually a bare seed was passed, or "
+            "arguments were swapped: init(key, params)."
+        )
+    if "unsafe" in str(jax.random.key_impl(key)):
+        raise ValueError(
+            f"{where}(key of {jax.random.key_impl(key)}): keys of this generator are folded by an "
+            "exclusive or, so that different steps and leaves would share their noise. Take "
+            "dpjax.noise.secret_key(), or jax.random.key(seed, impl='threefry2x32')."
+        )
 
 
 def random_like(

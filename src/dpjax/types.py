@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
@@ -51,6 +52,9 @@ Key: TypeAlias = Any
 LossFn: TypeAlias = Callable[..., Any]
 Schedule: TypeAlias = Callable[[Any], Any]
 NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
+
+
+_LEAST = 1e-12  # what a billion entries that square to 0 add up to is less by far
 
 
 class Neighbours(enum.StrEnum):
@@ -111,7 +115,8 @@ class Clipping:
     Args:
       partition: Which group each leaf is in.
       bounds: The largest norm that one example may contribute, per group.
-      factors: The wish: norms ``[batch, groups]`` -> factors ``[batch, groups]``.
+      factors: The wish: norms ``[batch, groups]`` -> factors ``[batch, groups]``.  It is asked
+        of one example at a time, in a batch of 1.
       name: How reports call the rule.
       projections: If norms are not known but estimated from so many random projections; see
         `dpjax.clipping.jl`.
@@ -127,8 +132,11 @@ class Clipping:
     |---|---|
     | 0 in a group | whatever the rule wishes, at most bound / tiny; the product is 0 |
     | NaN or infinite in any group (float32 overflow included) | 0 in every group |
+    | any, and the wish is NaN | 0 in that group |
     | finite, bound infinite | the wish, unlimited |
     | finite, bound 0 | 0 |
+
+    Bounds between 0 and 1e-12 are refused: norms would be lost before they are compared.
     """
 
     partition: Partition
@@ -154,7 +162,14 @@ class Clipping:
                     "most that one example can move the sum. (0 silences every "
                     "example and inf switches clipping off: both are legal.)"
                 )
-        object.__setattr__(self, "factors", _hold_to(self.bounds, self.factors))
+            if 0 < bound < _LEAST:
+                raise ValueError(
+                    f"{self.name}(bound={bound}): expected at least {_LEAST:g}, or 0. Entries of a "
+                    "gradient below about 1e-19 square to 0 in float32, so norms near such a bound "
+                    "would read as 0 and slip past it. Multiply the loss by a constant instead."
+                )
+        wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
+        object.__setattr__(self, "factors", _Held(self.bounds, wish, self.name))
 
     @property
     def sensitivity(self) -> float:
@@ -162,15 +177,34 @@ class Clipping:
         return math.hypot(*self.bounds)
 
 
-def _hold_to(bounds: tuple[float, ...], wish: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Caps a rule's factors so that factor * norm <= bound; silences bad examples."""
+@dataclass(frozen=True)
+class _Held:
+    """A rule's wish, held to the bounds: factor * norm <= bound, and 0 for bad examples.
 
-    def factors(norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
-        limit = jnp.asarray(bounds, norms.dtype) / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)
+    The wish sees one example at a time, so that none can change what another counts.
+    """
+
+    bounds: tuple[float, ...]
+    wish: Callable[[Array], Array]
+    name: str
+
+    def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
+        limit = jnp.asarray(self.bounds, norms.dtype)
+        limit = limit / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
-        return jnp.where(finite, jnp.clip(wish(norms), 0, limit), 0)
+        wished = jax.vmap(self._alone)(norms)
+        return jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)
 
-    return factors
+    def _alone(self, norms: Float[Array, " groups"]) -> Float[Array, " groups"]:
+        wished = jnp.asarray(self.wish(norms[None]))
+        try:
+            return jnp.broadcast_to(wished, (1, *norms.shape))[0]
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name}: factors turned norms of shape {(1, *norms.shape)} into "
+                f"{wished.shape}; expected a factor for each example and group, the same shape. "
+                "Usually an axis was lost or gained on the way: sum with keepdims=True."
+            ) from error
 
 
 class ClippedSum(NamedTuple):
@@ -276,6 +310,11 @@ class Plan(Protocol):
     @property
     def multipliers(self) -> np.ndarray:
         """The noise multiplier of each planned step, ``[steps]``."""
+        ...
+
+    @property
+    def accounted(self) -> str:
+        """A hash of all that a step costs by, but multipliers: who is drawn, and how."""
         ...
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeAlias
 
 import jax
@@ -34,7 +35,7 @@ def balanced(groups: int) -> Partition:
       >>> balanced(2).assign([jnp.zeros(6), jnp.zeros(1), jnp.zeros(2), jnp.zeros(4)])
       (0, 0, 1, 1)
     """
-    if isinstance(groups, bool) or int(groups) != groups or groups < 1:
+    if isinstance(groups, bool) or not isinstance(groups, Real) or groups % 1 or groups < 1:
         raise ValueError(
             f"clipping: groups={groups!r}; expected a positive number of groups or a "
             "Partition such as clipping.by_layer(params)."

@@ -90,8 +90,12 @@ def clipped_grad(
             f"clipped_grad: engine={engine!r}; expected 'auto' or one of "
             f"{sorted(ENGINES)}. Engines differ in speed alone."
         )
-    if microbatch_size is not None and microbatch_size < 1:
-        raise ValueError(f"clipped_grad: microbatch_size={microbatch_size}; expected at least 1.")
+    for name, count in (("microbatch_size", microbatch_size), ("devices", devices)):
+        if count is not None and (count < 1 or count % 1):
+            raise ValueError(
+                f"clipped_grad({name}={count}): expected a whole number, at least 1, or None for "
+                "what fits."
+            )
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         return loss(params, example) if has_aux else (loss(params, example), None)

@@ -12,6 +12,8 @@ This file must never know a model, a loss or a data set.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +54,8 @@ class Mechanism:
         for which the sampler's event is proved (add-or-remove for Poisson).
       preparation: Noise multipliers of Gaussian queries that were made on all the data
         before the first step, such as `dpjax.features.Normalization.multipliers`.  They
-        are paid for in full, however few steps run, and no sampling amplifies them.
+        are paid for in full, however few steps run, and no sampling amplifies them.  They
+        bound what one example moves, so they do not go with ``unit="client"``.
       adaptive: A `dpjax.clipping.Quantile` that the bounds follow, beginning at those of the
         rule.  Its count takes a share of the noise multiplier, so that gradients get more
         noise and the two together cost what ``noise_multiplier`` says.
@@ -86,13 +89,23 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         """Refuses descriptions that mean nothing or claim too much."""
-        if isinstance(self.steps, bool) or int(self.steps) != self.steps or self.steps < 0:
+        for name, wanted in (("sampling", Sampler), ("clipping", Clipping)):
+            if not isinstance(getattr(self, name), wanted):
+                raise TypeError(
+                    f"Mechanism({name}={getattr(self, name)!r}): expected a {wanted.__name__}, "
+                    "such as sampling.poisson(examples, batch_size) or clipping.flat(bound)."
+                )
+        if self.neighbours not in (None, *Neighbours):
+            raise ValueError(
+                f"Mechanism(neighbours={self.neighbours!r}): expected one of "
+                f"{', '.join(Neighbours)}, or None for what the sampler is proved for."
+            )
+        if isinstance(self.steps, bool) or not self.steps >= 0 or self.steps % 1:
             raise ValueError(
                 f"Mechanism(steps={self.steps}): expected a whole number of steps. For "
                 "epochs: round(epochs * examples / batch_size)."
             )
-        if isinstance(self.noise_multiplier, Sequence):
-            object.__setattr__(self, "noise_multiplier", tuple(self.noise_multiplier))
+        object.__setattr__(self, "noise_multiplier", noise.plain_multiplier(self.noise_multiplier))
         object.__setattr__(self, "steps", int(self.steps))
         object.__setattr__(self, "preparation", tuple(map(float, self.preparation)))
         object.__setattr__(self, "before", tuple(self.before))
@@ -103,7 +116,7 @@ class Mechanism:
                     f"proved for {sampler.neighbours.value!r} neighbours only. Leave neighbours "
                     "out or ask for that relation, or sample with sampling.poisson."
                 )
-        _check_unit(self.unit, [spent.unit for spent in self.before])
+        _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
         noise.check_multiplier(self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
@@ -189,6 +202,17 @@ class Mechanism:
             "before": [spent.facts for spent in self.before],
             **({} if self.adaptive is None else {"adaptive": self._adaptive_facts}),
         }
+
+    @property
+    def accounted(self) -> str:
+        """A hash of all that a step costs by, but multipliers: who is drawn, and how."""
+        facts = {
+            **self.spent(np.zeros(0)).facts,
+            "drawn by": self.sampling.fingerprint,
+            "before": [spent.facts for spent in self.before],
+            "clipped": bool(np.isfinite(self.clipping.sensitivity)),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @property
     def _adaptive_facts(self) -> dict[str, Any]:
@@ -318,11 +342,17 @@ class Mechanism:
         return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_unit(unit: str, before: Sequence[str]) -> None:
+def _check_unit(unit: str, preparation: Sequence[float], before: Sequence[str]) -> None:
     if unit not in _UNITS:
         raise ValueError(
             f"Mechanism(unit={unit!r}): expected one of {', '.join(_UNITS)}: whose data one row "
             "of what is sampled holds."
+        )
+    if preparation and unit != "example":
+        raise ValueError(
+            f"Mechanism(unit={unit!r}, preparation={preparation}): these queries bound what one "
+            f"example moves, and one {unit} may have many. Leave them out, or ask queries that "
+            f"bound each {unit}'s, and count them: before=[Spent(unit={unit!r}, ...)]."
         )
     if set(before) - {unit}:
         raise ValueError(

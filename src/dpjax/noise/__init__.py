@@ -15,6 +15,7 @@ from dpjax.noise.link import (
     GaussianState,
     check_multiplier,
     gaussian,
+    plain_multiplier,
     secret_key,
     standard_deviations,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "gaussian",
     "langevin",
     "langevin_multiplier",
+    "plain_multiplier",
     "secret_key",
     "standard_deviations",
     "standard_normal",

@@ -13,10 +13,12 @@ This file must never know how a gradient was made.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +32,14 @@ from dpjax import trees
 from dpjax.noise.normal import standard_normal
 from dpjax.types import Clipping, Key, NoiseMultiplier, Purpose, PyTree
 
-__all__ = ["GaussianState", "check_multiplier", "gaussian", "secret_key", "standard_deviations"]
+__all__ = [
+    "GaussianState",
+    "check_multiplier",
+    "gaussian",
+    "plain_multiplier",
+    "secret_key",
+    "standard_deviations",
+]
 
 
 class GaussianState(NamedTuple):
@@ -83,11 +92,13 @@ def gaussian(
       >>> link = gaussian(1.1, rule, key=secret_key())
       >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
     """
+    noise_multiplier = plain_multiplier(noise_multiplier)
     check_multiplier(noise_multiplier, rule)
+    trees.check_key(key, "noise.gaussian")
     runs: list[Any] = []
 
     def init(params: PyTree) -> GaussianState:
-        _refuse_multi_steps()
+        _refuse_sums_of_sums()
         # A traced init (eval_shape, jit) makes no noise of its own, so it does not count.
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves((params, key))):
             if runs and not replay:
@@ -138,6 +149,20 @@ def _product(multiplier: Any, bound: float) -> Any:
     return 0.0 if math.isinf(bound) else multiplier * bound
 
 
+def plain_multiplier(noise_multiplier: Any) -> NoiseMultiplier:
+    """The same as a Python number, a tuple of them, or the schedule that was given."""
+    if callable(noise_multiplier):
+        return noise_multiplier
+    each = np.asarray(noise_multiplier, np.float64)
+    if each.ndim > 1:
+        raise ValueError(
+            f"noise.gaussian: noise multipliers of shape {each.shape}; expected a number, a "
+            "schedule of the step, or one number per group. A number for each step is a schedule: "
+            "dpjax.schedules.table(multipliers)."
+        )
+    return tuple(each.tolist()) if each.ndim else float(each)
+
+
 def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
     """Raises if this noise cannot go with this rule."""
     if callable(noise_multiplier):
@@ -166,9 +191,12 @@ def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
         )
 
 
-def _refuse_multi_steps() -> None:
-    """Raises if a caller is `optax.MultiSteps`, which averages sums before the noise."""
-    frame = sys._getframe()
+def _refuse_sums_of_sums() -> None:
+    """Raises if a caller puts several sums together before the noise.
+
+    Those are `optax.MultiSteps`, and `optax.apply_every` ahead of the noise in a chain.
+    """
+    frame, called = sys._getframe(), None
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
             raise ValueError(
@@ -178,7 +206,23 @@ def _refuse_multi_steps() -> None:
                 "(dpjax.dpsgd or dpjax.clipped_grad(..., microbatch_size=...)) instead: "
                 "the sum is exact and the memory is bounded."
             )
+        # Optax's chain calls one `fn` of its `init_fns` after the other.
+        called = frame.f_locals.get("fn", called)
+        links = frame.f_locals.get("init_fns", ())
+        ahead = itertools.takewhile(lambda link, own=called: link is not own, links)
+        if any(map(_applies_every, ahead)):
+            raise ValueError(
+                "noise.gaussian: refused behind optax.apply_every. It hands on several sums at "
+                "once, in which one example may be several times: the noise would be too small "
+                "for it. Use a larger batch with microbatches, or put apply_every behind the noise."
+            )
         frame = frame.f_back
+
+
+def _applies_every(link: Callable[..., Any]) -> bool:
+    """Whether an ``init`` is that of `optax.apply_every`, or of a chain with it."""
+    parts = inspect.getclosurevars(link).nonlocals.get("init_fns", ())
+    return link.__qualname__.startswith("apply_every.") or any(map(_applies_every, parts))
 
 
 def secret_key() -> Key:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dpjax import accounting
-from dpjax.ledger import Ledger
+from dpjax.ledger import Ledger, ran
 from dpjax.mechanism import Mechanism
 
 __all__ = ["epsilons", "multipliers"]
@@ -20,7 +20,7 @@ __all__ = ["epsilons", "multipliers"]
 
 def multipliers(mechanism: Mechanism, ledger: Ledger | None) -> np.ndarray:
     """The noise multiplier of every step that ran; without a ledger, of all that are planned."""
-    return mechanism.multipliers if ledger is None else ledger.expand()
+    return mechanism.multipliers if ledger is None else ran(ledger, mechanism)
 
 
 def epsilons(

@@ -20,8 +20,16 @@ from jaxtyping import Array, Int
 from dpjax import ledger, schedules, trees
 from dpjax.data import Stream
 from dpjax.mechanism import Mechanism
+from dpjax.training.premises import (
+    check_data,
+    check_draw,
+    check_microbatch,
+    check_params,
+    check_schedule,
+    tell_of_idle,
+)
 from dpjax.training.resident import resident
-from dpjax.training.stepping import Info, Recipe
+from dpjax.training.stepping import Info, Recipe, example_of
 from dpjax.training.streamed import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 
@@ -81,8 +89,7 @@ def dpsgd(
 
     Example:
       >>> import dpjax
-      >>> import jax.numpy as jnp
-      >>> mechanism = dpjax.Mechanism(
+      >>>       >>> mechanism = dpjax.Mechanism(
       ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
       ...     clipping=dpjax.clipping.flat(bound=1.0),
       ...     noise_multiplier=1.0,
@@ -114,11 +121,17 @@ def dpsgd(
     """
     options = per_step, bound_schedule, weights, microbatch_size
     recipe = Recipe(loss, optimizer, mechanism, engine, *options)
-    _check_schedule(bound_schedule, mechanism)
-    _check_data(data, mechanism, per_step)
+    check_schedule(bound_schedule, mechanism)
+    check_data(data, mechanism, per_step)
+    check_draw(mechanism.sampling)
+    check_microbatch("dpsgd", microbatch_size)
+    row = data.row if isinstance(data, Stream) else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if isinstance(data, Stream) else resident(recipe, data)
 
     def init(key: Key, params: PyTree) -> State:
+        trees.check_key(key, "dpsgd: init")
+        check_params(params)
+        tell_of_idle(recipe.loss, params, example_of(recipe, row))
         noise_state = mechanism.privatize(key).init(params)
         moved = (noise_state, optimizer.init(trees.widened(params)))
         # No two leaves share a buffer, nor one with the caller: `run` uses them up.
@@ -157,36 +170,3 @@ def _content(data: PyTree) -> str:
         return trees.fingerprint(data)
     some = np.linspace(0, len(data) - 1, 16).astype(int)
     return f"{len(data)} streamed, {trees.fingerprint(data.rows(some))}"
-
-
-def _check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> None:
-    if bound_schedule is not None and mechanism.adaptive is not None:
-        raise ValueError(
-            "dpsgd(bound_schedule=...): the mechanism's bounds are adapted, so they follow the "
-            "gradients and no schedule. Leave one of the two out."
-        )
-    scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else np.ones(1)
-    if not np.all((scales > 0) & np.isfinite(scales)):
-        raise ValueError(
-            "dpsgd(bound_schedule=...): expected positive numbers at all planned steps; at step "
-            f"{int(np.argmin((scales > 0) & np.isfinite(scales)))} it is not one. It multiplies "
-            "the bounds of the rule; to silence a step, leave it out of the plan."
-        )
-
-
-def _check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
-    row = data.row if isinstance(data, Stream) else data
-    if per_step is not None and not isinstance(row, tuple):
-        raise TypeError(
-            f"dpsgd(per_step=...): the data are a {type(row).__name__}; expected a tuple, such as "
-            "(x, y), to every example of which the step's entry is added: (x, y, per_step(step)). "
-            "For a single array write (x,)."
-        )
-    expected = mechanism.sampling.examples
-    size = len(data) if isinstance(data, Stream) else trees.leading_size(data, name="dpsgd data")
-    if size != expected:
-        raise ValueError(
-            f"dpsgd: the data hold {size} examples, the mechanism's sampler {expected}; the "
-            "sampling rate would not be what is accounted. Build the sampler from this "
-            f"data set: dpjax.sampling.poisson(examples={size}, batch_size=...)."
-        )

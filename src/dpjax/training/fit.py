@@ -97,6 +97,7 @@ def fit(
             "fit: this algorithm has no mechanism, so nothing says what a step costs. Build it "
             "as Algorithm(init, step, mechanism)."
         )
+    _check(steps=steps, evaluate_every=evaluate_every, save_every=save_every)
     begin = state.ledger.steps
     end = mechanism.steps if steps is None else begin + steps
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
@@ -108,7 +109,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         folder = None
         if directory is not None:
-            identity = {**algorithm.identity(), **(configuration or {})}
+            identity = _identity(algorithm, configuration or {})
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
@@ -127,20 +128,57 @@ def fit(
             run.advance(min(end - run.done, to_row, to_save))
             show.tick(run.done)
             if run.done == end or _until(run.done - begin, every) == every:
-                row = {
+                epsilon = ledger.epsilon(run.state.ledger, mechanism, delta, method)
+                row: dict[str, Any] = {
                     "step": run.done,
-                    "epsilon": ledger.epsilon(run.state.ledger, mechanism, delta, method),
+                    "epsilon": epsilon,
                     "delta": delta,
                     **numbers(algorithm.released(run.state)),
-                    **({} if evaluate is None else numbers(evaluate(run.state))),
                     f"{unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
+                if evaluate is not None:
+                    row |= _evaluated(evaluate(run.state), row)
                 show.line(run.done, run.add(row))
             if folder is not None:
                 _save(run, save_every, now=run.done == end or stop.asked)
             if stop.asked:
                 stop.leave()
         return run.state, run.rows
+
+
+def _check(**counts: int | None) -> None:
+    """Refuses what is no number of steps."""
+    for name, count in counts.items():
+        least = 0 if name == "steps" else 1
+        if count is not None and (int(count) != count or count < least):
+            raise ValueError(
+                f"fit({name}={count}): expected a whole number of steps, at least {least}. For "
+                "epochs: round(epochs * examples / batch_size)."
+            )
+
+
+def _identity(algorithm: Algorithm, configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run is; the caller's words may not stand for those that are accounted."""
+    identity = dict(algorithm.identity())
+    taken = sorted(identity.keys() & configuration.keys())
+    if taken:
+        raise ValueError(
+            f"fit(configuration=...): {', '.join(taken)} would replace what the run says of "
+            "itself, by which it is accounted. Usually flags are handed over whole: leave these "
+            "out, or give them another name, such as 'microbatch' for a batch on the device."
+        )
+    return {**identity, **configuration}
+
+
+def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What an evaluation found, under names that are its own."""
+    if not isinstance(found, Mapping) or found.keys() & row.keys():
+        what = sorted(found) if isinstance(found, Mapping) else type(found).__name__
+        raise TypeError(
+            f"fit(evaluate=...): it returned {what}; expected a mapping such as "
+            f"{{'accuracy': 0.9}}, under names other than {', '.join(row)}, which are the log's."
+        )
+    return numbers(found)
 
 
 def _until(done: int, every: int | None) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pathlib
 import re
@@ -56,7 +57,7 @@ class Folder:
         """The rows of the log up to a step; later ones are taken back, but not forgotten."""
         rows = _rows(self.log)
         kept = [row for row in rows if row["step"] <= until]
-        again = "".join(json.dumps(row) + "\n" for row in kept)
+        again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
             _replace(self.path / "furthest", f"{self.furthest()}\n")
             _replace(self.log, again)
@@ -68,7 +69,7 @@ class Folder:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log; what a full disk does not take is kept for the next time."""
-        self._waiting.append(json.dumps(row) + "\n")
+        self._waiting.append(_line(row))
         size = self.log.stat().st_size
         try:
             with self.log.open("a", encoding="utf-8") as file:
@@ -126,13 +127,17 @@ def forget(directory: str | os.PathLike[str]) -> None:
         return
     lock = _locked(folder / "lock", folder)
     try:
-        for name in ("checkpoints", "tensorboard"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        # The run exists as long as the last of these.
-        for name in ("metrics.jsonl", "furthest", "run.json"):
-            (folder / name).unlink(missing_ok=True)
+        _remove(folder)
     finally:
         os.close(lock)
+
+
+def _remove(folder: pathlib.Path) -> None:
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    # The run exists as long as the last of these.
+    for name in ("metrics.jsonl", "furthest", "run.json"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _furthest(folder: pathlib.Path) -> int:
@@ -145,12 +150,19 @@ def _furthest(folder: pathlib.Path) -> int:
     return max([*steps, int(mark.read_text()) if mark.exists() else 0])
 
 
+def _line(row: Mapping[str, Any]) -> str:
+    """A row as JSON, which has no infinite epsilon: it is null there."""
+    infinite = math.isinf(row.get("epsilon", 0))
+    return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
+
+
 def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a log; a last one that was cut off as it was written is none."""
     rows, lines = [], log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            rows.append(row | ({"epsilon": math.inf} if row.get("epsilon", 0) is None else {}))
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
@@ -191,8 +203,18 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         _replace(path, json.dumps(identity, indent=2) + "\n")
         return
     before = json.loads(path.read_text(encoding="utf-8"))
-    names = [name for name in {**before, **identity} if before.get(name) != identity.get(name)]
-    if names:
+    # As they are written, because NaN is not equal to itself.
+    names = [
+        name
+        for name in {**before, **identity}
+        if json.dumps(before.get(name), sort_keys=True)
+        != json.dumps(identity.get(name), sort_keys=True)
+    ]
+    if names and not _furthest(folder):
+        logging.info("fit: no step is left of what was begun in %s; it is begun anew.", folder)
+        _remove(folder)
+        _replace(path, json.dumps(identity, indent=2) + "\n")
+    elif names:
         lines = (
             f"  {n}: {_short(before.get(n))} there, {_short(identity.get(n))} now" for n in names
         )

@@ -27,6 +27,7 @@ from dpjax.training.stepping import (
     microbatches,
     nothing,
     release,
+    seen,
 )
 from dpjax.types import Draw, Key, PyTree
 
@@ -71,7 +72,7 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
             return params, moved, infos
 
         infos = jax.tree.map(
-            lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), mean_info(nothing(recipe, params))
+            lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), seen(nothing(recipe, params))
         )
         return jax.lax.fori_loop(0, count, body, (params, moved, infos))
 
@@ -84,6 +85,6 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
             params, moved, infos = compiled(params, moved, key, data, some)
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(infos)))
             count -= some
-        return params, moved, jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        return params, moved, mean_info(jax.tree.map(lambda *x: np.concatenate(x), *parts))
 
     return steps

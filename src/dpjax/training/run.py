@@ -42,7 +42,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.seen: list[Mapping[str, Any]] = []
         self.state, self.pace, self.saved = trees.copy(state), 1, time.monotonic()
-        self.board = None
+        self.board, self._told = None, False
         if folder is not None:
             self._take_up(folder)
             self.board = Board(folder.path / "tensorboard", self.done)
@@ -97,11 +97,26 @@ class Run:
         """Adds a row to the log, with what was seen since the last one."""
         whole = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
         self.rows.append(whole)
+        self._tell_of_dropped()
         self.seen = []
         if self.folder is not None and self.board is not None:
             self.folder.write(whole)
             self.board.write(whole)
         return whole
+
+    def _tell_of_dropped(self) -> None:
+        """Says once that examples counted as nothing; how many is in every row."""
+        dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
+        if dropped and not self._told:
+            self._told = True
+            logging.warning(
+                "fit: of %d examples drawn up to step %d, %d had no finite gradient, and counted "
+                "as nothing. Usually there is a NaN in the data, a label out of range, or a loss "
+                "that overflows.",
+                sum(int(np.sum(s["examples"])) for s in self.seen),
+                self.done,
+                dropped,
+            )
 
     def close(self) -> None:
         """Ends what is written beside the folder's own files."""

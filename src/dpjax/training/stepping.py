@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -30,10 +31,12 @@ __all__ = [
     "Recipe",
     "Steps",
     "Sums",
+    "example_of",
     "mean_info",
     "microbatches",
     "nothing",
     "release",
+    "seen",
 ]
 
 Steps = Callable[[PyTree, Any, Key, int], tuple[PyTree, Any, "Info"]]
@@ -48,11 +51,13 @@ class Info(NamedTuple):
     """
 
     loss: Float[Array, ""]
-    """Mean loss of the drawn examples; NaN for an empty draw."""
+    """Mean loss of the drawn examples that counted; NaN if none did."""
     examples: Int[Array, ""]
     """How many examples were drawn."""
+    dropped: Int[Array, ""]
+    """How many of them counted as nothing, because their gradient was not finite."""
     norm: Float[Array, " groups"]
-    """Mean gradient norm per group, before clipping."""
+    """Mean gradient norm per group of those that counted, before clipping."""
     clipped: Float[Array, " groups"]
     """Fraction of the drawn examples whose norm is above the bound, per group."""
 
@@ -97,6 +102,7 @@ class Sums(NamedTuple):
     below: Float[Array, ""]
     """What an adapted bound follows; 0 where none is."""
     examples: Int[Array, ""]
+    dropped: Int[Array, ""]
 
 
 class Microbatches(NamedTuple):
@@ -117,7 +123,7 @@ def nothing(recipe: Recipe, params: PyTree) -> Sums:
     """Sums over no examples."""
     groups = jnp.zeros(len(recipe.mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    return Sums(trees.zeros_wide(params), zero, groups, groups, zero, none)
+    return Sums(trees.zeros_wide(params), zero, groups, groups, zero, none, none)
 
 
 def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
@@ -130,7 +136,7 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
     """
     rule, adaptive, loss = recipe.mechanism.clipping, recipe.mechanism.adaptive, recipe.loss
     bounds = jnp.asarray(rule.bounds)
-    example = jax.eval_shape(lambda rows: _with_entry(recipe, jnp.int32(0), rows, ()), row)
+    example = example_of(recipe, row)
     size, devices = layout(
         lambda p, x: (loss(p, x), None),
         params,
@@ -151,16 +157,25 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         weights = _weights(recipe, at.step, params, entered)
         part: ClippedSum = clipped(params, entered, mask, weights, directions, sums.gradients)
         below = 0.0 if adaptive is None else adaptive.below(rule, part.norms, mask)
+        sound = jnp.all(jnp.isfinite(part.norms), axis=1)
+        norms = jnp.where(sound[:, None], part.norms, 0)
+        losses = jnp.where(sound, part.losses, 0)
         return Sums(
             part.value,
-            sums.losses + jnp.sum(part.losses, dtype=jnp.float32) * scale,
-            sums.norms + jnp.sum(part.norms, axis=0, dtype=jnp.float32) * scale,
+            sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
+            sums.norms + jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
             sums.over + jnp.sum(part.norms > bounds, axis=0, dtype=jnp.float32),
             sums.below + below,
             sums.examples + jnp.sum(mask, dtype=jnp.int32),
+            sums.dropped + jnp.sum(mask & ~sound, dtype=jnp.int32),
         )
 
     return Microbatches(size, devices, add)
+
+
+def example_of(recipe: Recipe, row: PyTree) -> PyTree:
+    """Shapes of what the loss is given, from those of a row of the data."""
+    return jax.eval_shape(lambda rows: _with_entry(recipe, jnp.int32(0), rows, ()), row)
 
 
 def _weights(
@@ -185,7 +200,10 @@ def release(
       optimizer_state: The noise's, and the optimizer's own.
       sums: Of all devices, stacked.
 
-    Privacy: the parameters that come out are private; the info is not.
+    Returns:
+      Parameters, the optimizer's state, and what `seen` says.
+
+    Privacy: the parameters that come out are private; what was seen is not.
     """
     noise_state, inner = optimizer_state
     sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), sums)
@@ -196,13 +214,29 @@ def release(
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
     optimizer = optax.with_extra_args_support(recipe.optimizer)
     updates, inner = optimizer.update(mean, inner, params, bound_scale=scale)
-    return optax.apply_updates(params, updates), (noise_state, inner), mean_info(sums)
+    return optax.apply_updates(params, updates), (noise_state, inner), seen(sums)
 
 
-def mean_info(sums: Sums) -> Info:
-    """What the observer is told of a step's sums."""
-    count = sums.examples
-    return Info(sums.losses / count, count, sums.norms / count, sums.over / count)
+def seen(sums: Sums) -> Info:
+    """What there is to tell of a step's sums, before any division."""
+    return Info(sums.losses, sums.examples, sums.dropped, sums.norms, sums.over)
+
+
+def mean_info(infos: Info) -> Info:
+    """What the observer is told of steps, ``[steps, ...]``, from what `seen` said of them.
+
+    On the host, because an empty draw is lawful, and its means are not: a device that looks for
+    NaN would end the run there.
+    """
+    drawn, counted = (
+        np.asarray(n, np.float32) for n in (infos.examples, infos.examples - infos.dropped)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return infos._replace(
+            loss=infos.loss / counted,
+            norm=infos.norm / counted[:, None],
+            clipped=infos.clipped / drawn[:, None],
+        )
 
 
 def _with_entry(recipe: Recipe, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]) -> Any:
