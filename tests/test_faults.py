@@ -201,11 +201,15 @@ def test_another_configuration_is_refused_by_name(tmp_path):
 
 def test_another_model_or_optimizer_is_refused(tmp_path):
     lives.fit(tmp_path, steps=3)
-    algorithm = dataclasses.replace(lives.make(), identity=lives.make().identity)
+    algorithm = lives.make()
+    optimizer = optax.chain(optax.adam(0.1), training.average_parameters(0.9))
+    larger = dpjax.dpsgd(
+        lambda w, x: lives.loss(w[:5], x), optimizer, algorithm.mechanism, lives.DATA
+    )
     with pytest.raises(
         ValueError, match=r"params as float32\[5\], and this run's state as .*\[6\]"
     ):
-        lives.fit(tmp_path, algorithm, lives.start(algorithm, size=6))
+        lives.fit(tmp_path, larger, lives.start(larger, size=6))
     other = dpjax.dpsgd(lives.loss, optax.sgd(0.1), algorithm.mechanism, lives.DATA)
     with pytest.raises(ValueError, match="the model or the optimizer is another one"):
         lives.fit(tmp_path, other)

@@ -86,10 +86,11 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     }
     if len(set(sizes.values())) == 1 and next(iter(sizes.values())):
         return next(iter(sizes.values()))[0]
-    found = {leaf or "(the array)": size or "no axis" for leaf, size in sizes.items()}
+    some = itertools.islice(sizes.items(), 8)
+    found = {leaf or "(the array)": size or "no axis" for leaf, size in some}
     raise ValueError(
         f"{name}: every leaf needs a leading axis of one length, one row an example; "
-        f"found {found}. Usually a single example was passed without its batch axis, "
+        f"found {found} in {len(sizes)} leaves. Usually a single example was passed without its batch axis, "
         "or a constant rides along with the data: close the loss over the constant."
     )
 

@@ -89,7 +89,8 @@ def dpsgd(
 
     Example:
       >>> import dpjax
-      >>>       >>> mechanism = dpjax.Mechanism(
+      >>> import jax.numpy as jnp
+      >>> mechanism = dpjax.Mechanism(
       ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
       ...     clipping=dpjax.clipping.flat(bound=1.0),
       ...     noise_multiplier=1.0,
