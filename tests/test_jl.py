@@ -190,6 +190,14 @@ def test_five_projections_have_no_finite_epsilon():
     assert published(5) == math.inf
 
 
+@pytest.mark.parametrize("projections", [1, 2, 3])
+def test_without_sampling_few_projections_prove_nothing(projections):
+    """A scale that is taken for laid bare is likelier than anything is proved for."""
+    event = ProjectedGaussianDpEvent(0.2, projections)
+    assert accounting.epsilon(event, 1e-5, "pld") == math.inf
+    assert accounting.delta(event, 1.0, "pld") == 1.0
+
+
 def test_one_step_costs_the_mean_over_the_scale():
     """delta = E_s delta_Gauss(z / s), by an integral over the density of chi2."""
     z, r, normal = 1.5, 12, scipy.stats.norm

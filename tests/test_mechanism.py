@@ -144,6 +144,11 @@ def test_runs_without_noise_or_bound_are_reported_as_not_private():
     assert make(steps=0).epsilon(1e-5) == 0.0
 
 
+@pytest.mark.parametrize("sampler", [sampling.fixed(100, 10), sampling.poisson(100, 10)])
+def test_nothing_but_noise_costs_nothing(sampler):
+    assert make(sampling=sampler, noise_multiplier=math.inf, steps=3).epsilon(1e-5) == 0.0
+
+
 def test_an_infinite_bound_is_never_private():
     """Whatever multiplier a ledger may hold, no noise hides an unbounded example."""
     unbounded = make(clipping=clipping.flat(math.inf), noise_multiplier=0.0)
