@@ -15,7 +15,7 @@ import sys
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +40,23 @@ def without_replacement(examples, batch, z, n):
         examples, batch, dp_accounting.GaussianDpEvent(z)
     )
     return dp_accounting.SelfComposedDpEvent(step, n)
+
+
+def best_of(event, mean):
+    """The best of a geometric number of runs."""
+    return RepeatAndSelectDpEvent(event, mean, 1.0)
+
+
+def repeated(count):
+    return dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(1.0), count)
+
+
+def sampled(rate):
+    return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1.0))
+
+
+def epsilon_of(event, method="rdp"):
+    return accounting.epsilon(event, 1e-5, method)
 
 
 def mixture(q, z, k, n):
@@ -334,6 +351,15 @@ def test_singletons_equal_grouped(method):
         (without_replacement(10_000, 100, 2.0, 1_000), "rdp", "replace-one", 3.576),
         (without_replacement(10_000, 100, 1.0, 1_000), "rdp", "replace-one", 20.99),
         (without_replacement(60_000, 600, 1.0, 2_000), "rdp", "replace-one", 31.8475),
+        # Handed on to the library, whose own RDP doubles nothing under replace-one.
+        (best_of(accounting.gaussian(2.0), 1.0000001), "rdp", "replace-one", 4.7485),
+        (best_of(accounting.gaussian(2.0, 4), 10.0), "rdp", "zero-out", 8.5145),
+        (best_of(accounting.gaussian(2.0), 10.0), "rdp", "replace-one", 8.5145),
+        (best_of(without_replacement(10_000, 100, 2.0, 1_000), 10.0), "rdp", "replace-one", 6.6694),
+        (dp_accounting.LaplaceDpEvent(1.0), "rdp", "add-or-remove", 1.0028),
+        (dp_accounting.LaplaceDpEvent(1.0), "rdp", "zero-out", 1.0028),
+        (dp_accounting.LaplaceDpEvent(1.0), "rdp", "replace-one", 2.0028),
+        (dp_accounting.RandomizedResponseDpEvent(0.5, 2), "rdp", "replace-one", 1.1018),
     ],
 )
 def test_neighbours(event, method, neighbours, expected):
@@ -351,6 +377,12 @@ def test_neighbours(event, method, neighbours, expected):
         (without_replacement(1_000, 10, 1.0, 10), "rdp", "add-or-remove"),
         (mixture(0.01, 1.0, 2, 10), "rdp", "add-or-remove"),
         (dp_accounting.UnsupportedDpEvent(), "pld", "add-or-remove"),
+        (dp_accounting.LaplaceDpEvent(1.0), "pld", "replace-one"),
+        (dp_accounting.ZCDpEvent(0.1), "rdp", "replace-one"),
+        (best_of(dp_accounting.ZCDpEvent(0.1), 10.0), "rdp", "replace-one"),
+        (best_of(steps((0.01, 1.0, 10)), 10.0), "rdp", "replace-one"),
+        (best_of(without_replacement(1_000, 10, 1.0, 10), 10.0), "rdp", "add-or-remove"),
+        (best_of(accounting.gaussian(2.0), 10.0), "pld", "add-or-remove"),
     ],
 )
 def test_no_proof_no_number(event, method, neighbours):
@@ -633,9 +665,19 @@ def test_largest_steps(q, z, delta, target, method, expected):
     assert accounting.epsilon(steps((q, z, n + 1)), delta, method) > target
 
 
+def tenth(n):
+    return steps((0.1, 3.0, n))
+
+
 def test_largest_steps_at_its_ends():
     assert accounting.largest_steps(accounting.gaussian.__get__(0.1), 1.0, 1e-5) == 0
     assert accounting.largest_steps(lambda n: steps((MNIST, 9.0, n)), 3.0, 1e-5, maximum=50) == 50
+    for method in ("rdp", "pld"):
+        most = accounting.largest_steps(tenth, 2.0, 1e-6, method)
+        for maximum, fit in [(0, 0), (1, 1), (132.0, 132), (133, 133), (math.inf, most)]:
+            found = accounting.largest_steps(tenth, 2.0, 1e-6, method, maximum=maximum)
+            assert type(found) is int
+            assert found == fit
 
 
 # --- laws ---
@@ -740,6 +782,11 @@ def test_unsampled_gaussians_are_one():
         (steps((0.1, 0.0, 1)), math.inf),
         (accounting.gaussian(0.0), math.inf),
         (dp_accounting.NonPrivateDpEvent(), math.inf),
+        (dp_accounting.LaplaceDpEvent(0.0), math.inf),
+        (best_of(accounting.gaussian(0.0), 10.0), math.inf),
+        (best_of(steps((1.0, 0.0, 1), (0.1, 1.0, 1)), 10.0), math.inf),
+        (best_of(dp_accounting.NoOpDpEvent(), 10.0), 0.0),
+        (dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(0.0), 0), 0.0),
         (dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.NonPrivateDpEvent()), math.inf),
         (accounting.compose(steps((0.1, 1.0, 3)), dp_accounting.NonPrivateDpEvent()), math.inf),
         (accounting.gaussian(1e-200), math.inf),
@@ -791,6 +838,25 @@ def test_estimates_say_so():
             "not reachable",
         ),
         (lambda: accounting.calibrate(lambda z: accounting.gaussian(z, 0), 1.0, 1e-5), "ignores"),
+        (lambda: accounting.largest_steps(accounting.gaussian, 1.0, 1e-5, maximum=-3), "maximum"),
+        (lambda: accounting.largest_steps(accounting.gaussian, 1.0, 1e-5, maximum=1.5), "maximum"),
+        (
+            lambda: accounting.largest_steps(accounting.gaussian, 1.0, 1e-5, maximum=math.nan),
+            "whole number, zero or more, or infinity",
+        ),
+        (lambda: accounting.gaussian(1.0, math.nan), "whole number"),
+        (lambda: accounting.gaussian(1.0, math.inf), "whole number"),
+        (lambda: accounting.with_projections(accounting.gaussian(1.0), 0), "1 or more"),
+        (lambda: accounting.with_projections(accounting.gaussian(1.0), math.nan), "1 or more"),
+        (lambda: accounting.with_projections(accounting.gaussian(1.0), math.inf), "1 or more"),
+        (lambda: epsilon_of(repeated(-1)), "count=-1"),
+        (lambda: epsilon_of(repeated(1.5)), "whole number"),
+        (lambda: epsilon_of(repeated(math.nan)), "whole number"),
+        (lambda: epsilon_of(sampled(-0.1)), "probability in"),
+        (lambda: epsilon_of(sampled(256.0)), "batch size"),
+        (lambda: epsilon_of(sampled(math.nan)), "probability in"),
+        (lambda: epsilon_of(best_of(accounting.gaussian(1.0), 3.0), "pld"), "of several runs"),
+        (lambda: epsilon_of(without_replacement(100, 10, 1.0, 1), "pld"), "without replacement"),
     ],
 )
 def test_errors_teach(call, words):
@@ -801,5 +867,7 @@ def test_errors_teach(call, words):
 def test_effective_multiplier():
     assert accounting.effective_multiplier([2.0, 1.5]) == pytest.approx(1.2)
     assert accounting.effective_multiplier([2.0, 0.0]) == 0.0
+    assert accounting.effective_multiplier([1e-200, 1.0]) == 0.0
+    assert accounting.effective_multiplier([1e-99, 1e-99]) > 0
     assert accounting.effective_multiplier([math.inf, 3.0]) == pytest.approx(3.0)
     assert accounting.effective_multiplier([]) == math.inf

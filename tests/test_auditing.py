@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits: they measure what is stated, and find what is broken."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,3 +88,71 @@ def test_lower_bounds():
     assert with_delta < perfect
     with pytest.raises(ValueError, match="guesses"):
         auditing.guess_members(np.zeros(4), np.zeros(4, bool), 6)
+
+
+BOUND = auditing.epsilon_lower_bound
+GUESS, SCORES = auditing.guess_members, np.array([3.0, -1.0, 0.1, 2.0])
+BAD = {
+    "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "each from 0 to the next"),
+    "less than none right": (lambda: BOUND(-5, 100, canaries=100), "each from 0 to the next"),
+    "more guesses than canaries": (lambda: BOUND(100, 100, canaries=10), "each from 0 to the next"),
+    "half a guess": (lambda: BOUND(99.5, 100, canaries=100), "whole numbers"),
+    "no number": (lambda: BOUND(math.nan, 100, canaries=100), "whole numbers"),
+    "delta below 0": (lambda: BOUND(60, 100, canaries=100, delta=-1), "delta from 0 to 1"),
+    "delta NaN": (lambda: BOUND(60, 100, canaries=100, delta=math.nan), "delta from 0 to 1"),
+    "per cents": (lambda: BOUND(60, 100, canaries=100, confidence=95), "per cent"),
+    "confidence 0": (lambda: BOUND(60, 100, canaries=100, confidence=0), "confidence between"),
+    "confidence NaN": (lambda: BOUND(60, 100, canaries=100, confidence=math.nan), "between 0"),
+    "scores NaN": (lambda: GUESS([math.nan] * 4, [1, 1, 0, 0], 4), "no NaN"),
+    "a table of scores": (lambda: GUESS(np.ones((2, 2)), [True] * 4, 4), "shape"),
+    "members short": (lambda: GUESS(SCORES, [True, False], 2), "for each of 4 scores"),
+    "members' numbers": (lambda: GUESS(SCORES, [0, 2, 3, 1], 2), "np.isin"),
+    "members NaN": (lambda: GUESS(SCORES, [0, 1, 1, math.nan], 2), "True or False"),
+    "a guess and a half": (lambda: GUESS(SCORES, [1, 0, 1, 0], 2.5), "2 to 4 guesses"),
+    "guesses NaN": (lambda: GUESS(SCORES, [1, 0, 1, 0], math.nan), "2 to 4 guesses"),
+    "one guess": (lambda: GUESS(SCORES, [1, 0, 1, 0], 1), "2 to 4 guesses"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_teach(name):
+    call, teaches = BAD[name]
+    with pytest.raises(ValueError, match=teaches):
+        call()
+
+
+@pytest.mark.parametrize("kind", [bool, int, float, list, jnp.asarray])
+def test_members_are_members_however_they_are_written(kind):
+    members = np.array([1, 0, 1, 0])
+    written = members.astype(kind) if kind in (bool, int, float) else kind(members)
+    assert GUESS(SCORES, written, 2) == (2, 2)
+    assert GUESS(SCORES, written, 4) == (2, 4)
+
+
+def test_nothing_right_of_nothing_refutes_nothing():
+    assert BOUND(0, 0, canaries=100) == 0.0
+    assert BOUND(100, 100, canaries=100, delta=1.0) == 0.0
+
+
+@pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
+def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
+    """A bias of one number has noise too, though a single draw does not show how much."""
+    rule = clipping.flat(1.0) if multiplier == 1.0 else clipping.per_group([1.0, 3.0], 2)
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(10), clipping=rule, noise_multiplier=multiplier, steps=1
+    )
+    canary = {"bias": jnp.full((), 7.0), "none": jnp.zeros((0,)), "scale": jnp.full(3, 7.0)}
+    batch = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), canary)
+    separation = auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
+    effective = dpjax.accounting.effective_multiplier(multiplier)
+    assert separation == pytest.approx(1 / effective, rel=0.04)
+
+
+def test_without_noise_the_separation_is_infinite():
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(10), clipping=clipping.flat(1.0), noise_multiplier=0.0, steps=1
+    )
+    like, canary = {"w": jnp.zeros((1, 5)), "v": jnp.zeros((1, 2))}, {"w": jnp.ones(5)}
+    nothing = {"v": jnp.zeros(2)}
+    apart = auditing.audit_step(mechanism, like, {**canary, **nothing}, jax.random.key(0))
+    assert apart == np.inf

@@ -396,6 +396,16 @@ def test_an_empty_draw_is_a_round_of_pure_noise():
     key = trees.step_key(jax.random.key(0), types.Purpose.NOISE, 0)
     draw = trees.random_like(noise.standard_normal, key, jnp.zeros(3))
     np.testing.assert_allclose(state.params, -draw / 0.001, rtol=1e-5)
+    assert all(np.isnan(x).all() for x in (info.loss, info.norm, info.clipped))
+
+
+def test_an_empty_draw_is_no_error_to_who_looks_for_nan():
+    plan = mechanism(1000, sampler=sampling.poisson(1000, 0.001), multiplier=1.0)
+    with jax.debug_nans(True):
+        algorithm = fedavg(some_clients(*[2] * 1000), plan)
+        state, info = algorithm.step(algorithm.init(jax.random.key(0), jnp.zeros(3)))
+    assert int(info.clients) == 0
+    assert np.isfinite(state.params).all()
 
 
 def test_rounds_of_all_sizes_trace_the_loss_no_more_than_one_round():
@@ -586,6 +596,37 @@ BAD = {
         ValueError,
         "from 0 to 2 for each of 3 rows",
     ),
+    **{
+        f"work {options}": (lambda o=options: fedavg(some_clients(1), mechanism(1), **o), *teaches)
+        for teaches, cases in {
+            (ValueError, "in whole numbers"): [
+                {"local_batch_size": 2.5},
+                {"local_batch_size": True},
+                {"local_epochs": 1.5},
+                {"local_epochs": math.nan},
+                {"local_epochs": None, "local_steps": 2.5},
+                {"local_epochs": None, "local_steps": "3"},
+            ],
+            (ValueError, "how many clients train at once"): [
+                {"microbatch_size": 0},
+                {"microbatch_size": -1},
+                {"microbatch_size": 1.5},
+            ],
+            (ValueError, "expected True or False"): [{"project": "no"}, {"project": 1}],
+            (TypeError, "expected federated.Weights"): [{"weights": [1.0]}],
+        }.items()
+        for options in cases
+    },
+    "clients with other leaves": (
+        lambda: federated.Clients.of([{"a": np.ones((2, 3))}, {"b": np.ones((2, 3))}]),
+        ValueError,
+        "an example of client 1 is {'b': '3'}, one of client 0 is {'a': '3'}",
+    ),
+    "clients with other shapes": (
+        lambda: federated.Clients.of([np.ones((2, 3)), np.ones((0, 3)), np.ones(3)]),
+        ValueError,
+        "client 2 is a number",
+    ),
     "owners that are no numbers": (
         lambda: federated.Clients.split(np.ones((2, 2)), [0.0, 1.0], clients=3),
         ValueError,
@@ -599,6 +640,20 @@ def test_errors_teach(name):
     make, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    for options in (
+        {"local_epochs": np.int64(2)},
+        {"local_epochs": None, "local_steps": np.int8(3)},
+    ):
+        algorithm = fedavg(some_clients(1), mechanism(1), microbatch_size=np.int64(1), **options)
+        json.dumps(algorithm.identity())
+
+
+def test_clients_are_read_from_any_sequence():
+    rows = [np.ones((2, 3)), np.zeros((0, 3))]
+    assert federated.Clients.of(x for x in rows).counts.tolist() == [2, 0]
 
 
 def test_a_loss_that_is_no_number_is_refused():

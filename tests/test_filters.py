@@ -153,6 +153,11 @@ REFUSED = {
     "an order for gdp": ({"method": "gdp"}, "leave it out"),
     "no epsilon": ({"epsilon": 0.0}, "expected a positive one"),
     "epsilon for delta": ({"delta": 3.0}, "delta must lie strictly between 0 and 1"),
+    "spent less than nothing": ({"spent": -10.0}, "more through than the budget"),
+    "spent NaN": ({"spent": math.nan}, "0 or more"),
+    "less than no steps": ({"steps": -1}, "how many they are"),
+    "half a step": ({"steps": 1.5}, "how many they are"),
+    "no number of steps": ({"steps": math.nan}, "how many they are"),
     "an order at which nothing fits": ({"order": 1.5}, "at this order nothing fits"),
 }
 
@@ -170,7 +175,7 @@ def test_steps_that_no_theorem_covers_are_refused():
         budget.admit(100.0, 0.1)
     with pytest.raises(accounting.Refused):
         budget.admit(0.0, 1.0)
-    wrong: list[Any] = [0, 1.5]
+    wrong: list[Any] = [0, 1.5, math.nan, math.inf]
     for steps in wrong:
         with pytest.raises(ValueError, match="1 or more, whole"):
             budget.admit(100.0, 1.0, steps=steps)

@@ -122,7 +122,7 @@ def test_what_has_no_proof_is_refused():
         accounting.epsilon_for_users(STEP, 1e-5, 2, "replace-one")
     with pytest.raises(ValueError, match="method='pld' has one"):
         accounting.epsilon(accounting.for_groups(STEP, 2), 1e-5, "rdp")
-    wrong: list[Any] = [0, 1.5, True]
+    wrong: list[Any] = [0, 1.5, True, math.nan, math.inf]
     for records in wrong:
         with pytest.raises(ValueError, match="not the average"):
             accounting.for_groups(STEP, records)

@@ -179,6 +179,28 @@ def test_more_examples_than_an_index_can_name_are_refused(name):
         assert draw.indices.dtype == jnp.int32
 
 
+NUMBERS = [int, float, np.int8, np.int64, np.float32, jnp.int32, jnp.float32]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "full"])
+def test_whole_sizes_are_the_same_however_they_are_written(name, number):
+    """One sampler: its draw works, and what stands on its card are numbers of Python's."""
+    sampler, plain = (sampling.by_name(name, of(100), of(10)) for of in (number, int))
+    assert type(sampler.examples) is int
+    assert type(sampler.batch_size) in (int, float)
+    assert (sampler.batch_size, sampler.capacity) == (plain.batch_size, plain.capacity)
+    multipliers = np.full(25, 2.0)
+    assert sampler.event(multipliers) == plain.event(multipliers)
+    for got, want in zip(*(s.draw(jax.random.key(0), 3) for s in (sampler, plain)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def folded(size):
+    draw = sampling.full(5).draw(jax.random.key(0), 0)
+    return sampling.fold(draw, size, lambda rows, mask, total: total, jnp.zeros(()))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -199,6 +221,22 @@ def test_more_examples_than_an_index_can_name_are_refused(name):
             "np.digitize",
         ),
         (lambda: sampling.by_name("scored", 10, 1), "build such a sampler anew"),
+        (lambda: sampling.by_name("scored", 10, 1), r"Spent\(sampling=that sampler, runs="),
+        (lambda: sampling.curriculum([1, 0], 1, public="no"), "expected True or False"),
+        (lambda: sampling.curriculum([1, 0], 1, public=1), "expected True or False"),
+        (lambda: sampling.curriculum([1, 0], 1.5), "whole number"),
+        (lambda: sampling.poisson(100.5, 10), "whole number"),
+        (lambda: sampling.poisson("100", 10), "read as text"),
+        (lambda: sampling.poisson(100, True), "one finite number"),
+        (lambda: sampling.poisson(100, float("nan")), "one finite number"),
+        (lambda: sampling.full(True), "one finite number"),
+        (lambda: sampling.fixed(100, None), "one finite number"),
+        (lambda: bins([[0.1] * 5], steps_per_row=1.5), "whole number"),
+        (lambda: bins([[0.1] * 5], steps_per_row=float("nan")), "one finite number"),
+        (lambda: bins([[0.1] * 5], steps_per_row=0), "at least one step"),
+        (lambda: folded(0), "1 or more"),
+        (lambda: folded(-2), "1 or more"),
+        (lambda: folded(1.5), "whole number"),
     ],
 )
 def test_errors_teach(call, message):

@@ -58,7 +58,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
       Abadi et al., "Deep Learning with Differential Privacy", 2016; Zhu and Wang,
       "Poisson Subsampled Renyi Differential Privacy", 2019.
     """
-    _check("poisson", examples, batch_size)
+    examples, batch_size = _checked("poisson", examples, batch_size)
     rate = batch_size / examples
     largest = math.floor(rate * _WORDS) - 1
     if largest < 0:
@@ -100,7 +100,9 @@ def by_name(name: str, examples: int, batch_size: float) -> Sampler:
         raise ValueError(
             f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}. Orders and "
             "scores are no words; build such a sampler anew, with sampling.curriculum or "
-            "sampling.scored."
+            "sampling.scored. If an earlier run is to be counted (training.earlier, a card), write "
+            "what it spent by hand: Mechanism(before=(dpjax.mechanism.Spent(sampling=that sampler, "
+            "runs=((multiplier, steps), ...)),))."
         )
     return by_size[name](examples, batch_size)
 
@@ -112,7 +114,7 @@ def full(examples: int) -> Sampler:
       >>> full(1279).sampling_rate
       1.0
     """
-    _check("full", examples, examples)
+    examples, _ = _checked("full", examples, examples)
     everything = jnp.arange(examples)
     return Sampler(
         name="full",
@@ -132,7 +134,7 @@ def fixed(examples: int, batch_size: int) -> Sampler:
       Proved for replace-one neighbours, under which the sum moves by twice the
       sensitivity; `dpjax.accounting` converts the multiplier itself.
     """
-    _check("fixed", examples, batch_size, whole=True)
+    examples, batch_size = _checked_whole("fixed", examples, batch_size)
 
     def draw(key: Key, step: Any) -> Draw:
         order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, step), examples)
@@ -165,7 +167,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
       one batch an epoch, so each epoch is one Gaussian, of the epoch's smallest
       multiplier, without amplification.
     """
-    _check("shuffled", examples, batch_size, whole=True)
+    examples, batch_size = _checked_whole("shuffled", examples, batch_size)
 
     def order(key: Key, epoch: Any) -> Int[Array, " examples"]:
         return jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
@@ -201,7 +203,13 @@ def curriculum(
             "sampling.curriculum: order must hold every index of the data set once "
             f"(0 to {indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
         )
-    _check("curriculum", indices.size, batch_size, whole=True)
+    _, batch_size = _checked_whole("curriculum", indices.size, batch_size)
+    if not isinstance(public, bool):
+        raise ValueError(
+            f"sampling.curriculum(public={public!r}): expected True or False, whether the order "
+            "was made without looking at the private data. A text or a number would count as True, "
+            "and with it an epsilon would be promised."
+        )
     fixed_order = jnp.asarray(indices, jnp.int32)
     sampler = _epochs(
         "curriculum",
@@ -252,7 +260,8 @@ def scored(
       [[0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400]]
     """
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
-    _check("scored", places.size, batch_size)
+    _, batch_size = _checked("scored", places.size, batch_size)
+    steps_per_row = _whole("scored", "steps_per_row", steps_per_row)
     _check_rates(places, table, steps_per_row)
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
     below = jnp.asarray(np.maximum(np.floor(table * _WORDS) - 1, 0).astype(np.uint32))
@@ -299,6 +308,11 @@ def fold(
       >>> int(fold(draw, size=2, add=add, first=jnp.array(0)))
       7
     """
+    if (size := _whole("fold", "size", size)) < 1:
+        raise ValueError(
+            f"sampling.fold(size={size}): expected the size of a microbatch, 1 or more; no number "
+            "of empty ones comes to the end of a draw."
+        )
     # The list of indices is padded so that the last microbatch is never shifted back.
     indices = jnp.pad(draw.indices, (0, size))
     which, of = share
@@ -418,7 +432,36 @@ def _check_rates(bins: np.ndarray, rates: np.ndarray, steps_per_row: int) -> Non
         )
 
 
-def _check(name: str, examples: int, batch_size: float, *, whole: bool = False) -> None:
+def _number(who: str, what: str, value: Any) -> int | float:
+    """Python's own number: others round, or overflow, where a rate is made of them."""
+    found = np.asarray(value)
+    if found.ndim or found.dtype.kind not in "iuf" or not np.isfinite(found):
+        raise ValueError(
+            f"sampling.{who}({what}={value!r}): expected one finite number. Usually a flag was "
+            "read as text, or two arguments were exchanged."
+        )
+    return found.item()
+
+
+def _whole(who: str, what: str, value: Any) -> int:
+    number = _number(who, what, value)
+    if number != int(number):
+        raise ValueError(
+            f"sampling.{who}({what}={value}): expected a whole number; only sampling.poisson and "
+            "sampling.scored have an expected size. Usually it is a quotient: round it, as with //."
+        )
+    return int(number)
+
+
+def _checked_whole(name: str, examples: int, batch_size: int) -> tuple[int, int]:
+    """Both sizes, if a batch can have that one."""
+    return _checked(name, examples, batch_size)[0], _whole(name, "batch_size", batch_size)
+
+
+def _checked(name: str, examples: int, batch_size: float) -> tuple[int, float]:
+    """Both sizes as numbers of Python's, if they fit together."""
+    examples = _whole(name, "examples", examples)
+    batch_size = _number(name, "batch_size", batch_size)
     if examples < 1:
         raise ValueError(
             f"sampling.{name}(examples={examples}): expected the size of the data set, at least 1."
@@ -437,8 +480,4 @@ def _check(name: str, examples: int, batch_size: float, *, whole: bool = False) 
             "them. Usually the two arguments were swapped, or the batch size was tuned "
             "for a larger data set."
         )
-    if whole and int(batch_size) != batch_size:
-        raise ValueError(
-            f"sampling.{name}(batch_size={batch_size}): expected a whole number; only "
-            "sampling.poisson has an expected size."
-        )
+    return examples, batch_size

@@ -19,12 +19,15 @@ from dp_accounting import DpEvent
 from numpy.typing import ArrayLike
 
 __all__ = [
+    "BARE",
     "compose",
     "effective_multiplier",
     "gaussian",
     "scheduled_gaussian",
     "subsampled_gaussian",
 ]
+
+BARE = 1e-100  # a multiplier so small that its square underflows hides nothing
 
 
 def _check_multiplier(value: float, who: str) -> float:
@@ -168,7 +171,7 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
 
       | given | returns |
       |---|---|
-      | any multiplier 0 | 0.0: that group is released bare |
+      | any multiplier 0, or below 1e-100 | 0.0: that group is released bare |
       | no multipliers, or all infinite | infinity |
 
     Example:
@@ -182,7 +185,7 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
     zs = [
         _check_multiplier(z, "accounting.effective_multiplier") for z in np.ravel(noise_multipliers)
     ]
-    if any(z == 0 for z in zs):
+    if any(z <= BARE for z in zs):
         return 0.0
     precision = sum(z**-2 for z in zs)
     return precision**-0.5 if precision else math.inf

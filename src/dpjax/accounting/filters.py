@@ -94,6 +94,13 @@ class Filter:
         if not 0 < self.epsilon < math.inf:
             raise ValueError(f"accounting.Filter(epsilon={self.epsilon}): expected a positive one.")
         epsilon_of(dp_accounting.NoOpDpEvent(), self.delta)  # only asks it to check delta
+        whole = math.isfinite(self.steps) and int(self.steps) == self.steps
+        if not (self.spent >= 0 and whole and self.steps >= 0):
+            raise ValueError(
+                f"accounting.Filter(spent={self.spent}, steps={self.steps}): expected what "
+                "the admitted steps add up to, 0 or more, and how many they are; less than nothing "
+                "lets more through than the budget. admit writes both: build a Filter without them."
+            )
         if not self.limit > 0:
             raise ValueError(
                 f"accounting.Filter(order={self.order}): at this order nothing fits into epsilon="
@@ -143,8 +150,11 @@ class Filter:
         Raises:
           Refused: They would pass the limit.
         """
-        if int(steps) != steps or steps < 1:
-            raise ValueError(f"accounting.Filter.admit(steps={steps}): expected 1 or more, whole.")
+        if not math.isfinite(steps) or int(steps) != steps or steps < 1:
+            raise ValueError(
+                f"accounting.Filter.admit(steps={steps}): expected 1 or more, whole: as many as "
+                "are about to run. How many would fit is what room() says."
+            )
         after = self._after(self.cost(noise_multiplier, sampling_rate), steps)
         if not after <= self.limit:
             raise Refused(

@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import dp_accounting
 from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+from dpjax.accounting.events import BARE
 
 __all__ = ["NEIGHBOURS", "Parts", "relation", "split"]
 
@@ -23,9 +26,6 @@ NEIGHBOURS: dict[str, NeighboringRelation] = {
     "zero-out": NeighboringRelation.REPLACE_SPECIAL,
     "replace-one": NeighboringRelation.REPLACE_ONE,
 }
-
-
-_BARE = 1e-100  # a multiplier so small that its square underflows hides nothing
 
 
 class Parts(NamedTuple):
@@ -95,12 +95,13 @@ def split(event: DpEvent) -> Parts:
             case dp_accounting.ComposedDpEvent():
                 stack.extend((part, count) for part in leaf.events)
             case dp_accounting.SelfComposedDpEvent():
-                stack.append((leaf.event, count * leaf.count))
+                stack.append((leaf.event, count * _checked_count(leaf.count)))
             case dp_accounting.GaussianDpEvent():
-                bare = not leaf.noise_multiplier > _BARE
+                bare = not leaf.noise_multiplier > BARE
                 private = private and (count == 0 or not bare)
                 inverse_squares += [] if bare else [count / leaf.noise_multiplier**2]
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+                _check_rate(rate)
                 below = split(inner)
                 if rate == 0:
                     continue
@@ -113,8 +114,33 @@ def split(event: DpEvent) -> Parts:
                 elif below.precision and count:
                     key = (float(rate), below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
-            case dp_accounting.SampledWithoutReplacementDpEvent(event=inner) if split(inner).empty:
+            case dp_accounting.LaplaceDpEvent(noise_multiplier=b) if not b > BARE:
+                private = private and count == 0
+            case (
+                dp_accounting.SampledWithoutReplacementDpEvent(event=inner)
+                | RepeatAndSelectDpEvent(event=inner)
+            ) if split(inner).empty or not split(inner).private:
                 private = private and (count == 0 or split(inner).private)
             case _ if count:
                 foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
     return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, private)
+
+
+def _checked_count(count: int) -> int:
+    """How often a part runs; less than never would pay back what others spent."""
+    if not math.isfinite(count) or int(count) != count or count < 0:
+        raise ValueError(
+            f"accounting: SelfComposedDpEvent(count={count}): expected a whole number, zero or "
+            "more: how often the event runs. Usually two numbers of steps were subtracted the "
+            "wrong way round."
+        )
+    return int(count)
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 <= rate <= 1:
+        raise ValueError(
+            f"accounting: PoissonSampledDpEvent(sampling_probability={rate}): expected a "
+            "probability in [0, 1]. A number above 1 is usually the batch size itself: divide it "
+            "by the number of examples."
+        )

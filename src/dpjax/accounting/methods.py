@@ -98,6 +98,7 @@ def epsilon(
       | multiplier 0, or a non-private part | infinity |
       | Poisson, replace-one | "pld" only |
       | without replacement | "rdp" with "replace-one" only |
+      | best of several runs (`RepeatAndSelectDpEvent`) | "rdp" only |
       | norms from random projections | "pld" only |
 
     Example:

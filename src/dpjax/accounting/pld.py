@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import dp_accounting
 import numpy as np
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting import DpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant
 from scipy.special import logsumexp
 
@@ -126,10 +127,19 @@ def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
         except dp_accounting.UnsupportedEventError as error:
             raise ValueError(
                 f"accounting: method 'pld' with neighbours={neighbours!r} has no proof for "
-                f"{event}. Sampling without replacement needs method 'rdp' and "
-                f"neighbours='replace-one'; the accounting library says: {error}"
+                f"{event}. {_advice(event)}; the accounting library says: {error}"
             ) from error
     return accountant
+
+
+def _advice(event: DpEvent) -> str:
+    """Where an event that no distribution is known for does have a proof."""
+    match event:
+        case dp_accounting.SampledWithoutReplacementDpEvent():
+            return "Sampling without replacement needs method='rdp' and neighbours='replace-one'"
+        case RepeatAndSelectDpEvent():
+            return "The best of several runs needs method='rdp', as in accounting.select_best"
+    return "Often method='rdp' has one, or other neighbours have"
 
 
 def _grid(parts: Parts, neighbours: str) -> float:

@@ -6,9 +6,10 @@ delta). The improved conversion is the default. The first one, `epsilon = rdp + 
 (alpha - 1)`, is proven too but looser; it is here because the papers of 2016 to 2021 print what
 it gives.
 
-Replace-one is settled on this page: unsampled Gaussians double their sensitivity (the accounting
-library's own RDP forgets to), sampling without replacement likewise, Poisson sampling has no RDP
-proof there and is refused.
+Replace-one is settled on this page. The accounting library's own RDP doubles no sensitivity there,
+so whatever is handed on to it is rewritten first, however deep it lies in the event: Gaussians and
+Laplace noise by half. Poisson sampling has no RDP proof there, and kinds of event that nobody has
+looked at are refused.
 """
 
 import math
@@ -16,9 +17,10 @@ import math
 import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as library
 
-from dpjax.accounting.leaves import Parts, relation, split
+from dpjax.accounting.leaves import Parts, relation
 from dpjax.accounting.rdp import CLASSIC, ORDERS, curves
 
 __all__ = ["classic_delta", "classic_epsilon", "rdp_delta", "rdp_epsilon", "total"]
@@ -39,6 +41,7 @@ def rdp_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
 
     Example:
       >>> from dpjax.accounting.events import subsampled_gaussian
+      >>> from dpjax.accounting.leaves import split
       >>> parts = split(subsampled_gaussian(1.1, 256 / 60_000, 14_063))
       >>> round(rdp_epsilon(parts, 1e-5, "add-or-remove"), 4)
       2.5967
@@ -64,6 +67,7 @@ def classic_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
 
     Example:
       >>> from dpjax.accounting.events import subsampled_gaussian
+      >>> from dpjax.accounting.leaves import split
       >>> parts = split(subsampled_gaussian(1.1, 256 / 60_000, 14_063))
       >>> round(classic_epsilon(parts, 1e-5, "add-or-remove"), 4)
       3.0084
@@ -97,7 +101,10 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
       | unsampled Gaussians | multiplier z | multiplier z / 2 |
       | Poisson-sampled Gaussian | its curve | refused: use PLD |
       | sampled without replacement | refused | the library's bound at z / 2 |
-      | other kinds | the library's own | the library's own |
+      | Laplace | the library's bound at b | at b / 2 |
+      | best of several runs | the library's bound | of runs whose own noise is halved |
+      | randomized response | zero-out alone | the library's own, made for it |
+      | other kinds | the library's own | refused |
     """
     swap = neighbours == "replace-one"
     if swap and parts.sampled:
@@ -117,11 +124,16 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
 
 def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
     """The library's divergence of an event that is not ours."""
-    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-        event = _halved(event, neighbours)
+    swap = neighbours == "replace-one"
+    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent) and not swap:
+        raise ValueError(
+            "accounting: sampling without replacement keeps the size of the batch fixed, so "
+            f"neighbours={neighbours!r} has no proof: an example cannot leave without another "
+            "taking its place. Ask for neighbours='replace-one', or sample with sampling.poisson."
+        )
     accountant = library.RdpAccountant(ORDERS.tolist(), relation(neighbours))
     try:
-        return accountant.compose(event).rdp
+        return accountant.compose(_exchanged(event) if swap else event).rdp
     except dp_accounting.UnsupportedEventError as error:
         raise ValueError(
             f"accounting: RDP with neighbours={neighbours!r} has no proof for {event}. Often "
@@ -129,20 +141,27 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
         ) from error
 
 
-def _halved(event: dp_accounting.SampledWithoutReplacementDpEvent, neighbours: str) -> DpEvent:
-    """The same event, its multiplier relative to the replace-one sensitivity: half."""
-    if neighbours != "replace-one":
-        raise ValueError(
-            "accounting: sampling without replacement keeps the size of the batch fixed, so "
-            f"neighbours={neighbours!r} has no proof: an example cannot leave without another "
-            "taking its place. Ask for neighbours='replace-one', or sample with sampling.poisson."
-        )
-    inner = split(event.event)
-    if not inner.private:
-        return dp_accounting.NonPrivateDpEvent()
-    if inner.sampled or inner.foreign:
-        return event
-    half = dp_accounting.GaussianDpEvent(inner.unsampled_multiplier / 2)
-    return dp_accounting.SampledWithoutReplacementDpEvent(
-        event.source_dataset_size, event.sample_size, half
+def _exchanged(event: DpEvent) -> DpEvent:
+    """The same event with the noise that replace-one leaves of it: half, for a doubled signal."""
+    match event:
+        case dp_accounting.NoOpDpEvent() | dp_accounting.RandomizedResponseDpEvent():
+            return event  # the library's bound of the latter is for an exchange
+        case dp_accounting.GaussianDpEvent(noise_multiplier=z):
+            return dp_accounting.GaussianDpEvent(z / 2)
+        case dp_accounting.LaplaceDpEvent(noise_multiplier=b):
+            return dp_accounting.LaplaceDpEvent(b / 2)
+        case dp_accounting.ComposedDpEvent(events=parts):
+            return dp_accounting.ComposedDpEvent([_exchanged(part) for part in parts])
+        case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
+            return dp_accounting.SelfComposedDpEvent(_exchanged(inner), count)
+        case RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
+            return RepeatAndSelectDpEvent(_exchanged(inner), mean, shape)
+        case dp_accounting.SampledWithoutReplacementDpEvent(event=inner):
+            return dp_accounting.SampledWithoutReplacementDpEvent(
+                event.source_dataset_size, event.sample_size, _exchanged(inner)
+            )
+    raise ValueError(
+        f"accounting: RDP with neighbours='replace-one' has no proof for {event}: what it costs "
+        "when one example takes another's place is not settled here. Usually 'add-or-remove' or "
+        "'zero-out' is what it was made for; method='pld' has a proof for some."
     )

@@ -86,7 +86,7 @@ def largest_steps(
     delta: float,
     method: str = "rdp",
     neighbours: str = "add-or-remove",
-    maximum: int = 10_000_000,
+    maximum: float = 10_000_000,
 ) -> int:
     """The largest number of steps whose event costs at most `epsilon`.
 
@@ -96,7 +96,7 @@ def largest_steps(
       delta: the probability beside it, in (0, 1).
       method: a proven method.
       neighbours: as for `accounting.epsilon`.
-      maximum: where to stop looking.
+      maximum: where to stop looking: a whole number, or infinity.
 
     Returns:
       The number: 0 if not even one step fits, `maximum` if that fits.
@@ -108,6 +108,13 @@ def largest_steps(
       133
     """
     _check(epsilon, method, "accounting.largest_steps")
+    if not (maximum == math.inf or (maximum >= 0 and int(maximum) == maximum)):
+        raise ValueError(
+            f"accounting.largest_steps(maximum={maximum}): expected a whole number, zero or more, "
+            "or infinity: how many steps there could be at most, whatever the budget."
+        )
+    if maximum == 0:
+        return 0
 
     @functools.cache
     def spent(steps: int) -> float:
@@ -117,17 +124,17 @@ def largest_steps(
     if method == "pld":
         with contextlib.suppress(ValueError):
             low = largest_steps(make_event, epsilon, delta, "rdp", neighbours, maximum)
-        high = min(maximum, low + max(1, low // 4))
-    while high <= maximum and spent(high) <= epsilon:
+        high = int(min(maximum, low + max(1, low // 4)))
+    while spent(high) <= epsilon:
         if high == maximum:
-            return maximum
-        low, high = high, min(maximum, 2 * high)
+            return high
+        low, high = high, int(min(maximum, 2 * high))
     steps = int(_crossing(lambda x: spent(int(x)), epsilon, low, high, 0.5))
     while spent(steps) > epsilon:
         steps -= 1
-    while spent(steps + 1) <= epsilon:
+    while steps < maximum and spent(steps + 1) <= epsilon:
         steps += 1
-    return min(steps, maximum)
+    return steps
 
 
 def _bracket(

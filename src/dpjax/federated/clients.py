@@ -53,9 +53,18 @@ class Clients:
           >>> clients.counts.tolist(), clients.capacity
           ([2, 0, 5], 5)
         """
+        examples = list(examples)
         if not examples:
             raise ValueError("federated.Clients.of([]): expected the examples of each client.")
         counts = [trees.leading_size(tree, name="a client's examples") for tree in examples]
+        for number, tree in enumerate(examples):
+            if _row(tree) != _row(examples[0]):
+                raise ValueError(
+                    f"federated.Clients.of: an example of client {number} is {_row(tree)}, one of "
+                    f"client 0 is {_row(examples[0])}; expected the same arrays of all, for one "
+                    "model trains on them. Usually a client without examples was given as [], or "
+                    "one with a single example lacks its axis: write shape (0, ...) or (1, ...)."
+                )
         joined = jax.tree.map(lambda *rows: np.concatenate(rows), *examples)
         return cls._joined(joined, np.asarray(counts))
 
@@ -105,3 +114,8 @@ class Clients:
     def __len__(self) -> int:
         """How many clients there are; public, as the size of a data set is."""
         return self.counts.shape[0]
+
+
+def _row(tree: PyTree) -> PyTree:
+    """The shape of one example, leaf by leaf."""
+    return jax.tree.map(lambda x: "x".join(map(str, np.shape(x)[1:])) or "a number", tree)

@@ -19,7 +19,7 @@ import optax
 from dpjax import ledger, trees
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
-from dpjax.federated.rounds import Info, Recipe, played
+from dpjax.federated.rounds import Info, Recipe, observed, played
 from dpjax.federated.weights import Weights
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, Key, LossFn, PyTree, State
@@ -106,10 +106,16 @@ def fedavg(
       algorithm 1; Reddi et al., "Adaptive Federated Optimization", 2021, for the server.
     """
     _check_work(local_batch_size, local_epochs, local_steps)
-    work = {"batch_size": local_batch_size, "epochs": local_epochs, "steps": local_steps}
+    if not isinstance(project, bool):
+        raise ValueError(
+            f"fedavg(project={project!r}): expected True or False, whether clients return into the "
+            "rule's bounds. Usually a flag was read as text, which counts as True whatever it says."
+        )
+    epochs, steps = (None if x is None else int(x) for x in (local_epochs, local_steps))
     within = ball(mechanism.clipping) if project else None
-    local = Local(loss, client_optimizer, **work, ball=within)
-    name = {"algorithm": "fedavg", "local": {**work, "project": project}}
+    local = Local(loss, client_optimizer, int(local_batch_size), epochs, steps, within)
+    work = {"batch_size": local.batch_size, "epochs": epochs, "steps": steps, "project": project}
+    name = {"algorithm": "fedavg", "local": work}
     options = (weights, microbatch_size, budget)
     return _algorithm(local, server_optimizer, mechanism, clients, name, *options)
 
@@ -163,6 +169,11 @@ def _algorithm(
     """Rounds of what clients do, as something that runs."""
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
     _check_clients(mechanism, clients, weights)
+    if not (microbatch_size is None or _whole(microbatch_size)):
+        raise ValueError(
+            f"federated: microbatch_size={microbatch_size!r}; expected how many clients train at "
+            "once, a whole number of at least 1, or None for what fits."
+        )
     shares, scale = jnp.asarray(weights.shares), len(clients) / weights.total_share
     recipe = Recipe(local, server, mechanism, shares, scale, microbatch_size)
     compiled = jax.jit(lambda *state: played(recipe, *state))
@@ -175,8 +186,8 @@ def _algorithm(
     def step(state: State) -> tuple[State, Info]:
         ledger.require_untraced(state, "fedavg")
         spent = ledger.admit(state.ledger, mechanism, budget)
-        params, moved, info = compiled(state.params, state.optimizer, state.key, clients)
-        return State(params, moved, state.key, spent), info
+        params, moved, sums = compiled(state.params, state.optimizer, state.key, clients)
+        return State(params, moved, state.key, spent), observed(sums)
 
     def identity() -> dict[str, Any]:
         held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
@@ -188,15 +199,27 @@ def _algorithm(
 
 def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:
     given = [x for x in (epochs, steps) if x is not None]
-    if len(given) != 1 or min(*given, batch_size) < 1:
+    if len(given) != 1 or not all(map(_whole, (*given, batch_size))):
         raise ValueError(
             f"fedavg(local_batch_size={batch_size}, local_epochs={epochs}, local_steps={steps}): "
             "expected a batch size of at least 1, and at least 1 of either epochs or steps, not "
-            "both: how long a drawn client trains before it answers."
+            "both, in whole numbers: how long a drawn client trains before it answers."
         )
 
 
+def _whole(number: Any) -> bool:
+    """Whether so many can be counted, and there is one."""
+    whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    return whole and bool(number >= 1)
+
+
 def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
+    if not isinstance(weights, Weights):
+        raise TypeError(
+            f"federated: weights is a {type(weights).__name__}; expected federated.Weights(values="
+            "one a client, largest=the weight at which a client is cut off), for the largest is "
+            "what the noise is measured by, and must be public."
+        )
     if mechanism.unit != "client":
         raise ValueError(
             f"federated: the mechanism protects one {mechanism.unit}, and what is drawn and "

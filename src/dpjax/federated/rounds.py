@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,7 +28,7 @@ from dpjax.gradients.clipped import check_loss
 from dpjax.mechanism import Mechanism
 from dpjax.types import Draw, Key, Purpose, PyTree
 
-__all__ = ["Info", "Recipe", "played"]
+__all__ = ["Info", "Recipe", "Sums", "observed", "played"]
 
 
 class Info(NamedTuple):
@@ -68,7 +69,7 @@ class Recipe(NamedTuple):
     microbatch_size: int | None
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """What a round has added up so far: secret, all of it."""
 
     updates: PyTree
@@ -82,7 +83,7 @@ class _Sums(NamedTuple):
 
 def played(
     recipe: Recipe, params: PyTree, moved: Any, key: Key, clients: Clients
-) -> tuple[PyTree, Any, Info]:
+) -> tuple[PyTree, Any, Sums]:
     """One round.
 
     Args:
@@ -93,9 +94,9 @@ def played(
       clients: All of them.
 
     Returns:
-      New parameters and states, and what the observer is told.
+      New parameters and states, and the round's sums but for the updates, for `observed`.
 
-    Privacy: the parameters that come out are private; the info is not.
+    Privacy: the parameters that come out are private; the sums are not.
     """
     noise_state, inner = moved
     mechanism = recipe.mechanism
@@ -105,7 +106,7 @@ def played(
     mean, noise_state = mechanism.privatize(key).update(sums.updates, noise_state)
     mean = jax.tree.map(lambda x: x * jnp.asarray(recipe.scale, x.dtype), mean)
     change, inner = recipe.server.update(mean, inner, params)
-    return optax.apply_updates(params, change), (noise_state, inner), _info(sums)
+    return optax.apply_updates(params, change), (noise_state, inner), sums._replace(updates=None)
 
 
 def _by_size(draw: Draw, clients: Clients) -> Draw:
@@ -132,18 +133,18 @@ def _as_loss(local: Local, clients: Clients, key: Key) -> Callable[[PyTree, Any]
 
 def _summed(
     recipe: Recipe, loss: Callable[..., Array], params: PyTree, draw: Draw, clients: Clients
-) -> _Sums:
+) -> Sums:
     """The clipped, weighted sum over the drawn clients."""
     rule, one = recipe.mechanism.clipping, trees.one_row(clients.examples)
     check_loss(lambda p, x: (recipe.local.loss(p, x), None), params, one)
     size = _microbatch(recipe, loss, params)
     clipped = clipped_grad(loss, rule, "vmap")
 
-    def add(rows: Int[Array, " size"], drawn: Bool[Array, " size"], sums: _Sums) -> _Sums:
+    def add(rows: Int[Array, " size"], drawn: Bool[Array, " size"], sums: Sums) -> Sums:
         counts = jnp.where(drawn, clients.counts[rows], 0)
         part = clipped(params, rows, counts > 0, recipe.shares[rows])
         over = jnp.sum(part.norms > jnp.asarray(rule.bounds), axis=0, dtype=jnp.float32)
-        more = _Sums(
+        more = Sums(
             part.value,
             jnp.sum(part.losses, dtype=jnp.float32),
             jnp.sum(part.norms, axis=0, dtype=jnp.float32),
@@ -153,7 +154,7 @@ def _summed(
         return jax.tree.map(jnp.add, sums, more)
 
     groups, zero, none = jnp.zeros(len(rule.bounds)), jnp.zeros(()), jnp.zeros((), jnp.int32)
-    nothing = _Sums(trees.zeros_wide(params), zero, groups, groups, none, none, none)
+    nothing = Sums(trees.zeros_wide(params), zero, groups, groups, none, none, none)
     return sampling.fold(draw, size, add, nothing)
 
 
@@ -169,9 +170,13 @@ def _microbatch(recipe: Recipe, loss: Callable[..., Array], params: PyTree) -> i
     return layout(with_aux, params, client, most, "vmap", **chosen).microbatch_size
 
 
-def _info(sums: _Sums) -> Info:
-    """What the observer is told of a round's sums."""
-    count = sums.working
-    means = (x / count for x in (sums.losses, sums.norms, sums.over))
-    loss, norm, clipped = means
-    return Info(loss, sums.examples, sums.clients, norm, clipped)
+def observed(sums: Sums) -> Info:
+    """What the observer is told of a round's sums.
+
+    On the host, because an empty draw is lawful, and its means are not: a device that looks for
+    NaN would end the run there.
+    """
+    sums = jax.tree.map(np.asarray, sums)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = [np.float32(x / sums.working) for x in (sums.losses, sums.norms, sums.over)]
+    return Info._make([means[0], sums.examples, sums.clients, *means[1:]])
