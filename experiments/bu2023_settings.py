@@ -123,7 +123,7 @@ def epsilons(setting: Setting, name: str, params: Any) -> list[str]:
         return ["", "inf", "inf", "inf"]
     mechanism = mechanism_of(setting, name, params)
     two = papers.epsilons(mechanism, claimed(setting), setting.delta, "gdp")
-    return [f"{setting.printed:.2f}", *(f"{float(two[k]):.4g}" for k in ("paper", "rdp", "pld"))]
+    return [f"{setting.printed:.2f}", *papers.figures(two)]
 
 
 def moves(setting: Setting, name: str, bound: float) -> tuple[optax.GradientTransformation, Any]:

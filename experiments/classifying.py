@@ -9,6 +9,7 @@ those go under "private".  At the end it writes what `dpjax.reports.report` draw
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import pathlib
@@ -17,14 +18,20 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.errors
 import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import app
 
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, reports, training
+from dpjax.reports.figures import PLOTS
+
+LEFT = ("privacy.json", "statement.txt", "config.json", "params.msgpack", "evaluation.npz")
+LEFT += ("diagnostics.npz", "report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
 
 
 class Looking:
@@ -163,6 +170,39 @@ def train(
     return average, state, history
 
 
+def rehearse(
+    shape: Callable[[], jax.ShapeDtypeStruct],
+    model: Any,
+    loss: losses.ExampleLoss,
+    mechanism: dpjax.Mechanism,
+    params: bytes | None = None,
+    *,
+    epochs: bool = False,
+) -> None:
+    """Goes through a step on shapes alone, so that what does not fit is said before it costs.
+
+    ``shape`` finds that of one example's input, ``params`` are those of an earlier run, and
+    ``epochs`` says whether the loss is told the epoch.
+    """
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    try:
+        x = shape()
+        fresh = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+        example = (x, number, number) if epochs else (x, number)
+        jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
+        mechanism.clipping.partition.assign(fresh)
+        if params is not None:
+            empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), fresh)
+            found = flax.serialization.from_bytes(empty, params)
+            if jax.tree.map(np.shape, found) != jax.tree.map(np.shape, empty):
+                raise ValueError("the parameters of the earlier run are of another model.")
+    except (ArithmeticError, TypeError, ValueError, flax.errors.FlaxError) as error:
+        raise app.UsageError(
+            f"these flags do not fit each other, or not these data: {error}\n"
+            "Nothing was spent, and nothing in --out was touched."
+        ) from error
+
+
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
     """Writes what the run was made with."""
     names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
@@ -172,7 +212,36 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
         "flags": dict(flags),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in names},
+        "released": _digest(folder),
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
         **facts,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def cleared(folder: pathlib.Path, *more: str) -> None:
+    """Removes what a run left in its folder besides what `dpjax.training.forget` removes."""
+    for name in (*LEFT, *more):
+        (folder / name).unlink(missing_ok=True)
+
+
+def released(folder: pathlib.Path) -> bytes:
+    """The parameters that a run released; those of another run that was here are refused."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config["released"] == _digest(folder):
+            return (folder / "params.msgpack").read_bytes()
+    except (OSError, ValueError, KeyError):
+        pass
+    raise app.UsageError(
+        f"--continue_from={folder}: expected params.msgpack, run.json and config.json of one run "
+        "that has ended. Usually it was interrupted, or another one was begun in its folder, and "
+        "then what these parameters cost is counted nowhere. Give the run's own command again, "
+        "which ends it and writes all three."
+    )
+
+
+def _digest(folder: pathlib.Path) -> str:
+    """What ties parameters to the run by which they are accounted."""
+    both = ((folder / name).read_bytes() for name in ("run.json", "params.msgpack"))
+    return hashlib.sha256(b"".join(both)).hexdigest()

@@ -9,7 +9,8 @@ differ only in `seed` and `out` are one group, drawn as their mean and a band fr
 to the best of them; a run without `config.json` is a group of its own.
 
 Each epsilon is the price of one run alone.  To choose among runs by looking at private data
-has a cost of its own, which no number here includes; the page says so too.
+has a cost of its own, which no number here includes; the page says so too.  It also names
+folders that could not be read, and runs whose seed is published, which are not for release.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import pathlib
 import textwrap
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from html import escape
 from typing import Any, NamedTuple
 
@@ -26,9 +28,10 @@ import numpy as np
 from absl import app, flags
 
 from dpjax.reports import drawing, page
-from dpjax.reports.figures import PRIVATE, RELEASED
+from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
 from dpjax.reports.folder import Missing, Run, read
 from dpjax.reports.rendering import png, svg
+from dpjax.reports.rounding import upwards
 
 _OUT = flags.DEFINE_string("out", "comparison.html", "The page; its figure has the same name.")
 
@@ -100,7 +103,7 @@ def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
     return epsilon[finite], accuracy[finite]
 
 
-def draw(groups: list[Group], private: bool) -> tuple[str, bytes, list[str]]:
+def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
     """The curves as SVG and PNG, and why groups are missing from them."""
     absent = []
     with drawing.style():
@@ -118,7 +121,7 @@ def draw(groups: list[Group], private: bool) -> tuple[str, bytes, list[str]]:
             for words in legend.get_texts():
                 words.set_parse_math(False)
         image = svg(figure, "compared", "Test accuracy against epsilon, a line for each group")
-        return image, png(figure, PRIVATE if private else ""), absent
+        return image, png(figure, "" if badge == RELEASED else badge), absent
 
 
 def short(group: Group) -> str:
@@ -137,24 +140,54 @@ def line(group: Group) -> list[str]:
         group.label,
         f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
         f"{count} run{'s' * (count > 1)}",
-        f"{group.epsilon():.3g}",
-        f"{group.runs[0].delta:g}",
+        upwards(group.epsilon(), ".3g"),
+        upwards(group.runs[0].delta, ".6g"),
         f"{np.mean(seconds):.1f} s" if seconds else "not written",
     ]
 
 
 def compare(directories: Iterable[str | pathlib.Path], out: str | pathlib.Path) -> pathlib.Path:
     """Writes the page, and its figure as a PNG of the same name; returns the page's path."""
-    runs = [read(directory) for directory in directories]
-    groups = groups_of(runs)
-    private = any(math.isinf(group.epsilon()) for group in groups)
-    image, picture, absent = draw(groups, private)
     out = pathlib.Path(out)
+    if out.suffix.lower() == ".png":
+        raise app.UsageError(
+            f"--out={out}: expected the name of the page, such as {out.with_suffix('.html')}; its "
+            "figure is written beside it, as a PNG of the same name, and would replace it."
+        )
+    runs, unread = [], []
+    for directory in directories:
+        try:
+            runs.append(read(directory, arrays=False))
+        except (OSError, ValueError) as error:
+            unread.append(f"{directory} ({error})")
+    if not runs:
+        raise app.UsageError("none of these folders can be read: " + "; ".join(unread))
+    groups = groups_of(runs)
+    badge = worst({of_what_was_released(run) for run in runs})
+    image, picture, absent = draw(groups, badge)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".png").write_bytes(picture)
-    body = body_of(groups, image, absent, PRIVATE if private else RELEASED, price(runs))
+    notices = [price(runs), *seeds(runs), *(f"Could not be read: {words}" for words in unread)]
+    if unread:
+        notices[0] += " What could not be read is not in these numbers."
+    body = body_of(groups, image, absent, badge, notices)
     out.write_text(page.page("Runs compared", body), encoding="utf-8")
     return out
+
+
+def worst(badges: set[str]) -> str:
+    """The badge of a figure that shows several runs."""
+    return next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
+
+
+def seeds(runs: list[Run]) -> Iterator[str]:
+    """Which runs are not for release although they had noise."""
+    found = [f"{run.path.resolve().name} ({run.seed})" for run in runs if run.seed is not None]
+    if found:
+        yield (
+            f"Seed published, so not for release: {', '.join(found)}. Whoever knows a seed can "
+            "subtract the noise."
+        )
 
 
 def price(runs: list[Run]) -> str:
@@ -162,25 +195,28 @@ def price(runs: list[Run]) -> str:
     epsilon = sum(min(run.epsilons.values()) for run in runs)
     if math.isinf(epsilon):
         return "One of these runs is not private, so neither are all of them together."
+    delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     return (
         f"All {len(runs)} together, trained on the same data for the same neighbours, cost at most "
-        f"epsilon {epsilon:.3g} at delta {sum(run.delta for run in runs):.3g}."
+        f"epsilon {upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}."
     )
 
 
 def body_of(
-    groups: list[Group], image: str, absent: list[str], words: str, together: str
+    groups: list[Group], image: str, absent: list[str], words: str, notices: list[str]
 ) -> Iterator[str]:
     count = sum(len(group.runs) for group in groups)
     yield f'<header><p class="kicker">{count} runs of dpjax</p><h1>Runs compared</h1>'
     yield (
         '<p class="notice">Each epsilon is the price of one run alone. To choose among runs by '
         "looking at private data, be it a part held out of them, has a cost of its own, which no "
-        f"number here includes. {together}</p></header>"
+        f"number here includes. {escape(notices[0])}</p>"
     )
+    yield from (f'<p class="notice">{escape(notice)}</p>' for notice in notices[1:])
+    yield "</header>"
     yield "<h2>Accuracy and its price</h2>"
     note = (
-        f"<h3>Test accuracy against epsilon</h3>{page.badge(words, warns=words == PRIVATE)}"
+        f"<h3>Test accuracy against epsilon</h3>{page.badge(words, warns=words != RELEASED)}"
         "<p>A line is the mean of runs that differ only in their seed, its band reaches from the "
         "worst to the best of them. Further up for less epsilon is better.</p>"
     )

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -33,6 +34,7 @@ import dpjax
 from dpjax import accounting, data, losses, metrics, training
 from dpjax.reports import drawing
 from dpjax.reports.rendering import png
+from dpjax.reports.rounding import upwards
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
@@ -70,7 +72,7 @@ class Results:
         if str(seed) not in self.content["rows"].get(row, {}):
             folder = None if self.runs is None else self.runs / file_name(f"{row}, seed {seed}")
             started, fresh = time.time(), folder is None or not folder.exists()
-            found = dict(run(seed, folder))
+            found = _numbers(run(seed, folder))
             if fresh:  # else it took longer than what this process saw of it
                 found["seconds"] = round(time.time() - started, 1)
             self._keep(row, seed, found)
@@ -80,6 +82,7 @@ class Results:
         """What is known by now: another process may keep its rows in the same file."""
         if self.path is not None and self.path.exists():
             self.content = json.loads(self.path.read_text())
+            self.content["rows"] = _numbers(self.content["rows"])
 
     def _keep(self, row: str, seed: int, found: Mapping[str, Any]) -> None:
         """Adds what was found to what is known, which no other process changes meanwhile."""
@@ -116,11 +119,11 @@ def results() -> Results:
 
 
 def written(content: Mapping[str, Any]) -> str:
-    """Results as JSON with a line for each run, and five digits of what was measured."""
+    """Results as strict JSON with a line for each run, and five digits of what was measured."""
     facts = {name: value for name, value in content.items() if name != "rows"}
     rows = [
         f"    {json.dumps(row)}: {{\n"
-        + ",\n".join(f'      "{seed}": {json.dumps(_short(run))}' for seed, run in runs.items())
+        + ",\n".join(f'      "{seed}": {_json(run)}' for seed, run in runs.items())
         + "\n    }"
         for row, runs in content["rows"].items()
     ]
@@ -128,13 +131,28 @@ def written(content: Mapping[str, Any]) -> str:
     return f'{{\n{head}  "rows": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
 
 
+def _json(run: Any) -> str:
+    return json.dumps(_short(run), allow_nan=False)
+
+
 def _short(found: Any) -> Any:
-    """The same with every float rounded to five digits."""
+    """The same with every float rounded to five digits; one that is not finite is null."""
     if isinstance(found, Mapping):
         return {name: _short(value) for name, value in found.items()}
     if isinstance(found, list):
         return [_short(value) for value in found]
-    return float(f"{found:.5g}") if isinstance(found, float) else found
+    if not isinstance(found, float):
+        return found
+    return float(f"{found:.5g}") if math.isfinite(found) else None
+
+
+def _numbers(found: Any) -> Any:
+    """The same with NaN for null, which stands for what was not finite."""
+    if isinstance(found, Mapping):
+        return {name: _numbers(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_numbers(value) for value in found]
+    return math.nan if found is None else found
 
 
 def trained(
@@ -209,6 +227,11 @@ def epsilons(
         "rdp": mechanism.epsilon(delta),
         "pld": mechanism.epsilon(delta, "pld"),
     }
+
+
+def figures(found: Mapping[str, float], form: str = ".4g") -> list[str]:
+    """For a table: the paper's own figure as papers round, and the bounds rounded up."""
+    return [f"{found['paper']:{form}}", *(upwards(found[way], form) for way in ("rdp", "pld"))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ import searching
 from verify import event_of
 
 from dpjax import accounting, training
+from dpjax.reports.rounding import upwards
 
 Card = dict[str, Any]
 
@@ -30,7 +31,9 @@ class Price(NamedTuple):
     holds: str
 
     def __str__(self) -> str:
-        epsilon = "not known" if self.epsilon is None else f"epsilon {self.epsilon:.3f}"
+        epsilon = "not known"
+        if self.epsilon is not None:
+            epsilon = f"epsilon {upwards(self.epsilon, '.3f')}"
         return f"{epsilon:<16}{self.what}: {self.holds}"
 
 

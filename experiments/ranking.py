@@ -12,6 +12,7 @@ import numpy as np
 import searching
 
 from dpjax.reports.folder import Run, read
+from dpjax.reports.rounding import upwards
 
 
 def accuracy(run: Run) -> float:
@@ -36,7 +37,7 @@ def results(trials: Mapping[pathlib.Path, searching.Trial]) -> list[dict[str, An
 
 def row(folders: list[pathlib.Path], settings: dict[str, str]) -> dict[str, Any]:
     """One setting: the mean of its runs, and their standard deviation if there are several."""
-    runs = [read(folder) for folder in folders]
+    runs = [read(folder, arrays=False) for folder in folders]
     seen = [accuracy(run) for run in runs]
     return {
         "settings": settings,
@@ -62,5 +63,5 @@ def table(rows: list[dict[str, Any]]) -> str:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"
         mean = "none" if row["mean"] is None else f"{row['mean']:.2f} %{spread}"
         spent, name = float(row["epsilon"]), searching.words(row["settings"])
-        lines.append(f"{mean:>17}  {row['runs']:>4}  {spent:>7.3f}  {name}")
+        lines.append(f"{mean:>17}  {row['runs']:>4}  {upwards(spent, '.3f'):>7}  {name}")
     return "\n".join(lines)

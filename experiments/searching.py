@@ -114,7 +114,8 @@ def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[st
 
 def _one(values: list[str] | Range, draw: np.random.Generator) -> str:
     if isinstance(values, Range):
-        return f"{SCALES[values.scale](draw, values.low, values.high):.6g}"
+        number = SCALES[values.scale](draw, values.low, values.high)
+        return str(number) if values.scale == "whole" else f"{number:.6g}"
     return values[int(draw.integers(len(values)))]
 
 

@@ -25,6 +25,7 @@ killed goes on when the same command is given again.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import pathlib
@@ -39,7 +40,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from classifying import describe, train
+from classifying import cleared, describe, rehearse, released, train
+from commands import in_range, only_flags, whole_and_positive
 
 import dpjax
 from dpjax import (
@@ -53,9 +55,11 @@ from dpjax import (
     noise,
     reports,
     sampling,
+    scattering,
     schedules,
     training,
 )
+from dpjax.reports.rounding import upwards
 
 _DATASET = flags.DEFINE_enum("dataset", "digits", data.NAMES, "What to learn.")
 _DATA_DIR = flags.DEFINE_string(
@@ -86,6 +90,7 @@ _SEARCH_NOISE = flags.DEFINE_float(
 
 _MODEL = flags.DEFINE_enum("model", "mlp", models.NAMES, "The network.")
 _HIDDEN = flags.DEFINE_list("hidden", ["128"], "Widths of the hidden layers of an mlp.")
+whole_and_positive("hidden")
 _OPTIONS = flags.DEFINE_list("model_options", [], "Further fields of the model: depth=10,width=1.")
 _ACTIVATION = flags.DEFINE_string(
     "activation", None, "Of the hidden layers; by default the model's own (mlp and CNNs: tanh)."
@@ -126,6 +131,7 @@ _SCHEDULE = flags.DEFINE_enum(
 _EPSILON = flags.DEFINE_float(
     "target_epsilon", 3.0, "Scale the noise so that the run costs at most this."
 )
+in_range("target_epsilon", 0, strictly=True)
 _MULTIPLIER = flags.DEFINE_float(
     "noise_multiplier", None, "Instead of --target_epsilon: scale the noise by this."
 )
@@ -141,13 +147,15 @@ flags.register_validator(
     "Expected an epsilon above 0: at 0 no step fits. Leave it out to run without a limit.",
 )
 _DELTA = flags.DEFINE_float("delta", 1e-5, "The delta of the guarantee.")
+in_range("delta", 0, 1, strictly=True)
 _METHOD = flags.DEFINE_enum("accountant", "rdp", ["rdp", "pld"], "Which accountant.")
 
 _SAMPLER = flags.DEFINE_enum(
     "sampling", "poisson", ["poisson", "fixed", "shuffled"], "How batches are drawn."
 )
-_BATCH = flags.DEFINE_integer("batch_size", 512, "The expected size of a batch.")
-_EPOCHS = flags.DEFINE_float("epochs", 40, "How many epochs.", lower_bound=0)
+_BATCH = flags.DEFINE_integer("batch_size", 512, "The expected size of a batch.", 1)
+_EPOCHS = flags.DEFINE_float("epochs", 40, "How many epochs.")
+in_range("epochs", 0)
 _STEPS = flags.DEFINE_integer("steps", None, "Instead of --epochs: how many steps.", 0)
 
 _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -163,11 +171,15 @@ _OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "sgd", list(_OPTIMIZERS), "dp_adam is Adam without the noise's second moment."
 )
 _RATE = flags.DEFINE_float("learning_rate", 0.4, "Of the optimizer.")
+in_range("learning_rate", 0)
 _PER_512 = flags.DEFINE_bool("rate_per_512", False, "The rate is for 512 examples: scale it.")
 _WARMUP = flags.DEFINE_integer("warmup_steps", 0, "Steps in which the rate rises from 0.", 0)
 _MOMENTUM = flags.DEFINE_float("momentum", 0.9, "Of SGD.")
+in_range("momentum", 0, 1)
 _FLOOR = flags.DEFINE_float("floor", 1e-8, "Of dp_adam's second moment.")
+in_range("floor", 0, strictly=True)
 _AVERAGE = flags.DEFINE_float("average", 0.95, "Decay of the parameter average.")
+in_range("average", 0, 1)
 _EVALUATIONS = flags.DEFINE_integer("evaluations", 20, "How often to test on the way.", 1)
 
 _SEED = flags.DEFINE_integer(
@@ -214,6 +226,21 @@ def settings() -> dict[str, Any]:
     return {flag.name: flag.value for flag in own if flag.name not in _ELSEWHERE}
 
 
+def loss_from_flags() -> losses.ExampleLoss:
+    """The loss that the flags describe."""
+    make, options = _LOSSES[_LOSS.value], numbers(_LOSS_OPTIONS.value)
+    known = list(inspect.signature(make).parameters)
+    try:
+        if not options.keys() <= set(known):
+            raise ValueError(f"{_LOSS.value} has {', '.join(known) or 'no options'}.")
+        return make(**options)
+    except (TypeError, ValueError) as error:
+        raise app.UsageError(
+            f"--loss={_LOSS.value} --loss_options={','.join(_LOSS_OPTIONS.value)}: {error} "
+            "Expected name=value of what this loss has, as in --loss=focal --loss_options=gamma=2."
+        ) from error
+
+
 def normalization_from_flags(examples: int) -> features.Normalization | None:
     """The queries on private data that features take, if they take any."""
     if _FEATURES.value == "none" or _NORMALIZATION.value != "data":
@@ -225,25 +252,50 @@ def normalization_from_flags(examples: int) -> features.Normalization | None:
     )
 
 
+def scaled(x: Any, moments: features.Moments | None) -> Any:
+    """Features as the network takes them: by moments of all of them, or each by itself."""
+    if moments is None:
+        return features.group_norm(x, groups=_NORM_GROUPS.value)
+    return features.normalize(x, moments)
+
+
+def input_of(dataset: data.Dataset) -> jax.ShapeDtypeStruct:
+    """What the network is shown of one example, without its numbers."""
+    x, _ = dataset.train.row if isinstance(dataset.train, data.Stream) else dataset.train
+    shape = x.shape if isinstance(dataset.train, data.Stream) else x.shape[1:]
+    if _FEATURES.value == "none":
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *shape), x.dtype))
+    channels = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
+    moments = features.Moments(channels, channels) if _NORMALIZATION.value == "data" else None
+    return jax.eval_shape(lambda row, moments: scaled(row, moments)[0], row, moments)
+
+
+def featured(dataset: data.Dataset) -> data.Dataset:
+    """The features that the flags describe, of each image by itself."""
+    if _FEATURES.value == "none":
+        return dataset
+    x, x_test = (
+        jnp.asarray(features.scattered(part[0], directory=_CACHE.value))
+        for part in (dataset.train, dataset.test)
+    )
+    return dataset._replace(train=(x, dataset.train[1]), test=(x_test, dataset.test[1]))
+
+
 def prepared(
     dataset: data.Dataset,
     normalization: features.Normalization | None,
     key: Any,
     folder: pathlib.Path,
 ) -> data.Dataset:
-    """The features that the flags describe, by what these queries release."""
+    """The features on one scale, by what these queries release."""
     if _FEATURES.value == "none":
         return dataset
-    (images, labels), (test_images, test_labels) = dataset.train, dataset.test
-    x, x_test = (
-        jnp.asarray(features.scattered(part, directory=_CACHE.value))
-        for part in (images, test_images)
-    )
-    scale = partial(features.group_norm, groups=_NORM_GROUPS.value)
+    (x, labels), (x_test, test_labels) = dataset.train, dataset.test
+    moments = None
     if normalization is not None:
         moments = released_once(folder / "moments.npz", normalization, key, x)
-        scale = partial(features.normalize, moments=moments)
-    x, x_test = map(jax.jit(scale), (x, x_test))
+    x, x_test = map(jax.jit(partial(scaled, moments=moments)), (x, x_test))
     return dataset._replace(train=(x, labels), test=(x_test, test_labels))
 
 
@@ -279,13 +331,13 @@ def steps_per_epoch(examples: int) -> int:
 def mechanism_from_flags(examples: int, queries: tuple[float, ...] = ()) -> dpjax.Mechanism:
     """The private computation that the flags describe, after these queries on all the data."""
     per_epoch = steps_per_epoch(examples)
-    epochs = max(1, round(_EPOCHS.value))
-    noise_multiplier: Any = 1.0
-    if _SCHEDULE.value != "constant":
-        curriculum = schedules.CURRICULA[_SCHEDULE.value]
-        noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
     options: dict[str, Any] = {"groups": _GROUPS.value} if _RULE.value == "grouped" else {}
     steps = round(_EPOCHS.value * examples / _BATCH.value) if _STEPS.value is None else _STEPS.value
+    noise_multiplier: Any = 1.0
+    if _SCHEDULE.value != "constant":  # over the steps that run; the last epoch may be cut off
+        curriculum = schedules.CURRICULA[_SCHEDULE.value]
+        epochs = max(1, -(-steps // per_epoch))
+        noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
     mechanism = dpjax.Mechanism(
         sampling=getattr(sampling, _SAMPLER.value)(examples, _BATCH.value),
         clipping=getattr(clipping, _RULE.value)(_BOUND.value, **options),
@@ -304,6 +356,12 @@ def mechanism_from_flags(examples: int, queries: tuple[float, ...] = ()) -> dpja
     mechanism = mechanism.scaled(_MULTIPLIER.value)
     if _MOST.value is None or flags.FLAGS["epochs"].present or flags.FLAGS["steps"].present:
         return mechanism
+    if _SCHEDULE.value != "constant":
+        raise app.UsageError(
+            f"--noise_schedule={_SCHEDULE.value} --max_epsilon={_MOST.value:g}: a schedule is "
+            "spread over the steps that run, and how many fit would depend on the schedule. Give "
+            "--steps or --epochs too, or take --target_epsilon in place of --noise_multiplier."
+        )
     return dataclasses.replace(mechanism, steps=steps_that_fit(mechanism, _MOST.value))
 
 
@@ -317,7 +375,8 @@ def steps_that_fit(mechanism: dpjax.Mechanism, most: float) -> int:
         none, one = (dataclasses.replace(mechanism, steps=n).epsilon(*by) for n in (0, 1))
         raise app.UsageError(
             f"--max_epsilon={most:g}: not one step fits. Before the first one epsilon is "
-            f"{none:.4g} at delta={by[0]:g} ({by[1]}), and it would bring it to {one:.4g}. Usually "
+            f"{upwards(none)} at delta={by[0]:g} ({by[1]}), and it would bring it to "
+            f"{upwards(one)}. Usually "
             f"the noise is too small: raise --noise_multiplier={_MULTIPLIER.value:g} or "
             f"--max_epsilon, or lower --batch_size={_BATCH.value}."
         )
@@ -350,7 +409,8 @@ def model_from_flags(classes: int) -> Any:
     return models.by_name(_MODEL.value, classes, **options)
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    only_flags(argv)
     try:
         job()
     except dpjax.ledger.Refused as refused:
@@ -373,7 +433,8 @@ def require_another_folder(folder: pathlib.Path, earlier: str | None) -> None:
 def job() -> None:
     """The whole of it: data, mechanism, training, and the files.
 
-    Flags and budget are checked before a folder is emptied and private data are asked.
+    Flags and budget are checked, and all is gone through on the shape of one example, before a
+    folder is emptied and private data are asked.
     """
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
     started, folder = time.time(), pathlib.Path(_OUT.value)
@@ -386,13 +447,15 @@ def job() -> None:
             f"--dataset={_DATASET.value} has a quantity to predict; this binary classifies."
         )
     model = model_from_flags(dataset.classes)
-    loss = _LOSSES[_LOSS.value](**numbers(_LOSS_OPTIONS.value))
+    loss = loss_from_flags()
     normalization = normalization_from_flags(dataset.examples)
     queries = () if normalization is None else normalization.multipliers
     mechanism = mechanism_from_flags(dataset.examples, queries)
     optimizer = optimizer_from_flags(mechanism)
     per_epoch = steps_per_epoch(dataset.examples)
-    earlier = _CONTINUE.value and pathlib.Path(_CONTINUE.value, "params.msgpack").read_bytes()
+    per_step = (lambda step: step // per_epoch) if _LOSS.value == "composite" else None
+    earlier = _CONTINUE.value and released(pathlib.Path(_CONTINUE.value))
+    rehearse(partial(input_of, dataset), model, loss, mechanism, earlier, epochs=bool(per_step))
     budget = _MOST.value and dpjax.ledger.Budget(
         epsilon=_MOST.value, delta=_DELTA.value, method=_METHOD.value
     )
@@ -400,13 +463,14 @@ def job() -> None:
     planned = mechanism.epsilon(_DELTA.value, _METHOD.value)
     print(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {planned:.4g} at delta={_DELTA.value:g} ({_METHOD.value})",
+        f"cost epsilon {upwards(planned)} at delta={_DELTA.value:g} ({_METHOD.value})",
         flush=True,
     )
+    dataset = featured(dataset)
     key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
     if _OVERWRITE.value:
         training.forget(folder)
-        (folder / "moments.npz").unlink(missing_ok=True)
+        cleared(folder, "moments.npz")
     folder.mkdir(parents=True, exist_ok=True)
     dataset = prepared(dataset, normalization, key, folder)
     params, state, history = train(
@@ -417,13 +481,13 @@ def job() -> None:
         optimizer,
         key=key,
         params=earlier,
-        per_step=(lambda step: step // per_epoch) if _LOSS.value == "composite" else None,
+        per_step=per_step,
         budget=budget,
         evaluations=_EVALUATIONS.value,
         delta=_DELTA.value,
         method=_METHOD.value,
         directory=folder,
-        configuration=settings(),
+        configuration={f"--{name}": value for name, value in settings().items()},
         save_every=_SAVE.value,
     )
     facts = {"ledger": state.ledger, "seed": _SEED.value}

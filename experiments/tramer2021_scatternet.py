@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import optax
 import papers
 from absl import app, flags, logging
+from commands import only_flags
 
 import dpjax
 from dpjax import accounting, clipping, data, features, models, sampling
@@ -139,7 +140,8 @@ def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str,
     return papers.trained(ready, model, mechanism, moves, seed, folder)
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    only_flags(argv)
     logging.set_verbosity(logging.WARNING)
     rows = SMALL if papers.SMOKE.value else ROWS
     chosen = {n: r for n, r in rows.items() if any(w in n for w in _ROWS.value or [""])}
@@ -151,7 +153,7 @@ def main(_: list[str]) -> None:
         two = papers.epsilons(mechanism_of(row, dataset.examples), claimed(row, dataset.examples))
         accuracy = papers.spread([each["accuracy"] for each in found])
         note = " JPEG copy" * ("JPEG" in dataset.note)
-        figures = [f"{two[which]:.2f}" for which in ("paper", "rdp", "pld")]
+        figures = papers.figures(two, ".2f")
         lines.append([name + note, accuracy, f"{row.published:.1f}", *figures])
         print(*lines[-1], sep="  ", flush=True)
     print(papers.table(["row", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))

@@ -69,7 +69,7 @@ def test_the_page_says_what_choosing_costs(compared):
     words = text(parsed(compared[0]).find(".//header"))
     assert "looking at private data" in words
     assert "a cost of its own" in words
-    # 1 + 1.5 + 2 + 1, and four times 1e-5.
+    # 1 + 1.5 + 2 + 1, and four times 1e-5; both rounded up, if at all.
     assert "All 4 together" in words
     assert "epsilon 5.5 at delta 4e-05" in words
     assert "has a cost" in compared[1].stdout
@@ -90,6 +90,45 @@ def test_a_run_that_is_not_private_is_said_to_be(tmp_path):
     assert "not private" in text(tree.find(".//header"))
     assert "do not publish" in text(tree.find(".//figure"))
     assert text(tree.find(".//p[@id='left-out']")) == "Not drawn: a (metrics.jsonl has no epsilon)."
+
+
+def test_a_published_seed_is_not_for_release(tmp_path):
+    runs = [write(tmp_path / "a", [0.5, 0.9]), write(tmp_path / "b", [0.5])]
+    (runs[1] / "run.json").write_text(json.dumps({"--seed": 7}))
+    compare(*runs, "--out", tmp_path / "page.html")
+    tree = parsed(tmp_path / "page.html")
+    assert "Seed published, so not for release: b (7)." in text(tree.find(".//header"))
+    badge = tree.find(".//figure//p[@class]")
+    assert "of a published seed" in text(badge)
+    assert badge.get("class") == "badge private"
+    compare(runs[0], "--out", tmp_path / "page.html")
+    tree = parsed(tmp_path / "page.html")
+    assert "Seed published" not in text(tree.find(".//header"))
+    assert text(tree.find(".//figure//p[@class]")) == "released"
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_stops_nothing(tmp_path):
+    runs = [write(tmp_path / name, [0.5, 0.9]) for name in "abc"]
+    (runs[0] / "evaluation.npz").write_bytes(b"")  # which nobody asks for here
+    (runs[1] / "metrics.jsonl").write_text("{half")
+    compare(*runs, tmp_path / "none", "--out", tmp_path / "page.html")
+    tree = parsed(tmp_path / "page.html")
+    assert [text(line.find("th")) for line in tree.iter("tr")] == ["runs", "a", "c"]
+    words = text(tree.find(".//header"))
+    assert "All 2 together" in words
+    assert "What could not be read is not in these numbers." in words
+    assert "no whole line yet" in words
+    assert "none has no metrics.jsonl" in words
+    alone = compare(runs[1], "--out", tmp_path / "page.html", status=1)
+    assert "none of these folders can be read" in alone.stdout + alone.stderr
+
+
+def test_a_page_is_not_replaced_by_its_own_figure(tmp_path):
+    run = write(tmp_path / "a", [0.5])
+    refused = compare(run, "--out", tmp_path / "page.png", status=1)
+    assert "such as" in refused.stdout + refused.stderr
+    assert "page.html" in refused.stdout + refused.stderr
+    assert [*tmp_path.iterdir()] == [run]
 
 
 CURVES = """

@@ -270,6 +270,49 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, save, kept):
         data.load("mnist", data_dir=tmp_path)
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_whatever_a_flipped_bit_makes_of_a_file_is_told_by_its_name(tmp_path, save):
+    """Also ways of packing that do not exist, and entries that claim to be encrypted."""
+    x = np.zeros((2, 28, 28), np.uint8)
+    save(tmp_path / "mnist.npz", x_train=x, y_train=[0, 1], x_test=x, y_test=[0, 1])
+    whole = (tmp_path / "mnist.npz").read_bytes()
+    draw = np.random.default_rng(0)
+    places = [whole.index(b"PK\x01\x02") + at for at in (8, 10)]
+    places += draw.integers(0, len(whole), 200).tolist()
+    refused = []
+    for place, bit in zip(places, [0, 6, *draw.integers(0, 8, 200).tolist()], strict=True):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << bit
+        (tmp_path / "mnist.npz").write_bytes(bytes(flipped))
+        try:
+            np.testing.assert_array_equal(data.load("mnist", tmp_path).train[1], [0, 1])
+        except ValueError as error:
+            refused.append("mnist" in str(error))
+    assert len(refused) > 10
+    assert all(refused)
+
+
+@pytest.mark.parametrize("label", [-(2**63), 2**31, -(2**31) - 1])
+def test_labels_beyond_32_bits_are_refused(tmp_path, label):
+    y = np.array([label, 1], np.int64)
+    x = np.zeros((2, 28, 28), np.uint8)
+    np.savez(tmp_path / "mnist.npz", x_train=x, y_train=y, x_test=x, y_test=[0, 1])
+    with pytest.raises(ValueError, match="got labels of type int64"):
+        data.load("mnist", tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_refused_and_nothing_is_downloaded(tmp_path, monkeypatch):
+    asked = fake_tfds(monkeypatch, {})
+    for ask in (data.load, data.stream):
+        with pytest.raises(FileNotFoundError, match=r"data_dir is '.*slip'.*no such folder"):
+            ask("mnist", tmp_path / "slip")
+    monkeypatch.setenv("DPJAX_DATA_DIR", str(tmp_path / "slip"))
+    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR is '.*slip'"):
+        data.load("mnist")
+    assert not asked
+    assert data.load("digits", tmp_path / "slip").examples == 1437, "they are in no folder"
+
+
 def test_a_single_array_is_no_data_set(tmp_path):
     np.save(tmp_path / "mnist.npy", np.zeros(3))
     (tmp_path / "mnist.npy").rename(tmp_path / "mnist.npz")
@@ -338,6 +381,12 @@ def test_a_table_with_something_else_in_it_is_refused(tmp_path, cell, word):
         (table("wine_quality", 330)[0].encode() + b"\n1;2", "not a table of numbers"),
         (b"\xff\xfe" + table("wine_quality", 330)[0].encode(), "not a table of numbers"),
         (table("california_housing", 330)[0].encode(), r"shape \(8,\); expected \(11,\)"),
+        (table("wine_quality", 330)[0].encode().split(b"\n", 1)[1], "numbers and no names"),
+        (
+            b"\xef\xbb\xbf" + table("wine_quality", 330)[0].encode().split(b"\n", 1)[1],
+            "numbers and no names",
+        ),
+        (table("wine_quality", 330)[0].encode().replace(b"\n", b"\n#", 9), "could not convert"),
     ],
 )
 def test_a_table_that_is_not_whole_or_another_is_refused(tmp_path, content, word):
@@ -578,6 +627,7 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", no_network)
+    (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", None):
         monkeypatch.setattr("tensorflow_datasets.core.constants.DATA_DIR", str(tmp_path / "none"))
         with pytest.raises(FileNotFoundError, match="could neither find mnist"):

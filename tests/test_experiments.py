@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,152 @@ def test_a_run_is_not_forgotten_by_one_that_goes_on_from_it(tmp_path):
     assert any((tmp_path / "a" / "checkpoints").iterdir())
 
 
+def files_of(folder):
+    """What lies in a folder, but for its lock."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def run_and_log(folder):
+    """What the run in a folder is, once it has written a row."""
+    files = [folder / name for name in ("run.json", "metrics.jsonl")]
+    found = [path.read_text() if path.exists() else "" for path in files]
+    return found[0] if all(found) else ""
+
+
+def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path):
+    """Neither its card under the new run's accuracy, nor its parameters under the new spending."""
+    folder = tmp_path / "run"
+    run("train.py", "--out", folder, "--steps=2", "--hidden=8")
+    (folder / "notes.txt").write_text("the user's own")
+    assert {"privacy.json", "params.msgpack", "figures/weights.png"} <= files_of(folder).keys()
+    new = ["--overwrite", "--epochs=4000", "--noise_multiplier=9", "--evaluations=1000"]
+    command = [sys.executable, EXPERIMENTS / "train.py", "--out", folder, "--hidden=8", *new]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **silent) as process:
+        while '"--noise_multiplier": 9' not in run_and_log(folder):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    left = {name.partition("/")[0] for name in files_of(folder)}
+    known = {"run.json", "metrics.jsonl", "furthest", "checkpoints", "tensorboard", "notes.txt"}
+    assert left <= known
+    given = ["--continue_from", folder, "--out", tmp_path / "next", "--steps=1"]
+    refused = run("train.py", *given, status=1)
+    assert "another one was begun in its folder" in refused.stdout + refused.stderr
+    assert not (tmp_path / "next").exists()
+
+
+def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
+    """Those of another run, or of one that has not ended, are refused."""
+    for name, steps in [("a", 2), ("b", 3)]:
+        flags = [f"--steps={steps}", "--hidden=8", "--noreport"]
+        run("train.py", "--out", tmp_path / name, *flags)
+    mixed = tmp_path / "mixed"
+    for files in [("params.msgpack",), ("config.json",), ("params.msgpack", "config.json")]:
+        shutil.rmtree(mixed, ignore_errors=True)
+        shutil.copytree(tmp_path / "b", mixed)
+        for file in files:
+            shutil.copy(tmp_path / "a" / file, mixed)
+        given = ["--continue_from", mixed, "--out", tmp_path / "next", "--hidden=8"]
+        refused = run("train.py", *given, status=1)
+        assert "of one run that has ended" in (refused.stdout + refused.stderr).replace("\n", " ")
+    given[1] = tmp_path / "b"
+    wide = run("train.py", *given, "--hidden=16", status=1)
+    assert "the parameters of the earlier run are of another model" in wide.stdout + wide.stderr
+    assert not (tmp_path / "next").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model=tempered_cnn"], "sides of at least 16"),
+        (["--model=vit", "--model_options=patch=5"], "patch must divide both sides"),
+        (["--clipping=grouped", "--groups=100"], "only 4 leaves"),
+        (
+            ["--features=scattering", "--norm_groups=10", "--model=scatter_linear"],
+            "81 channels are not divided evenly",
+        ),
+        (
+            ["--features=scattering", "--normalization=data", "--model=scatter_cnn"],
+            "do not fit each other, or not these data",
+        ),
+        (["--loss_options=gamma=2"], "cross_entropy has no options"),
+        (["--loss=focal", "--loss_options=gamma=abc"], "Expected name=value"),
+        (["--loss=focal", "--loss_options=beta=1"], "focal has gamma"),
+        (["target_epsilon=0.5"], "which begin with two dashes"),
+        (["--epochs=nan"], "Expected a finite number of at least 0"),
+        (["--epochs=inf"], "Expected a finite number of at least 0"),
+        (["--batch_size=0"], "0 is not a positive integer"),
+        (["--hidden=abc"], "Expected whole numbers above 0"),
+        (["--hidden=-3"], "Expected whole numbers above 0"),
+        (["--learning_rate=nan"], "Expected a finite number of at least 0"),
+        (["--momentum=nan"], "Expected a finite number of at least 0 and below 1"),
+        (["--average=1"], "Expected a finite number of at least 0 and below 1"),
+        (["--floor=0", "--optimizer=dp_adam"], "Expected a finite number above 0"),
+        (["--delta=1"], "Expected a finite number above 0 and below 1"),
+        (["--target_epsilon=0"], "Expected a finite number above 0"),
+        (["--dataset=mnist", "--data_dir=/proc/none"], "there is no such folder"),
+        (
+            ["--features=scattering", "--model=scatter_linear", "--cache_dir=/proc/none"],
+            "nothing can be written there",
+        ),
+        (
+            ["--noise_schedule=linear-down", "--noise_multiplier=1", "--max_epsilon=2"],
+            "spread over the steps that run",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistaken_flag_is_told_before_a_folder_is_emptied(flags, words, demo):
+    folder, _ = demo
+    before = files_of(folder)
+    outcome = run("train.py", "--out", folder, "--overwrite", *flags, status=1)
+    assert words in outcome.stdout + outcome.stderr
+    assert files_of(folder) == before
+
+
+def test_a_curriculum_is_spread_over_the_steps_that_run(tmp_path):
+    """Three steps an epoch: the last epoch may be cut off, and is the curriculum's last."""
+    flags = ["--noise_schedule=linear-down", "--noise_multiplier=1", "--noreport"]
+    run("train.py", "--out", tmp_path, "--steps=7", "--hidden=8", *flags)
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card["noise"]["multiplier_and_steps"] == [[5.0, 3], [3.0, 3], [1.0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "last"),
+    [
+        ([], 112, 1.0),
+        (["--steps=500"], 500, 1.0),
+        (["--epochs=2.5"], 7, 1.0),
+        (["--epochs=0.5"], 1, 5.0),  # one epoch has one value, the first
+        (["--batch_size=958", "--epochs=10"], 15, 1.0),
+    ],
+)
+def test_every_curriculum_arrives_where_it_goes(flags, steps, last, imported):
+    train = imported("train")
+    FLAGS.unparse_flags()
+    FLAGS(["train.py", "--noise_schedule=linear-down", "--noise_multiplier=1", *flags])
+    multipliers = train.mechanism_from_flags(1437).multipliers
+    assert len(multipliers) == steps
+    assert (multipliers[0], multipliers[-1]) == (5.0, last)
+    assert np.all(np.diff(multipliers) <= 0)
+
+
+BINARIES = [
+    str(path.relative_to(EXPERIMENTS))
+    for path in sorted(EXPERIMENTS.rglob("*.py"))
+    if "app.run(main)" in path.read_text() and path.stem not in ("compare", "sweep", "verify")
+]
+
+
+@pytest.mark.parametrize("binary", BINARIES)
+def test_words_without_dashes_are_not_passed_over(binary):
+    outcome = run(binary, "steps=2", status=1)
+    assert "steps=2: expected flags alone" in outcome.stdout + outcome.stderr
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -177,6 +324,30 @@ def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
     (tmp_path / "false.json").write_text(json.dumps(card))
     outcome = run("verify.py", tmp_path / "false.json", status=1)
     assert "DOES NOT HOLD" in outcome.stdout
+
+
+def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
+    """The tolerance is of the comparison alone."""
+    whole = json.loads((demo[0] / "privacy.json").read_text())
+    bound = whole["epsilon"]["pld"]["value"]
+    lines = run("verify.py", demo[0] / "privacy.json").stdout.splitlines()
+    shown = [float(line.partition("recomputed ")[2].partition(":")[0]) for line in lines]
+    assert shown == pytest.approx([bound] * 3, rel=1e-3)
+
+    def verify(status=0, **changes):
+        (tmp_path / "card.json").write_text(json.dumps({**whole, **changes}))
+        outcome = run("verify.py", tmp_path / "card.json", status=status)
+        return outcome.stdout + outcome.stderr
+
+    classic = {"rdp-classic": whole["epsilon"]["rdp-classic"]}
+    alone = verify(epsilon=classic)
+    assert alone.count("holds") == 1
+    assert f"recomputed {whole['epsilon']['rdp']['value']:.2f}" in alone
+    assert "counts 1 steps, and its noise is that of 112" in verify(1, steps=1)
+    only = verify(1, epsilon={"gdp": {"value": 0.01, "proven": True}})
+    assert "claims epsilon by gdp" in only
+    assert "gdp is an estimate" in only
+    assert "claims epsilon by nothing" in verify(1, epsilon={})
 
 
 def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
@@ -307,7 +478,7 @@ def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
     again = run("tramer2021_scatternet.py", "--smoke", "--out", kept)
     assert again.stdout == first.stdout
     assert json.loads(kept.read_text())["rows"] == rows, "nothing was run again"
-    assert "| 3.11             | 2.60 | 2.25 |" in first.stdout
+    assert "| 3.11             | 2.60 | 2.26 |" in first.stdout
 
 
 @pytest.fixture
@@ -437,6 +608,16 @@ def test_grouped_clipping_costs_what_it_costs(imported):
             full = paper.mechanism_of(setting, "full", setting.groups, size, steps)
             assert equal.epsilon(1e-5) == full.epsilon(1e-5) == nominal.epsilon(1e-5)
             assert equal.clipping.sensitivity == pytest.approx(setting.bound)
+    sizes |= {"pathmnist": 89_996, "organamnist": 34_561, "organcmnist": 12_975}
+    sizes |= {"organsmnist": 13_932}
+    for name, size in sizes.items():
+        for printed, steps in paper.SETTINGS[name].steps.items():
+            method = paper.METHODS.get(printed, "rdp-classic")
+            within, beyond = (
+                paper.mechanism_of(paper.SETTINGS[name], "flat", 1, size, n).epsilon(1e-5, method)
+                for n in (steps, steps + 1)
+            )
+            assert within <= printed < beyond, "the most steps that stay within what is printed"
     ran = paper.mechanism_of(paper.SETTINGS["mnist"], "paper", 8, 60_000, 12_646)
     assert ran.epsilon(1e-5, "pld") == pytest.approx(54.50, rel=0.005)
 
@@ -482,6 +663,29 @@ def test_two_processes_keep_their_results_in_one_file(imported, tmp_path):
     assert asked == [0, 0, 1], "the last was known"
     rows = json.loads(file.read_text())["rows"]
     assert {row: list(seeds) for row, seeds in rows.items()} == {"a": ["0", "1"], "b": ["0"]}
+
+
+def test_results_are_strict_json_and_come_back_as_numbers(imported, tmp_path):
+    papers, file = imported("papers"), tmp_path / "results.json"
+
+    def run(seed, folder):
+        way = [{"epsilon": None, "nll": np.inf, "norms": [1.0, np.nan]}]
+        return {"accuracy": float("nan"), "data": "inf", "way": way}
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    first = papers.Results(file).of("a", 0, run)
+    content = json.loads(file.read_text(), parse_constant=refuse)
+    row = content["rows"]["a"]["0"]
+    assert row["accuracy"] is None
+    assert row["way"] == [{"epsilon": None, "nll": None, "norms": [1.0, None]}]
+    known = papers.Results(file).of("a", 0, lambda *_: pytest.fail("it is known"))
+    for found in (first, known):
+        assert np.isnan([found["accuracy"], found["way"][0]["epsilon"]]).all()
+        assert found["data"] == "inf", "a word stays one"
+    for kept in (EXPERIMENTS / "results").glob("*.json"):
+        json.loads(kept.read_text(), parse_constant=refuse)
 
 
 ROW = f"""

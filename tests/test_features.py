@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def test_a_damaged_file_is_noticed_and_made_anew(tmp_path, damage, caplog):
     assert compute.runs == 2
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_nothing_and_loses_nothing(tmp_path, monkeypatch, caplog):
     compute, inputs = Counted(), RNG.random((5, 3))
 
     def fail(*_):
@@ -118,11 +119,31 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="no space"):
-            ask(tmp_path, compute, inputs)
+        found = ask(tmp_path, compute, inputs)
+    assert "could not be kept (no space left)" in caplog.text
     assert not list(tmp_path.iterdir())
-    ask(tmp_path, compute, inputs)
+    assert np.array_equal(ask(tmp_path, compute, inputs), found)
     assert compute.runs == 2
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_computed(tmp_path):
+    compute, inputs = Counted(), RNG.random((5, 3))
+    (tmp_path / "file").write_text("in the place of a folder")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", pathlib.Path("/proc/none")):
+        with pytest.raises(OSError, match=r"cached\(directory=.*nothing was computed"):
+            ask(folder, compute, inputs)
+    assert compute.runs == 0
+
+
+def test_images_of_another_byte_order_have_the_same_features(tmp_path):
+    images = RNG.random((3, 8, 8, 1)).astype(np.float32)
+    want = features.scattered(images, 1, 2, directory=tmp_path)
+    (path,) = tmp_path.iterdir()
+    for order in (">f4", "<f4"):
+        made = features.scattered(images.astype(order), 1, 2, directory=tmp_path)
+        assert np.array_equal(made, want)
+        assert np.array_equal(features.scattered(images.astype(order), 1, 2), want)
+    assert [*tmp_path.iterdir()] == [path], "they are the same images"
 
 
 @pytest.mark.parametrize("made", [np.array([{}]), np.array(["x"]), jnp.ones(3, jnp.bfloat16)])

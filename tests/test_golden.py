@@ -103,8 +103,8 @@ Privacy statement
 
   epsilon          2.597   rdp: upper bound by Rényi divergences, improved conversion
   epsilon          2.382   pld: tightest upper bound, by privacy loss distributions
-  epsilon          3.008   rdp-classic: looser upper bound, as older papers print
-  epsilon          2.324   gdp: an estimate, not a bound: central limit of Gaussian DP
+  epsilon          3.009   rdp-classic: looser upper bound, as older papers print
+  epsilon          2.325   gdp: an estimate, not a bound: central limit of Gaussian DP
 
 Not covered
   - choosing hyper-parameters or a checkpoint by looking at the private data

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The binary of losing_less_2022: its figures, its epsilons, its losses and what it looks at."""
 
+import functools
 import importlib
 import json
 
@@ -55,7 +56,7 @@ def test_every_figure_is_drawn_and_tells_two_epsilons(figure, kept, tmp_path):
         private, pixels = "without privacy" not in line, "pixels" in line
         assert line.endswith("| inf   |") != private
         assert ("| 3.109 " in line) == (private and pixels), "the paper's"
-        assert ("| 2.600 | 2.251 |" in line) == (private and pixels), "and the sound ones"
+        assert ("| 2.600 | 2.252 |" in line) == (private and pixels), "and the sound ones"
 
 
 def test_figures_share_runs(kept):
@@ -163,7 +164,8 @@ def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
         noise_multiplier=1.0,
         steps=35,
     )
-    state = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, dataset.train).init(
+    at_once = losses.of(model, functools.partial(loss, epoch=1))
+    state = dpjax.dpsgd(at_once, optax.sgd(0.1), mechanism, dataset.train).init(
         jax.random.key(1), params
     )
 

@@ -43,6 +43,8 @@ def test_focal_without_gamma_is_the_cross_entropy():
     focal, plain = (jax.value_and_grad(f)(x, y) for f in (losses.focal(0.0), losses.cross_entropy))
     np.testing.assert_allclose(focal[0], plain[0], rtol=1e-6)
     np.testing.assert_allclose(focal[1], plain[1], atol=1e-6)
+    alone = jnp.array([3.0, -jnp.inf]), jnp.array(0)  # no chance of being wrong, to the power of 0
+    assert losses.focal(0.0)(*alone) == losses.cross_entropy(*alone) == 0
 
 
 @pytest.mark.parametrize(

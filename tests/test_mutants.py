@@ -40,6 +40,7 @@ FEATURES = "test_features.py::test_"
 LEDGER = "test_ledger.py::test_"
 SELECT = "test_selection.py::test_"
 ADAPT, JL = "test_adaptive.py::test_", "test_jl.py::test_"
+CLAIM = "test_run_report.py::test_"
 FEDERATED = "test_federated.py::test_"
 
 MUTANTS = [
@@ -2199,6 +2200,84 @@ MUTANTS = [
         "if not isinstance(weights, Weights):",
         "if False:",
         FEDERATED + "errors_teach",
+    ),
+    # What is claimed of a run
+    Mutant(
+        "a claim is rounded to nearest",
+        "reports/rounding.py",
+        "rounding=ROUND_CEILING)",
+        'rounding="ROUND_HALF_EVEN")',
+        "test_reports.py::test_a_claim_is_rounded_up",
+    ),
+    Mutant(
+        "the statement's verdict claims less than is proved",
+        "reports/statement.py",
+        'claim = f"({upwards(best)}, ',
+        'claim = f"({best:.4g}, ',
+        "test_reports.py::test_no_verdict_claims_less_than_is_proved",
+    ),
+    Mutant(
+        "the report's verdict claims less than is proved",
+        "reports/run.py",
+        'return f"({upwards(epsilon)}, ',
+        'return f"({epsilon:.4g}, ',
+        CLAIM + "the_report_tells_what_is_bare_from_what_is_unproved",
+    ),
+    Mutant(
+        "a bare run is called unproved",
+        "reports/card.py",
+        '"not_private": why_infinite(mechanism, ran),',
+        '"not_private": None,',
+        CLAIM + "the_report_tells_what_is_bare_from_what_is_unproved",
+    ),
+    Mutant(
+        "the epsilon of an overwritten run stands over the accuracy of the next",
+        "reports/folder.py",
+        "if len(ran) != steps:",
+        "if False:",
+        CLAIM + "a_card_of_an_earlier_run_is_not_believed",
+    ),
+    Mutant(
+        "a card of other noise is believed",
+        "reports/folder.py",
+        "if not np.array_equal(ran, ",
+        "if ran is None and np.array_equal(ran, ",
+        CLAIM + "a_card_fits_what_run_json_plans",
+    ),
+    Mutant(
+        "a card of other batches is believed",
+        "reports/folder.py",
+        "if list(drawn.values()) != ",
+        "if drawn is None and list(drawn.values()) != ",
+        CLAIM + "a_card_fits_what_run_json_plans",
+    ),
+    Mutant(
+        "a card without the queries before is believed",
+        "reports/folder.py",
+        'if [*map(float, queries)] != [*map(float, identity["preparation"])] or before != planned:',
+        "if before != planned:",
+        CLAIM + "a_card_fits_what_run_json_plans",
+    ),
+    Mutant(
+        "a card without the runs before is believed",
+        "reports/folder.py",
+        " or before != planned:",
+        ":",
+        CLAIM + "a_card_fits_what_run_json_plans",
+    ),
+    Mutant(
+        "figures of a published seed are released",
+        "reports/figures.py",
+        "return RELEASED if run.seed is None else SEEDED",
+        "return RELEASED",
+        CLAIM + "what_a_published_seed_protects_is_not_released",
+    ),
+    Mutant(
+        "the seed of a run that has not ended is not known",
+        "reports/folder.py",
+        'return known.get("--seed", known.get("seed"))',
+        "return None",
+        CLAIM + "what_a_published_seed_protects_is_not_released",
     ),
 ]
 

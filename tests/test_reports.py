@@ -15,6 +15,7 @@ import pytest
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules
 from dpjax.mechanism import Spent
+from dpjax.reports.rounding import upwards
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 ESTIMATED_BEFORE = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),), projections=50)
@@ -43,7 +44,7 @@ def test_the_statement_says_all_that_a_reader_must_know():
         "steps         14,063",
         "delta         1e-05",
         "2.597   rdp",
-        "3.008   rdp-classic",
+        "3.009   rdp-classic",
         "2.38",
         "an estimate, not a bound",
         "Not covered",
@@ -56,6 +57,36 @@ def test_the_statement_says_all_that_a_reader_must_know():
     assert "seed" not in words.lower()
 
 
+@pytest.mark.parametrize(
+    ("value", "form", "printed"),
+    [
+        (2.6541, ".4g", "2.655"),
+        (2.655, ".4g", "2.655"),  # what can be said exactly is not raised
+        (math.nextafter(2.655, 3), ".4g", "2.656"),
+        (9.9991, ".4g", "10"),
+        (1e-5, ".6g", "1e-05"),
+        (1.23456789e-5, ".6g", "1.23457e-05"),
+        (1.23454321e-5, ".6g", "1.23455e-05"),
+        (2.0001, ".3f", "2.001"),
+        (1e300, ".3f", f"{1e300:.3f}"),
+        (0.0, ".4g", "0"),
+        (math.inf, ".4g", "inf"),
+    ],
+)
+def test_a_claim_is_rounded_up(value, form, printed):
+    assert upwards(value, form) == printed
+    assert float(upwards(value, form)) >= value
+
+
+@pytest.mark.parametrize("noise", [1.0, 1.01, 1.02, 1.03, 1.04, 1.05])
+def test_no_verdict_claims_less_than_is_proved(noise):
+    mechanism = make(sampling=sampling.poisson(1000, 10), noise_multiplier=noise, steps=100)
+    verdict = dpjax.statement(mechanism, 1e-5).splitlines()[2]
+    claimed = float(verdict.strip(" (").split(",")[0])
+    proved = mechanism.epsilon(1e-5, "pld")
+    assert proved <= claimed < 1.001 * proved
+
+
 def test_the_statement_of_what_ran():
     mechanism = make(steps=10)
     book = ledger.empty()
@@ -63,7 +94,7 @@ def test_the_statement_of_what_ran():
         book = ledger.admit(book, mechanism)
     words = dpjax.statement(mechanism, 1e-5, ledger=book)
     assert "steps         4 (of 10 planned)" in words
-    assert f"{ledger.epsilon(book, mechanism, 1e-5):8.4g}   rdp" in words
+    assert f"{upwards(ledger.epsilon(book, mechanism, 1e-5)):>8}   rdp" in words
 
 
 def test_the_statement_cites_what_was_used():
@@ -180,8 +211,8 @@ def test_a_comparison_without_a_number_is_left_out(make_sampler, earlier, neighb
     )
     words = dpjax.statement(mechanism, 1e-5)
     epsilon = mechanism.epsilon(1e-5, method)
-    assert f"({epsilon:.4g}, 1e-05)-differentially private" in words
-    assert f"{epsilon:8.4g}   {method}" in words
+    assert f"({upwards(epsilon)}, 1e-05)-differentially private" in words
+    assert f"{upwards(epsilon):>8}   {method}" in words
     assert "as if Poisson" not in words
 
 

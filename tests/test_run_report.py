@@ -24,7 +24,9 @@ from pages import parsed, text
 
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
+from dpjax.mechanism import Spent
 from dpjax.reports import curves, drawing, figures, folder, layers, page, predictions, rendering
+from dpjax.reports.rounding import upwards
 
 DELTA = 1e-5
 CARD = {
@@ -175,7 +177,28 @@ def test_pictures_of_private_data_say_so_themselves():
 )
 def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
     run = folder.read(write(tmp_path, **changes))
-    assert {plot.name for plot in figures.PLOTS if plot.private(run)} == expected
+    assert {p.name for p in figures.PLOTS if p.badge(run) == figures.PRIVATE} == expected
+    assert {p.badge(run) for p in figures.PLOTS} == {figures.PRIVATE, figures.RELEASED}
+
+
+def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
+    """Whoever knows it subtracts the noise: by the card, or while there is none by run.json."""
+    (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
+    monkeypatch.setattr("dpjax.reports.run.PLOTS", [plot])
+    seeded = folder.read(write(tmp_path, card={**CARD, "seed_published": 0}))
+    found = {plot.name: plot.badge(seeded) for plot in figures.PLOTS}
+    assert found.pop("noise") == figures.RELEASED, "it follows from the mechanism alone"
+    assert {name for name, badge in found.items() if badge == figures.PRIVATE} == PRIVATE
+    assert set(found.values()) == {figures.PRIVATE, figures.SEEDED}
+    page = parsed(reports.report(tmp_path))
+    assert badges(page) == {"accuracy": figures.SEEDED}
+    assert "Seed published (0)" in text(page.find(".//header"))
+    assert page.find(".//figure//p[@class]").get("class") == "badge private"
+    (tmp_path / "privacy.json").unlink()
+    assert folder.read(tmp_path).seed is None
+    (tmp_path / "run.json").write_text(json.dumps({"--seed": 7}))
+    assert folder.read(tmp_path).seed == 7
+    assert plot.badge(folder.read(tmp_path)) == figures.SEEDED
 
 
 def test_numbers_of_the_header(whole):
@@ -194,11 +217,95 @@ def test_numbers_of_the_header(whole):
 
 def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_path, monkeypatch):
     monkeypatch.setattr("dpjax.reports.run.PLOTS", ())
-    claims = {"rdp": {"value": "inf", "proven": True}}
-    reports.report(write(tmp_path, card={**CARD, "epsilon": claims, "seed_published": 3}))
+    bare = {"epsilon": {"rdp": {"value": "inf", "proven": True}}, "not_private": "It had no noise."}
+    reports.report(write(tmp_path, card={**CARD, **bare, "seed_published": 3}))
     head = text(parsed(tmp_path / "report.html").find(".//header"))
     assert "Not differentially private: epsilon is infinite" in head
     assert "Seed published (3): not for release" in head
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "({}, 10−5)-differentially private."),
+        ({"noise_multiplier": 0.0}, "Not differentially private: epsilon is infinite."),
+        (
+            {
+                "before": [Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))],
+                "neighbours": "replace-one",
+            },
+            "Not proved to be differentially private.",
+        ),
+    ],
+    ids=["proved", "bare", "no method has an answer"],
+)
+def test_the_report_tells_what_is_bare_from_what_is_unproved(
+    changes, verdict, tmp_path, monkeypatch
+):
+    """As the statement does, and in the same digits, rounded up."""
+    monkeypatch.setattr("dpjax.reports.run.PLOTS", ())
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(1000, 10),
+        clipping=clipping.flat(1.0),
+        **{"noise_multiplier": 1.05, "steps": 10, **changes},
+    )
+    card = reports.card(mechanism, DELTA)
+    words = dpjax.statement(mechanism, DELTA)
+    reports.report(write(tmp_path, [row(10, accuracy=None)], card=card, statement=words))
+    head = text(parsed(tmp_path / "report.html").find(".//header"))
+    claimed = words.splitlines()[2].strip(" (").partition(",")[0]
+    assert verdict.format(claimed) in head
+    assert ("NOT PROVED" in words) == ("Not proved" in head)
+    assert ("NOT differentially" in words) == ("Not differentially" in head)
+
+
+def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
+    """One that was overwritten and killed: its epsilon is not of the accuracy that is shown."""
+    monkeypatch.setattr("dpjax.reports.run.PLOTS", figures.PLOTS[:1])
+    rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
+    run = folder.read(write(tmp_path, rows))
+    assert run.foreign == "it counts 10 steps, and the log ends at step 30"
+    assert (run.card, run.statement, run.config, run.evaluation, run.diagnostics) == (None,) * 5
+    assert run.epsilons == {"the log": 15.0}
+    with pytest.raises(folder.Missing, match=r"evaluation.npz is not of this run"):
+        run.array("evaluation", "labels")
+    page = parsed(reports.report(tmp_path))
+    assert "(15, 10−5)-differentially private" in text(page.find(".//header"))
+    assert "it counts 10 steps" in text(page.find(".//header"))
+    assert "2.25" not in text(page)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"noise_multiplier": 2.5}, "other noise"),
+        ({"sampling": sampling.poisson(1000, 20)}, "in another way"),
+        ({"sampling": sampling.fixed(1000, 10)}, "in another way"),
+        ({"preparation": (8.0,)}, "something else ran before"),
+        (
+            {"before": [Spent(sampling=sampling.poisson(1000, 10), runs=((1.0, 5),))]},
+            "something else ran before",
+        ),
+    ],
+    ids=["the same", "noise", "batches", "sampler", "queries", "an earlier run"],
+)
+def test_a_card_fits_what_run_json_plans(changes, why, tmp_path):
+    """Of which as many steps as the log has may have run."""
+    facts = {
+        "sampling": sampling.poisson(1000, 10),
+        "clipping": clipping.flat(1.0),
+        "noise_multiplier": 2.0,
+        "steps": 10,
+    }
+    card = reports.card(dpjax.Mechanism(**{**facts, **changes}), DELTA)
+    write(tmp_path, card=card)
+    planned = dpjax.Mechanism(**{**facts, "steps": 30}).facts
+    (tmp_path / "run.json").write_text(json.dumps(planned))
+    found = folder.read(tmp_path)
+    assert why in found.foreign
+    assert bool(found.foreign) == bool(why)
+    assert (found.card is None) == bool(why)
 
 
 def test_whatever_comes_from_outside_is_escaped(whole):
@@ -315,6 +422,15 @@ def test_damaged_files_are_refused_in_words(tmp_path):
     (tmp_path / "config.json").write_text('{"flags": ')
     with pytest.raises(ValueError, match="interrupted while it wrote"):
         reports.report(tmp_path)
+    (tmp_path / "config.json").unlink()
+    raw = (tmp_path / "evaluation.npz").read_bytes()
+    flipped = bytearray(raw)
+    flipped[flipped.index(b"PK\x01\x02") + 10] ^= 0x40  # a way of packing that does not exist
+    for damaged in (b"", raw[:10], raw[:200], raw[:-1], bytes(flipped)):
+        (tmp_path / "evaluation.npz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"evaluation.npz: expected arrays .* writes it anew"):
+            reports.report(tmp_path)
+        assert folder.read(tmp_path, arrays=False).card == CARD, "whoever asks for less gets it"
 
 
 def test_nulls_leave_gaps(tmp_path):
@@ -322,7 +438,8 @@ def test_nulls_leave_gaps(tmp_path):
     rows[0]["private"]["norm"] = [1.0, 3.0]
     rows[1]["private"]["norm"] = None
     rows[2]["private"]["norm"] = [2.0, None]
-    run = folder.read(write(tmp_path, rows, card={**CARD, "clipping": {"bounds": [0.5, 0.5]}}))
+    card = {"noise": {"multiplier_and_steps": [[2.0, 3]]}, "clipping": {"bounds": [0.5, 0.5]}}
+    run = folder.read(write(tmp_path, rows, card={**CARD, **card}))
     figure, seen = drawn(curves.accuracy, run)
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_ydata(), [25, np.nan, 75])
     assert seen == "75.0 % at the end, 75.0 % at best."
@@ -504,7 +621,7 @@ def test_a_real_run_can_be_looked_at(tmp_path):
     expected = {"accuracy", "training_loss", "noise", "clipping", "norms"}
     assert expected <= set(badges(tree))
     proved = mechanism.epsilon(DELTA, "pld")
-    assert f"({proved:.4g}, 10−5)-differentially private" in text(tree.find(".//header"))
+    assert f"({upwards(proved)}, 10−5)-differentially private" in text(tree.find(".//header"))
     assert len(history) == 3
     assert "hyper-parameters" in text(tree.find(".//pre"))
 

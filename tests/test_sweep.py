@@ -226,6 +226,13 @@ def test_draws_are_even_on_their_scale_and_follow_their_seed(modules):
     assert {one["d"] for one in many} == {"x", "y"}
 
 
+def test_whole_numbers_are_drawn_to_their_last_digit(modules):
+    searching, _ = modules
+    of = searching.candidates("a=whole:1234567:1234569", "ranges")
+    found = {each["a"] for each in searching.drawn(of, 100, np.random.default_rng(0))}
+    assert found == {"1234567", "1234568", "1234569"}
+
+
 def test_equal_settings_are_repeats_with_seeds_and_folders_of_their_own(modules):
     searching, _ = modules
     found = searching.trials([{"b": "1"}, {"b": "1"}, {"b": "2"}, {"b": "a/" + "x" * 200}], 7)

@@ -119,7 +119,8 @@ def table(name: str, rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
     asked = flags.FLAGS
     peers = asked.peers_python if pathlib.Path(asked.peers_python).exists() else None
     repeats, seconds = 1 if asked.smoke else asked.repeats, asked.seconds

@@ -72,7 +72,8 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
     asked = flags.FLAGS
     rounds, size, shape = (2, 2, SMALL) if asked.smoke else (asked.rounds, 8, SHAPE)
     task = {"batch_size": size, "shape": shape}

@@ -82,7 +82,8 @@ def table(name: str, result: dict[str, Any]) -> str:
     return "\n".join([name, *rows])
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
     asked = flags.FLAGS
     configure(asked.smoke, asked.host_devices)
     names = ["W4"] if asked.smoke else list(WORKLOADS)

@@ -97,7 +97,8 @@ def saving(state: Any) -> tuple[float, float]:
     return statistics.median(held), statistics.median(whole)
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
     report = reporting.begin(("dpjax", "jax", "orbax-checkpoint"), rounds=_ROUNDS.value)
     train = data.load("digits").train
     resident = algorithm(train)

@@ -126,7 +126,8 @@ def measure(case: Case, examples: int, **limits: Any) -> dict[str, Any]:
     return {"median_ms": times, "disagreement": apart}
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
     asked = flags.FLAGS
     configure(asked.smoke, host_devices=1)
     limits = {"rounds": 1 if asked.smoke else asked.rounds, "seconds": 10.0}

@@ -13,10 +13,17 @@ import json
 import os
 import pathlib
 import platform
+import sys
 from typing import Any
 
 import jax
 from absl import app, logging
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from commands import only_flags
+
+__all__ = ["begin", "chosen", "keep", "only_flags"]
 
 
 def begin(packages: tuple[str, ...], **settings: Any) -> dict[str, Any]:

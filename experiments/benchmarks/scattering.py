@@ -138,7 +138,8 @@ def table(name: str, figures: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
     asked = flags.FLAGS
     rounds, seconds, examples = asked.rounds, asked.seconds, asked.examples
     shapes = SHAPES

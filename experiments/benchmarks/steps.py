@@ -184,7 +184,8 @@ def configure(smoke: bool, host_devices: int) -> None:
         jax.config.update("jax_disable_most_optimizations", True)  # compiling is all its time
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
     asked = flags.FLAGS
     configure(asked.smoke, asked.host_devices)
     names = asked.workloads or (["W4"] if asked.smoke else list(WORKLOADS))

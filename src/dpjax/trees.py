@@ -90,8 +90,8 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     found = {leaf or "(the array)": size or "no axis" for leaf, size in some}
     raise ValueError(
         f"{name}: every leaf needs a leading axis of one length, one row an example; "
-        f"found {found} in {len(sizes)} leaves. Usually a single example was passed without its batch axis, "
-        "or a constant rides along with the data: close the loss over the constant."
+        f"found {found} in {len(sizes)} leaves. Usually a single example was passed without its "
+        "batch axis, or a constant rides along with the data: close the loss over the constant."
     )
 
 

@@ -20,6 +20,10 @@ from dpjax.data.sources import Source
 
 __all__ = ["read", "table", "unit"]
 
+# Whatever zipfile and NumPy say of a file that was cut off or changed.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
+_DAMAGED += (KeyError, NotImplementedError, RuntimeError)
+
 # What the arrays of a part are called: as Keras does, and as MedMNIST does.
 _LAYOUTS = (("x_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
@@ -62,15 +66,26 @@ def table(name: str, source: Source, x: np.ndarray, y: np.ndarray, where: str) -
 
 def _read_csv(name: str, source: Source, path: Path) -> Dataset[Split]:
     try:
-        header, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        header, *lines = path.read_text(encoding="utf-8-sig").splitlines() or [""]
         separator = ";" if ";" in header else ","
-        rows = np.loadtxt(lines, delimiter=separator, ndmin=2) if lines else np.zeros((0, 1))
+        if all(map(_number, header.split(separator))):
+            raise ValueError(f"its first line has numbers and no names ({header[:60]})")
+        options = {"delimiter": separator, "comments": None, "ndmin": 2}
+        rows = np.loadtxt(lines, **options) if lines else np.zeros((0, 1))
     except ValueError as error:
         raise ValueError(
             f"data.load({name!r}): {path} is not a table of numbers: {error}. Expected a header, "
-            "and then rows of equal length with the target last."
+            "and then rows of equal length with the target last, and no comments."
         ) from error
     return table(name, source, rows[:, :-1], rows[:, -1], str(path))
+
+
+def _number(word: str) -> bool:
+    try:
+        float(word.strip(' "'))
+    except ValueError:
+        return False
+    return True
 
 
 def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
@@ -96,7 +111,7 @@ def _arrays(name: str, path: Path) -> Mapping[str, np.ndarray]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {key: stored[key] for key in stored.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError) as error:
+    except _DAMAGED as error:
         raise ValueError(
             f"data.load({name!r}): {path} is not a whole .npz file of plain arrays ({error}). It "
             "may have been cut off while it was copied: fetch it again."
@@ -114,7 +129,9 @@ def _whole(y: np.ndarray, path: Path) -> np.ndarray:
     """Labels as int32, ``[examples]``; MedMNIST has a second axis of length 1."""
     column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     numbers = column.ndim == 1 and column.dtype.kind in "iuf" and np.isfinite(column).all()
-    if not numbers or np.any(column % 1) or np.abs(column).max(initial=0) >= 2**31:
+    # No absolute value: that of -2**63 is itself.
+    fits = numbers and column.min(initial=0) >= -(2**31) and column.max(initial=0) < 2**31
+    if not fits or np.any(column % 1):
         raise ValueError(
             f"data.load: {path}: got labels of type {y.dtype} and shape {y.shape}; expected a "
             "whole number for each example, counted from 0. One-hot rows become so by "

@@ -66,7 +66,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     if name == "digits":
         return _digits()
     source = _source(name, "load")
-    folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
+    folder = _folder(data_dir, f"load({name!r})")
     path = Path(folder, source.file) if folder else None
     if path is not None and path.is_file():
         return checked(read(name, source, path), source.shape, str(path))
@@ -108,8 +108,21 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
             f"data.stream({name!r}): TensorFlow Datasets, which reads single examples, is not "
             "installed. Install the extra: pip install 'dpjax[tfds]'."
         )
-    folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR")
+    folder = _folder(data_dir, f"stream({name!r})")
     return checked(stream_from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
+
+
+def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.PathLike[str] | None:
+    """Where to look, if anywhere was said; a folder that is not there is a mistake."""
+    folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR") or None
+    if folder is not None and not Path(folder).is_dir():
+        said = "DPJAX_DATA_DIR" if data_dir is None else "data_dir"
+        raise FileNotFoundError(
+            f"data.{asked}: {said} is {str(folder)!r}, and there is no such folder, so nothing is "
+            "looked for or downloaded. Usually the path has a slip; for TensorFlow Datasets to "
+            "prepare data there, make the folder first."
+        )
+    return folder
 
 
 def _source(name: str, asked: str) -> Source:

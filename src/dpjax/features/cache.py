@@ -69,6 +69,8 @@ def scattered(
     def transform(part: Any) -> jax.Array:
         return scatter(part, J, L, order)
 
+    images = np.asarray(images)
+    images = images.astype(images.dtype.newbyteorder("="), copy=False)  # as the device has them
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
@@ -114,6 +116,8 @@ def cached(
     | is whole | read |
     | was cut off, or a bit of it changed | said, computed, written again |
     | is being written by another process | not seen; both write the same |
+    | cannot be written, because of the folder | an error, before anything is computed |
+    | cannot be written in the end (a full disk) | said; the array is returned |
 
     Example:
       >>> folder = tempfile.mkdtemp()
@@ -133,6 +137,7 @@ def cached(
     path = Path(directory, f"{name}-{_key(inputs, settings, name)}.features")
     found = _read(path)
     if found is None:
+        _try(path.parent)
         found = np.asarray(compute(inputs))
         if found.dtype.kind not in "biufc":
             raise TypeError(
@@ -140,7 +145,10 @@ def cached(
                 "arrays does not bring back as it was. Return numbers that NumPy knows itself: "
                 "bfloat16 as float32, and no objects."
             )
-        _write(path, found)
+        try:
+            _write(path, found)
+        except OSError as error:
+            logging.error("features.cached: %s could not be kept (%s).", path, error)
     return found
 
 
@@ -165,9 +173,22 @@ def _read(path: Path) -> np.ndarray | None:
     return None
 
 
+def _try(folder: Path) -> None:
+    """Refuses a folder that cannot be written to, before hours are spent on what goes there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"features.cached(directory={str(folder)!r}): nothing can be written there ({error}), "
+            "and nothing was computed. Expected a folder of your own, or a path where one can be "
+            "made. Usually it is a file, or belongs to somebody else."
+        ) from error
+
+
 def _write(path: Path, array: np.ndarray) -> None:
     """Writes a file beside its place, and moves it there when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(handle, "w+b") as file:

@@ -80,7 +80,8 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
         total = jax.nn.logsumexp(scores)
         log_right = jnp.sum(scores, where=chosen) - total
         log_wrong = jax.nn.logsumexp(jnp.where(chosen, -jnp.inf, scores)) - total
-        return _known(chosen, -jnp.exp(gamma * log_wrong) * log_right)
+        weight = jnp.exp(gamma * log_wrong) if gamma else 1.0  # 0 times minus infinity is NaN
+        return _known(chosen, -weight * log_right)
 
     return loss
 

@@ -16,6 +16,7 @@ from dpjax import accounting
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.reports.spending import epsilons, multipliers
+from dpjax.reports.statement import why_infinite
 
 __all__ = ["card"]
 
@@ -72,6 +73,7 @@ def card(
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in epsilons(mechanism, ran, delta)
         },
+        "not_private": why_infinite(mechanism, ran),
         "seed_published": seed,
         "versions": {
             name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")

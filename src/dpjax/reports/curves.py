@@ -65,7 +65,7 @@ def training_loss(figure: Figure, run: Run) -> str:
 def noise(figure: Figure, run: Run) -> str:
     """The noise multiplier of each step that ran."""
     if run.card is None:
-        raise Missing("there is no privacy.json")
+        raise run.missing("privacy.json")
     runs = run.card["noise"]["multiplier_and_steps"]
     if not runs:
         raise Missing("privacy.json says that no step ran")

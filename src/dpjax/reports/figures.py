@@ -3,7 +3,8 @@
 
 The table says of each figure whether it was computed from private data before any noise was
 added.  Such a figure is for those who may see the data; its badge says so, and so does a line
-in its PNG.  All others are computed from what the mechanism released.
+in its PNG.  All others are computed from what the mechanism released, which protects nobody
+where there was no noise, or noise from a seed that is published: then they have such a badge too.
 
 A figure whose data are not in the folder is left out, with a reason.
 """
@@ -19,10 +20,20 @@ from dpjax.reports.drawing import canvas, style
 from dpjax.reports.folder import Run
 from dpjax.reports.rendering import png, svg
 
-__all__ = ["PLOTS", "PRIVATE", "RELEASED", "Drawn", "Plot", "draw"]
+__all__ = [
+    "PLOTS",
+    "PRIVATE",
+    "RELEASED",
+    "SEEDED",
+    "Drawn",
+    "Plot",
+    "draw",
+    "of_what_was_released",
+]
 
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
+SEEDED = "its noise is of a published seed, and can be subtracted: do not publish"
 
 
 class Plot(NamedTuple):
@@ -32,7 +43,7 @@ class Plot(NamedTuple):
     title: str
     words: str
     draw: Callable[..., str]
-    private: Callable[[Run], bool]
+    badge: Callable[[Run], str]
 
 
 class Drawn(NamedTuple):
@@ -51,30 +62,32 @@ def draw(plot: Plot, run: Run) -> Drawn:
     Raises:
       Missing: The run did not leave what it needs.
     """
-    badge = PRIVATE if plot.private(run) else RELEASED
+    badge = plot.badge(run)
     with style():
         figure = canvas()
         seen = plot.draw(figure, run)
         image = svg(figure, plot.name, f"{plot.title}. {seen}")
-        return Drawn(plot, badge, seen, image, png(figure, badge if badge == PRIVATE else ""))
+        return Drawn(plot, badge, seen, image, png(figure, "" if badge == RELEASED else badge))
 
 
-def _always(_: Run) -> bool:
-    return True
+def of_what_was_released(run: Run) -> str:
+    """The badge of what the model shows: the noise of its training protects it, if any does."""
+    if math.isinf(min(run.epsilons.values())):
+        return PRIVATE
+    return RELEASED if run.seed is None else SEEDED
 
 
-def _never(_: Run) -> bool:
-    return False
+def _private(_: Run) -> str:
+    return PRIVATE
 
 
-def _without_noise(run: Run) -> bool:
-    """What the model shows is protected by the noise of its training, if there was enough."""
-    return math.isinf(min(run.epsilons.values()))
+def _of_the_mechanism(_: Run) -> str:
+    return RELEASED
 
 
-def _unless_of_test(run: Run) -> bool:
+def _of_activations(run: Run) -> str:
     of = (run.diagnostics or {}).get("activations_of", "train")
-    return str(of) != "test" or _without_noise(run)
+    return of_what_was_released(run) if str(of) == "test" else PRIVATE
 
 
 PLOTS = (
@@ -84,7 +97,7 @@ PLOTS = (
         "What each unit of privacy bought: a dot is an evaluation, and further to the right more "
         "had been spent. Where the curve is flat, more spending bought nothing.",
         curves.accuracy,
-        _without_noise,
+        of_what_was_released,
     ),
     Plot(
         "test_loss",
@@ -92,7 +105,7 @@ PLOTS = (
         "The same for the loss, which also counts how sure the model was. If it rises while "
         "accuracy holds, the model grows too sure of itself.",
         curves.test_loss,
-        _without_noise,
+        of_what_was_released,
     ),
     Plot(
         "training_loss",
@@ -100,7 +113,7 @@ PLOTS = (
         "The mean loss of the examples that were drawn since the evaluation before. Below the "
         "test loss by much, the model has learnt its examples by heart.",
         curves.training_loss,
-        _always,
+        _private,
     ),
     Plot(
         "noise",
@@ -108,7 +121,7 @@ PLOTS = (
         "The standard deviation of the noise on the sum, divided by what one example can move "
         "the sum. It follows from the mechanism alone, and is part of what is accounted.",
         curves.noise,
-        _never,
+        _of_the_mechanism,
     ),
     Plot(
         "clipping",
@@ -116,7 +129,7 @@ PLOTS = (
         "Near 1, nearly every example is cut and the bound is the only length left. The cosine "
         "says how far cutting turned the mean gradient: 1 is not at all.",
         curves.clipping,
-        _always,
+        _private,
     ),
     Plot(
         "norms",
@@ -124,7 +137,7 @@ PLOTS = (
         "The mean length of the examples' gradients before they are clipped. The bound should "
         "stay within reach of it: far below, direction is lost; far above, noise is wasted.",
         curves.norms,
-        _always,
+        _private,
     ),
     Plot(
         "shades",
@@ -132,7 +145,7 @@ PLOTS = (
         "Each column is a histogram of gradient norms between two evaluations; the stronger "
         "the shade, the more examples.",
         curves.shades,
-        _always,
+        _private,
     ),
     Plot(
         "gradients",
@@ -140,7 +153,7 @@ PLOTS = (
         "How long the gradients of single examples are in the trained model, on a logarithmic "
         "axis. What is to the right of the bound is shortened to it.",
         layers.gradients,
-        _always,
+        _private,
     ),
     Plot(
         "classes",
@@ -148,7 +161,7 @@ PLOTS = (
         "Privacy costs rare and hard classes the most, which the total hides. A dot is a class, "
         "its line the distance from the accuracy of all.",
         predictions.classes,
-        _without_noise,
+        of_what_was_released,
     ),
     Plot(
         "confusion",
@@ -156,7 +169,7 @@ PLOTS = (
         "Rows are right classes, columns what was predicted. Numbers count test examples; shades "
         "are parts of the row.",
         predictions.confusion,
-        _without_noise,
+        of_what_was_released,
     ),
     Plot(
         "calibration",
@@ -165,7 +178,7 @@ PLOTS = (
         "right less often than it claims. The larger a dot, the more predictions it stands for; "
         "the lower panel counts them.",
         predictions.calibration,
-        _without_noise,
+        of_what_was_released,
     ),
     Plot(
         "weights",
@@ -173,7 +186,7 @@ PLOTS = (
         "The length of each layer's weights. Noise makes all of them grow; a layer that is much "
         "longer than the others saturates what comes after it.",
         layers.weights,
-        _without_noise,
+        of_what_was_released,
     ),
     Plot(
         "activations",
@@ -181,6 +194,6 @@ PLOTS = (
         "The length of what each layer hands to its activation. The larger, the more units are "
         "saturated, and the longer the gradients that clipping has to cut.",
         layers.activations,
-        _unless_of_test,
+        _of_activations,
     ),
 )

@@ -5,6 +5,10 @@
 twice, and then the last line counts; a run that was interrupted may end in half a line, which
 is no line.  Numbers that were not finite are null in JSON and NaN here.
 
+A card that counts other steps than the log, or other noise than ``run.json`` plans, is of an
+earlier run in this folder.  It is not believed, nor what was written beside it: one run's
+epsilon under another's accuracy would be a claim about neither.
+
 This file must never know what is drawn from the numbers, or who may see them.
 """
 
@@ -13,6 +17,8 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +35,10 @@ class Missing(LookupError):
 
 
 class Run(NamedTuple):
-    """The files of a folder; None where a file does not exist."""
+    """The files of a folder; None where a file does not exist, or is of an earlier run.
+
+    ``foreign`` says why the card is not this run's, and is empty if it is.
+    """
 
     path: pathlib.Path
     rows: list[dict[str, Any]]
@@ -39,6 +48,7 @@ class Run(NamedTuple):
     config: dict[str, Any] | None
     evaluation: Mapping[str, np.ndarray] | None
     diagnostics: Mapping[str, np.ndarray] | None
+    foreign: str = ""
 
     def series(self, *names: str) -> Float[np.ndarray, "rows width"]:
         """What each row has under these nested names: a number or one per group, else NaN."""
@@ -55,10 +65,22 @@ class Run(NamedTuple):
         """An array of ``evaluation`` or ``diagnostics``."""
         arrays = getattr(self, file)
         if arrays is None:
-            raise Missing(f"there is no {file}.npz")
+            raise self.missing(f"{file}.npz")
         if name not in arrays or not arrays[name].size:
             raise Missing(f"{file}.npz has no {name}")
         return arrays[name]
+
+    def missing(self, file: str) -> Missing:
+        """Why a file of the folder is not here."""
+        return Missing(f"{file} is not of this run" if self.foreign else f"there is no {file}")
+
+    @property
+    def seed(self) -> Any:
+        """The published seed: by the card, or while there is none by the run's configuration."""
+        if self.card is not None:
+            return self.card.get("seed_published")
+        known = self.identity or {}
+        return known.get("--seed", known.get("seed"))
 
     @property
     def epsilons(self) -> dict[str, float]:
@@ -80,11 +102,25 @@ class Run(NamedTuple):
         return float((self.card or self.rows[-1]).get("delta", math.nan))
 
 
-def read(directory: str | pathlib.Path) -> Run:
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+)  # whatever NumPy and zipfile say of a file that was cut off or changed
+
+
+def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     """Reads the folder of a run.
 
     Args:
       directory: Where `dpjax.fit` and the binary wrote.
+      arrays: Whether ``evaluation.npz`` and ``diagnostics.npz`` are read too.
 
     Returns:
       A `Run`, with rows in the order of their steps.
@@ -94,16 +130,55 @@ def read(directory: str | pathlib.Path) -> Run:
       ValueError: A file is damaged, or the log has no whole line.
     """
     path = pathlib.Path(directory)
+    rows, identity = _rows(path / "metrics.jsonl"), _json(path / "run.json")
+    card = _json(path / "privacy.json")
+    try:
+        why = _foreign(card, identity, int(rows[-1]["step"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: privacy.json or run.json lacks what dpjax.reports.card and dpjax.fit write "
+            f"({type(error).__name__}: {error}). Usually one of them was written by hand or "
+            "altered; without privacy.json the log alone is read."
+        ) from error
+    if why:
+        return Run(path, rows, identity, None, None, None, None, None, why)
     return Run(
         path,
-        _rows(path / "metrics.jsonl"),
-        _json(path / "run.json"),
-        _json(path / "privacy.json"),
+        rows,
+        identity,
+        card,
         _text(path / "statement.txt"),
         _json(path / "config.json"),
-        _arrays(path / "evaluation.npz"),
-        _arrays(path / "diagnostics.npz"),
+        _arrays(path / "evaluation.npz") if arrays else None,
+        _arrays(path / "diagnostics.npz") if arrays else None,
     )
+
+
+def _foreign(card: Mapping[str, Any] | None, identity: Mapping[str, Any] | None, steps: int) -> str:
+    """Why a card is not of the run with this log and this identity, or nothing."""
+    if card is None:
+        return ""
+    ran = _each(card["noise"]["multiplier_and_steps"])
+    if len(ran) != steps:
+        return f"it counts {len(ran):,} steps, and the log ends at step {steps:,}"
+    if identity is None or "multiplier_and_steps" not in identity:
+        return ""
+    if not np.array_equal(ran, _each(identity["multiplier_and_steps"])[:steps]):
+        return "its steps had other noise than run.json says"
+    drawn = {name: card["sampling"][name] for name in ("name", "examples", "batch_size")}
+    if list(drawn.values()) != [identity[name] for name in ("sampling", "examples", "batch_size")]:
+        return "its batches were drawn in another way than run.json says"
+    queries = card["preparation"]["gaussian_multipliers"]
+    before = [_each(spent["noise"]["multiplier_and_steps"]).tolist() for spent in card["before"]]
+    planned = [_each(spent["multiplier_and_steps"]).tolist() for spent in identity["before"]]
+    if [*map(float, queries)] != [*map(float, identity["preparation"])] or before != planned:
+        return "something else ran before it than run.json says"
+    return ""
+
+
+def _each(runs: list[Any]) -> np.ndarray:
+    """The multiplier of every step."""
+    return np.array([float(z) for z, steps in runs for _ in range(steps)])
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -151,8 +226,15 @@ def _json(path: pathlib.Path) -> dict[str, Any] | None:
 def _arrays(path: pathlib.Path) -> Mapping[str, np.ndarray] | None:
     if not path.is_file():
         return None
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (*_DAMAGED, AttributeError) as error:  # a lone array is loaded as what it is
+        raise ValueError(
+            f"{path}: expected arrays as np.savez writes them ({error}). Usually the run was "
+            "interrupted while it wrote the file, or the disk was full: run the same command "
+            "again, which writes it anew, or remove the file to go on without it."
+        ) from error
 
 
 def _inside(row: Any, names: tuple[str, ...]) -> Any:

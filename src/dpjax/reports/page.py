@@ -16,6 +16,7 @@ from html import escape
 from typing import Any
 
 from dpjax.reports.drawing import DARK, PALETTE
+from dpjax.reports.rounding import upwards
 
 __all__ = ["badge", "grid", "page", "power", "section", "table", "value"]
 
@@ -86,8 +87,8 @@ def value(entry: Any) -> str:
 
 
 def power(number: float) -> str:
-    """A small number as HTML, such as 10 to the -5; delta has no unit to make it readable."""
-    mantissa, _, exponent = f"{number:.3g}".partition("e")
+    """A small number as HTML, rounded up; delta has no unit to make it readable."""
+    mantissa, _, exponent = upwards(number, ".3g").partition("e")
     if not exponent:
         return escape(mantissa)
     tens = f"10<sup>{int(exponent)}</sup>".replace("-", "\N{MINUS SIGN}")

@@ -16,17 +16,18 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
-from dpjax.reports.figures import PLOTS, PRIVATE, Drawn, Plot, draw
+from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
 from dpjax.reports.folder import Missing, Run, read
 from dpjax.reports.page import badge, page, power, section, table
+from dpjax.reports.rounding import upwards
 
 __all__ = ["report"]
 
 _SEEN_BY = (
     "Figures with the badge “released” are computed from what the mechanism released and from test "
     "examples, of which they tell, and which the guarantee does not cover. All others show private "
-    "training data without noise, so this page as a whole is for those who may see these data. To "
-    "publish, take single figures from the folder figures."
+    "training data without noise, or with noise that anyone can subtract, so this page as a whole "
+    "is for those who may see these data. To publish, take single figures from the folder figures."
 )
 
 
@@ -82,16 +83,21 @@ def _header(run: Run) -> Iterator[str]:
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
     accuracy = _percent(last.get("accuracy"))
-    yield f'<p class="verdict">{_verdict(epsilon, run.delta, accuracy)}</p>'
+    yield f'<p class="verdict">{_verdict(run, epsilon, accuracy)}</p>'
     units = f"{(run.identity or run.card or {}).get('unit', 'example')}s"
-    seed = (run.card or {}).get("seed_published")
-    if seed is not None:
+    if run.seed is not None:
         yield (
-            f'<p class="notice">Seed published ({escape(str(seed))}): not for release. Whoever '
+            f'<p class="notice">Seed published ({escape(str(run.seed))}): not for release. Whoever '
             "knows the seed can subtract the noise.</p>"
         )
+    if run.foreign:
+        yield (
+            f'<p class="notice">privacy.json is of an earlier run in this folder: {run.foreign}. '
+            "So it is left out here, and all that was written with it. When this run has ended, "
+            "its own will be there.</p>"
+        )
     numbers = [
-        ("epsilon", f"{epsilon:.3g}", _methods(run)),
+        ("epsilon", upwards(epsilon, ".3g"), _methods(run)),
         ("delta", power(run.delta), ""),
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
@@ -106,18 +112,25 @@ def _header(run: Run) -> Iterator[str]:
     yield "</dl>\n</header>"
 
 
-def _verdict(epsilon: float, delta: float, accuracy: str) -> str:
+def _verdict(run: Run, epsilon: float, accuracy: str) -> str:
+    """As in the statement: what is proved, what is bare, and what is neither."""
     right = f", with {accuracy} test accuracy" if accuracy else ""
-    if math.isinf(epsilon):
+    if not math.isinf(epsilon):
+        return f"({upwards(epsilon)}, {power(run.delta)})-differentially private{right}."
+    if run.card is not None and run.card.get("not_private"):
         return f"<strong>Not</strong> differentially private: epsilon is infinite{right}."
-    return f"({epsilon:.4g}, {power(delta)})-differentially private{right}."
+    return f"<strong>Not proved</strong> to be differentially private{right}."
 
 
 def _promise(run: Run) -> Iterator[str]:
     yield "<h2>What is promised</h2>"
     words, _, references = (run.statement or "").partition("\nReferences\n")
     words = words.removeprefix("Privacy statement").strip("\n")
-    plate = f"<pre>{escape(words)}</pre>" if words else "<p>There is no statement.txt.</p>"
+    plate = (
+        f"<pre>{escape(words)}</pre>"
+        if words
+        else f"<p>{str(run.missing('statement.txt')).capitalize()}.</p>"
+    )
     if references.strip():
         plate += (
             "<details><summary>References, as BibTeX</summary>"
@@ -137,7 +150,7 @@ def _figures(figures: Iterable[Drawn]) -> Iterator[str]:
         plot = figure.plot
         note = (
             f"<h3>{number}. {escape(plot.title)}</h3>"
-            f"{badge(figure.badge, warns=figure.badge == PRIVATE)}"
+            f"{badge(figure.badge, warns=figure.badge != RELEASED)}"
             f'<p>{escape(plot.words)}</p><p class="seen">{escape(figure.seen)}</p>'
         )
         yield section(note, figure.svg, tag="figure", name=plot.name)
@@ -172,7 +185,9 @@ def _name(run: Run) -> str:
 
 def _methods(run: Run) -> str:
     (best, _), *others = run.epsilons.items()
-    return "; ".join([f"by {best}", *(f"{value:.3g} by {name}" for name, value in others)])
+    return "; ".join(
+        [f"by {best}", *(f"{upwards(value, '.3g')} by {name}" for name, value in others)]
+    )
 
 
 def _percent(part: Any) -> str:

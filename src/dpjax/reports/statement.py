@@ -20,10 +20,11 @@ from dpjax import accounting
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.reports.references import references
+from dpjax.reports.rounding import upwards
 from dpjax.reports.spending import epsilons, multipliers
 from dpjax.types import Neighbours, Sampler
 
-__all__ = ["statement"]
+__all__ = ["statement", "why_infinite"]
 
 _NEIGHBOURS = {
     Neighbours.ADD_OR_REMOVE: "data sets that differ by one {unit} added or removed",
@@ -109,8 +110,9 @@ def _verdict(
     proven = [value for method, value in found.items() if accounting.METHODS[method].proven]
     best = min(proven, default=math.inf)
     if math.isfinite(best):
-        yield f"  ({best:.4g}, {delta:g})-differentially private, as proved by the best accountant."
-    elif why := _why_infinite(mechanism, ran):
+        claim = f"({upwards(best)}, {upwards(delta, '.6g')})"
+        yield f"  {claim}-differentially private, as proved by the best accountant."
+    elif why := why_infinite(mechanism, ran):
         yield "  This computation is NOT differentially private (epsilon is infinite)."
         yield f"  {why}"
     else:
@@ -129,8 +131,13 @@ def _verdict(
         )
 
 
-def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
-    """What was released bare; None if nothing was."""
+def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
+    """What was released bare; None if nothing was, and then a missing epsilon is only unproved.
+
+    Args:
+      mechanism: What was run.
+      ran: The multipliers of the steps that ran.
+    """
     if math.isinf(mechanism.clipping.sensitivity) and len(ran):
         return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
     if not np.all(ran > 0):
@@ -205,7 +212,7 @@ def _facts(
         )
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {len(ran):,}{planned}"
-    yield f"  delta         {delta:g}"
+    yield f"  delta         {upwards(delta, '.6g')}"
 
 
 def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
@@ -254,7 +261,7 @@ def _figures(
     delta: float,
 ) -> Iterator[str]:
     for method, value in found.items():
-        yield f"  epsilon       {value:8.4g}   {method}: {accounting.METHODS[method].words}"
+        yield f"  epsilon       {upwards(value):>8}   {method}: {accounting.METHODS[method].words}"
     if not found:
         yield f"  epsilon       {'none':>8}   no method has a number for this"
     if mechanism.sampling.name in ("shuffled", "curriculum"):
@@ -270,7 +277,7 @@ def _as_if_poisson(mechanism: Mechanism, ran: np.ndarray, delta: float) -> Itera
     except ValueError:  # a comparison only, which must not cost the statement
         return
     yield (
-        f"  as if Poisson {value:8.4g}   rdp-classic: the papers' figure for such "
+        f"  as if Poisson {upwards(value):>8}   rdp-classic: the papers' figure for such "
         "batches. It does not hold for them: nothing proves amplification here."
     )
 
