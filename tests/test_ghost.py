@@ -147,6 +147,14 @@ CASES = {
         {"a": array(3, 4), "w": array(5, 3, 4)},
         (3,),
     ),
+    "a derivative of the user's own in a scan": lambda: plain(
+        # Pulled back at each position by itself: their sum bends otherwise than they do.
+        lambda p, x: jax.lax.scan(
+            lambda c, row: (jnp.tanh(lax.map(held, p["w"]) @ c + row), None), 0 * x[0], x
+        )[0],
+        {"w": array(4, 4)},
+        (5, 4),
+    ),
     "ids of a byte": lambda: plain(
         lambda p, x: jnp.take(p["table"], (jnp.abs(x) * 90).astype(jnp.uint8), axis=0),
         {"table": array(256, 4)},

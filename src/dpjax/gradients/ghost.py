@@ -55,12 +55,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     ways = {i: total(factors[:, groups[i]]) for i, total in totals.items()}
 
     def value(careful: bool) -> dict[int, Array]:
-        parts = {i: way(careful).astype(sums[i].dtype) for i, way in ways.items()}
-        if not careful:
-            return parts
-        # Where nobody is left, what broke them all may be a parameter: a root of 0.
-        some = {i: jnp.any(factors[:, groups[i]] != 0) for i in parts}
-        return {i: jnp.where(some[i], part, 0) for i, part in parts.items()}
+        return {i: way(careful).astype(sums[i].dtype) for i, way in ways.items()}
 
     # Wiping out what is not finite costs a pass over all data; nearly always there is none.
     broken = ~jnp.all(jnp.isfinite(lengths))
