@@ -219,9 +219,14 @@ def test_leaves_without_a_gradient_are_named(caplog):
         dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA).init(jax.random.key(0), params)
     assert "2 of 3 leaves have no gradient (body, tail)" in caplog.text
     caplog.clear()
+    scalars = dpjax.dpsgd(lambda p, x: p["a"] + 0 * jnp.sum(x), optax.sgd(0.1), mechanism, DATA)
     with caplog.at_level("WARNING"):
         start(make())
+        scalars.init(jax.random.key(0), {"a": jnp.float32(1.0)})
     assert not caplog.text
+    with caplog.at_level("WARNING"):
+        scalars.init(jax.random.key(0), {"a": jnp.float32(1.0), "b": jnp.float32(1.0)})
+    assert "1 of 2 leaves have no gradient (b)" in caplog.text
 
 
 def test_a_draw_that_is_made_once_is_refused():

@@ -68,9 +68,10 @@ def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
 
 def check_draw(sampler: Sampler) -> None:
     """Refuses a sampler whose batch is the same at every step, whatever its event says."""
-    program = jax.make_jaxpr(sampler.draw)(jax.random.key(0), jnp.int32(0)).jaxpr
-    moved = _reached(program)
-    if sampler.batch_size < sampler.examples and program.outvars[0] not in moved:
+    key = jax.random.key(0, impl="threefry2x32")
+    program = jax.make_jaxpr(sampler.draw)(key, jnp.int32(0)).jaxpr
+    moved = _among(program.outvars[0], _reached(program))
+    if sampler.batch_size < sampler.examples and not moved:
         raise ValueError(
             f"dpsgd: the indices that sampler {sampler.name!r} draws follow neither from its key "
             "nor from the step, so that every step would see the same examples, and those would "
@@ -111,12 +112,12 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """
     check_loss(lambda p, x: (loss(p, x), None), params, example)
     program = jax.make_jaxpr(jax.grad(loss))(params, example).jaxpr
-    zeros: set[Any] = set()
+    zeros: set[Var] = set()
     for equation in program.eqns:
         if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0]):
             zeros |= set(equation.outvars)
     names = zip(trees.leaf_names(params), program.outvars, strict=True)
-    idle = [name or "(the array)" for name, v in names if v in zeros or _is_zero(v)]
+    idle = [name or "(the array)" for name, v in names if _is_zero(v) or _among(v, zeros)]
     if idle:
         logging.warning(
             "dpsgd: %d of %d leaves have no gradient (%s%s). They are given noise like all others, "
@@ -137,6 +138,10 @@ def _reached(program: Jaxpr) -> set[Var]:
     """What of a program follows from its inputs."""
     moved = set(program.invars)
     for equation in program.eqns:
-        if any(v in moved for v in equation.invars if not isinstance(v, Literal)):
+        if any(_among(v, moved) for v in equation.invars):
             moved |= set(equation.outvars)
     return moved
+
+
+def _among(v: Any, some: set[Var]) -> bool:
+    return not isinstance(v, Literal) and v in some
