@@ -265,6 +265,13 @@ def test_what_is_no_microbatch_is_refused(size):
         dpjax.clipped_grad(loss, clipping.flat(1.0), devices=size)
 
 
+def test_float64_parameters_of_numpy_train_as_float32_without_a_warning():
+    algorithm = make()
+    state, _ = algorithm.step(algorithm.init(jax.random.key(0), np.zeros(3)))
+    want, _ = algorithm.step(algorithm.init(jax.random.key(0), jnp.zeros(3)))
+    np.testing.assert_array_equal(state.params, want.params)
+
+
 def test_a_loss_without_a_value_is_told_so():
     algorithm = dpjax.dpsgd(lambda w, x: None, optax.sgd(0.1), make().mechanism, DATA)
     with pytest.raises(ValueError, match="the loss of one example is None"):

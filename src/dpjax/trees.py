@@ -133,12 +133,12 @@ def on_host(leaf: Any) -> np.ndarray:
 
 def widened(tree: PyTree) -> PyTree:
     """The same numbers in the dtypes that sums are kept in: float32 or wider."""
-    return jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), tree)
+    return jax.tree.map(lambda x: jnp.asarray(x, wide(jnp.result_type(x))), tree)
 
 
 def zeros_wide(tree: PyTree) -> PyTree:
     """Zeros of the same shapes, in the dtypes that sums are kept in."""
-    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(x.dtype)), tree)
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))), tree)
 
 
 def group_norms(
