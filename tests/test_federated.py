@@ -607,7 +607,7 @@ BAD = {
                 {"local_epochs": None, "local_steps": 2.5},
                 {"local_epochs": None, "local_steps": "3"},
             ],
-            (ValueError, "how many clients train at once"): [
+            (ValueError, r"federated\(microbatch_size=.*whole number, at least 1"): [
                 {"microbatch_size": 0},
                 {"microbatch_size": -1},
                 {"microbatch_size": 1.5},
@@ -633,6 +633,18 @@ BAD = {
         "float64",
     ),
 }
+
+
+def test_a_draw_that_is_made_once_is_refused():
+    """As for examples: NumPy is asked when the round is compiled."""
+
+    def draw(key, step):
+        drawn = np.random.default_rng().permutation(9)
+        return types.Draw(jnp.asarray(drawn), jnp.asarray(3))
+
+    own = dataclasses.replace(sampling.poisson(9, 3), draw=draw)
+    with pytest.raises(ValueError, match="every step would see the same examples"):
+        fedavg(some_clients(*range(9)), mechanism(9, sampler=own))
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -136,6 +136,19 @@ def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
             ask()
 
 
+def test_steps_are_of_the_bins_that_drew_them():
+    """Samplers of one name and one price may draw others."""
+    one, other = (
+        dataclasses.replace(
+            make(steps=5),
+            sampling=sampling.scored(bins, [[0.1, 0.1]], steps_per_row=5, batch_size=2),
+        )
+        for bins in (np.arange(10) % 2, np.arange(10) // 5)
+    )
+    with pytest.raises(ledger.Refused, match="ran under another mechanism"):
+        ledger.admit(walk(one, 2), other)
+
+
 def test_more_steps_of_the_same_may_follow():
     book = walk(make(steps=2), 2)
     assert ledger.admit(book, make(steps=3)).steps == 3

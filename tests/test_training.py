@@ -190,6 +190,17 @@ def test_a_folder_in_which_no_step_ran_is_free_for_other_settings(tmp_path):
         dpjax.fit(wrong, start(wrong), directory=tmp_path, progress=False)
 
 
+def test_a_folder_in_which_queries_were_made_is_not_begun_anew(tmp_path):
+    """They are spent before the first step, and `run.json` is all that tells of them."""
+    asked = dataclasses.replace(make(steps=2).mechanism, preparation=(5.0,))
+    first = dpjax.dpsgd(loss, optax.sgd(0.1), asked, DATA)
+    dpjax.fit(first, start(first), steps=0, directory=tmp_path, progress=False)
+    other = make(steps=3)
+    with pytest.raises(ledger.Refused, match="another run is there"):
+        dpjax.fit(other, start(other), directory=tmp_path, progress=False)
+    assert training.earlier(tmp_path)[0].preparation == (5.0,)
+
+
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), make(batch=50).mechanism, spoilt)

@@ -110,7 +110,7 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
             f"True or False for each of {scores.size} scores: whether that canary took part. "
             "Usually the numbers of those who did were given: np.isin(np.arange(canaries), them)."
         )
-    if not 2 <= guesses <= scores.size or int(guesses) != guesses:
+    if not 2 <= guesses <= scores.size or guesses % 1 != 0:
         raise ValueError(
             f"auditing.guess_members(guesses={guesses}): expected 2 to {scores.size} guesses, "
             "one for each canary at most."
@@ -174,7 +174,7 @@ def epsilon_lower_bound(
 
 def _check_guesses(correct: int, guesses: int, canaries: int) -> None:
     numbers = (correct, guesses, canaries)
-    whole = all(np.isfinite(number) and int(number) == number for number in numbers)
+    whole = all(number % 1 == 0 for number in numbers)
     if not whole or not 0 <= correct <= guesses <= canaries:
         raise ValueError(
             f"auditing.epsilon_lower_bound({correct}, {guesses}, canaries={canaries}): expected "

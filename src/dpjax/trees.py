@@ -26,6 +26,7 @@ from dpjax.types import Key, Purpose, PyTree
 
 __all__ = [
     "check_key",
+    "check_params",
     "copy",
     "expand",
     "fingerprint",
@@ -230,6 +231,19 @@ def check_key(key: Any, where: str) -> None:
             "exclusive or, so that different steps and leaves would share their noise. Take "
             "dpjax.noise.secret_key(), or jax.random.key(seed, impl='threefry2x32')."
         )
+
+
+def check_params(params: PyTree) -> None:
+    """Refuses leaves that no gradient has."""
+    for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
+        kind = getattr(leaf, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"init(key, params): leaf {name or '(the array)'} is "
+                f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
+                "floating-point numbers. Usually a Python number, a counter or a key sits among "
+                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
+            )
 
 
 def random_like(

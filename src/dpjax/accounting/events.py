@@ -51,7 +51,7 @@ def _check_rate(value: float, who: str) -> float:
 
 
 def _check_steps(value: int, who: str) -> int:
-    if not math.isfinite(value) or int(value) != value or value < 0:
+    if value < 0 or value % 1 != 0:
         raise ValueError(
             f"{who}: steps must be a whole number, zero or more; got {value}. Epochs are turned "
             "into steps by epochs * examples / batch_size, rounded."

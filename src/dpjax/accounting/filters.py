@@ -94,8 +94,7 @@ class Filter:
         if not 0 < self.epsilon < math.inf:
             raise ValueError(f"accounting.Filter(epsilon={self.epsilon}): expected a positive one.")
         epsilon_of(dp_accounting.NoOpDpEvent(), self.delta)  # only asks it to check delta
-        whole = math.isfinite(self.steps) and int(self.steps) == self.steps
-        if not (self.spent >= 0 and whole and self.steps >= 0):
+        if not (self.spent >= 0 and self.steps >= 0 and self.steps % 1 == 0):
             raise ValueError(
                 f"accounting.Filter(spent={self.spent}, steps={self.steps}): expected what "
                 "the admitted steps add up to, 0 or more, and how many they are; less than nothing "
@@ -150,7 +149,7 @@ class Filter:
         Raises:
           Refused: They would pass the limit.
         """
-        if not math.isfinite(steps) or int(steps) != steps or steps < 1:
+        if steps < 1 or steps % 1 != 0:
             raise ValueError(
                 f"accounting.Filter.admit(steps={steps}): expected 1 or more, whole: as many as "
                 "are about to run. How many would fit is what room() says."

@@ -9,8 +9,6 @@ Without sampling all k are always there, and the multiplier is simply divided by
 This page rewrites an event for larger units and leaves the arithmetic to the methods.
 """
 
-import math
-
 import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent
@@ -57,8 +55,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
       Ganesh, *Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
       mechanisms*, 2024.
     """
-    whole = math.isfinite(records) and int(records) == records
-    if isinstance(records, bool) or not whole or records < 1:
+    if isinstance(records, bool) or records < 1 or records % 1 != 0:
         raise ValueError(
             f"accounting.for_groups(records={records}): expected a whole number, 1 or more: the "
             "most examples that any one user has, not the average."

@@ -128,7 +128,7 @@ def split(event: DpEvent) -> Parts:
 
 def _checked_count(count: int) -> int:
     """How often a part runs; less than never would pay back what others spent."""
-    if not math.isfinite(count) or int(count) != count or count < 0:
+    if count < 0 or count % 1 != 0:
         raise ValueError(
             f"accounting: SelfComposedDpEvent(count={count}): expected a whole number, zero or "
             "more: how often the event runs. Usually two numbers of steps were subtracted the "

@@ -66,7 +66,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
       >>> with_projections(gaussian(2.0), projections=30)
       ProjectedGaussianDpEvent(noise_multiplier=2.0, projections=30)
     """
-    if not math.isfinite(projections) or int(projections) != projections or projections < 1:
+    if projections < 1 or projections % 1 != 0:
         raise ValueError(
             f"accounting.with_projections(projections={projections}): expected how many random "
             "projections each norm was estimated from, 1 or more. For exact norms leave the event "

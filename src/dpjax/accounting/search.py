@@ -108,7 +108,7 @@ def largest_steps(
       133
     """
     _check(epsilon, method, "accounting.largest_steps")
-    if not (maximum == math.inf or (maximum >= 0 and int(maximum) == maximum)):
+    if not (maximum == math.inf or (maximum >= 0 and maximum % 1 == 0)):
         raise ValueError(
             f"accounting.largest_steps(maximum={maximum}): expected a whole number, zero or more, "
             "or infinity: how many steps there could be at most, whatever the budget."

@@ -300,7 +300,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
       Bu, Gopi, Kulkarni, Lee, Shen, Tantipongpipat, "Fast and Memory Efficient Differentially
       Private-SGD via JL Projections", 2021.
     """
-    if isinstance(projections, bool) or int(projections) != projections or projections < 1:
+    if isinstance(projections, bool) or projections < 1 or projections % 1 != 0:
         raise ValueError(
             f"clipping.jl(projections={projections}): expected a whole number of directions, at "
             "least 1, and better 30: each costs a forward-mode pass."

@@ -18,11 +18,11 @@ from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.jpeg import decoded
 from dpjax.data.sources import Source
 
-__all__ = ["read", "table", "unit"]
+__all__ = ["DAMAGED", "read", "table", "unit"]
 
 # Whatever zipfile and NumPy say of a file that was cut off or changed.
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
-_DAMAGED += (KeyError, NotImplementedError, RuntimeError)
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
+DAMAGED += (KeyError, NotImplementedError, RuntimeError)
 
 # What the arrays of a part are called: as Keras does, and as MedMNIST does.
 _LAYOUTS = (("x_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
@@ -111,7 +111,7 @@ def _arrays(name: str, path: Path) -> Mapping[str, np.ndarray]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {key: stored[key] for key in stored.files}
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise ValueError(
             f"data.load({name!r}): {path} is not a whole .npz file of plain arrays ({error}). It "
             "may have been cut off while it was copied: fetch it again."

@@ -21,7 +21,9 @@ from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Info, Recipe, observed, played
 from dpjax.federated.weights import Weights
+from dpjax.gradients.clipped import check_sizes
 from dpjax.mechanism import Mechanism
+from dpjax.mechanism.draws import check_draw
 from dpjax.types import Algorithm, Key, LossFn, PyTree, State
 
 __all__ = ["State", "fedavg", "fedsgd"]
@@ -169,16 +171,15 @@ def _algorithm(
     """Rounds of what clients do, as something that runs."""
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
     _check_clients(mechanism, clients, weights)
-    if not (microbatch_size is None or _whole(microbatch_size)):
-        raise ValueError(
-            f"federated: microbatch_size={microbatch_size!r}; expected how many clients train at "
-            "once, a whole number of at least 1, or None for what fits."
-        )
+    check_draw(mechanism.sampling)
+    check_sizes("federated", microbatch_size=microbatch_size)
     shares, scale = jnp.asarray(weights.shares), len(clients) / weights.total_share
     recipe = Recipe(local, server, mechanism, shares, scale, microbatch_size)
     compiled = jax.jit(lambda *state: played(recipe, *state))
 
     def init(key: Key, params: PyTree) -> State:
+        trees.check_key(key, "federated: init")
+        trees.check_params(params)
         noise_state = mechanism.privatize(key).init(params)
         moved = (noise_state, server.init(trees.widened(params)))
         return State(params, moved, key, ledger.empty())

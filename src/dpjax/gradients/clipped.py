@@ -22,7 +22,7 @@ from dpjax.gradients.placement import refuse_explicit
 from dpjax.gradients.rows import Engine, Rows, adding, microbatched, spread
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
-__all__ = ["check_loss", "clipped_grad"]
+__all__ = ["check_loss", "check_sizes", "clipped_grad"]
 
 
 def clipped_grad(
@@ -90,12 +90,7 @@ def clipped_grad(
             f"clipped_grad: engine={engine!r}; expected 'auto' or one of "
             f"{sorted(ENGINES)}. Engines differ in speed alone."
         )
-    for name, count in (("microbatch_size", microbatch_size), ("devices", devices)):
-        if count is not None and (count < 1 or count % 1):
-            raise ValueError(
-                f"clipped_grad({name}={count}): expected a whole number, at least 1, or None for "
-                "what fits."
-            )
+    check_sizes("clipped_grad", microbatch_size=microbatch_size, devices=devices)
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         return loss(params, example) if has_aux else (loss(params, example), None)
@@ -162,6 +157,15 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
         )
     rows = weights.reshape(size, -1)
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
+
+
+def check_sizes(who: str, **sizes: int | None) -> None:
+    """Raises unless each is a whole number, or None for what fits."""
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or size % 1 or size < 1):
+            raise ValueError(
+                f"{who}({name}={size}): expected a whole number, at least 1, or None for what fits."
+            )
 
 
 def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:

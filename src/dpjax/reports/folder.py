@@ -17,8 +17,6 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dpjax import accounting
+from dpjax.data.files import DAMAGED
 
 __all__ = ["Missing", "Run", "read"]
 
@@ -100,19 +99,6 @@ class Run(NamedTuple):
     def delta(self) -> float:
         """The delta at which epsilon is stated."""
         return float((self.card or self.rows[-1]).get("delta", math.nan))
-
-
-_DAMAGED = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-)  # whatever NumPy and zipfile say of a file that was cut off or changed
 
 
 def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
@@ -229,7 +215,7 @@ def _arrays(path: pathlib.Path) -> Mapping[str, np.ndarray] | None:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
-    except (*_DAMAGED, AttributeError) as error:  # a lone array is loaded as what it is
+    except (*DAMAGED, AttributeError) as error:  # a lone array is loaded as what it is
         raise ValueError(
             f"{path}: expected arrays as np.savez writes them ({error}). Usually the run was "
             "interrupted while it wrote the file, or the disk was full: run the same command "

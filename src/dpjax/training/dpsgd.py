@@ -19,17 +19,12 @@ from jaxtyping import Array, Int
 
 from dpjax import ledger, schedules, trees
 from dpjax.data import Stream
+from dpjax.gradients.clipped import check_sizes
 from dpjax.mechanism import Mechanism
-from dpjax.training.premises import (
-    check_data,
-    check_draw,
-    check_microbatch,
-    check_params,
-    check_schedule,
-    tell_of_idle,
-)
+from dpjax.mechanism.draws import check_draw
+from dpjax.training.premises import check_data, check_schedule, tell_of_idle
 from dpjax.training.resident import resident
-from dpjax.training.stepping import Info, Recipe, example_of
+from dpjax.training.stepping import Info, Recipe, example_of, mean_info
 from dpjax.training.streamed import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 
@@ -125,13 +120,13 @@ def dpsgd(
     check_schedule(bound_schedule, mechanism)
     check_data(data, mechanism, per_step)
     check_draw(mechanism.sampling)
-    check_microbatch("dpsgd", microbatch_size)
+    check_sizes("dpsgd", microbatch_size=microbatch_size)
     row = data.row if isinstance(data, Stream) else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if isinstance(data, Stream) else resident(recipe, data)
 
     def init(key: Key, params: PyTree) -> State:
         trees.check_key(key, "dpsgd: init")
-        check_params(params)
+        trees.check_params(params)
         tell_of_idle(recipe.loss, params, example_of(recipe, row))
         noise_state = mechanism.privatize(key).init(params)
         moved = (noise_state, optimizer.init(trees.widened(params)))
@@ -142,7 +137,7 @@ def dpsgd(
         ledger.require_untraced(state, "dpsgd")
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         params, moved, infos = steps(state.params, state.optimizer, state.key, count)
-        return State(params, moved, state.key, spent), infos
+        return State(params, moved, state.key, spent), mean_info(infos)
 
     def step(state: State) -> tuple[State, Info]:
         state, infos = run(trees.copy(state), 1)

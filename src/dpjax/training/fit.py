@@ -150,7 +150,7 @@ def _check(**counts: int | None) -> None:
     """Refuses what is no number of steps."""
     for name, count in counts.items():
         least = 0 if name == "steps" else 1
-        if count is not None and (int(count) != count or count < least):
+        if count is not None and (count < least or count % 1 != 0):
             raise ValueError(
                 f"fit({name}={count}): expected a whole number of steps, at least {least}. For "
                 "epochs: round(epochs * examples / batch_size)."

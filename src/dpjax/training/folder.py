@@ -204,14 +204,13 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         return
     before = json.loads(path.read_text(encoding="utf-8"))
     # As they are written, because NaN is not equal to itself.
-    names = [
-        name
-        for name in {**before, **identity}
-        if json.dumps(before.get(name), sort_keys=True)
-        != json.dumps(identity.get(name), sort_keys=True)
-    ]
-    if names and not _furthest(folder):
-        logging.info("fit: no step is left of what was begun in %s; it is begun anew.", folder)
+    there, now = (
+        {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
+        for facts in (before, identity)
+    )
+    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    if names and not _furthest(folder) and not before.get("preparation"):
+        logging.info("fit: nothing was spent by what was begun in %s; it is begun anew.", folder)
         _remove(folder)
         _replace(path, json.dumps(identity, indent=2) + "\n")
     elif names:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run takes for granted, looked at before it begins.
 
-Data as many as are accounted, draws that differ from step to step, parameters that can be
-trained.  What is private is not looked at, only its shape.
+Data as many as are accounted, bounds that stay positive, leaves that have a gradient.  What is
+private is not looked at, only its shape.
 """
 
 from __future__ import annotations
@@ -10,22 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Literal
 
 from dpjax import schedules, trees
 from dpjax.data import Stream
 from dpjax.gradients.clipped import check_loss
 from dpjax.mechanism import Mechanism
-from dpjax.types import LossFn, PyTree, Sampler, Schedule
+from dpjax.types import LossFn, PyTree, Schedule
 
 __all__ = [
     "check_data",
-    "check_draw",
-    "check_microbatch",
-    "check_params",
     "check_schedule",
     "tell_of_idle",
 ]
@@ -66,42 +62,6 @@ def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
         )
 
 
-def check_draw(sampler: Sampler) -> None:
-    """Refuses a sampler whose batch is the same at every step, whatever its event says."""
-    key = jax.random.key(0, impl="threefry2x32")
-    program = jax.make_jaxpr(sampler.draw)(key, jnp.int32(0)).jaxpr
-    moved = _among(program.outvars[0], _reached(program))
-    if sampler.batch_size < sampler.examples and not moved:
-        raise ValueError(
-            f"dpsgd: the indices that sampler {sampler.name!r} draws follow neither from its key "
-            "nor from the step, so that every step would see the same examples, and those would "
-            "pay for all. Usually they were drawn with NumPy, which is asked once, when the step "
-            "is compiled: draw with jax.random, from trees.step_key(key, Purpose.SAMPLING, step)."
-        )
-
-
-def check_microbatch(name: str, size: int | None) -> None:
-    """Refuses what is no size of a microbatch."""
-    if size is not None and (isinstance(size, bool) or size % 1 or size < 1):
-        raise ValueError(
-            f"{name}(microbatch_size={size}): expected a whole number of examples, at least 1, "
-            "or None for what fits."
-        )
-
-
-def check_params(params: PyTree) -> None:
-    """Refuses leaves that no gradient has."""
-    for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
-        kind = getattr(leaf, "dtype", None)
-        if kind is None or not jnp.issubdtype(kind, jnp.inexact):
-            raise TypeError(
-                f"dpsgd: init(key, params): leaf {name or '(the array)'} is "
-                f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
-                "floating-point numbers. Usually a Python number, a counter or a key sits among "
-                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
-            )
-
-
 def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """Says which leaves have no gradient: they are given noise all the same.
 
@@ -112,12 +72,17 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """
     check_loss(lambda p, x: (loss(p, x), None), params, example)
     program = jax.make_jaxpr(jax.grad(loss))(params, example).jaxpr
-    zeros: set[Var] = set()
-    for equation in program.eqns:
-        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0]):
-            zeros |= set(equation.outvars)
+    zeros = [
+        equation.outvars[0]
+        for equation in program.eqns
+        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
+    ]
     names = zip(trees.leaf_names(params), program.outvars, strict=True)
-    idle = [name or "(the array)" for name, v in names if _is_zero(v) or _among(v, zeros)]
+    idle = [
+        name or "(the array)"
+        for name, v in names
+        if _is_zero(v) or any(v is zero for zero in zeros)
+    ]
     if idle:
         logging.warning(
             "dpsgd: %d of %d leaves have no gradient (%s%s). They are given noise like all others, "
@@ -132,16 +97,3 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
 
 def _is_zero(v: Any) -> bool:
     return isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val == 0
-
-
-def _reached(program: Jaxpr) -> set[Var]:
-    """What of a program follows from its inputs."""
-    moved = set(program.invars)
-    for equation in program.eqns:
-        if any(_among(v, moved) for v in equation.invars):
-            moved |= set(equation.outvars)
-    return moved
-
-
-def _among(v: Any, some: set[Var]) -> bool:
-    return not isinstance(v, Literal) and v in some

@@ -23,7 +23,6 @@ from dpjax.training.stepping import (
     Recipe,
     Steps,
     Sums,
-    mean_info,
     microbatches,
     nothing,
     release,
@@ -85,6 +84,6 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
             params, moved, infos = compiled(params, moved, key, data, some)
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(infos)))
             count -= some
-        return params, moved, mean_info(jax.tree.map(lambda *x: np.concatenate(x), *parts))
+        return params, moved, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     return steps

@@ -16,16 +16,7 @@ import numpy as np
 
 from dpjax.data import Stream
 from dpjax.gradients.rows import on_each
-from dpjax.training.stepping import (
-    Info,
-    Recipe,
-    Steps,
-    Sums,
-    mean_info,
-    microbatches,
-    nothing,
-    release,
-)
+from dpjax.training.stepping import Info, Recipe, Steps, Sums, microbatches, nothing, release
 from dpjax.types import Key, PyTree
 
 __all__ = ["streamed"]
@@ -74,8 +65,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
                 sums = add(params, moved[0], *_padded(rows, size), sums)
             params, moved, info = finish(key, params, moved, sums)
             infos.append(info)
-        whole = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
-        return params, moved, mean_info(whole)
+        return params, moved, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
 
     return steps
 
