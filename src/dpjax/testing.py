@@ -48,15 +48,18 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
       2.0
     """
     size = trees.leading_size(gradients)
-    whole = _vector(clipping.clip(rule, gradients, np.ones(size, bool))[0])
+    every = np.arange(size)
+
+    def summed(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        taken = jax.tree.map(lambda x: jnp.asarray(x)[rows], gradients)
+        return _vector(clipping.clip(rule, taken, mask)[0])
+
+    whole = summed(every, np.ones(size, bool))
     # Masked, as padding is, and really gone.
     without = [
-        _vector(clipping.clip(rule, *given)[0])
-        for i in range(size)
-        for given in (
-            (gradients, np.arange(size) != i),
-            (jax.tree.map(lambda x, i=i: jnp.delete(x, i, axis=0), gradients),),
-        )
+        rest
+        for i in every
+        for rest in (summed(every, every != i), summed(every[every != i], np.ones(size - 1, bool)))
     ]
     return float(max((np.linalg.norm(whole - rest) for rest in without), default=0.0))
 
