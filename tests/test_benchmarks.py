@@ -110,6 +110,7 @@ def test_layouts_are_tried_around_the_choice():
     assert outcome.stdout.count("cost") > 4
 
 
+@pytest.mark.slow
 def test_large_runs_and_adapters_are_all_that_is_trained(tmp_path):
     path = tmp_path / "large.json"
     run("benchmarks/large.py", "--smoke", "--out", path)

@@ -48,11 +48,12 @@ def uninterrupted(folder, directory):
     return lives.read(directory)
 
 
-def test_thirty_kills_change_nothing(server, tmp_path):
+@pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.slow)])
+def test_kills_change_nothing(server, tmp_path, kills):
     """SIGKILL at random moments: in a step, in a save, between a row and its checkpoint."""
     moments = random.Random(0)
     deaths = runs = 0
-    while deaths < 30:
+    while deaths < kills:
         folder, longest = tmp_path / f"run{runs}", 1.2
         while True:
             process = lives.begin(server, folder)
@@ -65,7 +66,7 @@ def test_thirty_kills_change_nothing(server, tmp_path):
                 pytest.fail(f"a life ended by itself, with status {process.exitcode}")
         runs += 1
         same(lives.read(folder), uninterrupted(folder, tmp_path / f"whole{runs}"))
-    assert runs < 30, "every run was killed at least once"
+    assert runs < kills, "every run was killed at least once"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
