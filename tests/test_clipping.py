@@ -276,6 +276,24 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
 
 
 @pytest.mark.parametrize(
+    "rule",
+    [
+        clipping.normalized(1.0),
+        clipping.automatic(1.0, gamma=1e-25),
+        clipping.hard_threshold(1.0, screen=1e-18),
+        types.Clipping(clipping.balanced(1), (1.0,), lambda norms: 1 / norms),
+    ],
+    ids=lambda rule: rule.name,
+)
+@pytest.mark.parametrize("entry", [1e-20, 1e-19, 1.2e-19])
+def test_what_squares_to_nothing_is_not_made_longer_than_the_bound(rule, entry):
+    """A norm that is too short allows too large a factor."""
+    gradients = np.full((2, 26_010), entry, np.float32)
+    gradients[0, 0] = 1.2e-19
+    testing.assert_sensitivity(rule, jnp.asarray(gradients))
+
+
+@pytest.mark.parametrize(
     "wish",
     [
         lambda norms: 1 / (norms.sum(axis=-1) + 0.01),

@@ -405,6 +405,9 @@ CASES = {
         padding="VALID",
         dimension_numbers=NHWC,
     ),
+    "conv of patches": lambda: conv(
+        (2, 7, 9, 2), (3, 2, 2, 4), window_strides=(3, 2), padding="SAME", dimension_numbers=NHWC
+    ),
     "conv channels first": lambda: conv(
         (1, 2, 7, 7), (4, 2, 3, 3), window_strides=(2, 2), padding="SAME"
     ),
@@ -648,6 +651,74 @@ def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
         batch = jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)
         moved = clipped_grad(loss, clipping.flat(bound), "ghost")(w, batch).value
         assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+
+
+def in_columns(w, example):
+    ids, c = example
+    return jnp.sum(w[:, ids] * c)
+
+
+def in_rounds(w, example):
+    ids, c = example
+    columns = lax.scan(lambda _, i: (None, lax.dynamic_slice(w, (0, i), (1, 1))[:, 0]), None, ids)
+    return jnp.sum(columns[1].T * c)
+
+
+@pytest.mark.parametrize("taken", [in_columns, in_rounds], ids=["columns", "rounds"])
+def test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound(taken):
+    """Scaled cotangents are rounded anew, and of one column all are added up."""
+    rng, w = np.random.default_rng(0), jnp.zeros((1, 512))
+    for bound in (1e-6, 1e-5, 1e-4):
+        c = rng.normal(size=(1, 512)) * 1e4
+        c[:, -1] = -c[:, :-1].sum(axis=1)
+        batch = jnp.full((1, 512), 5), jnp.asarray(c, jnp.float32)[None]
+        moved = clipped_grad(taken, clipping.flat(bound), "ghost")(w, batch).value
+        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in a loop"])
+def test_a_parameter_in_a_reference_is_materialised(inside):
+    """What is written there is no value that could be computed again from the parameter."""
+
+    def loss(w, x):
+        ref = jax.new_ref(w)
+
+        def triple(_, carry):
+            ref[...] = ref[...] * 3
+            return carry
+
+        lax.fori_loop(0, 2, triple, 0) if inside else triple(0, 0)
+        return jnp.vdot(ref[...], x)
+
+    testing.assert_engines_agree(
+        loss, clipping.flat(0.7), jnp.ones(2), array(5, 2), engines=("ghost",)
+    )
+    assert "a mutable reference" in gradients.explain(loss, jnp.ones(2), jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: jnp.sum(x @ w) + jnp.sum(x[:0] @ w[:0]),
+        lambda w, x: jnp.sum((x[:, None] * w)[:0]),
+    ],
+    ids=["a product", "all"],
+)
+def test_data_without_width_move_nothing(loss):
+    got = clipped_grad(loss, clipping.flat(0.7), "ghost")(array(3, 2), array(4, 3))
+    want = clipped_grad(loss, clipping.flat(0.7), "vmap")(array(3, 2), array(4, 3))
+    np.testing.assert_allclose(got.value, want.value, rtol=1e-6)
+
+
+def test_many_uses_of_a_leaf_are_no_quadratic_program():
+    """A program for each pair of them took minutes to compile."""
+
+    def loss(w, x):
+        for _ in range(9):
+            x = x + jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    assert "gram" not in gradients.explain(loss, array(512, 512), array(512))
 
 
 @pytest.mark.parametrize("left_over", [0.0, 1e-4, 1.0])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`clipped_grad`: what it returns, what it refuses, whose models it takes."""
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -342,6 +343,35 @@ for jitted, devices in [(True, 2), (True, None), (False, None)]:
     with pytest.raises(ValueError, match="explicit axes"):
         run(conv, batch, "ghost", jitted, devices)
 """
+
+
+def test_a_shard_map_that_sums_gradients_by_itself_is_refused():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    over, whole = jax.P("d"), jax.P()
+    for find in (
+        lambda w, x: dpjax.clipped_grad(loss, RULE, "vmap")(w, x).value,
+        lambda w, x: dpjax.gradients.plain_grad(loss)(w, x),
+    ):
+        split = functools.partial(
+            jax.shard_map, find, mesh=mesh, in_specs=(whole, over), out_specs=whole
+        )
+        w, x = jnp.zeros(3), jnp.ones((2, 3)) / 4
+        with pytest.raises(ValueError, match="clipped as one. Give the shard_map check_vma=False"):
+            split()(w, x)
+        np.testing.assert_allclose(split(check_vma=False)(w, x), find(w, x))
+
+
+def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
+    """Each of its programs would be given to all of them, which its mesh does not allow."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "local_device_count", lambda: 2)
+        for entered in (contextlib.nullcontext, lambda: jax.set_mesh(mesh)):
+            with entered():
+                args = lambda w, x: (loss(w, x), None), jnp.ones(3), jnp.ones(3)
+                found.append(gradients.layout(*args, batch_size=64, microbatch_size=8).devices)
+    assert found == [2, 1]
 
 
 def test_a_batch_that_lies_on_two_devices_is_right_or_refused():

@@ -149,6 +149,22 @@ def test_a_model_that_would_round_the_sum_is_refused():
     narrow_data(jnp.zeros(3), jnp.ones((4, 3), jnp.int8), key=jax.random.key(0))
 
 
+def test_a_loss_without_forward_mode_is_refused():
+    square = jax.custom_vjp(jnp.square)
+    square.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
+    for own in (square, jax.checkpoint(square)):
+        clipped = dpjax.clipped_grad(lambda w, x, f=own: f(jnp.vdot(w, x)), clipping.jl(1.0, 3))
+        with pytest.raises(TypeError, match=r"none in forward mode.*jax.custom_jvp"):
+            clipped(jnp.zeros(3), X, key=jax.random.key(0))
+
+
+def test_wide_data_leave_narrower_parameters_as_they_are():
+    with jax.enable_x64(True):
+        clipped = dpjax.clipped_grad(lambda w, x: jnp.vdot(w, x) ** 2, clipping.jl(1.0, 3))
+        w, x = jnp.ones(3, jnp.float32), np.ones((4, 3))
+        assert clipped(w, x, key=jax.random.key(0)).value.dtype == jnp.float32
+
+
 def test_an_interrupted_run_ends_the_same_to_the_last_bit(tmp_path):
     def fit(directory, steps=None):
         algorithm = dpjax.dpsgd(loss, optax.adam(0.1), mechanism_for(multiplier=8.0), X)

@@ -53,6 +53,13 @@ MUTANTS = [
         CLIP + "clipping_is_per_example",
     ),
     Mutant(
+        "norms that squaring lost are believed",
+        "types.py",
+        "jnp.maximum(norms, _LEAST)",
+        "jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)",
+        CLIP + "what_squares_to_nothing_is_not_made_longer_than_the_bound",
+    ),
+    Mutant(
         "a rule's own wish is not held to the bound",
         "types.py",
         "jnp.clip(wished, 0, limit)",
@@ -568,10 +575,31 @@ MUTANTS = [
         "test_ghost.py::test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound[scaled]",
     ),
     Mutant(
+        "ghost: what is added up is summed from scaled cotangents",
+        "gradients/rules.py",
+        "not (isometric and once and _entire(leaf, sites))",
+        "not (isometric and _entire(leaf, sites))",
+        "test_ghost.py::test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound[columns]",
+    ),
+    Mutant(
+        "ghost: what is written to a reference is forgotten",
+        "gradients/walk.py",
+        "    mutates = _mutates(closed.jaxpr)\n",
+        "    mutates = False\n",
+        "test_ghost.py::test_a_parameter_in_a_reference_is_materialised",
+    ),
+    Mutant(
+        "gradients that a shard_map adds up are taken for one example's",
+        "gradients/placement.py",
+        "if kind.manual_axis_type.varying:",
+        "if False:",
+        "test_gradients.py::test_a_shard_map_that_sums_gradients_by_itself_is_refused",
+    ),
+    Mutant(
         "ghost: what a view cancels is summed from scaled cotangents",
         "gradients/rules.py",
-        "not (isometric and _entire(leaf, sites))",
-        "not _entire(leaf, sites)",
+        "not (isometric and once and _entire(leaf, sites))",
+        "not (once and _entire(leaf, sites))",
         "test_ghost.py::test_what_cancels_in_a_view_does_not_slip_past_the_bound",
     ),
     Mutant(

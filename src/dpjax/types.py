@@ -130,13 +130,14 @@ class Clipping:
 
     | one example's norms | its factors |
     |---|---|
-    | 0 in a group | whatever the rule wishes, at most bound / tiny; the product is 0 |
+    | below 1e-12 in a group | whatever the rule wishes, at most bound / 1e-12 |
     | NaN or infinite in any group (float32 overflow included) | 0 in every group |
     | any, and the wish is NaN | 0 in that group |
     | finite, bound infinite | the wish, unlimited |
     | finite, bound 0 | 0 |
 
-    Bounds between 0 and 1e-12 are refused: norms would be lost before they are compared.
+    Entries below about 1e-19 square to 0, and norms are too short by them.  So no norm counts as
+    less than 1e-12, and bounds between 0 and that are refused.
     """
 
     partition: Partition
@@ -189,8 +190,7 @@ class _Held:
     name: str
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
-        limit = jnp.asarray(self.bounds, norms.dtype)
-        limit = limit / jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)
+        limit = jnp.asarray(self.bounds, norms.dtype)[None] / jnp.maximum(norms, _LEAST)
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
         wished = jax.vmap(self._alone)(norms)
         return jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Clipping by estimated norms: what it costs when a norm may be guessed too small.
 
-A norm that is estimated from `r` random projections is the norm times `sqrt(chi2_r / r)`,
-whatever the gradient. So an example moves the clipped sum by up to `s = sqrt(r / chi2_r)` bounds:
-mostly about one, now and then many. Let the projections be released too, for they have not seen
+A norm that is estimated from `r` random projections is, in exact numbers, the norm times
+`sqrt(chi2_r / r)`, whatever the gradient (what float32 does to this: `dpjax.clipping.jl`). So an
+example moves the clipped sum by up to `s = sqrt(r / chi2_r)` bounds: mostly about one, now and then
+many. Let the projections be released too, for they have not seen
 the data. Given them a step is a Gaussian whose multiplier is divided by `s`, and its privacy loss
 has the distribution of that Gaussian, mixed over `s`. That is one example more or fewer: two that
 change places have an `s` each, and nothing is proved for them.

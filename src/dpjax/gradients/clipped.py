@@ -18,7 +18,7 @@ from dpjax import trees
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.jl import projected
 from dpjax.gradients.layout import layout
-from dpjax.gradients.placement import refuse_explicit
+from dpjax.gradients.placement import refuse_meshes
 from dpjax.gradients.rows import Engine, Rows, adding, microbatched, spread
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
@@ -104,7 +104,7 @@ def clipped_grad(
         start: PyTree = None,
     ) -> ClippedSum:
         size = trees.leading_size(batch)
-        refuse_explicit(batch)
+        refuse_meshes(batch)
         example = trees.one_row(batch)
         check_loss(with_aux, params, example)
         real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0

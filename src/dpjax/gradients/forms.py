@@ -108,7 +108,7 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
 
 def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """A product contracts inputs; what is left of the data are positions, of the view outputs."""
-    if cotangent.size == 0:
+    if cotangent.size == 0 or data[0].size == 0:
         return None
     contract, batch = site.equation.params["dimension_numbers"]
     mine, theirs = site.operand, 1 - site.operand
@@ -147,7 +147,7 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
     p, (x,), lead = site.equation.params, data, 1 + len(site.stacks)
-    if site.operand != 1 or p["batch_group_count"] != 1 or cotangent.size == 0:
+    if site.operand != 1 or p["batch_group_count"] != 1 or cotangent.size == 0 or x.size == 0:
         return None
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     shape, _ = _view(site)
@@ -195,6 +195,8 @@ def _patches(
     ]
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges + [(0, 0, 0)])
     strides = p["window_strides"]
+    if tuple(strides) == tuple(kernel) and set(p["rhs_dilation"]) == {1}:
+        return [_tiles(x, kernel, places)]
 
     def seen(entry: tuple[int, ...]) -> Array:
         starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
@@ -210,6 +212,18 @@ def _patches(
         jnp.stack([seen(entry) for entry in entries[i : i + few]], axis=1)
         for i in range(0, len(entries), few)
     ]
+
+
+def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
+    """Patches that do not overlap: as large as the image, they are one view of it, turned."""
+    rank = len(kernel)
+    used = [n * k for n, k in zip(places, kernel, strict=True)]
+    x = jax.lax.slice(x, [0] * x.ndim, [*x.shape[:2], *used, x.shape[-1]])
+    pairs = [m for pair in zip(places, kernel, strict=True) for m in pair]
+    x = x.reshape(*x.shape[:2], *pairs, x.shape[-1])
+    order = [0, *range(3, 3 + 2 * rank, 2), 2 + 2 * rank, 1, *range(2, 2 + 2 * rank, 2)]
+    x = jnp.transpose(x, order)
+    return x.reshape(x.shape[0], math.prod(kernel), *x.shape[1 + rank :])
 
 
 def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
@@ -42,7 +42,7 @@ def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key
       key: Of the directions; the same one for all microbatches of a step.
     """
     example = trees.one_row(rows.batch)
-    _check_width(loss, params, example)
+    _check(loss, params, example)
     if differentiates_kernels(loss, params, example, by_patches):
         refuse_split(rows.batch)
     # Accelerators round the inputs of products, and norms and sums differently.
@@ -100,14 +100,24 @@ def _one_by_one(
         each = jax.grad(lambda p: loss(p, example)[0])(params)
         good = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(each)]
         kept = jnp.all(jnp.stack(good)) & (factor > 0)
-        return jax.tree.map(lambda t, g: t + jnp.where(kept, factor * g, 0), total, each), None
+
+        def onto(t: Array, g: Array) -> Array:
+            return t + jnp.where(kept, factor * g, 0).astype(t.dtype)
+
+        return jax.tree.map(onto, total, each), None
 
     return jax.lax.scan(add, trees.zeros_wide(params), (batch, factors))[0]
 
 
-def _check_width(loss: LossFn, params: PyTree, example: PyTree) -> None:
-    """Raises if anything on the way from parameters to a loss is narrower than float32."""
+def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
+    """Raises if a loss has no forward mode, or computes in anything narrower than float32."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
+    if any("custom_vjp" in equation.primitive.name for equation in _equations(program)):
+        raise TypeError(
+            "clipping.jl: the loss has a derivative of its own by jax.custom_vjp, and so none in "
+            "forward mode, by which norms are estimated. Write it by jax.custom_jvp; or clip by "
+            "exact norms (clipping.flat)."
+        )
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
     for dtype in (*dtypes, *_computed(program)):
         if jnp.issubdtype(dtype, jnp.floating) and trees.wide(dtype) != dtype:
@@ -122,8 +132,14 @@ def _check_width(loss: LossFn, params: PyTree, example: PyTree) -> None:
 
 def _computed(program: Jaxpr) -> Iterator[Any]:
     """The dtypes of what a program computes, however deep."""
-    for equation in program.eqns:
+    for equation in _equations(program):
         values: list[Any] = [variable.aval for variable in equation.outvars]
         yield from (value.dtype for value in values if hasattr(value, "dtype"))
+
+
+def _equations(program: Jaxpr) -> Iterator[JaxprEqn]:
+    """All of a program, however deep."""
+    for equation in program.eqns:
+        yield equation
         for inner in inner_programs(equation):
-            yield from _computed(inner)
+            yield from _equations(inner)

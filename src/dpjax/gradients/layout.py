@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from dpjax.gradients.primitives import inner_programs
@@ -95,7 +97,9 @@ def layout(
         return Layout(1, 1)
     together = microbatch_size or _together(loss, params, example, batch_size, engine)
     if devices is None:
-        several = batch_size > together and jax.devices()[0].platform == "cpu"
+        # Under a mesh of the user's, or inside a shard_map, devices are the user's to give.
+        ours = jax.sharding.get_abstract_mesh().empty
+        several = ours and batch_size > together and jax.devices()[0].platform == "cpu"
         devices = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
     return Layout(microbatch_size or max(1, together // devices), devices)
 
@@ -159,4 +163,4 @@ def _on_cpu() -> bool:
 
 
 def _bytes(arrays: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in arrays)
+    return sum(np.size(x) * jnp.result_type(x).itemsize for x in arrays)

@@ -17,13 +17,26 @@ from jax.sharding import AxisType
 
 from dpjax.types import PyTree
 
-__all__ = ["refuse_explicit", "refuse_split"]
+__all__ = ["refuse_meshes", "refuse_split"]
 
 
-def refuse_explicit(batch: PyTree) -> None:
-    """Raises if the batch has a mesh of explicit axes, of which most models know nothing."""
+def refuse_meshes(batch: PyTree) -> None:
+    """Raises if JAX keeps account of which devices see what of the batch.
+
+    Of a mesh of explicit axes most models know nothing.  And where `shard_map` checks what varies,
+    the gradient of what all devices share is summed over them before anybody sees it: that of an
+    example is then that of as many as there are devices, and they are clipped as one.
+    """
     for leaf in jax.tree.leaves(batch):
-        sharding = jax.typeof(leaf).sharding
+        kind = jax.typeof(leaf)
+        if kind.manual_axis_type.varying:
+            raise ValueError(
+                f"The batch varies over the axes {sorted(kind.manual_axis_type.varying)} of a "
+                "jax.shard_map, which sums gradients of shared parameters over devices by itself, "
+                "so that examples of several devices would be clipped as one. Give the shard_map "
+                "check_vma=False; or give the batch whole and devices=..."
+            )
+        sharding = kind.sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
             raise ValueError(
                 f"The batch is split by a mesh of explicit axes ({sharding.spec}); "

@@ -18,7 +18,7 @@ from dpjax import clipping, trees
 from dpjax.gradients.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients.isolation import differentiates_kernels
 from dpjax.gradients.layout import layout
-from dpjax.gradients.placement import refuse_explicit, refuse_split
+from dpjax.gradients.placement import refuse_meshes, refuse_split
 from dpjax.gradients.rows import Rows, microbatched, spread
 from dpjax.gradients.rules import into_table, scaled, summed
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -55,7 +55,7 @@ def plain_grad(
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
-        refuse_explicit(batch)
+        refuse_meshes(batch)
         example = trees.one_row(batch)
         micro, count = layout(with_aux, params, example, size, devices=devices)
         engine = microbatched(_unclipped, micro)

@@ -53,6 +53,10 @@ _TRAFFIC = 8
 # Inner products between positions are summed in blocks of so many terms, which makes each of
 # their multiplications cost as much as so many of a large product.
 _BLOCK, _SLOWER = 16, 10
+# Each pair of sites has a program of its own: of many they take minutes to compile.
+_MANY = 6
+# What is pulled back through these adds nothing up, and so is rounded as its cotangent is.
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}
 # An instantiated gradient is kept while it is at most so many times what its product reads.
 _ROOM = 4
 
@@ -101,7 +105,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     outers = [form for form in forms if form is not None]
     isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
-        keep = not (isometric and _entire(leaf, sites))
+        once = len(sites) == 1 and sites[0].equation.primitive.name in _ENTRYWISE
+        keep = not (isometric and once and _entire(leaf, sites))
         return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
     blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
     width = max(1 if o.chosen else o.width for o in outers)
@@ -118,7 +123,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     one_form = isometric and _alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
-    if one_form and gram + again < instantiate + after:
+    if one_form and len(outers) <= _MANY and gram + again < instantiate + after:
         written = pairs * (2 if by_rows else _paired(width) + _paired(depth))
         return Choice("rows" if by_rows else "gram", False, gram, copied + written)
     rule = "derivative" if rows else "instantiate"
@@ -243,7 +248,7 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
         rows = entries[0].scaled(factors).wiped(factors != 0).form
         assert rows is not None
         taken = rows.g.reshape(-1, *total.shape[1:])
-        return total.at[rows.x[0].reshape(-1)].add(taken)
+        return total.at[rows.x[0].reshape(-1)].add(taken.astype(total.dtype))
 
     return put
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
 from dpjax import trees
@@ -177,12 +177,16 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     structure = jax.tree.structure(shape)
 
     def walk(book: _Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
+        if mutates:
+            return jaxpr_as_fun(closed)(*leaves, *inputs)
         entering = [*(book.enter(i, leaf) for i, leaf in enumerate(leaves)), *inputs]
         value, *aux = _evaluate(closed.jaxpr, closed.consts, entering, book)
         return [*_plain([value], book, "the result"), *_plain(aux)]
 
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
-    book, known = _Book({}), None
+    # What is written to a reference is no value that could be computed again.
+    mutates = _mutates(closed.jaxpr)
+    book, known = _Book(dict.fromkeys(range(len(leaves) * mutates), "a mutable reference")), None
     # A leaf that is materialised is data to the rest, which may then meet it in new ways.
     while known != book.materialised.keys():
         known = set(book.materialised)
@@ -278,6 +282,12 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
         return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes)
 
     return [view(i, x) for i, x in enumerate(outputs)]
+
+
+def _mutates(program: Jaxpr) -> bool:
+    """Whether it makes a reference, however deep."""
+    made = any(equation.primitive.name == "new_ref" for equation in program.eqns)
+    return made or any(_mutates(inner) for e in program.eqns for inner in inner_programs(e))
 
 
 def _bends(equation: JaxprEqn) -> bool:
