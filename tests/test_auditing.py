@@ -90,8 +90,16 @@ def test_lower_bounds():
         auditing.guess_members(np.zeros(4), np.zeros(4, bool), 6)
 
 
+def audit(gradients, canary):
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(10), clipping=clipping.flat(1.0), noise_multiplier=1.0, steps=1
+    )
+    return auditing.audit_step(mechanism, gradients, canary, jax.random.key(0))
+
+
 BOUND = auditing.epsilon_lower_bound
 GUESS, SCORES = auditing.guess_members, np.array([3.0, -1.0, 0.1, 2.0])
+ROWS = np.ones((2, 3), np.float32)
 BAD = {
     "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "each from 0 to the next"),
     "less than none right": (lambda: BOUND(-5, 100, canaries=100), "each from 0 to the next"),
@@ -110,6 +118,10 @@ BAD = {
     "members NaN": (lambda: GUESS(SCORES, [0, 1, 1, math.nan], 2), "True or False"),
     "a guess and a half": (lambda: GUESS(SCORES, [1, 0, 1, 0], 2.5), "2 to 4 guesses"),
     "guesses NaN": (lambda: GUESS(SCORES, [1, 0, 1, 0], math.nan), "2 to 4 guesses"),
+    "another canary": (lambda: audit({"w": ROWS}, {"w": np.ones(4)}), r"w has shape \(4,\)"),
+    "a canary's batch axis": (lambda: audit(ROWS, ROWS[:1]), r"expected \(3,\).*axis was left on"),
+    "another tree": (lambda: audit({"w": ROWS}, {"v": ROWS[0]}), "'v'.*'w'.*expected the same"),
+    "no batch": (lambda: audit(np.float32(1), np.float32(1)), "leading axis"),
     "one guess": (lambda: GUESS(SCORES, [1, 0, 1, 0], 1), "2 to 4 guesses"),
 }
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import dpjax
-from dpjax import clipping, federated, ledger, noise, reports, sampling, trees, types
+from dpjax import clipping, federated, ledger, noise, reports, sampling, training, trees, types
 from dpjax.federated import local, rounds
 
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
@@ -314,6 +314,26 @@ def test_what_is_broken_in_one_client_stays_there_through_convolutions():
     np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
 
 
+def test_clients_that_diverge_are_counted_and_spoil_no_mean(caplog):
+    """Clients without examples are drawn too, and are neither counted nor dropped."""
+    values = [math.nan, 1e30, *[0.5] * 5, *[7.0] * 3]
+
+    def algorithm(values):
+        rows = [np.full((2, 3), v, np.float32) for v in values] + [np.ones((0, 3), np.float32)] * 2
+        return fedavg(federated.Clients.of(rows), mechanism(len(rows)))
+
+    broken, sound = algorithm(values), algorithm(values[2:])
+    start = jax.random.key(0), jnp.zeros(3)
+    (_, info), (_, want) = (a.step(a.init(*start)) for a in (broken, sound))
+    assert (info.dropped, info.clients, want.dropped, want.clients) == (2, 12, 0, 10)
+    np.testing.assert_allclose([info.loss, *info.norm], [want.loss, *want.norm], rtol=1e-6)
+    assert (float(info.clipped[0]), float(want.clipped[0])) == pytest.approx((4 / 10, 3 / 8))
+    with caplog.at_level("WARNING"):
+        _, rows = dpjax.fit(broken, broken.init(*start), progress=False)
+    assert rows[-1]["private"]["dropped"] == 2
+    assert caplog.text.count("2 had no finite") == 1
+
+
 # FedSGD and servers --------------------------------------------------------------------
 
 
@@ -372,6 +392,22 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
     change = moved(algorithm, jnp.zeros(400_000), key=jax.random.key(1))
     # Shares of 45 clients in all, a third of which is expected.
     assert np.std(change) * 15 == pytest.approx(1.1 * 2.0, rel=0.005)
+
+
+@pytest.mark.parametrize("total", [None, 10.0])
+def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(total):
+    """Updates are all 0, so that the second moment is that of the noise."""
+    clients = federated.Clients.of([np.zeros((1, 1), np.float32)] * 100)
+    plan = mechanism(100, sampler=sampling.poisson(100, 10), multiplier=2.0)
+    weights = federated.Weights(values=np.full(100, 0.1), total=total)
+    loss = lambda w, x: x[0] * jnp.sum(w)  # noqa: E731
+    server = training.dp_adam(1e-3, plan)
+    algorithm = federated.fedsgd(loss, server, plan, clients, weights=weights)
+    state = algorithm.init(jax.random.key(0), jnp.zeros(100_000))
+    for _ in range(2):
+        state, _ = algorithm.step(state)
+    adam = state.optimizer[1][0]
+    assert float(adam.noise[0]) == pytest.approx(float(jnp.mean(adam.second)), rel=0.02)
 
 
 def test_the_divisor_does_not_depend_on_who_was_drawn():
@@ -455,7 +491,8 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(tmp_path):
     again, others = dpjax.fit(long_run(), state, directory=tmp_path / "cut", **options)
     jax.tree.map(np.testing.assert_array_equal, whole.params, again.params)
     assert [r["private"] for r in rows] == [r["private"] for r in others]
-    assert {"loss", "clients", "examples", "norm", "clipped"} == set(rows[0]["private"])
+    names = {"loss", "clients", "examples", "dropped", "norm", "clipped"}
+    assert names == set(rows[0]["private"])
 
 
 def test_the_log_counts_clients_by_their_name(capsys):
@@ -536,6 +573,11 @@ def test_a_mechanism_for_examples_is_refused():
 
 
 BAD = {
+    "a metric that is no number": (
+        lambda: federated.scores(lambda params, x: x, None, some_clients(2, 1)),
+        ValueError,
+        r"the metric of one example has shape \(3,\)",
+    ),
     "a bound that moves": (
         lambda: fedavg(
             some_clients(*[1] * 9),
@@ -614,9 +656,26 @@ BAD = {
             ],
             (ValueError, "expected True or False"): [{"project": "no"}, {"project": 1}],
             (TypeError, "expected federated.Weights"): [{"weights": [1.0]}],
+            (TypeError, "client_optimizer is a float"): [{"client_optimizer": 0.1}],
+            (TypeError, "server_optimizer is a function"): [{"server": optax.sgd}],
         }.items()
         for options in cases
     },
+    "clients of fedavg in a list": (
+        lambda: fedavg([np.ones((2, 3))], mechanism(1)),
+        TypeError,
+        r"clients is a list.*Clients\.of",
+    ),
+    "clients of fedsgd in a list": (
+        lambda: federated.fedsgd(squared, optax.sgd(1.0), mechanism(1), [np.ones((2, 3))]),
+        TypeError,
+        r"clients is a list.*Clients\.of",
+    ),
+    "a rate for the server of fedsgd": (
+        lambda: federated.fedsgd(squared, 0.1, mechanism(1), some_clients(1)),
+        TypeError,
+        "server_optimizer is a float",
+    ),
     "clients with other leaves": (
         lambda: federated.Clients.of([{"a": np.ones((2, 3))}, {"b": np.ones((2, 3))}]),
         ValueError,
@@ -633,6 +692,22 @@ BAD = {
         "float64",
     ),
 }
+
+
+def test_examples_may_hold_keys():
+    """For a loss with randomness of its own, as for `dpsgd`."""
+
+    def loss(w, example):
+        x, key = example
+        return 0.5 * jnp.sum((w - x - jax.random.normal(key, x.shape)) ** 2)
+
+    x, keys = np.ones((6, 2), np.float32), jax.random.split(jax.random.key(0), 6)
+    parts = [(x[a:b], keys[a:b]) for a, b in ((0, 2), (2, 3), (3, 6))]
+    split = federated.Clients.split((x, keys), owners=[0, 0, 1, 2, 2, 2], clients=3)
+    for clients in (federated.Clients.of(parts), split):
+        found = moved(fedavg(clients, mechanism(3), loss), jnp.zeros(2))
+        assert np.all(np.isfinite(found))
+        assert np.any(found)
 
 
 def test_a_draw_that_is_made_once_is_refused():

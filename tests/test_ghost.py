@@ -710,6 +710,18 @@ def test_data_without_width_move_nothing(loss):
     np.testing.assert_allclose(got.value, want.value, rtol=1e-6)
 
 
+def test_a_long_computation_of_parameters_alone_is_materialised():
+    def loss(w, x):
+        for _ in range(300):
+            w = jnp.sin(w) + 0.01
+        return jnp.vdot(w, x)
+
+    got = clipped_grad(loss, clipping.flat(0.7), "ghost")(array(3), array(4, 3))
+    want = clipped_grad(loss, clipping.flat(0.7), "vmap")(array(3), array(4, 3))
+    np.testing.assert_allclose(got.value, want.value, rtol=1e-5)
+    assert "more than 100 equations" in gradients.explain(loss, array(3), array(3))
+
+
 def test_many_uses_of_a_leaf_are_no_quadratic_program():
     """A program for each pair of them took minutes to compile."""
 

@@ -356,7 +356,7 @@ def test_a_shard_map_that_sums_gradients_by_itself_is_refused():
             jax.shard_map, find, mesh=mesh, in_specs=(whole, over), out_specs=whole
         )
         w, x = jnp.zeros(3), jnp.ones((2, 3)) / 4
-        with pytest.raises(ValueError, match="clipped as one. Give the shard_map check_vma=False"):
+        with pytest.raises(ValueError, match=r"clipped as one\. Give .* check_vma=False"):
             split()(w, x)
         np.testing.assert_allclose(split(check_vma=False)(w, x), find(w, x))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mechanism: one description, run and accounted."""
 
+import dataclasses
 import json
 import math
 
@@ -177,6 +178,8 @@ TEACHES = [
     ({"neighbours": "someone"}, "someone"),
     ({"steps": math.nan}, "whole number of steps"),
     ({"unit": "client", "preparation": (5.0,)}, "one client may have many"),
+    ({"preparation": 8.0}, r"preparation=8\.0\).*such as \[8\.0\]"),
+    ({"preparation": "8"}, "a list of the noise multipliers"),
 ]
 
 
@@ -186,8 +189,8 @@ def test_errors_teach(changes, message):
         make(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}])
-def test_what_is_no_sampler_or_rule_is_refused(changes):
+@pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}, {"adaptive": True}])
+def test_what_is_no_sampler_rule_or_quantile_is_refused(changes):
     with pytest.raises(TypeError, match="such as"):
         make(**changes)
 
@@ -233,6 +236,60 @@ def test_calibration_leaves_room_for_the_preparation():
 
 def spent(steps=40, multiplier=1.5, **options):
     return Spent(sampling=sampling.poisson(100, 20), runs=((multiplier, steps),), **options)
+
+
+@pytest.mark.parametrize("before", [[make()], spent(), "runs/a", [spent(), None], None])
+def test_only_what_was_spent_comes_before(before):
+    with pytest.raises(TypeError, match=r"list of mechanism\.Spent.*training\.earlier"):
+        make(before=before)
+
+
+NO_RUNS = {
+    "swapped": ((100, 1.1),),
+    "a single pair": (1.1, 100),
+    "less than no steps": ((1.1, -3),),
+    "endless": ((1.1, math.inf),),
+    "less than no noise": ((-1.1, 3),),
+    "NaN": ((math.nan, 3),),
+    "groups": (((1.1, 2.0), 3),),
+    "three of a kind": ((1.1, 2, 3),),
+    "words": "ab",
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("case", NO_RUNS)
+def test_runs_are_pairs_of_a_multiplier_and_steps(case):
+    with pytest.raises(ValueError, match=r"pairs \(noise multiplier, steps\)"):
+        Spent(sampling=sampling.poisson(100, 20), runs=NO_RUNS[case])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "teaches"),
+    [
+        ({"sampling": 0.2}, TypeError, "how the earlier run drew"),
+        ({"preparation": [math.nan]}, ValueError, r"Spent\(preparation=\[nan\]\)"),
+    ],
+)
+def test_what_has_no_price_was_not_spent(change, error, teaches):
+    with pytest.raises(error, match=teaches):
+        dataclasses.replace(spent(), **change)
+
+
+@pytest.mark.parametrize(
+    "runs", [[(1.5, 40)], [[1.5, 40.0]], ((np.float32(1.5), np.int64(40)),), np.array([[1.5, 40]])]
+)
+def test_what_was_spent_is_the_same_however_it_is_written(runs):
+    plain = spent(preparation=(8.0,))
+    same = dataclasses.replace(plain, runs=runs, preparation=np.array([8.0]))
+    assert same == plain
+    one, other = (make(before=[each]) for each in (same, plain))
+    assert one.accounted == other.accounted
+    assert hash(one.before) == hash(other.before), "a budget looks mechanisms up"
+
+
+def test_whole_multipliers_keep_the_hash_of_ledgers_that_were_written():
+    assert repr(spent(multiplier=2).facts["multiplier_and_steps"]) == "[[2, 40]]"
 
 
 def test_what_was_spent_before_is_paid_for():

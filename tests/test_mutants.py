@@ -554,6 +554,41 @@ MUTANTS = [
         "test_mechanism.py::test_a_multiplier_is_a_number_wherever_it_comes_from[2.0]",
     ),
     Mutant(
+        "federated: the server's optimizer is not told the scale of the noise",
+        "federated/rounds.py",
+        ", bound_scale=recipe.scale)",
+        ")",
+        FEDERATED + "adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes[10.0]",
+    ),
+    Mutant(
+        "federated: clients that diverged are not counted",
+        "federated/rounds.py",
+        "working & ~sound",
+        "working & ~working",
+        FEDERATED + "clients_that_diverge_are_counted_and_spoil_no_mean",
+    ),
+    Mutant(
+        "statement: what may scale the noise is not said",
+        "reports/statement.py",
+        "if mechanism.adaptive is None:  # and of these two a mechanism does not know",
+        "if False:",
+        "test_reports.py::test_what_may_scale_the_noise_unknown_to_the_mechanism_is_said",
+    ),
+    Mutant(
+        "of an earlier run less than no steps pay back",
+        "mechanism/spent.py",
+        "if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):",
+        "if all(multiplier >= 0 and n % 1 == 0 for multiplier, n in pairs):",
+        "test_mechanism.py::test_runs_are_pairs_of_a_multiplier_and_steps[less than no steps]",
+    ),
+    Mutant(
+        "what came before may be anything",
+        "mechanism/description.py",
+        "if not all(isinstance(spent, Spent) for spent in each):",
+        "if False:",
+        "test_mechanism.py::test_only_what_was_spent_comes_before",
+    ),
+    Mutant(
         "federated: a draw that is made once is taken",
         "federated/fedavg.py",
         "    check_draw(mechanism.sampling)\n",
@@ -2083,8 +2118,8 @@ MUTANTS = [
     Mutant(
         "what was taken from a table overwrites what others took",
         "gradients/rules.py",
-        "total.at[rows.x[0].reshape(-1)].add(taken)",
-        "total.at[rows.x[0].reshape(-1)].set(taken)",
+        "total.at[rows.x[0].reshape(-1)].add(taken",
+        "total.at[rows.x[0].reshape(-1)].set(taken",
         GHOST + "is_the_definition[embedding]",
     ),
     Mutant(

@@ -239,6 +239,14 @@ def test_a_schedule_is_described():
     assert "5 to 1 (5 values, by a schedule)" in words
 
 
+def test_what_may_scale_the_noise_unknown_to_the_mechanism_is_said():
+    small = {"sampling": sampling.poisson(1000, 10), "noise_multiplier": 2.0, "steps": 5}
+    unless = "on the mean\n                unless a bound schedule or a total of weights scales"
+    assert unless in dpjax.statement(make(**small), 1e-5)
+    adapted = dpjax.statement(make(**small, adaptive=clipping.Quantile(count_multiplier=9)), 1e-5)
+    assert "unless" not in adapted, "an adapted bound takes neither, and says 'at first'"
+
+
 def of_groups(*multipliers, **options):
     return make(
         sampling=sampling.poisson(1000, 10),

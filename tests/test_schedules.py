@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nine curricula: their ends, their shapes, and that one epoch is one number."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +80,26 @@ def test_constant():
 
 def test_values_of_a_python_schedule():
     np.testing.assert_array_equal(schedules.values(lambda _: 2, 3), np.float32([2] * 3))
+
+
+UNTRACEABLE = {
+    "an if": lambda step: 2.0 if step < 5 else 1.0,
+    "NumPy": lambda step: np.interp(step, [0, 9], [2.0, 1.0]),
+    "a list": lambda step: [2.0, 1.0][step],
+    "math": lambda step: math.sqrt(step + 1),
+}
+
+
+@pytest.mark.parametrize("case", UNTRACEABLE)
+def test_a_schedule_that_wants_a_python_number_is_told_what_to_write(case):
+    with pytest.raises(TypeError, match=r"jnp\.where.*Optax schedule.*schedules\.table"):
+        schedules.values(UNTRACEABLE[case], 10)
+
+
+@pytest.mark.parametrize(("given", "words"), [(None, "None"), (np.ones(2), r"shape \(2,\)")])
+def test_a_schedule_returns_one_number(given, words):
+    with pytest.raises(TypeError, match=f"returned.*{words}; expected one number"):
+        schedules.values(lambda _: given, 3)
 
 
 @pytest.mark.parametrize(

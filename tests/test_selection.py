@@ -265,3 +265,16 @@ def test_errors_say_what_to_do(given, teaches):
         select_best(**{"event": MNIST, "delta": 1e-5, "runs": 5, **given})
     with pytest.raises(ValueError, match="draw_runs"):
         draw_runs(jax.random.key(0), 0.2)
+
+
+def test_a_mechanism_is_asked_for_its_event():
+    mechanism = dpjax.Mechanism(
+        sampling=dpjax.sampling.poisson(1000, 10),
+        clipping=dpjax.clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=10,
+    )
+    for event in (mechanism, [mechanism]):
+        with pytest.raises(TypeError, match=r"it is mechanism\.event"):
+            select_best(event, 1e-5, runs=5)
+    assert select_best(mechanism.event, 1e-5, runs=5).mean_runs == 5

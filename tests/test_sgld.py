@@ -383,6 +383,11 @@ def test_what_means_nothing_is_refused(case):
         chain(**settings)
 
 
+def test_a_sampler_is_no_rule():
+    with pytest.raises(TypeError, match=r"sampling=Clipping\(.*expected a Sampler"):
+        training.dp_sgld(flat, 1e-4, WIDE, sampling.full(10), 4, np.zeros((10, 3)))
+
+
 def test_a_batch_is_not_the_data():
     with pytest.raises(ValueError, match="examples is the size of the whole data set"):
         noise.langevin_multiplier(1e-4, WIDE, examples=256, batch_size=60_000)

@@ -49,6 +49,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     Returns:
       The separation, to one or two per cent; infinite if a leaf that the canary moves has no noise.
     """
+    _check_canary(gradients, canary)
     both = jax.tree.map(
         lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
     )
@@ -68,6 +69,24 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     with np.errstate(divide="ignore"):  # without noise: infinity, where anything moved at all
         shift = [m / deviation for m, deviation in zip(moved, noise, strict=True) if m != 0]
     return float(np.linalg.norm(shift))
+
+
+def _check_canary(gradients: PyTree, canary: PyTree) -> None:
+    trees.leading_size(gradients, name="auditing.audit_step(gradients)")
+    wanted, given = map(jax.tree.structure, (gradients, canary))
+    if wanted != given:
+        raise ValueError(
+            f"auditing.audit_step: the canary is {given!s:.200}, the gradients {wanted!s:.200}; "
+            "expected the same tree of both, for the canary is one more example's gradient."
+        )
+    both = map(jax.tree.leaves, (gradients, canary))
+    for name, rows, leaf in zip(trees.leaf_names(canary), *both, strict=True):
+        if np.shape(leaf) != np.shape(rows)[1:]:
+            raise ValueError(
+                f"auditing.audit_step: the canary's {name or 'array'} has shape {np.shape(leaf)}; "
+                f"expected {np.shape(rows)[1:]}, one row of the gradients' {np.shape(rows)}. "
+                "Usually its batch axis was left on: jax.tree.map(lambda g: g[0], canary)."
+            )
 
 
 def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating]:

@@ -100,7 +100,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, "steps"]:
     """What a schedule yields at steps 0 to `steps - 1`: what the accountant must be told.
 
     Args:
-      schedule: any Optax schedule that can be vmapped.
+      schedule: any Optax schedule that can be vmapped; the step that it is given is traced.
       steps: how many.
 
     Returns:
@@ -112,8 +112,28 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, "steps"]:
     """
     if steps == 0:
         return np.zeros(0, np.float32)
-    out = jax.vmap(lambda step: jnp.asarray(schedule(step), jnp.float32))(jnp.arange(steps))
-    return np.asarray(out)
+
+    def value(step: Array) -> Array:
+        given = schedule(step)
+        if given is None or np.shape(given):
+            what = "None" if given is None else f"an array of shape {np.shape(given)}"
+            raise TypeError(
+                f"schedules.values: the schedule returned {what}; expected one number at each "
+                "step. Usually a return is missing, or the values of all steps were returned: "
+                "their schedule is schedules.table(values)."
+            )
+        return jnp.asarray(given, jnp.float32)
+
+    try:
+        return np.asarray(jax.vmap(value)(jnp.arange(steps)))
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"schedules.values: the schedule wants the step as a Python number "
+            f"({type(error).__name__}), but one compiled program serves all steps, so the step is "
+            "traced. Usually an `if` compares it, math or NumPy takes it, or it indexes a list. "
+            "Write jnp.where(step < 5, 2.0, 1.0), take an Optax schedule, or look the values up: "
+            "schedules.table([2.0, 1.0], steps_per_epoch=5)."
+        ) from error
 
 
 def _linear(t: np.ndarray, epochs: int) -> np.ndarray:

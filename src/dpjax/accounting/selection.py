@@ -12,7 +12,8 @@ two of them are compared.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -122,9 +123,15 @@ def select_best(
     """
     who = "accounting.select_best"
     row, runs = _row(distribution, who), _mean(runs, who)
-    events = [event] if isinstance(event, DpEvent) else list(event)
+    events = list(event) if isinstance(event, Iterable) else [event]
     if not events:
         raise ValueError(f"{who}(event=[]): expected the event of one run, or several in a list.")
+    for each in events:
+        if not isinstance(each, DpEvent):
+            raise TypeError(
+                f"{who}(event={reprlib.repr(each)}): expected the event of one run, or several in "
+                "a list. Of a dpjax.Mechanism it is mechanism.event."
+            )
     alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
     if not math.isfinite(alone):
         return Selection(math.inf, math.inf, math.inf, runs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ class Clients:
                     "model trains on them. Usually a client without examples was given as [], or "
                     "one with a single example lacks its axis: write shape (0, ...) or (1, ...)."
                 )
-        joined = jax.tree.map(lambda *rows: np.concatenate(rows), *examples)
+        joined = jax.tree.map(lambda *rows: _home(rows[0]).concatenate(rows), *examples)
         return cls._joined(joined, np.asarray(counts))
 
     @classmethod
@@ -91,7 +92,7 @@ class Clients:
                 f"{owners.shape}. It says to whom the row belongs."
             )
         order = np.argsort(owners, kind="stable")
-        sorted_rows = jax.tree.map(lambda x: np.asarray(x)[order], data)
+        sorted_rows = jax.tree.map(lambda x: _home(x).asarray(x)[order], data)
         return cls._joined(sorted_rows, np.bincount(owners, minlength=clients))
 
     @classmethod
@@ -114,6 +115,12 @@ class Clients:
     def __len__(self) -> int:
         """How many clients there are; public, as the size of a data set is."""
         return self.counts.shape[0]
+
+
+def _home(rows: Any) -> Any:
+    """Where rows are joined: NumPy, off the accelerator, but for typed keys, which are JAX's."""
+    keys = isinstance(rows, jax.Array) and jnp.issubdtype(rows.dtype, jax.dtypes.prng_key)
+    return jnp if keys else np
 
 
 def _row(tree: PyTree) -> PyTree:

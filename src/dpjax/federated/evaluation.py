@@ -44,6 +44,12 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
       [0.5, nan, 1.0]
     """
     found = np.asarray(_each(metric, params, clients), np.float64)
+    if found.ndim != 1:
+        raise ValueError(
+            f"federated.scores: the metric of one example has shape {found.shape[1:]}; expected "
+            "one number. Usually it was written for a batch, or returns a number for each class: "
+            "it is given one example, without batch axis."
+        )
     counts = np.asarray(clients.counts)
     owners = np.repeat(np.arange(len(clients)), counts)
     totals = np.bincount(owners, weights=found, minlength=len(clients))

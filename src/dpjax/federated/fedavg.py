@@ -76,7 +76,7 @@ def fedavg(
     | a client | its contribution |
     |---|---|
     | has no examples | exactly 0 |
-    | ends with NaN or infinity anywhere | exactly 0 |
+    | ends with NaN or infinity anywhere | exactly 0, and ``info.dropped`` counts it |
     | has any number of examples | at most the rule's sensitivity |
 
     Example:
@@ -107,6 +107,7 @@ def fedavg(
       McMahan et al., "Learning Differentially Private Recurrent Language Models", 2018,
       algorithm 1; Reddi et al., "Adaptive Federated Optimization", 2021, for the server.
     """
+    _check_kinds(clients, server_optimizer=server_optimizer, client_optimizer=client_optimizer)
     _check_work(local_batch_size, local_epochs, local_steps)
     if not isinstance(project, bool):
         raise ValueError(
@@ -152,6 +153,7 @@ def fedsgd(
     Privacy:
       As for `fedavg`.
     """
+    _check_kinds(clients, server_optimizer=server_optimizer)
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, ball=None)
     options = (weights, microbatch_size, budget)
     name = {"algorithm": "fedsgd"}
@@ -196,6 +198,22 @@ def _algorithm(
         return {**name, **mechanism.facts, **data}
 
     return Algorithm(init, step, mechanism, budget, identity=identity)
+
+
+def _check_kinds(clients: Clients, **optimizers: Any) -> None:
+    if not isinstance(clients, Clients):
+        raise TypeError(
+            f"federated: clients is a {type(clients).__name__}; expected federated.Clients, which "
+            "knows whose each example is. Write federated.Clients.of(...) around a list of each "
+            "client's arrays, or federated.Clients.split(data, owners=..., clients=...)."
+        )
+    for name, given in optimizers.items():
+        if not (hasattr(given, "init") and hasattr(given, "update")):
+            raise TypeError(
+                f"federated: {name} is a {type(given).__name__}; expected an Optax optimizer, such "
+                "as optax.sgd(0.1). Usually the learning rate alone was given, or the function "
+                "optax.sgd without one."
+            )
 
 
 def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:

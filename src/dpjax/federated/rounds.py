@@ -38,13 +38,16 @@ class Info(NamedTuple):
     """
 
     loss: Float[Array, ""]
-    """Mean of the losses that the drawn clients had while they trained; NaN if there was none."""
+    """Mean of the losses that clients had while they trained, over those that counted; NaN if
+    none did."""
     examples: Int[Array, ""]
     """How many examples the drawn clients have together."""
     clients: Int[Array, ""]
-    """How many clients were drawn; below, only those with examples count."""
+    """How many clients were drawn; below, only those with examples are meant."""
+    dropped: Int[Array, ""]
+    """How many of them counted as nothing, because their update was not finite."""
     norm: Float[Array, " groups"]
-    """Mean length of an update per group, before clipping."""
+    """Mean length of an update per group of those that counted, before clipping."""
     clipped: Float[Array, " groups"]
     """Fraction of the updates that are longer than the bound, per group."""
 
@@ -78,6 +81,7 @@ class Sums(NamedTuple):
     over: Float[Array, " groups"]
     clients: Int[Array, ""]
     working: Int[Array, ""]
+    dropped: Int[Array, ""]
     examples: Int[Array, ""]
 
 
@@ -105,7 +109,8 @@ def played(
     sums = _summed(recipe, loss, params, draw, clients)
     mean, noise_state = mechanism.privatize(key).update(sums.updates, noise_state)
     mean = jax.tree.map(lambda x: x * jnp.asarray(recipe.scale, x.dtype), mean)
-    change, inner = recipe.server.update(mean, inner, params)
+    server = optax.with_extra_args_support(recipe.server)
+    change, inner = server.update(mean, inner, params, bound_scale=recipe.scale)
     return optax.apply_updates(params, change), (noise_state, inner), sums._replace(updates=None)
 
 
@@ -142,19 +147,21 @@ def _summed(
 
     def add(rows: Int[Array, " size"], drawn: Bool[Array, " size"], sums: Sums) -> Sums:
         counts = jnp.where(drawn, clients.counts[rows], 0)
-        part = clipped(params, rows, counts > 0, recipe.shares[rows])
+        working = counts > 0
+        part = clipped(params, rows, working, recipe.shares[rows])
+        sound = jnp.all(jnp.isfinite(part.norms), axis=1)
         over = jnp.sum(part.norms > jnp.asarray(rule.bounds), axis=0, dtype=jnp.float32)
         more = Sums(
             part.value,
-            jnp.sum(part.losses, dtype=jnp.float32),
-            jnp.sum(part.norms, axis=0, dtype=jnp.float32),
+            jnp.sum(jnp.where(sound, part.losses, 0), dtype=jnp.float32),
+            jnp.sum(jnp.where(sound[:, None], part.norms, 0), axis=0, dtype=jnp.float32),
             over,
-            *(jnp.sum(x, dtype=jnp.int32) for x in (drawn, counts > 0, counts)),
+            *(jnp.sum(x, dtype=jnp.int32) for x in (drawn, working, working & ~sound, counts)),
         )
         return jax.tree.map(jnp.add, sums, more)
 
     groups, zero, none = jnp.zeros(len(rule.bounds)), jnp.zeros(()), jnp.zeros((), jnp.int32)
-    nothing = Sums(trees.zeros_wide(params), zero, groups, groups, none, none, none)
+    nothing = Sums(trees.zeros_wide(params), zero, groups, groups, none, none, none, none)
     return sampling.fold(draw, size, add, nothing)
 
 
@@ -177,6 +184,8 @@ def observed(sums: Sums) -> Info:
     NaN would end the run there.
     """
     sums = jax.tree.map(np.asarray, sums)
+    counted = sums.working - sums.dropped
     with np.errstate(divide="ignore", invalid="ignore"):
-        means = [np.float32(x / sums.working) for x in (sums.losses, sums.norms, sums.over)]
-    return Info._make([means[0], sums.examples, sums.clients, *means[1:]])
+        over = np.float32(sums.over / sums.working)
+        loss, norm = (np.float32(x / counted) for x in (sums.losses, sums.norms))
+    return Info._make([loss, sums.examples, sums.clients, sums.dropped, norm, over])

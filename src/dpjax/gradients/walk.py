@@ -53,6 +53,8 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
 }
 # Of these several inputs may be views at once: they are linear in all of them together.
 _TOGETHER = {"concatenate", "select_n", "dynamic_update_slice"}
+# Views ask those that they are made from, and Python's stack ends at about a thousand calls.
+_DEEP = 100
 # Programs inside a program, and the parameter that holds them.
 _CALLS = {
     "jit": "jaxpr",
@@ -77,6 +79,7 @@ class View(NamedTuple):
       value: The value, as the loss computes it.
       isometry: Whether it only rearranges the entries of one leaf.
       axes: The leaf's axis of each of its own, where it is a transpose of one leaf.
+      depth: How many equations it is away from a leaf that it is differentiated by.
     """
 
     leaves: frozenset[int]
@@ -85,6 +88,7 @@ class View(NamedTuple):
     value: Any
     isometry: bool = False
     axes: tuple[int, ...] | None = None
+    depth: int = 0
 
 
 class Site(NamedTuple):
@@ -254,6 +258,10 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
+    depth = 1 + max(view.depth for view in views) if leaves else 0
+    if depth > _DEEP:
+        book.materialise(leaves, f"more than {_DEEP} equations of parameters alone")
+        return outputs
 
     # In full precision a cast of what is trained to a narrower dtype is no map at all.
     cast = name == "convert_element_type" and _narrow(outputs[0]) and bool(leaves)
@@ -279,7 +287,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
     def view(i: int, x: Any) -> View:
         # Integers have no gradient, whatever they were made from.
         moved = leaves if _is(jnp.floating, x) else frozenset[int]()
-        return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes)
+        return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes, depth)
 
     return [view(i, x) for i, x in enumerate(outputs)]
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from jaxtyping import Array, Float
 from dpjax import accounting, clipping, noise, schedules
 from dpjax.mechanism.adaptive import adapted, check_adaptive, followed
 from dpjax.mechanism.multipliers import growth, left_for_gradients, scaled
-from dpjax.mechanism.spent import Spent, steps_event
+from dpjax.mechanism.spent import Spent, checked_queries, steps_event
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
 __all__ = ["Mechanism"]
@@ -37,6 +38,11 @@ __all__ = ["Mechanism"]
 # A proof for one of these holds, with the conversion that accounting makes, for those after it.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
 _UNITS = ("example", "client")
+_PARTS = (
+    ("sampling", Sampler, "a Sampler, such as sampling.poisson(examples, batch_size)"),
+    ("clipping", Clipping, "a Clipping, such as clipping.flat(bound)"),
+    ("adaptive", clipping.Quantile | None, "a Quantile, such as clipping.Quantile(), or None"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +95,9 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         """Refuses descriptions that mean nothing or claim too much."""
-        for name, wanted in (("sampling", Sampler), ("clipping", Clipping)):
-            if not isinstance(getattr(self, name), wanted):
-                raise TypeError(
-                    f"Mechanism({name}={getattr(self, name)!r}): expected a {wanted.__name__}, "
-                    "such as sampling.poisson(examples, batch_size) or clipping.flat(bound)."
-                )
+        for name, wanted, words in _PARTS:
+            if not isinstance(given := getattr(self, name), wanted):
+                raise TypeError(f"Mechanism({name}={reprlib.repr(given)}): expected {words}.")
         if self.neighbours not in (None, *Neighbours):
             raise ValueError(
                 f"Mechanism(neighbours={self.neighbours!r}): expected one of "
@@ -107,8 +110,9 @@ class Mechanism:
             )
         object.__setattr__(self, "noise_multiplier", noise.plain_multiplier(self.noise_multiplier))
         object.__setattr__(self, "steps", int(self.steps))
-        object.__setattr__(self, "preparation", tuple(map(float, self.preparation)))
-        object.__setattr__(self, "before", tuple(self.before))
+        queries = checked_queries(self.preparation, "Mechanism")
+        object.__setattr__(self, "preparation", tuple(map(float, queries)))
+        object.__setattr__(self, "before", _checked_before(self.before))
         for sampler in (self.sampling, *(spent.sampling for spent in self.before)):
             if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):
                 raise ValueError(
@@ -126,11 +130,6 @@ class Mechanism:
             )
         if self.adaptive is not None:
             check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
-        if not all(multiplier >= 0 for multiplier in self.preparation):
-            raise ValueError(
-                f"Mechanism(preparation={self.preparation}): expected the noise multipliers of "
-                "the queries, each at least 0; features.Normalization lists its own."
-            )
 
     @property
     def relation(self) -> Neighbours:
@@ -340,6 +339,17 @@ class Mechanism:
             return mean, adapted(after, moved)
 
         return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _checked_before(before: Any) -> tuple[Spent, ...]:
+    each: tuple[Any, ...] = tuple(before) if isinstance(before, Iterable) else (None,)
+    if not all(isinstance(spent, Spent) for spent in each):
+        raise TypeError(
+            f"Mechanism(before={reprlib.repr(before)}): expected a list of mechanism.Spent. "
+            "Usually: before=training.earlier(folder), of the run that this one goes on from. Of "
+            "a Mechanism m that ran to its end: before=[*m.before, m.spent(m.multipliers)]."
+        )
+    return each
 
 
 def _check_unit(unit: str, preparation: Sequence[float], before: Sequence[str]) -> None:

@@ -7,7 +7,9 @@ where that run ended pays for both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from dpjax import accounting, sampling
 from dpjax.types import Sampler
 
-__all__ = ["Spent", "steps_event"]
+__all__ = ["Spent", "checked_queries", "steps_event"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +28,27 @@ class Spent:
 
     Args:
       sampling: How it drew.
-      runs: The multipliers of its steps, in order: ``(multiplier, steps)``.
+      runs: The multipliers of its steps, in order: pairs ``(multiplier, steps)``.
       preparation: The multipliers of its queries before the first step.
       unit: Whose data it protected: those of one example, or of one client.
       projections: From how many norms were estimated, if they were.
     """
 
     sampling: Sampler
-    runs: tuple[tuple[float, int], ...]
-    preparation: tuple[float, ...] = ()
+    runs: Sequence[tuple[float, int]]
+    preparation: Sequence[float] = ()
     unit: str = "example"
     projections: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what has no price; lists become tuples, and numbers Python's own."""
+        if not isinstance(self.sampling, Sampler):
+            raise TypeError(
+                f"Spent(sampling={reprlib.repr(self.sampling)}): expected a Sampler, such as "
+                "sampling.poisson(examples, batch_size): how the earlier run drew its batches."
+            )
+        object.__setattr__(self, "runs", _checked_runs(self.runs))
+        object.__setattr__(self, "preparation", checked_queries(self.preparation, "Spent"))
 
     @property
     def steps(self) -> int:
@@ -82,6 +94,37 @@ class Spent:
             unit=facts.get("unit", "example"),
             projections=facts.get("projections"),
         )
+
+
+def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
+    with contextlib.suppress(TypeError, ValueError):  # no pairs, or not of numbers
+        pairs = tuple(map(_numbers, runs))
+        if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):
+            return tuple((multiplier, int(n)) for multiplier, n in pairs)
+    raise ValueError(
+        f"Spent(runs={reprlib.repr(runs)}): expected pairs (noise multiplier, steps), such as "
+        "((1.1, 1000),): a number that is at least 0, and how many steps had it. Usually the two "
+        "are swapped, or a single pair lacks its outer brackets. The multipliers of groups are "
+        "worth one together: accounting.effective_multiplier(them)."
+    )
+
+
+def checked_queries(preparation: Iterable[Any], who: str) -> tuple[float, ...]:
+    """The multipliers of queries before the first step, if that is what they are."""
+    with contextlib.suppress(TypeError, ValueError):
+        multipliers = _numbers(preparation)
+        if all(multiplier >= 0 for multiplier in multipliers):
+            return multipliers
+    raise ValueError(
+        f"{who}(preparation={reprlib.repr(preparation)}): expected a list of the noise "
+        "multipliers of the queries, each at least 0, such as [8.0]; features.Normalization lists "
+        "its own."
+    )
+
+
+def _numbers(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Scalars of any library as Python's numbers; an int stays one: `accounted` hashes it."""
+    return tuple(np.asarray(value).item() for value in values)
 
 
 def steps_event(sampler: Sampler, multipliers: np.ndarray, projections: int | None) -> dp.DpEvent:

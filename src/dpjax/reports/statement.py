@@ -252,6 +252,11 @@ def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
         each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean
         start = ", at first" * bool(mechanism.adaptive)
         yield f"                = standard deviation {each} on the mean{start}"
+        if mechanism.adaptive is None:  # and of these two a mechanism does not know
+            yield (
+                "                unless a bound schedule or a total of weights "
+                "scales sum and noise alike"
+            )
 
 
 def _figures(

@@ -82,7 +82,8 @@ def dp_adam(
 
     Returns:
       An Optax optimizer for the private means of this mechanism.  Where bounds change with
-      the step, its ``update`` wants ``bound_scale=``; `dpjax.dpsgd` gives it.
+      the step, or a public total of weights is divided by, its ``update`` wants
+      ``bound_scale=``; `dpjax.dpsgd` and `dpjax.federated` give it.
 
     Privacy:
       Post-processing: moments of private means, and constants of the mechanism.

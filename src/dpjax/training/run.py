@@ -105,15 +105,17 @@ class Run:
         return whole
 
     def _tell_of_dropped(self) -> None:
-        """Says once that examples counted as nothing; how many is in every row."""
+        """Says once that examples, or clients, counted as nothing; how many is in every row."""
         dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
         if dropped and not self._told:
             self._told = True
+            units = "clients" if "clients" in self.seen[-1] else "examples"
             logging.warning(
-                "fit: of %d examples drawn up to step %d, %d had no finite gradient, and counted "
+                "fit: of %d %s drawn up to step %d, %d had no finite gradient, and counted "
                 "as nothing. Usually there is a NaN in the data, a label out of range, or a loss "
                 "that overflows.",
-                sum(int(np.sum(s["examples"])) for s in self.seen),
+                sum(int(np.sum(s[units])) for s in self.seen),
+                units,
                 self.done,
                 dropped,
             )

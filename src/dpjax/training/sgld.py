@@ -122,6 +122,14 @@ def dp_sgld(
             f"training.dp_sgld(prior_deviation={prior_deviation}): expected a positive number, the "
             "standard deviation of the prior of every parameter; math.inf is a flat prior."
         )
+    silent = Mechanism(
+        sampling=sampling,
+        clipping=clipping,
+        noise_multiplier=0.0,  # what it is follows from the rate and from these two
+        steps=steps,
+        preparation=preparation,
+        before=before,
+    )
     rate = _fixed(learning_rate, steps)
     multiplier = noise.langevin_multiplier(
         rate,
@@ -130,13 +138,9 @@ def dp_sgld(
         batch_size=sampling.batch_size,
         temperature=temperature,
     )
-    mechanism = Mechanism(
-        sampling=sampling,
-        clipping=clipping,
+    mechanism = dataclasses.replace(
+        silent,
         noise_multiplier=_fixed(multiplier, steps),
-        steps=steps,
-        preparation=preparation,
-        before=before,
     )
     burn_in = steps // 2 if burn_in is None else burn_in
     every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every
