@@ -657,10 +657,14 @@ BAD = {
             (ValueError, "expected True or False"): [{"project": "no"}, {"project": 1}],
             (TypeError, "expected federated.Weights"): [{"weights": [1.0]}],
             (TypeError, "client_optimizer is a float"): [{"client_optimizer": 0.1}],
-            (TypeError, "server_optimizer is a function"): [{"server": optax.sgd}],
         }.items()
         for options in cases
     },
+    "an optimizer without its rate": (
+        lambda: fedavg(some_clients(1), mechanism(1), server=optax.sgd),
+        TypeError,
+        "server_optimizer is a function",
+    ),
     "clients of fedavg in a list": (
         lambda: fedavg([np.ones((2, 3))], mechanism(1)),
         TypeError,
