@@ -14,11 +14,13 @@ import optax
 import pytest
 import scipy.integrate
 import scipy.stats
+from jax import lax
 
 import dpjax
 from dpjax import accounting, clipping, ledger, noise, reports, sampling, trees, types
 from dpjax.accounting.projected import ProjectedGaussianDpEvent
 from dpjax.data import Stream
+from dpjax.gradients import tangents
 from dpjax.mechanism import Spent
 
 PARAMS = {"a": jnp.array([0.3, -0.2, 0.5]), "b": jnp.array(0.1)}
@@ -147,6 +149,67 @@ def test_a_model_that_would_round_the_sum_is_refused():
             function(jnp.zeros(3), X, key=jax.random.key(0))
     narrow_data = dpjax.clipped_grad(lambda w, x: jnp.vdot(w, x * 1.0), clipping.jl(1.0, 3))
     narrow_data(jnp.zeros(3), jnp.ones((4, 3), jnp.int8), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((1e14, 1e3), (1e14, 0)),
+        ((1e10, 20), (1e10, 0)),
+        ((1e8, 0), (1e8, 0)),
+        ((1e12, 0), (1e12, 0)),
+    ],
+)
+def test_what_cancels_is_clipped_by_what_cancelled(a, b):
+    """Forwards it is rounded otherwise than backwards, where it also takes away others' digits."""
+
+    def preference(w, pair):
+        return -jax.nn.log_sigmoid(jnp.vdot(w, pair[0]) - jnp.vdot(w, pair[1]))
+
+    others = np.full((99, 2), (1, 0), np.float32), np.zeros((99, 2), np.float32)
+    clipped = dpjax.clipped_grad(preference, clipping.jl(1.0, 30))
+
+    def summed(first, second):
+        batch = tuple(np.vstack([[x], y]) for x, y in zip((first, second), others, strict=True))
+        return clipped(jnp.zeros(2), jax.tree.map(jnp.float32, batch), key=jax.random.key(0)).value
+
+    assert jnp.linalg.norm(summed(a, b) - summed((0, 0), (0, 0))) < 1
+
+
+def cancelled(w, x):
+    return jnp.vdot(w, x + 1e8) - jnp.vdot(w, 1e8 + 0 * x)
+
+
+HIDDEN = {
+    "as it is": cancelled,
+    "a call": jax.jit(cancelled),
+    "a loop": lambda w, x: jnp.sum(lax.scan(lambda c, r: (c, cancelled(w, r)), None, x[None])[1]),
+    "carried": lambda w, x: lax.scan(lambda c, r: (c * cancelled(w, r), None), 1.0, x[None])[0],
+    "a while": lambda w, x: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + cancelled(w, x)), (0, 0.0)
+    )[1],
+    "a branch": lambda w, x: lax.cond(x[0] > 0, cancelled, lambda w, x: w[0], w, x),
+    "one product": lambda w, x: jnp.concatenate([w, -w]) @ jnp.concatenate([x + 1e8, 1e8 + 0 * x]),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_the_largest_tangent_is_seen_wherever_it_is(name):
+    w, x, direction = jnp.zeros(3), jnp.ones(3), jnp.arange(1.0, 4)
+    loss = HIDDEN[name]
+    want = jax.jvp(lambda w: loss(w, x), (w,), (direction,))[1]
+    got, largest = jax.jit(lambda d: tangents.along(lambda w: loss(w, x), w, d))(direction)
+    assert float(got) == pytest.approx(float(want), abs=64)
+    assert 2e8 <= float(largest) <= 2e9
+
+
+def test_large_numbers_that_are_no_tangents_are_none():
+    def masked(w, x):
+        shown = jnp.where(jnp.arange(3) < 2, w * x, -1e30) + 1e8 * jnp.sum(x)
+        return lax.scan(lambda c, r: ((c[0] + 1e9, c[1] + r), None), (1e9, 0.0), shown)[0][1]
+
+    _, largest = tangents.along(lambda w: masked(w, jnp.ones(3)), jnp.zeros(3), jnp.ones(3))
+    assert float(largest) == 2
 
 
 def test_a_loss_without_forward_mode_is_refused():

@@ -610,6 +610,27 @@ MUTANTS = [
         "test_ghost.py::test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound[scaled]",
     ),
     Mutant(
+        "an estimate is not rounded up by what cancelled",
+        "gradients/jl.py",
+        "products + roundings * jnp.finfo(products.dtype).eps * largest",
+        "products",
+        JL + "what_cancels_is_clipped_by_what_cancelled",
+    ),
+    Mutant(
+        "tangents: those inside a loop are not seen",
+        "gradients/tangents.py",
+        "return (jnp.maximum(largest, here), outputs[:split]), outputs[split:]",
+        "return (largest, outputs[:split]), outputs[split:]",
+        JL + "the_largest_tangent_is_seen_wherever_it_is",
+    ),
+    Mutant(
+        "tangents: what a product adds up is not seen",
+        "gradients/tangents.py",
+        'if name in ("dot_general", "conv_general_dilated"):',
+        "if False:",
+        JL + "the_largest_tangent_is_seen_wherever_it_is",
+    ),
+    Mutant(
         "ghost: what is added up is summed from scaled cotangents",
         "gradients/rules.py",
         "not (isometric and once and _entire(leaf, sites))",
@@ -1716,8 +1737,8 @@ MUTANTS = [
     Mutant(
         "estimates that are wide of the law",
         "gradients/jl.py",
-        "jnp.mean(jnp.square(products), axis=0)",
-        "jnp.square(jnp.mean(jnp.abs(products), axis=0))",
+        "jnp.mean(jnp.square(x), axis=0)",
+        "jnp.square(jnp.mean(jnp.abs(x), axis=0))",
         JL + "estimates_follow_the_law_that_is_accounted",
     ),
     Mutant(

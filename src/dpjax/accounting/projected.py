@@ -2,12 +2,12 @@
 r"""Clipping by estimated norms: what it costs when a norm may be guessed too small.
 
 A norm that is estimated from `r` random projections is, in exact numbers, the norm times
-`sqrt(chi2_r / r)`, whatever the gradient (what float32 does to this: `dpjax.clipping.jl`). So an
-example moves the clipped sum by up to `s = sqrt(r / chi2_r)` bounds: mostly about one, now and then
-many. Let the projections be released too, for they have not seen
-the data. Given them a step is a Gaussian whose multiplier is divided by `s`, and its privacy loss
-has the distribution of that Gaussian, mixed over `s`. That is one example more or fewer: two that
-change places have an `s` each, and nothing is proved for them.
+`sqrt(chi2_r / r)`, whatever the gradient (`gradients.jl` rounds it up by what float32 may lose).
+So an example moves the clipped sum by up to `s = sqrt(r / chi2_r)` bounds: mostly about one, now
+and then many. Let the projections be released too, for they have not seen the data. Given them a
+step is a Gaussian whose multiplier is divided by `s`, and its privacy loss has the distribution of
+that Gaussian, mixed over `s`. That is one example more or fewer: two that change places have an `s`
+each, and nothing is proved for them.
 
 There is no other number. The chance of a large `s` falls like a power, and Rényi divergences weigh
 it by the exponential of a square: they are infinite at every order, and an estimate by a central

@@ -285,12 +285,8 @@ def jl(bound: float, projections: int = 50) -> Clipping:
       somewhat more than $C$, now and then far more.  The guarantee is over that chance, by
       ``method="pld"`` alone; Renyi and central-limit methods are refused.
 
-      That is proved of exact numbers.  Float32 loses what is ten million times smaller than
-      what it is subtracted from, and loses it otherwise forwards than backwards: an example
-      whose derivatives cancel so (features of 1e14 whose difference the loss takes) was seen
-      to have an estimate of 0 and to move the sum by 500 bounds.  Hold every entry of an
-      example to a public range of about [-1, 1], `jnp.clip` in the loss will do; or clip by
-      exact norms, which are rounded up by what may cancel.
+      Estimates are rounded up by what float32 may have lost of them, which is relative to the
+      largest tangent on the way: examples whose derivatives cancel are clipped by what cancels.
 
     | 256 of 60,000, multiplier 1.1, 14,063 steps, delta 1e-5 | epsilon |
     |---|---|

@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
+from dpjax.gradients import tangents
 from dpjax.gradients.ghost import by_patches
 from dpjax.gradients.isolation import differentiates_kernels
 from dpjax.gradients.placement import refuse_split
@@ -28,6 +29,8 @@ from dpjax.gradients.rows import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 __all__ = ["estimated_norms", "projected"]
+
+_ROUNDINGS = 32  # of the largest tangent, on the way to a product
 
 
 def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
@@ -56,7 +59,7 @@ def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Ke
     def losses_of(params: PyTree) -> tuple[Array, Any]:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
 
-    norms = estimated_norms(losses_of, rule.projections or 1, params, key)
+    norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
     losses, pull, aux = jax.vjp(losses_of, params, has_aux=True)
@@ -71,23 +74,35 @@ def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Ke
 
 
 def estimated_norms(
-    losses_of: Any, projections: int, params: PyTree, key: Key
+    loss: LossFn, projections: int, params: PyTree, batch: PyTree, key: Key
 ) -> Float[Array, "batch 1"]:
     r"""The root of the mean square of each example's products with random directions.
 
+    Rounded up by what may have been lost on the way, which is relative to the largest tangent
+    there.  A derivative that cancels is rounded otherwise forwards than backwards, and the
+    reverse pass adds what is going to cancel to what others add: that is held to a fraction of
+    the bound for each of the batch.
+
     Args:
-      losses_of: Parameters to the losses of a batch and whatever else.
+      loss: ``loss(params, example) -> (scalar, aux)``.
       projections: How many directions.
       params: Where.
+      batch: Examples.
       key: Consumed.
     """
 
-    def along(j: Array) -> Float[Array, " batch"]:
+    def along(j: Array) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
         direction = trees.random_like(noise.standard_normal, jax.random.fold_in(key, j), params)
-        return jax.jvp(lambda p: losses_of(p)[0], (params,), (direction,))[1]
 
-    products = jax.lax.map(along, jnp.arange(projections))
-    return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]
+        def of_one(example: PyTree) -> tuple[Array, Array]:
+            return tangents.along(lambda p: loss(p, example)[0], params, direction)
+
+        return jax.vmap(of_one)(batch)
+
+    found = jax.lax.map(along, jnp.arange(projections))
+    products, largest = (jnp.sqrt(jnp.mean(jnp.square(x), axis=0)) for x in found)
+    roundings = _ROUNDINGS + 2 * products.size
+    return (products + roundings * jnp.finfo(products.dtype).eps * largest)[:, None]
 
 
 def _one_by_one(
