@@ -277,4 +277,6 @@ def test_a_mechanism_is_asked_for_its_event():
     for event in (mechanism, [mechanism]):
         with pytest.raises(TypeError, match=r"it is mechanism\.event"):
             select_best(event, 1e-5, runs=5)
+        with pytest.raises(TypeError, match=r"it is mechanism\.event"):
+            accounting.epsilon(event, 1e-5)
     assert select_best(mechanism.event, 1e-5, runs=5).mean_runs == 5

@@ -11,6 +11,7 @@ It knows no accounting method, and never turns a tree into a number.
 """
 
 import math
+import reprlib
 from typing import NamedTuple
 
 import dp_accounting
@@ -87,6 +88,12 @@ def split(event: DpEvent) -> Parts:
     stack = [(event, 1)]
     while stack:
         leaf, count = stack.pop()
+        if not isinstance(leaf, DpEvent):
+            raise TypeError(
+                f"accounting: {reprlib.repr(leaf)} was given; expected a privacy event. Of a "
+                "dpjax.Mechanism it is mechanism.event; those of several are joined by "
+                "accounting.compose."
+            )
         match leaf:
             case dp_accounting.NoOpDpEvent():
                 pass

@@ -12,7 +12,6 @@ two of them are compared.
 """
 
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -126,12 +125,6 @@ def select_best(
     events = list(event) if isinstance(event, Iterable) else [event]
     if not events:
         raise ValueError(f"{who}(event=[]): expected the event of one run, or several in a list.")
-    for each in events:
-        if not isinstance(each, DpEvent):
-            raise TypeError(
-                f"{who}(event={reprlib.repr(each)}): expected the event of one run, or several in "
-                "a list. Of a dpjax.Mechanism it is mechanism.event."
-            )
     alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
     if not math.isfinite(alone):
         return Selection(math.inf, math.inf, math.inf, runs)
