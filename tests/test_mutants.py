@@ -624,6 +624,27 @@ MUTANTS = [
         JL + "the_largest_tangent_is_seen_wherever_it_is",
     ),
     Mutant(
+        "tangents: those inside a while are not seen",
+        "gradients/tangents.py",
+        "return jnp.maximum(carry[0], here), outputs",
+        "return carry[0], outputs",
+        JL + "the_largest_tangent_is_seen_wherever_it_is[a while]",
+    ),
+    Mutant(
+        "tangents: what a loop carries is one from the first round or never",
+        "gradients/tangents.py",
+        "zip(before, after, strict=True)",
+        "zip(before, before, strict=True)",
+        JL + "the_largest_tangent_is_seen_wherever_it_is[carried later]",
+    ),
+    Mutant(
+        "ghost: patches that do not overlap in another order",
+        "gradients/forms.py",
+        "order = [0, *range(3, 3 + 2 * rank, 2),",
+        "order = [0, *reversed(range(3, 3 + 2 * rank, 2)),",
+        GHOST + "is_the_definition[conv of patches]",
+    ),
+    Mutant(
         "tangents: what a product adds up is not seen",
         "gradients/tangents.py",
         'if name in ("dot_general", "conv_general_dilated"):',

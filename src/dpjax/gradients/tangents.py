@@ -3,7 +3,8 @@
 
 A derivative that cancels is short, and rounded as what cancelled was, which was long.  Whoever
 trusts its length has to know of the way: so the derivative's program is evaluated equation by
-equation, loops and branches too, and the largest of all tangents is noted.
+equation, loops and branches too, and the largest of all tangents is noted.  What a linear solve
+does inside is not seen, only what comes out of it.
 
 This file must never know what the derivative is for.
 """
