@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 
 from dpjax import trees
 from dpjax.gradients.placement import refuse_split
-from dpjax.gradients.primitives import inner_programs
+from dpjax.gradients.primitives import equations
 from dpjax.gradients.rows import Engine, Rows, microbatched
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -62,5 +62,4 @@ def differentiates_kernels(
 
 def _convolutions(program: Jaxpr) -> int:
     """How many convolutions a program has, however deep."""
-    here = sum(e.primitive.name == "conv_general_dilated" for e in program.eqns)
-    return here + sum(_convolutions(p) for e in program.eqns for p in inner_programs(e))
+    return sum(e.primitive.name == "conv_general_dilated" for e in equations(program))

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
@@ -24,7 +24,7 @@ from dpjax.gradients import tangents
 from dpjax.gradients.ghost import by_patches
 from dpjax.gradients.isolation import differentiates_kernels
 from dpjax.gradients.placement import refuse_split
-from dpjax.gradients.primitives import inner_programs
+from dpjax.gradients.primitives import equations
 from dpjax.gradients.rows import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
@@ -127,7 +127,7 @@ def _one_by_one(
 def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """Raises if a loss has no forward mode, or computes in anything narrower than float32."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
-    if any("custom_vjp" in equation.primitive.name for equation in _equations(program)):
+    if any("custom_vjp" in equation.primitive.name for equation in equations(program)):
         raise TypeError(
             "clipping.jl: the loss has a derivative of its own by jax.custom_vjp, and so none in "
             "forward mode, by which norms are estimated. Write it by jax.custom_jvp; or clip by "
@@ -147,14 +147,6 @@ def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
 
 def _computed(program: Jaxpr) -> Iterator[Any]:
     """The dtypes of what a program computes, however deep."""
-    for equation in _equations(program):
+    for equation in equations(program):
         values: list[Any] = [variable.aval for variable in equation.outvars]
         yield from (value.dtype for value in values if hasattr(value, "dtype"))
-
-
-def _equations(program: Jaxpr) -> Iterator[JaxprEqn]:
-    """All of a program, however deep."""
-    for equation in program.eqns:
-        yield equation
-        for inner in inner_programs(equation):
-            yield from _equations(inner)

@@ -10,7 +10,7 @@ here knows of parameters, sites or norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from dpjax.gradients.apart import apart
 from dpjax.gradients.convolution import convolution
 from dpjax.gradients.pooling import pool_max
 
-__all__ = ["FAST", "bind", "bind_fast", "inner_programs"]
+__all__ = ["FAST", "bind", "bind_fast", "equations", "inner_programs"]
 
 
 def _pad(parameters: dict[str, Any], x: Array, filling: Any) -> Array:
@@ -83,6 +83,14 @@ def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, by its row of `FAST` if it has one."""
     fast = FAST.get(equation.primitive.name)
     return bind(equation, inputs) if fast is None else [fast(equation.params, *inputs)]
+
+
+def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
+    """All of a program, however deep."""
+    for equation in program.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from equations(inner)
 
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:

@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients.primitives import bind, bind_fast, inner_programs
+from dpjax.gradients.primitives import bind, bind_fast, equations, inner_programs
 from dpjax.types import LossFn, PyTree
 
 __all__ = ["Program", "Site", "View", "trace"]
@@ -189,7 +189,7 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
 
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
     # What is written to a reference is no value that could be computed again.
-    mutates = _mutates(closed.jaxpr)
+    mutates = any(e.primitive.name == "new_ref" for e in equations(closed.jaxpr))
     book, known = _Book(dict.fromkeys(range(len(leaves) * mutates), "a mutable reference")), None
     # A leaf that is materialised is data to the rest, which may then meet it in new ways.
     while known != book.materialised.keys():
@@ -290,12 +290,6 @@ def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
         return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes, depth)
 
     return [view(i, x) for i, x in enumerate(outputs)]
-
-
-def _mutates(program: Jaxpr) -> bool:
-    """Whether it makes a reference, however deep."""
-    made = any(equation.primitive.name == "new_ref" for equation in program.eqns)
-    return made or any(_mutates(inner) for e in program.eqns for inner in inner_programs(e))
 
 
 def _bends(equation: JaxprEqn) -> bool:
