@@ -45,6 +45,7 @@ DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
 
 DELTA = 1e-5
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
 _LEFT_OUT = {"examples_per_second", "delta", "private"}
 
 Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
@@ -153,6 +154,15 @@ def _numbers(found: Any) -> Any:
     if isinstance(found, list):
         return [_numbers(value) for value in found]
     return math.nan if found is None else found
+
+
+def standardized(dataset: data.Dataset) -> data.Dataset:
+    """The same with colours standardized by public moments; grey images stay in [0, 1]."""
+    (x, y), (x_test, y_test) = dataset.train, dataset.test
+    if x.shape[-1] != len(MEAN):
+        return dataset
+    x, x_test = (data.standardize(part, MEAN, DEVIATION) for part in (x, x_test))
+    return dataset._replace(train=(x, y), test=(x_test, y_test))
 
 
 def trained(

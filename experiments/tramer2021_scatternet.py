@@ -49,8 +49,6 @@ from dpjax import accounting, clipping, data, features, models, sampling
 _ROWS = flags.DEFINE_list("rows", None, "Rows whose names hold one of these words; else all.")
 _CACHE = flags.DEFINE_string("cache_dir", None, "Where features are kept; as secret as the data.")
 
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet: public
-
 
 class Row(NamedTuple):
     """A row of the paper's table: settings, and the accuracy that was published."""
@@ -115,9 +113,8 @@ def normalization(examples: int) -> features.Normalization:
 
 def prepared(row: Row, dataset: data.Dataset, key: Any) -> data.Dataset:
     """Pixels as the paper has them, or scaled wavelet features."""
-    x, x_test = (part[0] for part in (dataset.train, dataset.test))
-    if x.shape[-1] == 3:
-        x, x_test = (data.standardize(part, MEAN, DEVIATION) for part in (x, x_test))
+    dataset = papers.standardized(dataset)
+    (x, y), (x_test, y_test) = dataset.train, dataset.test
     if row.scaled:
         x, x_test = (
             jnp.asarray(features.scattered(part, directory=_CACHE.value)) for part in (x, x_test)
@@ -127,7 +124,7 @@ def prepared(row: Row, dataset: data.Dataset, key: Any) -> data.Dataset:
             moments = normalization(len(x)).release(key, x)
             scale = partial(features.normalize, moments=moments)
         x, x_test = map(jax.jit(scale), (x, x_test))
-    return dataset._replace(train=(x, dataset.train[1]), test=(x_test, dataset.test[1]))
+    return dataset._replace(train=(x, y), test=(x_test, y_test))
 
 
 def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str, Any]:
