@@ -26,6 +26,7 @@ def test_steps_run_and_say_which_peers_are_missing():
     assert outcome.stdout.count("torch is not installed there") == 5
 
 
+@pytest.mark.slow
 def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
     out = tmp_path / "steps.json"
     some = ["--host_devices=2", "--contestants=plain scan,dpjax auto", "--peers_python=absent"]
@@ -38,6 +39,7 @@ def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
         assert found["dpjax auto"]["memory_to_scan"] > 0
 
 
+@pytest.mark.slow
 def test_accountants_run_without_peers(tmp_path):
     out = tmp_path / "accounting.json"
     absent = tmp_path / "no-such-python"

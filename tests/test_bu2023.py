@@ -39,11 +39,8 @@ TWO = ["--table=clippings", *TASKS, *(f"--figure={n}" for n in FIGURES)]
 ASKED |= dict.fromkeys(TWO, 2)
 
 
-FAST = ("--table=2 --tasks=mnist", "--figure=1")
-
-
 @pytest.mark.parametrize(
-    "asked", [pytest.param(a, marks=() if a in FAST else pytest.mark.slow) for a in ASKED]
+    "asked", [pytest.param(a, marks=() if a == TASKS[0] else pytest.mark.slow) for a in ASKED]
 )
 def test_every_table_and_figure_runs(asked, tmp_path):
     picture = tmp_path / "figure.png"
@@ -54,6 +51,7 @@ def test_every_table_and_figure_runs(asked, tmp_path):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_no_clipping_has_all_properties_and_a_small_bound_loses_some():
     found = {
         row[0]: [cell.split("/")[0] for cell in row[1:4]]

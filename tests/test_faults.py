@@ -328,7 +328,7 @@ for name, parts in {"whole": [60], "in parts": [20, 60]}.items():
 """
 
 
-@pytest.mark.parametrize("kind", ["memory", "stream"])
+@pytest.mark.parametrize("kind", ["memory", pytest.param("stream", marks=pytest.mark.slow)])
 def test_a_run_on_two_devices_goes_on_to_the_last_bit(tmp_path, kind):
     program = [sys.executable, "-c", TWO_DEVICES, tmp_path, kind]
     here = {"env": lives.environment(), "capture_output": True, "text": True}

@@ -119,7 +119,7 @@ def first(x):
 
 
 # Their programs take long to compile and differ little from others of the list.
-SLOW = {"wide, standardized", "scatter, printed"}
+SLOW = {"bert", "cifar, dense", "scatter, printed", "wide", "wide, standardized"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants: single edits that break the guarantee, each of which a named fast test must kill.
+"""Mutants: single edits that break the guarantee, each of which a named test must kill.
 
 A library whose parts are all tested can still leak where they meet.  Each row edits one
 line of a copy of the sources and runs the tests it names against that copy; a mutant that
@@ -31,6 +31,7 @@ class Mutant(NamedTuple):
     before: str
     after: str
     killer: str
+    slow: bool = False  # its killer needs several devices, programs or large networks
 
 
 LAWS, CLIP, NOISE = "test_laws.py::test_", "test_clipping.py::test_", "test_noise.py::test_"
@@ -51,6 +52,7 @@ MUTANTS = [
         "jnp.clip(wished, 0, limit)",
         "jnp.clip(wished, 0, 2 * limit)",
         CLIP + "clipping_is_per_example",
+        slow=True,
     ),
     Mutant(
         "norms that squaring lost are believed",
@@ -150,6 +152,7 @@ MUTANTS = [
         "lambda carry: carry[0] < draw.size",
         "lambda carry: carry[0] < jnp.minimum(draw.size, size)",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+        slow=True,
     ),
     Mutant(
         "an example counted in two microbatches",
@@ -157,6 +160,7 @@ MUTANTS = [
         "return start + of * size, add(",
         "return start + of * size - 1, add(",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+        slow=True,
     ),
     Mutant(
         "padding of the draw takes part",
@@ -172,6 +176,7 @@ MUTANTS = [
         "    mean = jax.tree.map(lambda x: x * recipe.mechanism.batch_size / sums.examples, mean)\n"
         "    updates, inner = optimizer.update(mean",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+        slow=True,
     ),
     Mutant(
         "noise per microbatch",
@@ -229,6 +234,7 @@ MUTANTS = [
         "stacks=(by_round, *site.stacks)",
         "stacks=(True, *site.stacks)",
         GHOST + "is_the_definition[lstm]",
+        slow=True,
     ),
     Mutant(
         "ghost: the product rule forgets a factor",
@@ -271,6 +277,7 @@ MUTANTS = [
         "(rows + doubt) ** 2",
         "rows**2",
         "test_ghost.py::test_rows_that_cancel_do_not_slip_past_the_bound",
+        slow=True,
     ),
     Mutant(
         "ghost: ids outside the table take part",
@@ -285,6 +292,7 @@ MUTANTS = [
         "jnp.sum(x * g + doubt, axis",
         "jnp.sum(x * g, axis",
         "test_ghost.py::test_positions_that_cancel_do_not_slip_past_the_bound",
+        slow=True,
     ),
     Mutant(
         "ghost: tiny data lost by the product of norms",
@@ -299,6 +307,7 @@ MUTANTS = [
         "jnp.maximum(total, 0) + _lost(forms)",
         "jnp.maximum(total, 0)",
         "test_ghost.py::test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound[3]",
+        slow=True,
     ),
     Mutant(
         "ghost: rounding errors of wide layers forgotten",
@@ -306,6 +315,7 @@ MUTANTS = [
         "doubt = inputs * lengths_x * jnp.abs(g) + outputs * jnp.abs(x) * lengths_g",
         "doubt = jnp.zeros(())",
         "test_ghost.py::test_roundings_that_conspire_do_not_slip_past_the_bound",
+        slow=True,
     ),
     Mutant(
         "ghost: a frozen leaf read as another inside a scan",
@@ -334,6 +344,7 @@ MUTANTS = [
         "        refuse_split(rows.batch)\n",
         "",
         "test_gradients.py::test_a_batch_that_lies_on_two_devices_is_right_or_refused",
+        slow=True,
     ),
     Mutant(
         "estimated norms of a batch of which XLA gets each part wrong",
@@ -341,6 +352,7 @@ MUTANTS = [
         "        refuse_split(rows.batch)\n",
         "        pass\n",
         "test_gradients.py::test_a_batch_that_lies_on_two_devices_is_right_or_refused",
+        slow=True,
     ),
     Mutant(
         "a batch on two devices taken for one on each",
@@ -348,6 +360,7 @@ MUTANTS = [
         "if not sharding.is_fully_replicated:",
         "if len(sharding.device_set) > 2:",
         "test_gradients.py::test_a_batch_that_lies_on_two_devices_is_right_or_refused",
+        slow=True,
     ),
     Mutant(
         "padding of a microbatch takes part",
@@ -383,6 +396,7 @@ MUTANTS = [
         'jnp.einsum("b,b...->...", factors, gradients,',
         'jnp.einsum("b,b...->...", jnp.sign(factors), gradients,',
         GHOST + "is_the_definition[conv same]",
+        slow=True,
     ),
     Mutant(
         "ghost: kept gradients beside a broken one forget their factors",
@@ -390,6 +404,7 @@ MUTANTS = [
         "jnp.where(factor != 0, factor * gradient, 0)",
         "jnp.where(factor != 0, gradient, 0)",
         "test_ghost.py::test_a_broken_example_contributes_nothing[conv same-nan]",
+        slow=True,
     ),
     Mutant(
         "a rule of one's own sees other examples",
@@ -559,6 +574,7 @@ MUTANTS = [
         ", bound_scale=recipe.scale)",
         ")",
         FEDERATED + "adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes[10.0]",
+        slow=True,
     ),
     Mutant(
         "federated: clients that diverged are not counted",
@@ -566,6 +582,7 @@ MUTANTS = [
         "working & ~sound",
         "working & ~working",
         FEDERATED + "clients_that_diverge_are_counted_and_spoil_no_mean",
+        slow=True,
     ),
     Mutant(
         "statement: what may scale the noise is not said",
@@ -608,6 +625,7 @@ MUTANTS = [
         "leaf.size <= _ROOM * read or not isometric",
         "leaf.size <= _ROOM * read",
         "test_ghost.py::test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound[scaled]",
+        slow=True,
     ),
     Mutant(
         "an estimate is not rounded up by what cancelled",
@@ -671,6 +689,7 @@ MUTANTS = [
         "if kind.manual_axis_type.varying:",
         "if False:",
         "test_gradients.py::test_a_shard_map_that_sums_gradients_by_itself_is_refused",
+        slow=True,
     ),
     Mutant(
         "ghost: what a view cancels is summed from scaled cotangents",
@@ -685,6 +704,7 @@ MUTANTS = [
         "_added([_square(x) for x in gradients])",
         "_square(gradients[0])",
         GHOST + "is_the_definition[conv in pieces]",
+        slow=True,
     ),
     Mutant(
         "ghost: a piece of the patches left out of the product of norms",
@@ -692,6 +712,7 @@ MUTANTS = [
         "_added([jnp.sum(x**2, axis=2) for x in form.x])",
         "jnp.sum(form.x[0] ** 2, axis=2)",
         GHOST + "is_the_definition[conv in pieces, one position]",
+        slow=True,
     ),
     Mutant(
         "ghost: pieces of the patches joined the wrong way round",
@@ -734,6 +755,7 @@ MUTANTS = [
         "[entry.wiped(factors != 0) for entry in ready] if careful else ready",
         "ready",
         "test_ghost.py::test_a_broken_example_contributes_nothing[norms and pools-nan]",
+        slow=True,
     ),
     Mutant(
         "ghost: gradients as large as their cotangents are summed at half their weight",
@@ -783,6 +805,7 @@ MUTANTS = [
         "return jnp.where(trees.expand(keep, x), x, filling)",
         "return x",
         "test_ghost.py::test_a_broken_example_contributes_nothing",
+        slow=True,
     ),
     Mutant(
         "ghost: nobody looks whether a norm is broken",
@@ -790,6 +813,7 @@ MUTANTS = [
         "broken = ~jnp.all(jnp.isfinite(lengths))",
         "broken = jnp.zeros((), bool)",
         "test_ghost.py::test_a_broken_example_contributes_nothing",
+        slow=True,
     ),
     Mutant(
         "weights above 1 let an example past its bound",
@@ -804,6 +828,7 @@ MUTANTS = [
         "jnp.sum(x, axis=0), parts.value",
         "x[0], parts.value",
         "test_gradients.py::test_two_devices_are_one",
+        slow=True,
     ),
     Mutant(
         "every device takes the whole draw",
@@ -811,6 +836,7 @@ MUTANTS = [
         "jnp.asarray(which * size, jnp.int32)",
         "jnp.asarray(0 * size, jnp.int32)",
         "test_training.py::test_two_devices_take_the_steps_of_one",
+        slow=True,
     ),
     Mutant(
         "the shares of devices overlap",
@@ -818,6 +844,7 @@ MUTANTS = [
         "return start + of * size, add(",
         "return start + size, add(",
         "test_training.py::test_two_devices_take_the_steps_of_one",
+        slow=True,
     ),
     Mutant(
         "a step forgets all devices but one",
@@ -825,6 +852,7 @@ MUTANTS = [
         "sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), sums)",
         "sums = jax.tree.map(lambda x: x[0], sums)",
         "test_training.py::test_two_devices_take_the_steps_of_one",
+        slow=True,
     ),
     Mutant(
         "every device takes all rows of a stream",
@@ -832,6 +860,7 @@ MUTANTS = [
         "split={2, 3, 4}",
         "split={4}",
         "test_training.py::test_two_devices_take_the_steps_of_one",
+        slow=True,
     ),
     Mutant(
         "a convolution's cotangent shifted by one",
@@ -860,6 +889,7 @@ MUTANTS = [
         "jnp.where(winner == number,",
         "jnp.where(winner >= number,",
         "test_ghost.py::test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners[small]",
+        slow=True,
     ),
     Mutant(
         "a pool's backward pass in one program with what is around it",
@@ -867,6 +897,7 @@ MUTANTS = [
         "apart(fast, elsewhere=as_written)(",
         "fast(",
         "test_ghost.py::test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over",
+        slow=True,
     ),
     Mutant(
         "half of tanh's derivative",
@@ -874,6 +905,7 @@ MUTANTS = [
         "g * (1 + y) * (1 - y)",
         "g * (1 - y)",
         GHOST + "is_the_definition[tanh of few channels]",
+        slow=True,
     ),
     # Noise
     Mutant(
@@ -1060,6 +1092,7 @@ MUTANTS = [
         "recipe.mechanism.sampling.draw(key, moved[0].step)",
         "recipe.mechanism.sampling.draw(key, 0)",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
+        slow=True,
     ),
     Mutant(
         "accountant at q/2",
@@ -1266,6 +1299,7 @@ MUTANTS = [
         "_geometric(power * _logarithmic_tail(runs), coin)",
         "_geometric(_logarithmic_tail(runs), coin)",
         SELECT + "numbers_are_drawn_from_the_distribution_that_is_accounted",
+        slow=True,
     ),
     # Private normalisation of features
     Mutant(
@@ -1373,6 +1407,7 @@ MUTANTS = [
         'self.state, self.seen = found.state, list(found.facts["seen"])',
         "self.state, self.seen = found.state._replace(key=self.state.key), []",
         "test_faults.py::test_the_root_key_is_on_disk_before_the_first_step",
+        slow=True,
     ),
     Mutant(
         "what was seen before a checkpoint is forgotten",
@@ -1408,6 +1443,7 @@ MUTANTS = [
         '"data": _content(data),',
         '"data": None,',
         "test_faults.py::test_another_run_is_refused_by_name[data]",
+        slow=True,
     ),
     Mutant(
         "a run with another noise goes on",
@@ -1436,6 +1472,7 @@ MUTANTS = [
         "if folder.furthest() > self.done:",
         "if False:",
         "test_faults.py::test_what_was_released_is_spent_though_its_checkpoints_are_damaged_or_gone",
+        slow=True,
     ),
     Mutant(
         "a script begun again runs more steps than it says",
@@ -1450,6 +1487,7 @@ MUTANTS = [
         " if old.committed else jnp.asarray(new)",
         "",
         "test_faults.py::test_a_run_on_two_devices_goes_on_to_the_last_bit[memory]",
+        slow=True,
     ),
     Mutant(
         "a budget does not see what was spent before the first step",
@@ -1541,6 +1579,7 @@ MUTANTS = [
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH",
         "test_faults.py::test_two_processes_do_not_share_a_folder",
+        slow=True,
     ),
     Mutant(
         "numbers that were not written are believed",
@@ -1548,6 +1587,7 @@ MUTANTS = [
         "if trees.fingerprint(numbers) != digest:",
         "if False:",
         "test_faults.py::test_numbers_of_another_checkpoint_are_noticed",
+        slow=True,
     ),
     Mutant(
         "a signal ends the run without a checkpoint",
@@ -1555,6 +1595,7 @@ MUTANTS = [
         "now=run.done == end or stop.asked",
         "now=run.done == end",
         "test_faults.py::test_a_signal_is_obeyed_after_saving[15]",
+        slow=True,
     ),
     Mutant(
         "what earlier runs spent is forgotten",
@@ -1597,6 +1638,7 @@ MUTANTS = [
         '"before": [_spent(spent) for spent in mechanism.before]',
         '"before": []',
         "test_reports.py::test_a_card_of_a_run_that_goes_on_is_verified",
+        slow=True,
     ),
     Mutant(
         "the deviation on the mean is that on the sum",
@@ -1754,6 +1796,7 @@ MUTANTS = [
         "zip(values[:0:-1], ",
         "zip(values[-2::-1], ",
         JL + "one_step_costs_the_mean_over_the_scale",
+        slow=True,
     ),
     Mutant(
         "estimates that are wide of the law",
@@ -1775,6 +1818,7 @@ MUTANTS = [
         "Purpose.PROJECTIONS, at.step)",
         "Purpose.PROJECTIONS, 0 * at.step)",
         JL + "a_step_draws_directions_of_its_own",
+        slow=True,
     ),
     Mutant(
         "a broken example breaks the sum of estimated clipping",
@@ -1789,6 +1833,7 @@ MUTANTS = [
         'if neighbours == "replace-one":',
         "if False:",
         JL + "errors_teach[<lambda>-ValueError-no proof for neighbours='replace-one'0]",
+        slow=True,
     ),
     Mutant(
         "a sum over examples that a narrow type rounds",
@@ -1987,6 +2032,7 @@ MUTANTS = [
         "real = slots < count",
         "real = slots < clients.capacity",
         FEDERATED + "padding_and_other_clients_rows_contribute_nothing",
+        slow=True,
     ),
     Mutant(
         "one order for all clients",
@@ -2008,6 +2054,7 @@ MUTANTS = [
         "lambda carry: carry[0] < draw.size",
         "lambda carry: carry[0] + size <= draw.size",
         FEDERATED + "microbatches_of_clients_change_nothing[3]",
+        slow=True,
     ),
     Mutant(
         "padding of the draw trains too",
@@ -2015,6 +2062,7 @@ MUTANTS = [
         "jnp.where(drawn, clients.counts[rows], 0)",
         "clients.counts[rows]",
         FEDERATED + "microbatches_of_clients_change_nothing[3]",
+        slow=True,
     ),
     Mutant(
         "a round that no ledger saw",
@@ -2220,6 +2268,7 @@ MUTANTS = [
         '        facts={"rates": [[float(rate), steps_per_row] for rate in largest], '
         '"bins": trees.fingerprint([places, table])},\n',
         "test_experiments.py::test_rates_by_score_are_recomputed_step_by_step",
+        slow=True,
     ),
     # Curricula.
     Mutant(
@@ -2235,6 +2284,7 @@ MUTANTS = [
         "below[row][of], some[row][of])",
         "below[row][0 * of], some[row][0 * of])",
         SAMPLE + "a_bin_is_drawn_at_its_own_rate_of_the_step",
+        slow=True,
     ),
     Mutant(
         "the first row of rates is counted for ever",
@@ -2270,6 +2320,7 @@ MUTANTS = [
         "dp_accounting.LaplaceDpEvent(b / 2)",
         "dp_accounting.LaplaceDpEvent(b)",
         ACCOUNT + "neighbours",
+        slow=True,
     ),
     Mutant(
         "the best of several runs is not converted for replace-one",
@@ -2277,6 +2328,7 @@ MUTANTS = [
         "RepeatAndSelectDpEvent(_exchanged(inner), mean, shape)",
         "event",
         ACCOUNT + "neighbours",
+        slow=True,
     ),
     Mutant(
         "any kind of event passes for replace-one",
@@ -2440,7 +2492,10 @@ def judge():
         yield server
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.slow else ()) for m in MUTANTS],
+)
 def test_mutant_is_killed(mutant, tmp_path, judge):
     if time.monotonic() > ENDS:
         pytest.skip("DPJAX_TEST_MINUTES are over")
