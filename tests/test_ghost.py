@@ -209,6 +209,11 @@ CASES = {
         {"table": array(40, 3)},
         (6,),
     ),
+    "rows by a number": lambda: plain(
+        lambda p, x: p["u"][jnp.int32(9 * x[0])] * p["v"][jnp.int32(9 * x[1])] + p["b"][x.size],
+        {"u": array(7, 3), "v": array(5, 3), "b": array(5)},
+        (2,),
+    ),
     "ids outside the table": lambda: plain(
         lambda p, x: jnp.take(p["table"], jnp.int32(4 * x), axis=0, fill_value=0),
         {"table": array(3, 4)},
@@ -458,6 +463,18 @@ def test_ghost_is_the_definition_in_one_group(name):
         microbatch_sizes=(8,),
         tolerance=2e-5,
     )
+
+
+def test_one_row_by_a_number_is_a_row_of_a_table():
+    """To JAX it is a slice, whose derivative is as large as the table."""
+    params = {"users": array(9, 3), "items": array(7, 3), "biases": array(9)}
+
+    def loss(p, example):
+        user, item = example
+        return p["users"][user] @ p["items"][item] + p["biases"][user]
+
+    words = gradients.explain(loss, params, (jnp.int32(3), jnp.int32(4)))
+    assert [line.split()[1:3] for line in words.splitlines()] == 3 * [["gather", "rows"]]
 
 
 SPLIT_BATCHES = """

@@ -272,6 +272,13 @@ MUTANTS = [
         GHOST + "is_the_definition[embedding]",
     ),
     Mutant(
+        "ghost: the row taken by a number beyond the table is forgotten",
+        "gradients/walk.py",
+        'mode="clip"',
+        'mode="fill"',
+        GHOST + "is_the_definition[rows by a number]",
+    ),
+    Mutant(
         "ghost: what cancels in a row of a table is not doubted",
         "gradients/rules.py",
         "(rows + doubt) ** 2",

@@ -232,6 +232,9 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
         inner = equation.params[_CALLS[name]]
         inner, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
         return _evaluate(inner, constants, inputs, book)
+    if name == "dynamic_slice" and _takes_a_row(equation, inputs):
+        gather = jax.make_jaxpr(_row)(*_plain(inputs[:2]))
+        return _evaluate(gather.jaxpr, gather.consts, inputs[:2], book)
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
@@ -242,6 +245,21 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: _Book) -> list[Any]:
     if sources and linear and _is(jnp.floating, equation.outvars[0].aval):
         return [_site(equation, inputs, sources[0], book)]
     return bind_fast(equation, _plain(inputs, book, name))
+
+
+def _takes_a_row(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
+    """Whether it is ``table[i]``, of a table of parameters and a number among the data."""
+    table, start, *_ = inputs
+    found = isinstance(table, View) and bool(table.leaves) and not isinstance(start, View)
+    return found and tuple(equation.params["slice_sizes"]) == (1, *table.value.shape[1:])
+
+
+def _row(table: Array, start: Array) -> Array:
+    """The same as a gather of one row, for which there is a rule."""
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, table.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
+    )
+    return jax.lax.gather(table, start.reshape(1, 1), numbers, (1, *table.shape[1:]), mode="clip")
 
 
 def _derive(equation: JaxprEqn, views: list[View], book: _Book) -> list[Any]:
