@@ -413,6 +413,14 @@ CASES = {
     "conv of patches": lambda: conv(
         (2, 7, 9, 2), (3, 2, 2, 4), window_strides=(3, 2), padding="SAME", dimension_numbers=NHWC
     ),
+    "conv of many entries": lambda: conv(
+        (2, 13, 17, 2),
+        (6, 5, 2, 3),
+        window_strides=(2, 1),
+        padding=((1, 2), (0, -1)),
+        rhs_dilation=(1, 2),
+        dimension_numbers=NHWC,
+    ),
     "conv channels first": lambda: conv(
         (1, 2, 7, 7), (4, 2, 3, 3), window_strides=(2, 2), padding="SAME"
     ),

@@ -706,6 +706,13 @@ MUTANTS = [
         "test_ghost.py::test_what_cancels_in_a_view_does_not_slip_past_the_bound",
     ),
     Mutant(
+        "ghost: the first entry of a large kernel left out",
+        "gradients/forms.py",
+        "jax.lax.fori_loop(0, len(starts)",
+        "jax.lax.fori_loop(1, len(starts)",
+        GHOST + "is_the_definition[conv of many entries]",
+    ),
+    Mutant(
         "ghost: a piece of the patches left out of the norm",
         "gradients/rules.py",
         "_added([_square(x) for x in gradients])",

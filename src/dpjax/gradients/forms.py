@@ -63,6 +63,8 @@ class Outer(NamedTuple):
 
 # Patches are written out for so many inputs of a block at a time, or more.
 _PIECE = 256
+# Of kernels with more entries patches are written in a loop, or compiling would take long.
+_WRITTEN_OUT = 25
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
@@ -208,10 +210,26 @@ def _patches(
 
     inputs = x.shape[-1] // p["feature_group_count"]
     entries, few = list(itertools.product(*map(range, kernel))), -(-_PIECE // inputs)
-    return [
-        jnp.stack([seen(entry) for entry in entries[i : i + few]], axis=1)
-        for i in range(0, len(entries), few)
-    ]
+    pieces = [entries[i : i + few] for i in range(0, len(entries), few)]
+    if len(entries) > _WRITTEN_OUT:
+        x, spread = jnp.moveaxis(x, -1, 1), np.array(p["rhs_dilation"])
+        return [_in_turn(x, np.array(piece) * spread, places, strides) for piece in pieces]
+    return [jnp.stack([seen(entry) for entry in piece], axis=1) for piece in pieces]
+
+
+def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
+    """Patches of channels-first images, in a loop: the program of one entry, however many."""
+    lead = x.shape[:3]
+    spans = [(n - 1) * s + 1 for n, s in zip(places, strides, strict=True)]
+
+    def write(i: Array, seen: Array) -> Array:
+        at = jnp.asarray(starts)[i]
+        patch = jax.lax.dynamic_slice(x, (0, 0, 0, *at), (*lead, *spans))
+        patch = jax.lax.slice(patch, [0] * patch.ndim, patch.shape, [1, 1, 1, *strides])
+        return jax.lax.dynamic_update_index_in_dim(seen, patch, i, 1)
+
+    nothing = jnp.zeros((lead[0], len(starts), *lead[1:], *places), x.dtype)
+    return jax.lax.fori_loop(0, len(starts), write, nothing)
 
 
 def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
