@@ -103,10 +103,11 @@ class Mechanism:
                 f"Mechanism(neighbours={self.neighbours!r}): expected one of "
                 f"{', '.join(Neighbours)}, or None for what the sampler is proved for."
             )
-        if isinstance(self.steps, bool) or not self.steps >= 0 or self.steps % 1:
+        steps = np.asarray(self.steps)
+        if steps.dtype.kind not in "iuf" or steps.ndim or not steps >= 0 or steps % 1:
             raise ValueError(
-                f"Mechanism(steps={self.steps}): expected a whole number of steps. For "
-                "epochs: round(epochs * examples / batch_size)."
+                f"Mechanism(steps={reprlib.repr(self.steps)}): expected a whole number of steps. "
+                "For epochs: round(epochs * examples / batch_size)."
             )
         object.__setattr__(self, "noise_multiplier", noise.plain_multiplier(self.noise_multiplier))
         object.__setattr__(self, "steps", int(self.steps))
