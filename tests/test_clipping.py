@@ -267,6 +267,23 @@ def test_balanced_groups_are_as_equal_as_they_can_be(seed):
         assert largest == best(0, groups)
 
 
+def test_leaves_of_nothing_do_not_move_the_cut_of_a_batch():
+    params = [jnp.zeros(1)] * 3 + [jnp.zeros(0)] * 6
+    gradients = [jnp.zeros((100, *leaf.shape)) for leaf in params]
+    for groups in range(1, 10):
+        partition = clipping.balanced(groups)
+        assert partition.assign(gradients) == partition.assign(params)
+
+
+@pytest.mark.parametrize("groups", [(0, -1), (0, 2), (0,), (0, 0, 1), (0, 0.5)])
+def test_a_leaf_in_no_group_is_refused(groups):
+    """It would be in no norm, and pass unclipped."""
+    partition = types.Partition(("a", "b"), lambda tree: groups)
+    rule = types.Clipping(partition, (1.0, 1.0), jnp.ones_like)
+    with pytest.raises(ValueError, match="a number from 0 to 1"):
+        clipping.clip(rule, [jnp.ones((3, 2)), jnp.ones((3, 4))])
+
+
 def test_a_rule_of_ones_own_cannot_break_its_bound():
     greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)
     norms = jnp.array([[0.0], [1e-20], [0.5], [1.0], [1e10]])
@@ -335,6 +352,10 @@ TEACHES = [
     (lambda: clipping.grouped(1.0, 2.5), "positive number of groups"),
     (lambda: clipping.per_group((1.0, 2.0, 3.0), 2), "3 bounds were given for 2 groups"),
     (lambda: clipping.per_group({"x": 1.0}, 1), "every group needs exactly one bound"),
+    (
+        lambda: dataclasses.replace(clipping.grouped(1.0, 2), projections=30),
+        "the norm of the whole gradient, and this rule has 2 groups",
+    ),
     (lambda: clipping.automatic(1.0, -0.1), "gamma must not be negative"),
     (lambda: clipping.psac(1.0, 0.0), "this is clipping.normalized"),
     (lambda: clipping.hard_threshold(1.0, 0.0), "screen must be"),

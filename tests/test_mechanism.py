@@ -46,6 +46,49 @@ def test_the_noise_curricula_cost_what_the_paper_printed(name, want):
     assert mechanism.epsilon(1e-5) == pytest.approx(want, abs=0.001)
 
 
+def ran_with(mechanism, step):
+    """The noise that a step really gets, relative to the sensitivity."""
+    link, zeros = mechanism.privatize(jax.random.key(0)), jnp.zeros(40_000)
+    state = link.init(zeros)._replace(step=jnp.int32(step))
+    noisy, _ = jax.jit(link.update)(zeros, state)
+    return float(np.std(noisy)) * mechanism.batch_size / mechanism.clipping.sensitivity
+
+
+def test_a_schedule_is_asked_once():
+    """It may close over what changes; claimed, written down and run is what it said first."""
+    known = {"multiplier": 4.0}
+    mechanism = make(noise_multiplier=lambda step: known["multiplier"] + 0 * step, steps=10)
+    stated = mechanism.epsilon(1e-5)
+    known["multiplier"] = 0.5
+    assert mechanism.epsilon(1e-5) == stated
+    assert mechanism.scaled(2.0).multipliers.tolist() == 10 * [8.0]
+    assert ran_with(mechanism, 3) == pytest.approx(4.0, rel=0.02)
+    shorter = dataclasses.replace(mechanism, steps=4)
+    assert shorter.multipliers.tolist() == 4 * [4.0]
+    longer = dataclasses.replace(mechanism.scaled(2.0), steps=11)
+    assert longer.multipliers.tolist() == 11 * [1.0], "steps that were not planned ask anew"
+
+
+def test_a_schedule_that_overflows_does_so_for_the_accountant_too():
+    with jax.enable_x64(True):
+        mechanism = make(noise_multiplier=lambda t: jnp.abs(1 + 5e-10 * (t * t * t)), steps=1300)
+        stated = mechanism.multipliers[1291]
+        assert ran_with(mechanism, 1291) == pytest.approx(stated, rel=0.02)
+
+
+@pytest.mark.parametrize("narrow", [jnp.float16, jnp.bfloat16])
+def test_a_narrow_schedule_rounds_no_noise_away(narrow):
+    def schedule(step):
+        return jnp.where(step < 5, narrow(2), narrow(1))
+
+    rule = clipping.flat(1e-8)
+    mechanism = make(noise_multiplier=schedule, clipping=rule, steps=6)
+    assert ran_with(mechanism, 0) == pytest.approx(2.0, rel=0.02)
+    link, zeros = dpjax.noise.gaussian(schedule, rule, key=jax.random.key(0)), jnp.zeros(40_000)
+    noisy, _ = link.update(zeros, link.init(zeros))
+    assert np.std(noisy) == pytest.approx(2e-8, rel=0.02)
+
+
 def test_group_multipliers_are_joined_before_sampling():
     """k groups share one sample: the joint multiplier is amplified, not each group's."""
     mechanism = make(

@@ -125,7 +125,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, "steps"]:
         return jnp.asarray(given, jnp.float32)
 
     try:
-        return np.asarray(jax.vmap(value)(jnp.arange(steps)))
+        return np.asarray(jax.vmap(value)(jnp.arange(steps, dtype=jnp.int32)))
     except jax.errors.JAXTypeError as error:
         raise TypeError(
             f"schedules.values: the schedule wants the step as a Python number "

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -90,16 +91,41 @@ class Partition:
     Args:
       names: One word per group.
       assign: Maps a tree (parameters, or gradients with any leading axes) to the group
-        number of each of its leaves, in the order of ``jax.tree.leaves``.
+        number of each of its leaves, in the order of ``jax.tree.leaves``.  A number that
+        names no group raises: such a leaf would be in no norm, and not clipped.
     """
 
     names: tuple[str, ...]
     assign: Callable[[PyTree], tuple[int, ...]]
 
+    def __post_init__(self) -> None:
+        """Holds the partition to its own names from here on."""
+        assign = self.assign.assign if isinstance(self.assign, _Assigned) else self.assign
+        object.__setattr__(self, "assign", _Assigned(assign, self.names))
+
     @property
     def size(self) -> int:
         """The number of groups."""
         return len(self.names)
+
+
+@dataclass(frozen=True)
+class _Assigned:
+    """A partition's assignment, held to its groups: each leaf is in one of them."""
+
+    assign: Callable[[PyTree], Sequence[int]]
+    names: tuple[str, ...]
+
+    def __call__(self, tree: PyTree) -> tuple[int, ...]:
+        groups, leaves = tuple(self.assign(tree)), len(jax.tree.leaves(tree))
+        if len(groups) != leaves or not set(groups) <= set(range(len(self.names))):
+            raise ValueError(
+                f"Partition.assign: {reprlib.repr(groups)} for {leaves} leaves; expected for each "
+                f"of them a number from 0 to {len(self.names) - 1}, that of a name in "
+                f"{reprlib.repr(self.names)}. Usually groups were counted from 1, or the partition "
+                "was made for another model."
+            )
+        return tuple(map(int, groups))
 
 
 @dataclass(frozen=True)
@@ -155,6 +181,12 @@ class Clipping:
                 f"{self.partition.size} groups ({', '.join(self.partition.names)}); "
                 "every group needs exactly one bound. Usually the partition was built "
                 "for another model: print partition.names."
+            )
+        if self.projections is not None and self.partition.size != 1:
+            raise ValueError(
+                f"{self.name}(projections={self.projections}): what is estimated is the norm of "
+                f"the whole gradient, and this rule has {self.partition.size} groups. Use "
+                "clipping.jl, or know the norms: projections=None."
             )
         for bound in self.bounds:
             if not bound >= 0:

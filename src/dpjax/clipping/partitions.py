@@ -48,7 +48,8 @@ def balanced(groups: int) -> Partition:
                 f"clipping: {groups} groups were asked for, but the parameters have "
                 f"only {len(leaves)} leaves; a leaf is never split. Ask for fewer groups."
             )
-        sizes = [max(1, leaf.size) for leaf in leaves]
+        # A batch of gradients is cut where its parameters are: all sizes are times the batch.
+        sizes = [leaf.size for leaf in leaves]
         low, high = max(sizes), sum(sizes)
         while low < high:
             middle = (low + high) // 2

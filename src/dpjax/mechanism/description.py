@@ -27,9 +27,9 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from dpjax import accounting, clipping, noise, schedules
+from dpjax import accounting, clipping, noise
 from dpjax.mechanism.adaptive import adapted, check_adaptive, followed
-from dpjax.mechanism.multipliers import growth, left_for_gradients, scaled
+from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
@@ -54,7 +54,7 @@ class Mechanism:
       clipping: How much each may contribute; a `dpjax.clipping` rule.
       noise_multiplier: Noise standard deviation / sensitivity: a number, an Optax
         schedule of the step, or one number per group of the rule.  Always the total: what
-        is accounted.
+        is accounted.  A schedule is asked once, here, for all planned steps.
       steps: How many steps are planned; none runs beyond them.
       neighbours: ``"replace-one"`` asks for the stronger relation.  By default the one
         for which the sampler's event is proved (add-or-remove for Poisson).
@@ -109,8 +109,9 @@ class Mechanism:
                 f"Mechanism(steps={reprlib.repr(self.steps)}): expected a whole number of steps. "
                 "For epochs: round(epochs * examples / batch_size)."
             )
-        object.__setattr__(self, "noise_multiplier", noise.plain_multiplier(self.noise_multiplier))
-        object.__setattr__(self, "steps", int(self.steps))
+        object.__setattr__(self, "steps", int(steps))
+        multiplier = planned(noise.plain_multiplier(self.noise_multiplier), self.steps)
+        object.__setattr__(self, "noise_multiplier", multiplier)
         queries = checked_queries(self.preparation, "Mechanism")
         object.__setattr__(self, "preparation", tuple(map(float, queries)))
         object.__setattr__(self, "before", _checked_before(self.before))
@@ -146,9 +147,9 @@ class Mechanism:
         multiplier = self.noise_multiplier
         if isinstance(multiplier, Sequence):
             multiplier = accounting.effective_multiplier(multiplier)
-        if not callable(multiplier):
-            return np.full(self.steps, multiplier, np.float64)
-        return np.asarray(schedules.values(multiplier, self.steps), np.float64)
+        if isinstance(multiplier, Planned):
+            return multiplier.values.astype(np.float64)
+        return np.full(self.steps, multiplier, np.float64)
 
     @property
     def count_multiplier(self) -> float:

@@ -4,18 +4,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
 
-from dpjax import accounting
+from dpjax import accounting, schedules
 from dpjax.types import NoiseMultiplier
 
-__all__ = ["growth", "left_for_gradients", "scaled"]
+__all__ = ["Planned", "growth", "left_for_gradients", "planned", "scaled"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A schedule that was asked once, for every planned step; what it said then is what it is.
+
+    A function may answer otherwise when it is compiled, in another precision, or because what
+    it closes over has changed.  Here what is accounted, written down and run is one table.
+
+    Args:
+      schedule: What was asked, and is asked again if more steps are planned.
+      table: Its answers, float32.
+    """
+
+    schedule: optax.Schedule
+    table: bytes
+
+    @property
+    def values(self) -> Float[np.ndarray, " steps"]:
+        """The multiplier of each planned step."""
+        return np.frombuffer(self.table, np.float32)
+
+    def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
+        """The multiplier of a step, or of several; of those beyond the plan, NaN."""
+        step = jnp.asarray(step)
+        # The last entry is for whatever lies outside.
+        answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
+        return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
+
+
+def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
+    """The same, where a schedule has answered for so many steps."""
+    if not callable(multiplier):
+        return multiplier
+    if not isinstance(multiplier, Planned):
+        return Planned(multiplier, schedules.values(multiplier, steps).tobytes())
+    if steps > multiplier.values.size:
+        return planned(multiplier.schedule, steps)
+    return Planned(multiplier.schedule, multiplier.values[:steps].tobytes())
 
 
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
     """The same noise, ``factor`` times as large."""
+    if isinstance(multiplier, Planned):
+        asked = scaled(multiplier.schedule, factor)
+        return Planned(asked, (multiplier.values * np.float32(factor)).tobytes())
     if callable(multiplier):
         schedule = multiplier
         return lambda step: schedule(step) * factor

@@ -140,7 +140,10 @@ def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step:
     if isinstance(noise_multiplier, Sequence):
         pairs = zip(noise_multiplier, rule.bounds, strict=True)
         return [_product(multiplier, bound) for multiplier, bound in pairs]
-    multiplier = noise_multiplier(step) if callable(noise_multiplier) else noise_multiplier
+    multiplier = noise_multiplier
+    if callable(noise_multiplier):
+        # In a narrower dtype its product with the bound could round to nothing.
+        multiplier = jnp.asarray(noise_multiplier(step), jnp.float32)
     return [_product(multiplier, rule.sensitivity)] * rule.partition.size
 
 

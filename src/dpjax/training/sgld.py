@@ -140,7 +140,7 @@ def dp_sgld(
     )
     mechanism = dataclasses.replace(
         silent,
-        noise_multiplier=_fixed(multiplier, steps),
+        noise_multiplier=multiplier,
     )
     burn_in = steps // 2 if burn_in is None else burn_in
     every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every
