@@ -338,6 +338,10 @@ def test_a_rule_with_other_bounds_keeps_its_wish():
 TEACHES = [
     (lambda: clipping.flat(-1.0), "bound must be positive; it is the most that one example"),
     (lambda: clipping.flat(math.nan), "bound must be positive"),
+    (lambda: clipping.flat("1.0"), r"flat\(bound='1.0'\): expected one number"),
+    (lambda: clipping.flat(None), "expected one number"),
+    (lambda: clipping.per_group(("1", 2.0), 2), "expected one number"),
+    (lambda: clipping.jl("1"), "expected one number"),
     (lambda: clipping.flat(1e-19), "would read as 0 and slip past"),
     (lambda: clipping.grouped(1.0, "by_layer"), "positive number of groups"),
     (

@@ -434,13 +434,10 @@ def _check_rates(bins: np.ndarray, rates: np.ndarray, steps_per_row: int) -> Non
 
 def _number(who: str, what: str, value: Any) -> int | float:
     """Python's own number: others round, or overflow, where a rate is made of them."""
-    found = np.asarray(value)
-    if found.ndim or found.dtype.kind not in "iuf" or not np.isfinite(found):
-        raise ValueError(
-            f"sampling.{who}({what}={value!r}): expected one finite number. Usually a flag was "
-            "read as text, or two arguments were exchanged."
-        )
-    return found.item()
+    found = trees.number(value, f"sampling.{who}({what}")
+    if not math.isfinite(found):
+        raise ValueError(f"sampling.{who}({what}={value!r}): expected a finite number.")
+    return found
 
 
 def _whole(who: str, what: str, value: Any) -> int:

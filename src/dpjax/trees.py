@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "group_norms",
     "leading_size",
     "leaf_names",
+    "number",
     "on_host",
     "one_row",
     "random_like",
@@ -61,6 +63,26 @@ def wide(dtype: Any) -> jnp.dtype:
             "parameters: keep it out of the tree that is differentiated."
         )
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def number(value: Any, where: str) -> int | float:
+    """Python's own number; infinite and NaN are numbers, text and lists are none.
+
+    Args:
+      value: What was given.
+      where: By which name, as ``room.function(argument``.
+
+    Example:
+      >>> number(np.float32(0.5), "clipping.flat(bound")
+      0.5
+    """
+    found = np.asarray(value)
+    if found.ndim or found.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{where}={reprlib.repr(value)}): expected one number. Usually a flag was read as "
+            "text, or two arguments were exchanged."
+        )
+    return found.item()
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:

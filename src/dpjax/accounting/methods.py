@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from dp_accounting import DpEvent
 
+from dpjax import trees
 from dpjax.accounting import gdp, projected, renyi
 from dpjax.accounting.leaves import Parts, relation, split
 
@@ -136,7 +137,7 @@ def delta(
       >>> round(accounting.delta(event, epsilon=1.0, method="pld"), 5)
       0.12694
     """
-    if not epsilon >= 0:
+    if not trees.number(epsilon, "accounting.delta(epsilon") >= 0:
         raise ValueError(
             f"accounting.delta(epsilon={epsilon}): epsilon must be zero or more. It is usually "
             "between 0.1 and 10; a negative one often means that its logarithm was given."
@@ -167,7 +168,7 @@ def _as(row: Method, value: float) -> float:
 
 
 def _check_delta(delta: float, who: str) -> None:
-    if 0 < delta < 1:
+    if 0 < trees.number(delta, f"{who}(delta") < 1:
         return
     meaning = (
         "a delta of 1 or more usually means that epsilon and delta were swapped, or that it was "

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dpjax import trees
 from dpjax.clipping.partitions import Groups, partition_of
 from dpjax.types import Clipping
 
@@ -124,7 +125,8 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
                 f"{sorted(partition.names)}; every group needs exactly one bound."
             )
         bounds = [bounds[name] for name in partition.names]
-    return Clipping(partition, tuple(map(float, bounds)), jnp.ones_like, "per_group")
+    each = [float(trees.number(bound, "clipping.per_group(bounds")) for bound in bounds]
+    return Clipping(partition, tuple(each), jnp.ones_like, "per_group")
 
 
 def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) -> Clipping:
@@ -308,7 +310,8 @@ def jl(bound: float, projections: int = 50) -> Clipping:
             f"clipping.jl(projections={projections}): expected a whole number of directions, at "
             "least 1, and better 30: each costs a forward-mode pass."
         )
-    return Clipping(partition_of(1), (float(bound),), jnp.ones_like, "jl", int(projections))
+    length = float(trees.number(bound, "clipping.jl(bound"))
+    return Clipping(partition_of(1), (length,), jnp.ones_like, "jl", int(projections))
 
 
 def _require_a_length(name: str, bound: float) -> None:
@@ -325,7 +328,8 @@ def _rule(
 ) -> Clipping:
     """A rule that gives every group of the partition the same bound."""
     partition = partition_of(groups)
-    return Clipping(partition, (float(bound),) * partition.size, wish, name, facts=facts)
+    each = float(trees.number(bound, f"clipping.{name}(bound"))
+    return Clipping(partition, (each,) * partition.size, wish, name, facts=facts)
 
 
 def _share(total: float | None, size: int) -> float:

@@ -17,6 +17,7 @@ import inspect
 import itertools
 import math
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -156,7 +157,14 @@ def plain_multiplier(noise_multiplier: Any) -> NoiseMultiplier:
     """The same as a Python number, a tuple of them, or the schedule that was given."""
     if callable(noise_multiplier):
         return noise_multiplier
-    each = np.asarray(noise_multiplier, np.float64)
+    each = np.asarray(noise_multiplier)
+    if each.dtype.kind not in "iuf" and each.size:
+        raise ValueError(
+            f"noise.gaussian(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a "
+            "number, a schedule of the step, or one number per group. Usually a flag was read as "
+            "text."
+        )
+    each = each.astype(np.float64)
     if each.ndim > 1:
         raise ValueError(
             f"noise.gaussian: noise multipliers of shape {each.shape}; expected a number, a "

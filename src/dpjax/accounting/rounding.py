@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an epsilon is printed: rounded up, so that no page claims less than was proved.
+
+Rounding to nearest gives away half a unit of the last digit, every second time: what is
+proved is 2.6544, and (2.654, 1e-5)-differentially private is a claim that nobody has proved.
+Every claim of this house goes through `upwards`, whether it is an epsilon or a delta.
+
+This file must never know what the number means.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, Decimal, localcontext
+
+__all__ = ["upwards"]
+
+
+def upwards(value: float, form: str = ".4g") -> str:
+    """A number in few digits, none below what it is.
+
+    Args:
+      value: An epsilon or a delta; 0 and infinity are printed as they are.
+      form: As in an f-string: so many digits (``.4g``), or so many after the point (``.3f``).
+
+    Returns:
+      The least number of this form that is not below the value.  What the form can say
+      exactly is not raised.
+
+    Example:
+      >>> upwards(2.6541), upwards(2.1), upwards(9.99961), upwards(2.0001, ".3f")
+      ('2.655', '2.1', '10', '2.001')
+    """
+    if not math.isfinite(value):
+        return f"{value:{form}}"
+    exact = Decimal(repr(float(value)))  # the shortest name of this float: 1e-5 is not a bit more
+    digits, kind = int(form[1:-1]), form[-1]
+    last = -digits if kind == "f" else exact.adjusted() - digits + 1
+    with localcontext(prec=700):  # more than any float has
+        raised = exact.quantize(Decimal(1).scaleb(last), rounding=ROUND_CEILING)
+    return f"{float(raised):{form}}"
