@@ -412,3 +412,12 @@ def test_what_runs_otherwise_has_other_facts(name):
     one, other = (make(**{**small, **settings}).facts for settings in ALIKE[name])
     assert one != other
     assert json.loads(json.dumps([one, other])) == [one, other]
+
+
+def test_a_delta_that_protects_no_record_is_noticed(caplog):
+    make().calibrate(1.0, 1e-5)
+    assert not caplog.text
+    make().calibrate(1.0, 1e-3)
+    assert "publishes one whole record" in caplog.text
+    with pytest.raises(ValueError, match="expected one number"):
+        make().calibrate("3", 1e-5)

@@ -201,6 +201,11 @@ def folded(size):
     return sampling.fold(draw, size, lambda rows, mask, total: total, jnp.zeros(()))
 
 
+def test_a_rate_for_a_batch_size_is_noticed(caplog):
+    sampling.poisson(60_000, 0.004)
+    assert "give the number of examples that it draws: 240" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -22,6 +22,7 @@ import dp_accounting as dp
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, Bool, Int
 
 from dpjax import trees
@@ -66,6 +67,15 @@ def poisson(examples: int, batch_size: float) -> Sampler:
             f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate "
             f"{rate:.2e} is below the 2^-32 that a coin can show. Usually batch_size was "
             "given as a rate; it is an expected number of examples."
+        )
+    if batch_size < 1:
+        logging.warning(
+            "sampling.poisson(examples=%d, batch_size=%g): less than one example a step is "
+            "expected, and sums are divided by it. If that is a rate, give the number of examples "
+            "that it draws: %g.",
+            examples,
+            batch_size,
+            batch_size * examples,
         )
 
     def draw(key: Key, step: Any) -> Draw:

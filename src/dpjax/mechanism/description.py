@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
@@ -280,6 +281,14 @@ class Mechanism:
             raise ValueError(
                 "Mechanism.calibrate: the noise multiplier is 0 at some step, and no "
                 "factor makes that private. Start from any positive multiplier or schedule."
+            )
+        if delta >= 1 / self.sampling.examples:
+            logging.warning(
+                "Mechanism.calibrate(delta=%g): not below 1/%d. A mechanism that publishes one "
+                "whole record would satisfy it; choose delta well below one over the number of "
+                "examples.",
+                delta,
+                self.sampling.examples,
             )
 
         # On the way, factors may be tried that leave nothing for the count.
