@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import app, flags
 
+from dpjax.accounting.rounding import upwards
 from dpjax.reports import drawing, page
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
 from dpjax.reports.folder import Missing, Run, read
 from dpjax.reports.rendering import png, svg
-from dpjax.reports.rounding import upwards
 
 _OUT = flags.DEFINE_string("out", "comparison.html", "The page; its figure has the same name.")
 

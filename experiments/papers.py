@@ -32,9 +32,9 @@ from searching import file_name
 
 import dpjax
 from dpjax import accounting, data, losses, metrics, training
+from dpjax.accounting.rounding import upwards
 from dpjax.reports import drawing
 from dpjax.reports.rendering import png
-from dpjax.reports.rounding import upwards
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")

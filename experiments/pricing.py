@@ -18,7 +18,7 @@ import searching
 from verify import event_of
 
 from dpjax import accounting, training
-from dpjax.reports.rounding import upwards
+from dpjax.accounting.rounding import upwards
 
 Card = dict[str, Any]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import searching
 
+from dpjax.accounting.rounding import upwards
 from dpjax.reports.folder import Run, read
-from dpjax.reports.rounding import upwards
 
 
 def accuracy(run: Run) -> float:

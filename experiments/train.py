@@ -59,7 +59,7 @@ from dpjax import (
     schedules,
     training,
 )
-from dpjax.reports.rounding import upwards
+from dpjax.accounting.rounding import upwards
 
 _DATASET = flags.DEFINE_enum("dataset", "digits", data.NAMES, "What to learn.")
 _DATA_DIR = flags.DEFINE_string(
