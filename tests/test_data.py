@@ -525,9 +525,55 @@ def test_what_cannot_be_streamed_is_answered_with_what_to_do(monkeypatch):
 
 
 @pytest.mark.usefixtures("without_tfds")
-def test_a_stream_by_name_needs_tfds():
-    with pytest.raises(ImportError, match=r"dpjax\[tfds\]"):
-        data.stream("mnist")
+def test_a_stream_by_name_needs_tfds_or_a_file(tmp_path):
+    with pytest.raises(ImportError, match=r"stream.*found no .*mnist\.npz.*dpjax\[tfds\]"):
+        data.stream("mnist", data_dir=tmp_path)
+    np.savez(tmp_path / "mnist.npz", **arrays())
+    streamed, loaded = (ask("mnist", data_dir=tmp_path) for ask in (data.stream, data.load))
+    assert isinstance(streamed.train, data.Stream)
+    for got, want in zip(streamed.rows(np.array([4, 1])), loaded.train, strict=True):
+        assert np.array_equal(got, want[[4, 1]])
+        assert got.dtype == want.dtype
+    assert np.array_equal(streamed.test[0], loaded.test[0])
+    assert streamed.classes == 10
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_stream_takes_what_is_on_the_disk_and_downloads_nothing(tmp_path, monkeypatch, prepared):
+    asked = fake_tfds(monkeypatch, {"train": rows(9), "test": rows(2)}, prepared=prepared)
+    np.savez(tmp_path / "mnist.npz", **arrays())
+    assert data.stream("mnist", data_dir=tmp_path).examples == 6
+    assert not asked
+    (tmp_path / "mnist").mkdir()
+    assert data.stream("mnist", data_dir=tmp_path).examples == (9 if prepared else 6)
+    assert "array_record" not in [file_format for *_, file_format in asked]
+
+
+@pytest.mark.parametrize("ask", [data.load, data.stream])
+def test_a_download_that_fails_leaves_no_empty_folders(tmp_path, monkeypatch, ask):
+    def download(self):
+        (tmp_path / "mnist" / "3.0.1.incomplete").mkdir(parents=True)
+        (tmp_path / "downloads").mkdir()
+        (tmp_path / "downloads" / "half").touch()
+        raise OSError("no network")
+
+    fake_tfds(monkeypatch, None, prepared=False)
+    monkeypatch.setattr(
+        sys.modules["tensorflow_datasets"].builder, "download_and_prepare", download
+    )
+    (tmp_path / "own").mkdir()
+    with pytest.raises(FileNotFoundError, match=rf"data.{ask.__name__}.*could neither"):
+        ask("mnist", data_dir=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["downloads", "own"]
+
+
+@pytest.mark.parametrize("columns", [tuple, list])
+def test_arrays_of_all_examples_are_no_records(columns):
+    x, y = np.ones((6, 3)), np.arange(6)
+    with pytest.raises(TypeError, match=r"taken for 2 examples.*lambda i: \(x\[i\], y\[i\]\)"):
+        data.Stream(columns((x, y)))
+    assert len(data.Stream(range(len(x)), example=lambda i: (x[i], y[i]))) == 6
+    assert len(data.Stream(list(x))) == 6
 
 
 # The columns of the wine table as its file has them.
@@ -628,6 +674,10 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", no_network)
     (tmp_path / "empty").mkdir()
+    np.savez(tmp_path / "empty" / "mnist.npz", **arrays())
+    assert data.stream("mnist", data_dir=tmp_path / "empty").examples == 6
+    assert os.listdir(tmp_path / "empty") == ["mnist.npz"]
+    os.remove(tmp_path / "empty" / "mnist.npz")
     for folder in (tmp_path / "empty", None):
         monkeypatch.setattr("tensorflow_datasets.core.constants.DATA_DIR", str(tmp_path / "none"))
         with pytest.raises(FileNotFoundError, match="could neither find mnist"):

@@ -294,8 +294,13 @@ def test_a_client_with_one_broken_example_contributes_exactly_nothing():
     np.testing.assert_array_equal(with_bad, without)
 
 
-def test_what_is_broken_in_one_client_stays_there_through_convolutions():
-    """In float64 XLA on CPU writes grouped convolutions with zeros, and 0 times NaN is NaN."""
+@pytest.mark.parametrize("wiped", [False, True])
+def test_what_is_broken_in_one_client_stays_there_through_convolutions(wiped):
+    """In float64 XLA on CPU writes grouped convolutions with zeros, and 0 times NaN is NaN.
+
+    A client's optimizer may wipe that out, and then no norm tells of it.
+    """
+    optimizer = optax.chain(optax.zero_nans(), optax.sgd(1.0)) if wiped else optax.sgd(1.0)
 
     def convolved(kernel, image):
         out = jax.lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME")
@@ -309,9 +314,23 @@ def test_what_is_broken_in_one_client_stays_there_through_convolutions():
         ]
         kernel = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 3, 3)))
         work = {"local_batch_size": 1, "local_epochs": 2, "microbatch_size": 3}
+        work["client_optimizer"] = optimizer
         found = [moved(fedavg(c, mechanism(3), convolved, **work), kernel) for c in clients]
     assert length(found[1]) > 0.01
     np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+
+
+def test_a_client_whose_loss_is_not_finite_spoils_no_mean():
+    """It counts all the same: its optimizer wiped out what was broken."""
+    rows = [np.full((2, 3), value, np.float32) for value in (1.0, math.nan, 3.0)]
+    wiping = optax.chain(optax.zero_nans(), optax.sgd(1.0))
+    algorithms = [
+        fedavg(federated.Clients.of(some), mechanism(len(some)), client_optimizer=wiping)
+        for some in (rows, rows[::2])
+    ]
+    found, want = (a.step(a.init(jax.random.key(0), jnp.zeros(3)))[1] for a in algorithms)
+    assert (found.clients, found.dropped) == (3, 0)
+    np.testing.assert_allclose(found.loss, want.loss, rtol=1e-6)
 
 
 def test_clients_that_diverge_are_counted_and_spoil_no_mean(caplog):

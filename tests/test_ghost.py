@@ -883,6 +883,40 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
         np.testing.assert_allclose(clipped(w, broken).value, clipped(w, x, real).value, rtol=1e-12)
 
 
+@pytest.mark.parametrize("engine", gradients.ENGINES)
+def test_a_broken_image_stays_alone_where_the_loss_wipes_it_out(engine):
+    """No norm tells of it: the NaN is in a gradient inside the loss, and is gone after that."""
+
+    def inner(w, x):
+        return jnp.sum(jnp.sin(lax.conv_general_dilated(x[None], w, (1,), "SAME")))
+
+    def loss(w, x):
+        step = jnp.nan_to_num(lax.stop_gradient(jax.grad(inner)(w, x)))
+        return inner(w - 0.5 * step, jnp.nan_to_num(x))
+
+    with jax.enable_x64(True):
+        x, w = np.random.default_rng(0).normal(size=(5, 2, 6)), np.ones((2, 2, 3))
+        broken, others = x.copy(), np.arange(5) != 1
+        broken[1] = math.nan
+        clipped = jax.jit(clipped_grad(loss, clipping.normalized(0.5), engine))
+        found, want = clipped(w, broken), clipped(w, x)
+    np.testing.assert_allclose(found.norms[others], want.norms[others], rtol=1e-12)
+
+
+def test_a_broken_image_stays_alone_among_groups_of_channels():
+    """In float32 as well: groups of a batch become places with zeros between them."""
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(x[None], w, (1, 1), "SAME", feature_group_count=2)
+        return jnp.sum(jnp.sin(y))
+
+    x, w, others = array(5, 2, 6, 6), array(8, 1, 3, 3, seed=1), np.arange(5) != 1
+    clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), "vmap"))
+    found, want = clipped(w, x.at[1].set(math.nan)), clipped(w, x, others)
+    np.testing.assert_allclose(found.value, want.value, rtol=1e-4, atol=1e-6)
+    assert found.factors[others].all()
+
+
 @pytest.mark.parametrize("positions", [1, 3])
 def test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound(positions):
     """The square of the data leaves float32; the gradient is 0.000015 an entry."""

@@ -17,7 +17,10 @@ from flax import nnx
 
 import dpjax
 from dpjax import clipped_grad, clipping, gradients, losses, testing
+from dpjax.gradients.isolation import isolated
 from dpjax.gradients.layout import bytes_per_example
+from dpjax.gradients.rows import Rows
+from dpjax.training import stepping
 
 RULE = clipping.flat(1.0)
 
@@ -96,6 +99,14 @@ TEACHES = [
     (TypeError, lambda: dpjax.clipped_grad(jnp.zeros(()), RULE), "function itself"),
     (ValueError, lambda: dpjax.clipped_grad(loss, RULE, "fast"), "'auto' or one of"),
     (ValueError, lambda: dpjax.clipped_grad(loss, RULE, "scan", 0), "at least 1"),
+    (ValueError, lambda: dpjax.clipped_grad(loss, RULE, "scan", 8.0), r"8\.0.*int\(\.\.\.\)"),
+    (ValueError, lambda: dpjax.clipped_grad(loss, RULE, devices="2"), "'2'.*whole number"),
+    (TypeError, lambda: dpjax.clipped_grad(loss, 1.0), r"1\.0.*clipping\.flat\(1\.0\)"),
+    (
+        TypeError,
+        lambda: dpjax.clipped_grad(loss, RULE, has_aux=True)(jnp.zeros(3), jnp.zeros((2, 3))),
+        r"expected \(scalar, aux\)",
+    ),
     (
         ValueError,
         lambda: dpjax.clipped_grad(lambda w, x: w - x, RULE)(jnp.zeros(3), jnp.zeros((2, 3))),
@@ -106,7 +117,7 @@ TEACHES = [
         lambda: dpjax.clipped_grad(lambda w, x: (loss(w, x), 1), RULE)(
             jnp.zeros(3), jnp.zeros((2, 3))
         ),
-        "expected a real scalar",
+        "expected a real scalar.*has_aux=True.*dpsgd takes losses that return the scalar alone",
     ),
     (
         ValueError,
@@ -377,6 +388,91 @@ def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
 def test_a_batch_that_lies_on_two_devices_is_right_or_refused():
     """XLA's partitioner gets the grouped convolutions of vmapped kernel gradients wrong."""
     subprocess.run([sys.executable, "-c", SPLIT_BATCH], check=True, timeout=240)
+
+
+def convolved(w, x):
+    return jnp.sum(jnp.sin(jax.lax.conv_general_dilated(x[None], w, (1,), "SAME")))
+
+
+def images(broken=None):
+    """Float64 images, one of which may be NaN; and a kernel."""
+    x = np.random.default_rng(0).normal(size=(5, 2, 6))
+    if broken is not None:
+        x[broken] = np.nan
+    return x, jnp.ones((2, 2, 3))
+
+
+def test_a_broken_image_takes_no_weight_from_others():
+    """A weight that is NaN is 0, and one example must not make those of others NaN."""
+
+    def weigh(step, w, x):
+        return 1 / (1 + jnp.linalg.norm(jax.grad(convolved)(w, x)))
+
+    def released(broken, **options):
+        x, w = images(broken)
+        plan = dpjax.Mechanism(
+            sampling=dpjax.sampling.full(5), clipping=RULE, noise_multiplier=0.0, steps=1
+        )
+        algorithm = dpjax.dpsgd(convolved, optax.sgd(1.0), plan, x, weights=weigh, **options)
+        return algorithm.step(algorithm.init(jax.random.key(0), w))[0].params
+
+    with jax.enable_x64(True):
+        x, w = images()
+        sums = clipped_grad(convolved, RULE)(w, x, np.arange(5) != 1, [weigh(0, w, i) for i in x])
+        np.testing.assert_allclose(w - sums.value / 5, released(1), rtol=1e-9)
+
+
+def test_a_broken_image_leaves_estimated_norms_of_others_alone():
+    def loss(w, x):
+        step = jnp.nan_to_num(jax.lax.stop_gradient(jax.grad(convolved)(w, x)))
+        return convolved(w - 0.5 * step, jnp.nan_to_num(x))
+
+    with jax.enable_x64(True):
+        (x, w), (broken, _) = images(), images(1)
+        clipped = jax.jit(clipped_grad(loss, clipping.jl(0.5, 3)))
+        found, want = (clipped(w, some, key=jax.random.key(0)) for some in (broken, x))
+    others = np.arange(5) != 1
+    np.testing.assert_allclose(found.norms[others], want.norms[others], rtol=1e-9)
+
+
+def test_examples_are_taken_one_by_one_where_another_compiler_mixes_them(monkeypatch):
+    """What compilers but that of CPUs do was not tried: there a norm that is NaN may be all's."""
+
+    def mixing(loss, rule, params, rows, start):
+        mixed = rows._replace(batch=rows.batch + 0 * jnp.sum(rows.batch))
+        return gradients.ENGINES["vmap"](loss, rule, params, mixed, start)
+
+    def found(x, mask):
+        rows = Rows(x, jnp.asarray(mask), jnp.ones((5, 1)))
+        return isolated(mixing)(lambda w, x: (convolved(w, x), None), RULE, w, rows, 0 * w)
+
+    (x, w), (broken, _) = images(), images(1)
+    x, broken, w = (jnp.asarray(a, jnp.float32) for a in (x, broken, w))
+    monkeypatch.setattr(jax, "default_backend", lambda: "another")
+    want = found(x, np.arange(5) != 1).value
+    np.testing.assert_allclose(found(broken, np.ones(5, bool)).value, want, rtol=1e-5)
+    assert np.abs(want).max() > 0.1
+
+
+def test_an_example_without_a_finite_loss_spoils_no_mean_and_is_told(monkeypatch):
+    """The gradient of a label out of range is finite, and counts."""
+
+    def scored(w, example):
+        x, label = example
+        return losses.cross_entropy(x * w, label) + 0.1 * jnp.sum(w**2)
+
+    x, labels = jnp.ones((4, 3)), jnp.array([0, 9, 2, 1])
+    plan = dpjax.Mechanism(
+        sampling=dpjax.sampling.full(4), clipping=RULE, noise_multiplier=0.0, steps=1
+    )
+    algorithm = dpjax.dpsgd(scored, optax.sgd(1.0), plan, (x, labels))
+    told = []
+    monkeypatch.setattr(stepping.logging, "log_first_n", lambda *args: told.append(args))
+    _, info = algorithm.step(algorithm.init(jax.random.key(0), jnp.ones(3)))
+    assert float(info.loss) == pytest.approx(np.log(3) + 0.3)
+    assert (info.examples, info.dropped) == (4, 0)
+    assert "label is out of range" in told[0][1]
+    assert told[0][3:] == (1, 4)
 
 
 def test_plain_grad_is_the_gradient_of_the_mean():

@@ -194,6 +194,19 @@ def test_of_passes_options_on():
     assert loss({}, (jnp.ones(3), jnp.zeros(3))) == 1.5
 
 
+def test_of_refuses_a_key_of_all_examples():
+    with pytest.raises(ValueError, match=r"one dropout mask.*fold_in\(root, row\).*per_step"):
+        losses.of(Dropped(), losses.squared_error, train=True, rngs={"dropout": KEY})
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [(lambda params, x: x, "function"), (models.MLP, "the class MLP")]
+)
+def test_of_says_what_to_do_with_other_models(model, kind):
+    with pytest.raises(TypeError, match=rf"model is {kind}; .*nnx\.merge.*copy=True.*eqx\.combine"):
+        losses.of(model, losses.squared_error)
+
+
 class Dropped(nn.Module):
     """A model that behaves otherwise in training."""
 
@@ -345,6 +358,14 @@ class TestAugmented:
         with pytest.raises(ValueError, match="at least 1"):
             self.losses(0)
 
+    def test_a_seed_and_fractions_are_refused(self):
+        plain, loss = self.losses()
+        with pytest.raises(TypeError, match=r"losses.augmented\(key: int\).*expected a key"):
+            losses.augmented(plain, shifted, 3, key=0)
+        x, y = self.BATCH[0][0], jnp.array(1)
+        with pytest.raises(TypeError, match=r"float32.*different examples have the same views"):
+            loss(some_params(self.MODEL, x), (x, y, 0.1))
+
 
 def test_of_explains_what_a_loss_lacks():
     x, y = np.zeros(5, np.float32), jnp.array(0)
@@ -406,6 +427,28 @@ def test_a_model_of_nnx():
     want = as_linen({"Dense_0": dense[0], "Dense_1": dense[1]})
     for i, name in ((0, "Dense_0"), (2, "Dense_1")):
         np.testing.assert_allclose(got["layers"][i]["kernel"], want[name]["kernel"], atol=1e-5)
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_model_of_nnx_with_dropout(evaluated):
+    """In training its one mask is that of all examples, as the documentation of `of` says."""
+    from flax import nnx
+
+    model = nnx.Sequential(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    if evaluated:
+        model.eval()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, example):
+        output = nnx.merge(graph, params, rest, copy=True)(example[0])
+        return losses.squared_error(output, jnp.zeros(3))
+
+    batch = (jnp.tile(X[:1], (4, 1)), Y[:4])
+    found = jax.jit(dpjax.clipped_grad(loss, clipping.flat(0.5)))(params, batch)
+    assert np.ptp(found.norms) == 0
+    linear = {"kernel": model.layers[0].kernel[...], "bias": model.layers[0].bias[...]}
+    plain = 0.5 * jnp.sum((X[0] @ linear["kernel"] + linear["bias"]) ** 2)
+    assert (float(found.losses[0]) == pytest.approx(float(plain), rel=1e-5)) is evaluated
 
 
 def test_a_model_of_nnx_with_batch_statistics_does_not_split():

@@ -17,7 +17,7 @@ from dpjax.data.dataset import Dataset, Split, checked, hold_out
 from dpjax.data.files import read
 from dpjax.data.sources import SOURCES, Source
 from dpjax.data.streaming import Stream
-from dpjax.data.tfds import from_tfds, stream_from_tfds
+from dpjax.data.tfds import from_tfds, is_prepared, stream_from_tfds
 
 __all__ = ["NAMES", "load", "stream"]
 
@@ -83,13 +83,13 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
 def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[Stream]:
     """Loads a data set by name, but leaves its training part on the disk.
 
-    TensorFlow Datasets serves it, in a format with random access (``array_record`` or
-    ``parquet``); what it has to download first it prepares so.  Files of `load`'s formats have
-    to be read whole, and are not looked for.
+    TensorFlow Datasets serves what it has prepared there, in a format with random access
+    (``array_record`` or ``parquet``).  Else a file of `load`'s formats does, which is read whole
+    and stays in memory.  Only where there is neither does TensorFlow Datasets download it.
 
     Args:
-      name: One of `load`'s names, of images that TensorFlow Datasets has.
-      data_dir: Where it keeps its data; by default what ``DPJAX_DATA_DIR`` says.
+      name: One of `load`'s names, of images.
+      data_dir: The folder; by default what ``DPJAX_DATA_DIR`` says.
 
     Returns:
       The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
@@ -103,13 +103,30 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
     if name == "digits":
         raise ValueError("data.stream('digits'): they fit into memory: data.load('digits').")
     source = _source(name, "stream")
-    if importlib.util.find_spec("tensorflow_datasets") is None:
-        raise ImportError(
-            f"data.stream({name!r}): TensorFlow Datasets, which reads single examples, is not "
-            "installed. Install the extra: pip install 'dpjax[tfds]'."
+    if source.classes is None:
+        raise ValueError(
+            f"data.stream({name!r}): this is a table, which is small and has no test part of its "
+            f"own. Load it: data.load({name!r})."
         )
     folder = _folder(data_dir, f"stream({name!r})")
+    installed = importlib.util.find_spec("tensorflow_datasets") is not None
+    path = Path(folder, source.file) if folder else Path(source.file)
+    if folder and path.is_file() and not (installed and is_prepared(source, folder)):
+        return _from_memory(checked(read(name, source, path), source.shape, str(path)))
+    if not installed:
+        raise ImportError(
+            f"data.stream({name!r}): found no {path}, and TensorFlow Datasets, which reads single "
+            "examples, is not installed. Name the folder of that file by data_dir=... or "
+            "DPJAX_DATA_DIR, or install the extra: pip install 'dpjax[tfds]'."
+        )
     return checked(stream_from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
+
+
+def _from_memory(dataset: Dataset[Split]) -> Dataset[Stream]:
+    """The same, its training part read by index."""
+    x, y = dataset.train
+    train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
+    return Dataset(dataset.name, train, dataset.test, dataset.classes, dataset.note)
 
 
 def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.PathLike[str] | None:

@@ -72,6 +72,13 @@ class Stream:
                 "of TensorFlow Datasets, memory maps and lists have. An iterator can only be "
                 "read in its own order, and that is no sampling that can be accounted."
             )
+        if _is_columns(self.source):
+            raise TypeError(
+                f"data.Stream: the source is a {type(self.source).__name__} of arrays, which would "
+                f"be taken for {len(self.source)} examples; expected one record an index. Usually "
+                "these are inputs and targets: Stream(range(len(x)), example=lambda i: (x[i], "
+                "y[i])). Arrays in memory need no Stream: give (x, y) itself as the data."
+            )
         if not len(self.source):
             raise ValueError("data.Stream: the source is empty; expected at least one record.")
         if self.workers < 1:
@@ -169,6 +176,16 @@ class Stream:
                 )
             for rows, array in zip(room, arrays, strict=True):
                 rows[place] = array
+
+
+def _is_columns(source: Any) -> bool:
+    """Whether a tuple or list holds arrays of all examples, rather than examples."""
+    pair = isinstance(source, tuple) or type(source) is list
+    if not pair or len(source) < 2:
+        return False
+    first, second = source[:2]
+    arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim for x in (first, second))
+    return arrays and (isinstance(source, tuple) or _shape(first) != _shape(second))
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -7,11 +7,13 @@ is on the disk already is not downloaded again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from dpjax.data.files import table, unit
 from dpjax.data.sources import Source
 from dpjax.data.streaming import Stream
 
-__all__ = ["from_tfds", "stream_from_tfds"]
+__all__ = ["from_tfds", "is_prepared", "stream_from_tfds"]
 
 
 def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Dataset[Split]:
@@ -32,7 +34,7 @@ def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) 
       source: Where it is found.
       folder: Where TFDS keeps its data; by default where it likes.
     """
-    builder = _prepared(name, source, folder)
+    builder = _prepared(f"load({name!r})", source, folder)
     try:
         parts = _random_access(name, builder)
     except ValueError:
@@ -51,27 +53,37 @@ def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) 
 def stream_from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> Dataset[Stream]:
-    """The same, with a training part that stays on the disk."""
-    if source.classes is None:
-        raise ValueError(
-            f"data.stream({name!r}): this is a table, which is small and has no test part of its "
-            f"own. Load it: data.load({name!r})."
-        )
-    builder = _prepared(name, source, folder)
+    """The same, with a training part that stays on the disk; of images."""
+    builder = _prepared(f"stream({name!r})", source, folder)
     parts = _random_access(name, builder)
+    assert source.classes is not None
     train, test = (_images(parts[part], source.classes) for part in ("train", "test"))
     return Dataset(name, train, _whole(test, builder), source.classes, source.note)
 
 
-def _prepared(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Any:
+def is_prepared(source: Source, folder: str | os.PathLike[str]) -> bool:
+    """Whether TFDS has it on the disk.  Nothing is downloaded, and no folder made.
+
+    Args:
+      source: What it is called.
+      folder: Where TFDS would keep it.
+    """
+    if source.tfds is None or not Path(folder, source.tfds).is_dir():
+        return False
+    tfds = importlib.import_module("tensorflow_datasets")
+    return tfds.builder(source.tfds, data_dir=os.fspath(folder)).is_prepared()
+
+
+def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None) -> Any:
     """The TFDS builder of a data set that is on the disk, downloaded if it was not."""
     if source.tfds is None:
         raise FileNotFoundError(
-            f"data.load({name!r}): TensorFlow Datasets does not have it. Put {source.file} into a "
+            f"data.{asked}: TensorFlow Datasets does not have it. Put {source.file} into a "
             "folder and name it by data_dir=... or the environment variable DPJAX_DATA_DIR."
         )
     tfds = importlib.import_module("tensorflow_datasets")
     place = None if folder is None else os.fspath(folder)
+    before = set() if place is None else set(os.listdir(place))
     try:
         builder = tfds.builder(source.tfds, data_dir=place)
         if not builder.is_prepared():
@@ -80,12 +92,22 @@ def _prepared(name: str, source: Source, folder: str | os.PathLike[str] | None) 
             builder.download_and_prepare()
         return builder
     except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
+        if place is not None:
+            _sweep([Path(place, entry) for entry in set(os.listdir(place)) - before])
         raise FileNotFoundError(
-            f"data.load({name!r}): TensorFlow Datasets could neither find {source.tfds} in "
+            f"data.{asked}: TensorFlow Datasets could neither find {source.tfds} in "
             f"{place or 'its default folder'} nor download it. Without a network, prepare it "
             "elsewhere and copy the folder, or set DPJAX_DATA_DIR to a folder with the file that "
             "data.load's documentation names."
         ) from error
+
+
+def _sweep(entries: list[Path]) -> None:
+    """Removes the empty folders that a failed download left."""
+    for entry in entries:
+        for folder, _, _ in os.walk(entry, topdown=False):
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(folder)
 
 
 def _random_access(name: str, builder: Any) -> Mapping[str, Sequence[Any]]:

@@ -195,7 +195,8 @@ def _algorithm(
     def identity() -> dict[str, Any]:
         held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
         data = {"weights": held, "data": trees.fingerprint(clients)}
-        return {**name, **mechanism.facts, **data}
+        size = None if microbatch_size is None else int(microbatch_size)
+        return {**name, **mechanism.facts, **data, "numerics": {"microbatch_size": size}}
 
     return Algorithm(init, step, mechanism, budget, identity=identity)
 

@@ -38,8 +38,8 @@ class Info(NamedTuple):
     """
 
     loss: Float[Array, ""]
-    """Mean of the losses that clients had while they trained, over those that counted; NaN if
-    none did."""
+    """Mean of the losses that clients had while they trained, over those that counted and whose
+    loss is finite; NaN if none."""
     examples: Int[Array, ""]
     """How many examples the drawn clients have together."""
     clients: Int[Array, ""]
@@ -77,6 +77,7 @@ class Sums(NamedTuple):
 
     updates: PyTree
     losses: Float[Array, ""]
+    scored: Int[Array, ""]
     norms: Float[Array, " groups"]
     over: Float[Array, " groups"]
     clients: Int[Array, ""]
@@ -150,10 +151,12 @@ def _summed(
         working = counts > 0
         part = clipped(params, rows, working, recipe.shares[rows])
         sound = jnp.all(jnp.isfinite(part.norms), axis=1)
+        scored = working & sound & jnp.isfinite(part.losses)
         over = jnp.sum(part.norms > jnp.asarray(rule.bounds), axis=0, dtype=jnp.float32)
         more = Sums(
             part.value,
-            jnp.sum(jnp.where(sound, part.losses, 0), dtype=jnp.float32),
+            jnp.sum(jnp.where(scored, part.losses, 0), dtype=jnp.float32),
+            jnp.sum(scored, dtype=jnp.int32),
             jnp.sum(jnp.where(sound[:, None], part.norms, 0), axis=0, dtype=jnp.float32),
             over,
             *(jnp.sum(x, dtype=jnp.int32) for x in (drawn, working, working & ~sound, counts)),
@@ -161,7 +164,7 @@ def _summed(
         return jax.tree.map(jnp.add, sums, more)
 
     groups, zero, none = jnp.zeros(len(rule.bounds)), jnp.zeros(()), jnp.zeros((), jnp.int32)
-    nothing = Sums(trees.zeros_wide(params), zero, groups, groups, none, none, none, none)
+    nothing = Sums(trees.zeros_wide(params), zero, none, groups, groups, none, none, none, none)
     return sampling.fold(draw, size, add, nothing)
 
 
@@ -187,5 +190,5 @@ def observed(sums: Sums) -> Info:
     counted = sums.working - sums.dropped
     with np.errstate(divide="ignore", invalid="ignore"):
         over = np.float32(sums.over / sums.working)
-        loss, norm = (np.float32(x / counted) for x in (sums.losses, sums.norms))
+        loss, norm = np.float32(sums.losses / sums.scored), np.float32(sums.norms / counted)
     return Info._make([loss, sums.examples, sums.clients, sums.dropped, norm, over])

@@ -12,10 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from dpjax import trees
 from dpjax.gradients.engines import ENGINES
+from dpjax.gradients.ghost import by_patches
+from dpjax.gradients.isolation import isolated
 from dpjax.gradients.jl import projected
 from dpjax.gradients.layout import layout
 from dpjax.gradients.placement import refuse_meshes
@@ -85,6 +88,12 @@ def clipped_grad(
             "loss(params, example) -> scalar. Usually the loss of a batch was already "
             "computed; per-example gradients need the function itself."
         )
+    if not isinstance(rule, Clipping):
+        raise TypeError(
+            f"clipped_grad: rule is {rule!r:.60}, of type {type(rule).__name__}; expected a "
+            "Clipping, such as dpjax.clipping.flat(1.0). Usually the bound alone was given, as "
+            "other libraries take it; a rule also says how norms become factors, and of what."
+        )
     if engine != "auto" and engine not in ENGINES:
         raise ValueError(
             f"clipped_grad: engine={engine!r}; expected 'auto' or one of "
@@ -93,7 +102,8 @@ def clipped_grad(
     check_sizes("clipped_grad", microbatch_size=microbatch_size, devices=devices)
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
-        return loss(params, example) if has_aux else (loss(params, example), None)
+        found = loss(params, example)
+        return _pair(found) if has_aux else (found, None)
 
     def clipped(
         params: PyTree,
@@ -142,7 +152,19 @@ def _with_key(engine: Engine, rule: Clipping, key: Key) -> Engine:
             "clipped_grad: norms are estimated from random directions, which need a key: "
             "clipped(params, batch, key=key), a fresh one at every step. dpjax.dpsgd gives it."
         )
-    return adding(lambda loss, rule, params, rows: projected(loss, rule, params, rows, key))
+    estimated = adding(lambda loss, rule, params, rows: projected(loss, rule, params, rows, key))
+    return isolated(estimated, by_patches)
+
+
+def _pair(found: Any) -> tuple[Any, Any]:
+    """What a loss with ``has_aux`` returned, if it is two things."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    raise TypeError(
+        f"clipped_grad(has_aux=True): the loss returns {jax.tree.map(jnp.shape, found)} (shapes), "
+        "expected (scalar, aux). Return both; or leave has_aux=True out, and the loss returns the "
+        "scalar alone."
+    )
 
 
 def _held_weights(weights: Any, size: int, groups: int) -> Array:
@@ -162,9 +184,11 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
 def check_sizes(who: str, **sizes: int | None) -> None:
     """Raises unless each is a whole number, or None for what fits."""
     for name, size in sizes.items():
-        if size is not None and (isinstance(size, bool) or size % 1 or size < 1):
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if size is not None and not (whole and size >= 1):
             raise ValueError(
-                f"{who}({name}={size}): expected a whole number, at least 1, or None for what fits."
+                f"{who}({name}={size!r}): expected a whole number, at least 1, or None for what "
+                "fits. Usually a float is the result of a division: write //, or int(...)."
             )
 
 
@@ -182,7 +206,8 @@ def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
     if not scalar or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
             f"clipped_grad: the loss of one example is {value}; expected a real scalar. "
-            "Usually the loss was written for a batch, or returns (loss, aux) without "
-            "has_aux=True. dpjax passes one example, without batch axis: return its own "
-            "loss and do not average."
+            "Usually the loss was written for a batch: dpjax passes one example, without batch "
+            "axis; return its own loss and do not average. Or it returns (loss, aux): "
+            "clipped_grad(..., has_aux=True) returns aux, and dpsgd takes losses that return the "
+            "scalar alone."
         )

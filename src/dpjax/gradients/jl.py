@@ -21,9 +21,6 @@ from jaxtyping import Array, Float
 
 from dpjax import noise, trees
 from dpjax.gradients import tangents
-from dpjax.gradients.ghost import by_patches
-from dpjax.gradients.isolation import differentiates_kernels
-from dpjax.gradients.placement import refuse_split
 from dpjax.gradients.primitives import equations
 from dpjax.gradients.rows import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -44,10 +41,7 @@ def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key
       rows: Examples.
       key: Of the directions; the same one for all microbatches of a step.
     """
-    example = trees.one_row(rows.batch)
-    _check(loss, params, example)
-    if differentiates_kernels(loss, params, example, by_patches):
-        refuse_split(rows.batch)
+    _check(loss, params, trees.one_row(rows.batch))
     # Accelerators round the inputs of products, and norms and sums differently.
     with jax.default_matmul_precision("highest"):
         return _projected(loss, rule, params, rows, key)

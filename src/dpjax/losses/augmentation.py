@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dpjax import trees
 from dpjax.types import Key, LossFn, PyTree
 
 __all__ = ["augmented"]
@@ -62,13 +63,27 @@ def augmented(
             f"losses.augmented(views={views}): expected at least 1; it is how many views of an "
             "example are averaged. 8 or 16 are usual."
         )
+    trees.check_key(key, "losses.augmented")
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
         x, y, *numbers = example
         own = key
         for number in numbers:
-            own = jax.random.fold_in(own, number)
+            own = jax.random.fold_in(own, _whole(number))
         seen = jax.vmap(augment, (0, None))(jax.random.split(own, views), x)
         return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(seen))
 
     return mean_loss
+
+
+def _whole(number: Array) -> Array:
+    """The number, if it is one that randomness can be told apart by."""
+    number = jnp.asarray(number)
+    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise TypeError(
+            f"losses.augmented: got a number of shape {number.shape} and type {number.dtype} "
+            "after (x, y); expected whole numbers, such as the example's row and the step. "
+            "Fractions would be cut off, and different examples have the same views: write "
+            "(x, y, jnp.arange(len(x)))."
+        )
+    return number

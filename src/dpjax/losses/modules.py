@@ -46,7 +46,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     Args:
       model: A module whose only variables are its parameters.
       loss: Takes the output for one example and its target.
-      **options: For ``model.apply``, such as ``train=True``.
+      **options: For ``model.apply``, such as ``train=True``.  Not ``rngs``: a key that is given
+        here is that of all examples and steps, and so is its dropout mask.
 
     Returns:
       ``loss(params, example)`` with ``example = (x, y)``, one example without a batch axis,
@@ -65,12 +66,26 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       >>> round(float(loss(params, (jnp.zeros(64), jnp.array(7)))), 4)
       2.3026
 
-      A module of NNX or Equinox is parameters and a rest; the loss puts them together again:
+      Where a model drops out, the loss makes its key of the example's row, which is in the data,
+      and of the step, which ``dpsgd(per_step=lambda step: step)`` adds:
+
+      >>> import flax.linen as nn
+      >>> model = nn.Sequential([nn.Dense(10), nn.Dropout(0.5, deterministic=False)])
+      >>> def loss(params, example):
+      ...     x, y, row, step = example
+      ...     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row), step)
+      ...     return cross_entropy(model.apply({"params": params}, x, rngs={"dropout": key}), y)
+
+      A module of NNX or Equinox is parameters and a rest; the loss puts them together again.
+      With ``copy=True`` nothing that a call changes outlives it.  So a Dropout in training has one
+      mask for all examples and steps, and a BatchNorm in training takes its statistics from a
+      single example: split after ``model.eval()``, and normalise by groups or layers.
 
       >>> from flax import nnx
-      >>> rest, params = nnx.split(nnx.Linear(64, 10, rngs=nnx.Rngs(0)), nnx.Param)
+      >>> model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
+      >>> graph, params, rest = nnx.split(model, nnx.Param, ...)
       >>> loss = lambda params, example: cross_entropy(
-      ...     nnx.merge(rest, params)(example[0]), example[1]
+      ...     nnx.merge(graph, params, rest, copy=True)(example[0]), example[1]
       ... )
       >>> loss(params, (jnp.zeros(64), jnp.array(7))).shape
       ()
@@ -84,6 +99,9 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       >>> loss(params, (jnp.zeros(64), jnp.array(7))).shape
       ()
     """
+    _check_module(model)
+    if "rngs" in options:
+        raise ValueError(_ONE_KEY)
     named = inspect.signature(loss).parameters
 
     def per_example(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
@@ -103,6 +121,29 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         return loss(output, y, **more)
 
     return per_example
+
+
+def _check_module(model: Any) -> None:
+    if isinstance(model, type) or not callable(getattr(model, "apply", None)):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"losses.of: the model is {kind}; expected a Linen module, such as "
+            "dpjax.models.MLP(), whose `apply` is called. Any other model needs no `of`: write "
+            "loss(params, example) yourself. Of NNX: graph, params, rest = nnx.split(model, "
+            "nnx.Param, ...), and in the loss nnx.merge(graph, params, rest, copy=True)(x). Of "
+            "Equinox: params, rest = eqx.partition(model, eqx.is_inexact_array), and in the loss "
+            "eqx.combine(params, rest)(x)."
+        )
+
+
+_ONE_KEY = (
+    "losses.of(rngs=...): a key that is given here is that of all examples and steps, so that all "
+    "would have one dropout mask. Make the key in a loss of your own, from the example: "
+    'loss(model.apply({"params": params}, x, rngs={"dropout": key}), y) with '
+    "key = jax.random.fold_in(jax.random.fold_in(root, row), step), where x, y, row, step = "
+    "example; the row is in the data, (x, y, jnp.arange(len(x))), and the step is added by "
+    "dpsgd(per_step=lambda step: step)."
+)
 
 
 def _epoch(named: Mapping[str, inspect.Parameter], given: list[Any]) -> dict[str, Any]:
