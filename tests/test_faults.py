@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +296,131 @@ def test_what_was_released_is_spent_though_its_checkpoints_are_damaged_or_gone(t
     with pytest.raises(ledger.Refused, match="60 steps ran there, and no checkpoint is left"):
         lives.fit(tmp_path)
     assert _spent(tmp_path) == [60]
+
+
+def _seen(folder, algorithm=None, *, last=None, steps=None, state=None):
+    """Four steps at most, each of them looked at; at the last of these looks it dies."""
+
+    def evaluate(state):
+        if state.ledger.steps == last:
+            raise InterruptedError
+        return {}
+
+    algorithm = lives.make(steps=4) if algorithm is None else algorithm
+    state = lives.start(algorithm) if state is None else state
+    options = {"evaluate_every": 1, "save_every": 100, "progress": False, "steps": steps}
+    return dpjax.fit(algorithm, state, directory=folder, evaluate=evaluate, **options)[0]
+
+
+CHANGES = {
+    "draws": (lambda: jax.threefry_partitionable(False), "partitionable: True there, False now"),
+    "width": (lambda: jax.enable_x64(True), "jax_enable_x64: False there, True now"),
+    "products": (
+        lambda: jax.default_matmul_precision("highest"),
+        "jax_default_matmul_precision: None there, highest now",
+    ),
+    "versions": (
+        lambda: mock.patch.object(training.numerics, "_version", return_value="0"),
+        r"  dpjax: \S+ there, 0 now\n  jax: .*\n  jaxlib: .*\n  optax: ",
+    ),
+    "devices": (
+        lambda: mock.patch.object(jax, "default_backend", return_value="tpu"),
+        "platform: cpu there, tpu now",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_that_somebody_saw_do_not_run_again_otherwise(tmp_path, change):
+    """Other noise on the same sums, or the same noise on others, is released twice."""
+    with pytest.raises(InterruptedError):
+        _seen(tmp_path, last=1)
+    assert _spent(tmp_path) == [1], "though there is no row of it, and no checkpoint"
+    algorithm, (changed, message) = lives.make(steps=4), CHANGES[change]
+    state = lives.start(algorithm)
+    with changed(), pytest.raises(ledger.Refused, match=message):
+        _seen(tmp_path, algorithm, state=state)
+    assert _seen(tmp_path).ledger.steps == 4
+
+
+def test_steps_that_somebody_saw_do_not_run_again_by_another_engine(tmp_path):
+    with pytest.raises(InterruptedError):
+        _seen(tmp_path, last=1)
+    for options in ({"engine": "vmap"}, {"microbatch_size": 2}):
+        (name,) = options
+        with pytest.raises(ledger.Refused, match=f"{name}: (auto|None) there, (vmap|2) now"):
+            _seen(tmp_path, lives.make(steps=4, **options))
+
+
+def test_a_mark_stays_where_it_was_furthest(tmp_path):
+    for last in (3, 1):
+        with pytest.raises(InterruptedError):
+            _seen(tmp_path, last=last)
+        assert _spent(tmp_path) == [3]
+
+
+def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
+    _seen(tmp_path, steps=2)
+    algorithm = lives.make(steps=4)
+    other = algorithm.init(jax.random.key(0), jnp.ones(5))  # as of a seed under other numerics
+    with jax.threefry_partitionable(False):
+        with caplog.at_level("WARNING"), pytest.raises(InterruptedError):
+            _seen(tmp_path, algorithm, last=3, state=other)
+        assert "goes on at step 2, nothing runs again" in caplog.text
+    with pytest.raises(ledger.Refused, match="partitionable: False there, True now"):
+        _seen(tmp_path)
+    with jax.threefry_partitionable(False):
+        assert _seen(tmp_path).ledger.steps == 4
+
+
+def test_runs_whose_numerics_nobody_wrote_down_go_on_where_nothing_runs_again(tmp_path):
+    def forgotten():
+        known = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in known.items() if k != "numerics"}))
+
+    path = tmp_path / "run.json"
+    _seen(tmp_path, steps=1)
+    forgotten()
+    with pytest.raises(InterruptedError):
+        _seen(tmp_path, last=2)
+    forgotten()
+    with pytest.raises(ledger.Refused, match="  jax: unknown there"):
+        _seen(tmp_path)
+
+
+def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
+    algorithm = lives.make(steps=4)
+    _seen(tmp_path, algorithm, steps=2)
+    other = algorithm.init(jax.random.key(0), jnp.ones(5))
+    with pytest.raises(ledger.Refused, match="began with other parameters"):
+        _seen(tmp_path, algorithm, state=other)
+    kept = checkpoints.Checkpoints(tmp_path / "checkpoints")
+    last = kept.latest(like=other).state
+    kept.close()
+    assert _seen(tmp_path, algorithm, state=last).ledger.steps == 4
+
+
+def test_a_state_that_is_given_in_vain_is_told_of(tmp_path, caplog):
+    algorithm = lives.make(steps=4)
+    with caplog.at_level("WARNING"):
+        state = _seen(tmp_path, algorithm, steps=2)
+        _seen(tmp_path, algorithm, steps=1, state=state)
+    assert not caplog.text
+    with caplog.at_level("WARNING"):
+        _seen(tmp_path, algorithm)
+    assert f"going on from step 3 of {tmp_path}; the state that was given" in caplog.text
+    assert "name what they hang on in configuration=" in caplog.text
+
+
+def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
+    """Nor of parameters that the same seed may have made: whoever guesses it must not be told."""
+    algorithm, found = lives.make(steps=4), []
+    for seed in (0, 1):
+        key = jax.random.key(seed)
+        state = algorithm.init(key, jax.random.normal(key, 5))
+        _seen(tmp_path / str(seed), algorithm, state=state, steps=1)
+        found.append((tmp_path / str(seed) / "run.json").read_text())
+    assert found[0] == found[1]
 
 
 def test_a_log_that_was_altered_is_left_as_it_is(tmp_path):

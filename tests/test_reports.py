@@ -14,8 +14,8 @@ import pytest
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules
+from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
-from dpjax.reports.rounding import upwards
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 ESTIMATED_BEFORE = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),), projections=50)

@@ -24,9 +24,9 @@ from pages import parsed, text
 
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
+from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
 from dpjax.reports import curves, drawing, figures, folder, layers, page, predictions, rendering
-from dpjax.reports.rounding import upwards
 
 DELTA = 1e-5
 CARD = {

@@ -14,10 +14,11 @@ import lives
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import dpjax
 from dpjax import clipping, ledger, sampling, training, trees, types
-from dpjax.data import Stream
+from dpjax.data import Dataset, Stream
 from dpjax.training.progress import Progress
 from dpjax.training.run import _means
 
@@ -73,6 +74,16 @@ def test_fit_asks_the_ledger_before_it_begins():
     budgeted = make(budget=ledger.Budget(epsilon=2.0, delta=1e-5))
     with pytest.raises(ledger.Refused, match=r"these 20 steps would bring .* of 20 steps fit"):
         dpjax.fit(budgeted, start(budgeted), progress=False)
+
+
+def test_a_refusal_names_no_less_than_it_would_cost():
+    plain = make(multiplier=1.4)
+    cost = plain.mechanism.epsilon(1e-5)
+    assert float(f"{cost:.4g}") < cost
+    algorithm = make(multiplier=1.4, budget=ledger.Budget(epsilon=0.999 * cost, delta=1e-5))
+    with pytest.raises(ledger.Refused) as refusal:
+        dpjax.fit(algorithm, start(algorithm), progress=False)
+    assert float(str(refusal.value).split("epsilon to ")[1].split()[0]) >= cost
 
 
 def test_fit_refuses_an_accountant_without_an_answer_before_it_begins():
@@ -152,6 +163,8 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
     [
         ({"steps": 2.5}, ValueError, r"fit\(steps=2.5\)"),
         ({"steps": -1}, ValueError, r"fit\(steps=-1\)"),
+        ({"steps": "3"}, ValueError, r"fit\(steps='3'\): expected a whole number"),
+        ({"steps": math.nan}, ValueError, r"fit\(steps=nan\)"),
         ({"save_every": 0}, ValueError, r"fit\(save_every=0\)"),
         ({"evaluate_every": -1}, ValueError, r"fit\(evaluate_every=-1\)"),
         ({"evaluate": lambda state: 0.5}, TypeError, "returned float; expected a mapping"),
@@ -164,7 +177,19 @@ def test_what_fit_cannot_do_is_said(options, error, message):
         dpjax.fit(algorithm, start(algorithm), progress=False, **options)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "examples", "multiplier_and_steps", "before"])
+def test_whole_numbers_may_be_floats():
+    algorithm = make(steps=4)
+    counts = {"steps": 3.0, "evaluate_every": np.float32(2.0), "progress": False}
+    state, rows = dpjax.fit(algorithm, start(algorithm), **counts)
+    assert [row["step"] for row in rows] == [2, 3]
+    np.testing.assert_array_equal(state.params, algorithm.run(start(algorithm), 3.0)[0].params)
+    with pytest.raises(ValueError, match=r"run\(count=1.5\): expected a whole number"):
+        algorithm.run(start(algorithm), 1.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "examples", "multiplier_and_steps", "before", "numerics"]
+)
 def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
     """`earlier` reads the run's own words, so 60,000 examples in a configuration are cheaper."""
     algorithm, where = make(steps=2), {"directory": tmp_path, "progress": False}
@@ -227,16 +252,16 @@ def test_leaves_without_a_gradient_are_named(caplog):
 
     mechanism, params = make().mechanism, {name: jnp.ones(3) for name in ("body", "head", "tail")}
     with caplog.at_level("WARNING"):
-        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA).init(jax.random.key(0), params)
+        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA).init(jax.random.key(100), params)
     assert "2 of 3 leaves have no gradient (body, tail)" in caplog.text
     caplog.clear()
     scalars = dpjax.dpsgd(lambda p, x: p["a"] + 0 * jnp.sum(x), optax.sgd(0.1), mechanism, DATA)
     with caplog.at_level("WARNING"):
-        start(make())
-        scalars.init(jax.random.key(0), {"a": jnp.float32(1.0)})
+        start(make(), seed=101)
+        scalars.init(jax.random.key(102), {"a": jnp.float32(1.0)})
     assert not caplog.text
     with caplog.at_level("WARNING"):
-        scalars.init(jax.random.key(0), {"a": jnp.float32(1.0), "b": jnp.float32(1.0)})
+        scalars.init(jax.random.key(103), {"a": jnp.float32(1.0), "b": jnp.float32(1.0)})
     assert "1 of 2 leaves have no gradient (b)" in caplog.text
 
 
@@ -264,6 +289,85 @@ def test_a_draw_that_is_made_once_is_refused():
 def test_what_cannot_be_trained_is_refused_at_the_beginning(key, params, message):
     with pytest.raises(TypeError, match=message):
         make().init(key, params)
+
+
+MISTAKES = {
+    "a rate": ({"optimizer": 0.1}, TypeError, "optimizer is a float.*learning rate alone"),
+    "an optimizer's maker": ({"optimizer": optax.sgd}, TypeError, "the function optax.sgd without"),
+    "swapped": ({"optimizer": make().mechanism}, TypeError, "optimizer is a Mechanism.*swapped"),
+    "a plan": ({"mechanism": optax.sgd(0.1)}, TypeError, "expected a dpjax.Mechanism"),
+    "a module": ({"loss": linen.Dense(2)}, TypeError, r"loss is a Dense.*losses.of\(model"),
+    "a number": ({"loss": 0.5}, TypeError, "the loss is a float"),
+    "an epsilon": ({"budget": 3.0}, TypeError, r"budget=3.0\): expected a dpjax.ledger.Budget"),
+    "an engine": ({"engine": "fast"}, ValueError, "engine='fast'.*'auto' or one of"),
+    "a data set": ({"data": Dataset("mine", (DATA, DATA), (), 2)}, TypeError, r"its \.train"),
+    "words": ({"data": (DATA, np.array(["a"] * 50))}, TypeError, "leaf 1 is of type <U1"),
+    "objects": ({"data": {"y": np.array([None] * 50)}}, TypeError, "leaf y is of type object"),
+    "clients": (
+        {"mechanism": dataclasses.replace(make().mechanism, unit="client")},
+        ValueError,
+        "protects one client.*dpjax.federated.*accounting.for_groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_stands_in_the_wrong_place_is_said_before_anything_runs(name):
+    changed, error, message = MISTAKES[name]
+    right = {"loss": loss, "optimizer": optax.sgd(0.1), "mechanism": make().mechanism, "data": DATA}
+    with pytest.raises(error, match=message):
+        dpjax.dpsgd(**{**right, **changed})
+
+
+def test_what_is_no_algorithm_or_no_state_is_said():
+    algorithm = make(steps=2)
+    for given in ((algorithm, jnp.zeros(3)), (algorithm, {"w": jnp.zeros(3)})):
+        with pytest.raises(TypeError, match=r"fit: the state is a .*algorithm.init\(key, params\)"):
+            dpjax.fit(*given)
+    with pytest.raises(TypeError, match=r"Usually arguments were swapped: fit\(algorithm, state\)"):
+        dpjax.fit(start(algorithm), algorithm)
+    for take in (algorithm.step, lambda params: algorithm.run(params, 1)):
+        with pytest.raises(TypeError, match="dpsgd: the state is a"):
+            take(jnp.zeros(3))
+
+
+def test_a_state_that_run_has_used_up_is_said_to_be():
+    algorithm = make(steps=3)
+    state = start(algorithm)
+    after, _ = algorithm.run(state, 1)
+    for take in (
+        algorithm.step,
+        lambda state: algorithm.run(state, 1),
+        lambda state: dpjax.fit(algorithm, state, progress=False),
+    ):
+        with pytest.raises(RuntimeError, match=r"used up.*trees.copy\(state\)"):
+            take(state)
+    assert algorithm.step(after)[0].ledger.steps == 2
+
+
+@pytest.mark.parametrize("optimizer", [optax.contrib.reduce_on_plateau(), optax.lbfgs()])
+def test_an_optimizer_that_looks_at_the_loss_is_told_that_there_is_none(optimizer):
+    algorithm = make(optimizer=optax.chain(optax.sgd(0.1), optimizer))
+    with pytest.raises(TypeError, match="a private step has none to give"):
+        algorithm.step(start(algorithm))
+
+
+def test_a_key_of_two_runs_is_told_of_once(caplog):
+    algorithm, another = make(), make()
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            start(algorithm, seed=200)
+        start(another, seed=201)
+        jax.eval_shape(another.init, jax.random.key(200), jnp.zeros(3))
+    assert not caplog.text, "the same run again, another key, or nothing but shapes"
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            start(another, seed=200)
+    assert caplog.text.count("the difference of what they release has none") == 1
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        another.init(jax.random.key(201), jnp.ones(3))
+    assert "a key was given to two runs" in caplog.text
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5])
@@ -336,7 +440,8 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
     show = Progress(0, 10, 2.0, stream=Terminal())
     show.tick(5)
     show.line(
-        5, {"epsilon": 1.0, "accuracy": 0.5, "examples_per_second": 10.0, "private": {"loss": 0.3}}
+        5,
+        {"epsilon": 0.991, "accuracy": 0.5, "examples_per_second": 10.0, "private": {"loss": 0.3}},
     )
     show.shown -= 1
     show.tick(6)

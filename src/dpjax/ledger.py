@@ -25,6 +25,7 @@ from jax.core import Tracer
 
 from dpjax import accounting
 from dpjax.accounting import Refused
+from dpjax.accounting.rounding import upwards
 from dpjax.types import Plan, PyTree
 
 __all__ = [
@@ -138,17 +139,17 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     before = _beforehand(mechanism, budget)
     if before > budget.epsilon:
         raise Refused(
-            f"ledger: epsilon is {before:.4g} at delta={budget.delta:g} before the first step, for "
-            "what was released ahead of it (Mechanism's preparation and before); the budget is "
-            f"{budget.epsilon:.4g} ({budget.method})."
+            f"ledger: epsilon is {upwards(before)} at delta={budget.delta:g} before the first "
+            "step, for what was released ahead of it (Mechanism's preparation and before); the "
+            f"budget is {budget.epsilon:g} ({budget.method})."
         )
     fits = affordable(mechanism, budget)
     if done + steps > fits:
         cost = _prefix_epsilon(mechanism, done + steps, budget.delta, budget.method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         raise Refused(
-            f"ledger: {what} would bring epsilon to {cost:.4g} at "
-            f"delta={budget.delta:g}; the budget is {budget.epsilon:.4g} "
+            f"ledger: {what} would bring epsilon to {upwards(cost)} at "
+            f"delta={budget.delta:g}; the budget is {budget.epsilon:g} "
             f"({budget.method}). {fits} of {planned} steps fit."
         )
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
+from dpjax.accounting.rounding import upwards
 from dpjax.reports.drawing import DARK, PALETTE
-from dpjax.reports.rounding import upwards
 
 __all__ = ["badge", "grid", "page", "power", "section", "table", "value"]
 

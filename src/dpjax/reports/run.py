@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
+from dpjax.accounting.rounding import upwards
 from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
 from dpjax.reports.folder import Missing, Run, read
 from dpjax.reports.page import badge, page, power, section, table
-from dpjax.reports.rounding import upwards
 
 __all__ = ["report"]
 

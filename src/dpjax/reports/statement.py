@@ -17,10 +17,10 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting
+from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.reports.references import references
-from dpjax.reports.rounding import upwards
 from dpjax.reports.spending import epsilons, multipliers
 from dpjax.types import Neighbours, Sampler
 

@@ -22,7 +22,15 @@ from dpjax.data import Stream
 from dpjax.gradients.clipped import check_sizes
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.draws import check_draw
-from dpjax.training.premises import check_data, check_schedule, tell_of_idle
+from dpjax.training.premises import (
+    check_data,
+    check_kinds,
+    check_schedule,
+    check_state,
+    tell_of_idle,
+    tell_of_reuse,
+    whole,
+)
 from dpjax.training.resident import resident
 from dpjax.training.stepping import Info, Recipe, example_of, mean_info
 from dpjax.training.streamed import streamed
@@ -81,6 +89,9 @@ def dpsgd(
       ``weights`` cost nothing: a weight follows from its own example and from what was already
       released, and shortens a gradient that is clipped; the sum is divided by the same number.
       An adapted bound is paid for: its count is part of the mechanism's noise multiplier.
+      **A key is for one run.**  Two runs with one key, of a sweep for example, have the same
+      draws and the same noise, so that the difference of what they release has none.  To run
+      the same again is safe: it releases nothing new.
 
     Example:
       >>> import dpjax
@@ -115,6 +126,7 @@ def dpsgd(
       ...     weights=easy,
       ... )
     """
+    check_kinds(loss, optimizer, mechanism, engine, budget)
     options = per_step, bound_schedule, weights, microbatch_size
     recipe = Recipe(loss, optimizer, mechanism, engine, *options)
     check_schedule(bound_schedule, mechanism)
@@ -123,33 +135,40 @@ def dpsgd(
     check_sizes("dpsgd", microbatch_size=microbatch_size)
     row = data.row if isinstance(data, Stream) else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if isinstance(data, Stream) else resident(recipe, data)
+    itself = object()
 
     def init(key: Key, params: PyTree) -> State:
         trees.check_key(key, "dpsgd: init")
         trees.check_params(params)
         tell_of_idle(recipe.loss, params, example_of(recipe, row))
+        tell_of_reuse(key, itself, params)
         noise_state = mechanism.privatize(key).init(params)
         moved = (noise_state, optimizer.init(trees.widened(params)))
         # No two leaves share a buffer, nor one with the caller: `run` uses them up.
         return trees.copy(State(params, moved, key, ledger.empty()))
 
     def run(state: State, count: int) -> tuple[State, Info]:
+        check_state("dpsgd", state)
         ledger.require_untraced(state, "dpsgd")
+        count = whole("dpsgd: run(count", count)
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         params, moved, infos = steps(state.params, state.optimizer, state.key, count)
         return State(params, moved, state.key, spent), mean_info(infos)
 
     def step(state: State) -> tuple[State, Info]:
+        check_state("dpsgd", state)
         state, infos = run(trees.copy(state), 1)
         return state, jax.tree.map(lambda x: x[0], infos)
 
     def identity() -> dict[str, Any]:
         scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else None
+        size = None if microbatch_size is None else int(microbatch_size)
         return {
             "algorithm": "dpsgd",
             **mechanism.facts,
             "bound schedule": scales if scales is None else trees.fingerprint(scales),
             "data": _content(data),
+            "numerics": {"engine": engine, "microbatch_size": size},
         }
 
     def released(state: State) -> dict[str, Any]:

@@ -8,7 +8,8 @@ computed from private data without noise (under ``"private"``).
 
 With a folder, a run that was killed goes on where its last checkpoint is.  Every step is a
 function of the state, keys included, so steps that are run again are the same steps: what
-they release is the same, and nothing is spent twice.
+they release is the same, and nothing is spent twice.  Where `numerics` tells that they would
+not be, nothing that was released is run again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from absl import logging
+
 from dpjax import ledger
 from dpjax.training.folder import Folder
+from dpjax.training.numerics import numerics
+from dpjax.training.premises import check_state, whole
 from dpjax.training.progress import Progress
 from dpjax.training.run import Run, numbers
 from dpjax.training.stopping import Stop
@@ -64,7 +69,8 @@ def fit(
         evaluation; ``run.json``, what the run is; ``checkpoints``; and TensorBoard's events
         in ``tensorboard``, if that extra is installed.
       configuration: What else makes the run what it is (learning rate, seed, ...), as JSON
-        has it.  Another one in the same folder is refused.
+        has it.  Another one in the same folder is refused.  Loss and optimizer are functions,
+        which nobody can compare: without their names here, a run goes on with others.
       save_every: Steps between two checkpoints; by default about five minutes.
       progress: Whether to show a live line.
 
@@ -74,13 +80,17 @@ def fit(
 
     Raises:
       dpjax.ledger.Refused: Before the first step, if not all steps fit, or if the folder
-        is held by another process or holds another run.
+        is held by another process or holds another run, or one whose last steps would now run
+        otherwise.
 
     | the folder | what happens |
     |---|---|
     | is empty | the state is saved, the root key with it, before the first step |
     | holds this run, stopped or killed at any moment | the last whole checkpoint is taken
-      instead of a fresh ``state``; the result is the same to the last bit |
+      instead of a fresh ``state``, and this is logged; the result is the same to the last bit |
+    | holds this run, under other versions, settings of JAX or devices | logged; refused if
+      rows or evaluations are younger than the checkpoint: their steps would run otherwise |
+    | holds a run that began with other parameters | refused |
     | holds this run, done | its last state and rows are returned |
     | holds this run, further than ``steps`` says | refused |
     | is full | logged; the run goes on, and the next checkpoint is tried |
@@ -91,13 +101,21 @@ def fit(
     Privacy:
       Checkpoints hold the root key: never release them.
     """
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"fit: the algorithm is a {type(algorithm).__name__}; expected an Algorithm, such as "
+            "dpjax.dpsgd gives. Usually arguments were swapped: fit(algorithm, state)."
+        )
+    check_state("fit", state)
     mechanism = algorithm.mechanism
     if mechanism is None:
         raise ValueError(
             "fit: this algorithm has no mechanism, so nothing says what a step costs. Build it "
             "as Algorithm(init, step, mechanism)."
         )
-    _check(steps=steps, evaluate_every=evaluate_every, save_every=save_every)
+    steps = None if steps is None else whole("fit(steps", steps, least=0)
+    evaluate_every = None if evaluate_every is None else whole("fit(evaluate_every", evaluate_every)
+    save_every = None if save_every is None else whole("fit(save_every", save_every)
     begin = state.ledger.steps
     end = mechanism.steps if steps is None else begin + steps
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
@@ -120,6 +138,8 @@ def fit(
                 "once interrupted, it would run more steps than it says. Call it once for all "
                 "steps, or give each part a folder of its own."
             )
+        if run.done > begin:
+            _tell_of_going_on(directory, run.done, configuration)
         most = algorithm.budget.epsilon if algorithm.budget else planned
         show = Progress(run.done, end, most, unit=unit, enabled=progress)
         stack.callback(show.close)
@@ -137,6 +157,7 @@ def fit(
                     f"{unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
                 if evaluate is not None:
+                    run.mark()
                     row |= _evaluated(evaluate(run.state), row)
                 show.line(run.done, run.add(row))
             if folder is not None:
@@ -146,20 +167,10 @@ def fit(
         return run.state, run.rows
 
 
-def _check(**counts: int | None) -> None:
-    """Refuses what is no number of steps."""
-    for name, count in counts.items():
-        least = 0 if name == "steps" else 1
-        if count is not None and (count < least or count % 1 != 0):
-            raise ValueError(
-                f"fit({name}={count}): expected a whole number of steps, at least {least}. For "
-                "epochs: round(epochs * examples / batch_size)."
-            )
-
-
 def _identity(algorithm: Algorithm, configuration: Mapping[str, Any]) -> dict[str, Any]:
     """What the run is; the caller's words may not stand for those that are accounted."""
     identity = dict(algorithm.identity())
+    identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
     taken = sorted(identity.keys() & configuration.keys())
     if taken:
         raise ValueError(
@@ -168,6 +179,17 @@ def _identity(algorithm: Algorithm, configuration: Mapping[str, Any]) -> dict[st
             "out, or give them another name, such as 'microbatch' for a batch on the device."
         )
     return {**identity, **configuration}
+
+
+def _tell_of_going_on(directory: Any, done: int, configuration: Mapping[str, Any] | None) -> None:
+    """Says that a state was given in vain; loudly where nothing tells this run from another."""
+    logging.log(
+        logging.INFO if configuration else logging.WARNING,
+        "fit: going on from step %d of %s; the state that was given, with its key, is not used. "
+        "Whether loss and optimizer are those of that run nobody can tell from functions: name "
+        "what they hang on in configuration=, and others are refused.",
+        *(done, directory),
+    )
 
 
 def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 `run.json` says what the run is: the mechanism, the data's hash, whatever the caller calls
 its configuration.  A process that comes later, with anything else, is refused and told the
 difference; with the same, it goes on from the last checkpoint, and rows of the log that
-are younger than it are taken back, because they will be written again, and alike.
+are younger than it are taken back, because they will be written again, and alike.  Its
+``numerics`` say by what they would not be alike: those may change where nothing runs again.
 
 Nothing here knows what a step does.
 """
@@ -35,7 +36,8 @@ class Folder:
 
     Args:
       directory: Made if it is not there.
-      identity: What the run is, as JSON has it; equal for every process that takes part.
+      identity: What the run is, as JSON has it; equal for every process that takes part, but
+        for its ``numerics``.
 
     Raises:
       Refused: Another process holds the folder, or it holds another run.
@@ -46,12 +48,54 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
         self._lock = _locked(self.path / "lock", self.path)
+        self.identity = json.loads(json.dumps(identity))
         try:
-            _same_run(self.path / "run.json", json.loads(json.dumps(identity)), self.path)
+            _same_run(self.path / "run.json", self.identity, self.path)
+            self._marked = self.furthest()
             self.checkpoints = Checkpoints(self.path / "checkpoints")
         except BaseException:
             os.close(self._lock)
             raise
+
+    def go_on(self, done: int) -> bool:
+        """Takes the run up after so many steps; whether its numerics are others than before.
+
+        Raises:
+          Refused: They are, and what was released after that step would be released anew.
+        """
+        path, now = self.path / "run.json", self.identity["numerics"]
+        was = json.loads(path.read_text(encoding="utf-8")).get("numerics", {})
+        changed = "\n".join(
+            f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now"
+            for name in {**was, **now}
+            if was.get(name, "unknown") != now.get(name)
+        )
+        if changed and self.furthest() > done:
+            raise Refused(
+                f"fit(directory={str(self.path)!r}): steps up to {self.furthest()} were released "
+                f"there, the checkpoint to go on from is of step {done}, and between them changed:"
+                f"\n{changed}\nThe steps after it would run again with other draws, other noise or "
+                "other last bits, and be released twice, counted once. Go on with what it ran "
+                "with; or begin in another folder from what it released, and count what it spent: "
+                "Mechanism(..., before=dpjax.training.earlier(folder))."
+            )
+        if changed:
+            logging.warning(
+                "fit: %s goes on at step %d, nothing runs again, and there changed:\n%s",
+                *(self.path, done, changed),
+            )
+            _replace(path, json.dumps(self.identity, indent=2) + "\n")
+        return bool(changed)
+
+    def mark(self, step: int) -> None:
+        """Counts a step as released, before anybody is handed what it gave."""
+        if step <= self._marked:
+            return
+        try:
+            _replace(self.path / "furthest", f"{step}\n")
+            self._marked = step
+        except OSError as error:
+            logging.error("fit: %s cannot be marked (%s); the run goes on.", self.path, error)
 
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step; later ones are taken back, but not forgotten."""
@@ -64,7 +108,7 @@ class Folder:
         return kept
 
     def furthest(self) -> int:
-        """The last step of which anything is, or ever was, on disk."""
+        """The last step of which anything is or ever was on disk, or that an evaluation saw."""
         return _furthest(self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -90,8 +134,9 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
 
     For a run that goes on from what that one released, with other settings:
     ``Mechanism(..., before=earlier(folder))``, in a folder of its own and with a key of its
-    own.  Steps count as soon as something of them is on disk, a checkpoint or a row, and go
-    on counting if it is damaged later, or taken back because the run goes on from before.
+    own.  Steps count as soon as something of them is on disk, a checkpoint, a row
+    or the mark that an evaluation sees them, and go on counting if it is damaged later, or taken
+    back because the run goes on from before.
 
     Example:
       >>> import tempfile
@@ -141,7 +186,7 @@ def _remove(folder: pathlib.Path) -> None:
 
 
 def _furthest(folder: pathlib.Path) -> int:
-    """The last step of which anything is on disk, or was before it was taken back."""
+    """The last step of which anything is on disk, or was marked or taken back."""
     names = (path.name for path in (folder / "checkpoints").glob("*"))
     saved = (re.fullmatch(r"(?:damaged-)?(\d+)(?:-\d+)?", name) for name in names)
     mark = folder / "furthest"
@@ -205,7 +250,11 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     before = json.loads(path.read_text(encoding="utf-8"))
     # As they are written, because NaN is not equal to itself.
     there, now = (
-        {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
+        {
+            name: json.dumps(value, sort_keys=True)
+            for name, value in facts.items()
+            if name != "numerics"  # `Folder.go_on` looks at them
+        }
         for facts in (before, identity)
     )
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run takes for granted, looked at before it begins.
 
-Data as many as are accounted, bounds that stay positive, leaves that have a gradient.  What is
-private is not looked at, only its shape.
+Arguments in their places, data as many as are accounted, bounds that stay positive, leaves that
+have a gradient, a key of one's own.  What is private is not looked at, only its shape.
 """
 
 from __future__ import annotations
@@ -12,19 +12,110 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from jax.core import Tracer
 from jax.extend.core import Literal
 
-from dpjax import schedules, trees
-from dpjax.data import Stream
+from dpjax import ledger, schedules, trees
+from dpjax.data import Dataset, Stream
+from dpjax.gradients import ENGINES
 from dpjax.gradients.clipped import check_loss
 from dpjax.mechanism import Mechanism
-from dpjax.types import LossFn, PyTree, Schedule
+from dpjax.types import Key, LossFn, PyTree, Schedule
 
 __all__ = [
     "check_data",
+    "check_kinds",
     "check_schedule",
+    "check_state",
     "tell_of_idle",
+    "tell_of_reuse",
+    "whole",
 ]
+
+# The hashes of the keys that this process has used, and for which run; None once that was said.
+_used: dict[str, tuple[Any, str] | None] = {}
+
+
+def whole(name: str, count: Any, least: int = 1) -> int:
+    """A count as an integer, whatever type it has.
+
+    Args:
+      name: Of the argument, with its function: ``"fit(steps"``.
+      count: What was given; 3.0 is 3.
+      least: The smallest that has a meaning.
+    """
+    try:
+        good = bool(count % 1 == 0 and count >= least)
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(
+            f"{name}={count!r}): expected a whole number of steps, at least {least}. For epochs: "
+            "round(epochs * examples / batch_size)."
+        )
+    return int(count)
+
+
+def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: Any) -> None:
+    """Refuses arguments of `dpjax.dpsgd` that stand in one another's place."""
+    right = "dpsgd(loss, optimizer, mechanism, data)"
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(
+            f"dpsgd: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism, "
+            f"which says what is run and accounted. Usually arguments were swapped: {right}."
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"dpsgd: the optimizer is a {type(optimizer).__name__}; expected one of Optax, such as "
+            "optax.sgd(0.1). Usually the learning rate alone was given, the function optax.sgd "
+            f"without one, or arguments were swapped: {right}."
+        )
+    if not callable(loss) or hasattr(loss, "apply"):
+        raise TypeError(
+            f"dpsgd: the loss is a {type(loss).__name__}; expected a function, loss(params, "
+            "example) -> scalar. Of a Linen module and a loss, dpjax.losses.of(model, "
+            "dpjax.losses.cross_entropy) makes one."
+        )
+    if budget is not None and not isinstance(budget, ledger.Budget):
+        raise TypeError(
+            f"dpsgd(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...); an "
+            "epsilon means nothing without its delta."
+        )
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(
+            f"dpsgd(engine={engine!r}): expected 'auto' or one of {', '.join(ENGINES)}."
+        )
+    if mechanism.unit != "example":
+        raise ValueError(
+            f"dpsgd: the mechanism protects one {mechanism.unit}, and what is drawn and clipped "
+            "here is one example. Leave unit= out; to protect a client with all of its examples "
+            "see dpjax.federated, and for a bound on what example-level training costs one, "
+            "dpjax.accounting.for_groups."
+        )
+
+
+def check_state(name: str, state: Any) -> None:
+    """Refuses what is no state, and one whose buffers are gone.
+
+    Args:
+      name: Of what was given it.
+      state: What was given.
+    """
+    if not all(hasattr(state, field) for field in ("params", "key", "ledger")):
+        raise TypeError(
+            f"{name}: the state is a {type(state).__name__}; expected what algorithm.init(key, "
+            "params) gives. Usually parameters were handed over alone."
+        )
+    if any(_deleted(leaf) for leaf in jax.tree.leaves(state)):
+        raise RuntimeError(
+            f"{name}: this state was used up: its buffers are those of the state that "
+            "algorithm.run made of it. Go on with that one, or give run a copy: "
+            "algorithm.run(dpjax.trees.copy(state), count). step and fit copy by themselves."
+        )
+
+
+def _deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> None:
@@ -45,6 +136,12 @@ def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> Non
 
 def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
     """Refuses data of another size than is accounted."""
+    if isinstance(data, Dataset):
+        raise TypeError(
+            f"dpsgd: the data are the data.Dataset {data.name!r}, with its test examples and its "
+            f"name; expected what is learnt from: give its .train, of {data.examples} examples."
+        )
+    _check_size(data, mechanism.sampling.examples)
     row = data.row if isinstance(data, Stream) else data
     if per_step is not None and not isinstance(row, tuple):
         raise TypeError(
@@ -52,13 +149,50 @@ def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
             "(x, y), to every example of which the step's entry is added: (x, y, per_step(step)). "
             "For a single array write (x,)."
         )
-    expected = mechanism.sampling.examples
+
+
+def _check_size(data: PyTree, expected: int) -> None:
+    """Refuses other examples than are accounted, and what is no number."""
+    if not isinstance(data, Stream):
+        _check_numbers(data)
     size = len(data) if isinstance(data, Stream) else trees.leading_size(data, name="dpsgd data")
     if size != expected:
         raise ValueError(
             f"dpsgd: the data hold {size} examples, the mechanism's sampler {expected}; the "
             "sampling rate would not be what is accounted. Build the sampler from this "
             f"data set: dpjax.sampling.poisson(examples={size}, batch_size=...)."
+        )
+
+
+def _check_numbers(data: PyTree) -> None:
+    """Refuses words, dates and objects, of which JAX makes no arrays."""
+    for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
+        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if getattr(kind, "kind", "V") in "OSUMm":
+            raise TypeError(
+                f"dpsgd data: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
+                "Usually labels are words: np.unique(labels, return_inverse=True)[1] numbers them."
+            )
+
+
+def tell_of_reuse(key: Key, algorithm: Any, params: PyTree) -> None:
+    """Says once of a key that two runs of this process have it.
+
+    Args:
+      key: The root key of a run that begins.
+      algorithm: Anything that is its algorithm's alone.
+      params: Where the run begins.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((key, params))):
+        return
+    name, run = trees.fingerprint(key), (algorithm, trees.fingerprint(params))
+    if _used.setdefault(name, run) not in (run, None):
+        _used[name] = None
+        logging.warning(
+            "dpsgd: a key was given to two runs of this process. They have the same draws and the "
+            "same noise, so that the difference of what they release has none: release one of "
+            "them, or give each a dpjax.noise.secret_key(). If the two are the same run, nothing "
+            "is lost."
         )
 
 

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+from dpjax.accounting.rounding import upwards
+
 __all__ = ["Progress"]
 
 _QUIET = {"step", "epsilon", "delta", "private"}
@@ -67,7 +69,7 @@ class Progress:
             "loss": row.get("private", {}).get("loss"),
             **{k: v for k, v in row.items() if k not in {*_QUIET, speed}},
         }
-        words = [f"epsilon {row['epsilon']:.2f} of {self.most:.2f}"]
+        words = [f"epsilon {upwards(row['epsilon'], '.2f')} of {upwards(self.most, '.2f')}"]
         words += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
         self.text, self.pace = "  ".join(words), f"{row[speed]:,.0f} {self.units}/s"
         self._draw(step)

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Int
 from dpjax import sampling, trees
 from dpjax.gradients.rows import on_each
 from dpjax.training.stepping import (
-    Info,
     Recipe,
     Steps,
     Sums,
@@ -48,7 +47,7 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
     """
     data = jax.tree.map(jnp.asarray, data)
 
-    def one(params: PyTree, moved: Any, key: Key, data: PyTree) -> tuple[PyTree, Any, Info]:
+    def one(params: PyTree, moved: Any, key: Key, data: PyTree) -> tuple[PyTree, Any, Sums]:
         draw = recipe.mechanism.sampling.draw(key, moved[0].step)
         size, devices, add = microbatches(recipe, params, trees.one_row(data))
 
@@ -63,8 +62,8 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
 
     def several(
         params: PyTree, moved: Any, key: Key, data: PyTree, count: Int[Array, ""]
-    ) -> tuple[PyTree, Any, Info]:
-        def body(i: Int[Array, ""], carry: tuple[PyTree, Any, Info]) -> tuple[PyTree, Any, Info]:
+    ) -> tuple[PyTree, Any, Sums]:
+        def body(i: Int[Array, ""], carry: tuple[PyTree, Any, Sums]) -> tuple[PyTree, Any, Sums]:
             params, moved, infos = carry
             params, moved, info = one(params, moved, key, data)
             infos = jax.tree.map(lambda all_, this: all_.at[i].set(this), infos, info)
@@ -77,7 +76,7 @@ def resident(recipe: Recipe, data: PyTree) -> Steps:
 
     compiled = jax.jit(several, donate_argnums=(0, 1))
 
-    def steps(params: PyTree, moved: Any, key: Key, count: int) -> tuple[PyTree, Any, Info]:
+    def steps(params: PyTree, moved: Any, key: Key, count: int) -> tuple[PyTree, Any, Sums]:
         parts = []
         while count > 0:
             some = min(count, _MOST)

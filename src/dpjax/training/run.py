@@ -42,8 +42,9 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.seen: list[Mapping[str, Any]] = []
         self.state, self.pace, self.saved = trees.copy(state), 1, time.monotonic()
-        self.board, self._told = None, False
+        self.board, self._told, self.began = None, False, ""
         if folder is not None:
+            self.began = trees.fingerprint(state.params)
             self._take_up(folder)
             self.board = Board(folder.path / "tensorboard", self.done)
 
@@ -56,29 +57,49 @@ class Run:
         """Goes on from the last checkpoint, or makes the first."""
         found = folder.checkpoints.latest(like=self.state)
         if found is None:
-            if folder.furthest() > self.done:
-                raise Refused(
-                    f"fit(directory={str(folder.path)!r}): {folder.furthest()} steps ran there, "
-                    "and no checkpoint is left. They held the run's root key, so what ran cannot "
-                    "be run again alike, and is spent. Begin in another folder, and count it: "
-                    "Mechanism(..., before=dpjax.training.earlier(folder))."
-                )
-            folder.rows(until=self.done)
-            if not self.save(wait=True):
-                raise OSError(
-                    f"fit: no checkpoint can be written to {folder.path}, so the run's root key "
-                    "would be lost with this process. Nothing was run. Usually the disk is full."
-                )
+            self._begin(folder)
             return
         if self.done and not _same_key(self.state, found.state):
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the state has run {self.done} steps, and "
                 "the checkpoints there are of another run. Choose another folder for this one."
             )
+        given, began = self.done, found.facts.get("began", self.began)
         if found.state.ledger.steps >= self.done:
             self.state, self.seen = found.state, list(found.facts["seen"])
-        self.rows = folder.rows(until=self.done)
+        changed = folder.go_on(self.done)
+        # Other numerics may make other parameters of one seed.
+        if not given and not changed and began != self.began:
+            raise Refused(
+                f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
+                "Usually another seed made them, or they come from another run; choose another "
+                "folder, or dpjax.training.forget this one. Where they cannot be made again, give "
+                "its last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
+            )
+        self.began, self.rows = began, folder.rows(until=self.done)
         logging.info("fit: %s goes on at step %d.", folder.path, self.done)
+
+    def _begin(self, folder: Folder) -> None:
+        """Makes the first checkpoint."""
+        if folder.furthest() > self.done:
+            raise Refused(
+                f"fit(directory={str(folder.path)!r}): {folder.furthest()} steps ran there, "
+                "and no checkpoint is left. They held the run's root key, so what ran cannot "
+                "be run again alike, and is spent. Begin in another folder, and count it: "
+                "Mechanism(..., before=dpjax.training.earlier(folder))."
+            )
+        folder.go_on(self.done)
+        folder.rows(until=self.done)
+        if not self.save(wait=True):
+            raise OSError(
+                f"fit: no checkpoint can be written to {folder.path}, so the run's root key "
+                "would be lost with this process. Nothing was run. Usually the disk is full."
+            )
+
+    def mark(self) -> None:
+        """Writes down, before anybody is handed the state, that its steps are released."""
+        if self.folder is not None:
+            self.folder.mark(self.done)
 
     def advance(self, most: int) -> None:
         """Takes steps: at most so many, and about as many as a quarter of a second holds."""
@@ -129,7 +150,8 @@ class Run:
         """Begins a checkpoint; whether all went well."""
         assert self.folder is not None
         self.saved, kept = time.monotonic(), self.folder.checkpoints
-        begun = kept.save(self.done, self.state, {"seen": list(self.seen)})
+        facts = {"seen": list(self.seen), "began": self.began}
+        begun = kept.save(self.done, self.state, facts)
         return kept.wait() and begun if wait else begun
 
 

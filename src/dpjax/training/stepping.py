@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import trees
 from dpjax.gradients import clipped_grad, layout
+from dpjax.gradients.isolation import each
 from dpjax.mechanism import Mechanism
 from dpjax.types import ClippedSum, Key, LossFn, Purpose, PyTree, Schedule
 
@@ -39,9 +41,9 @@ __all__ = [
     "seen",
 ]
 
-Steps = Callable[[PyTree, Any, Key, int], tuple[PyTree, Any, "Info"]]
+Steps = Callable[[PyTree, Any, Key, int], tuple[PyTree, Any, "Sums"]]
 """``(params, optimizer state, key, count)``, of which the first two are used up, to both of
-them ``count`` steps later and the infos of these steps as NumPy arrays ``[count, ...]``."""
+them ``count`` steps later and what `seen` said of these as NumPy arrays ``[count, ...]``."""
 
 
 class Info(NamedTuple):
@@ -51,7 +53,7 @@ class Info(NamedTuple):
     """
 
     loss: Float[Array, ""]
-    """Mean loss of the drawn examples that counted; NaN if none did."""
+    """Mean loss of the drawn examples that counted and whose loss is finite; NaN if none."""
     examples: Int[Array, ""]
     """How many examples were drawn."""
     dropped: Int[Array, ""]
@@ -97,6 +99,8 @@ class Sums(NamedTuple):
 
     gradients: PyTree
     losses: Float[Array, ""]
+    scored: Int[Array, ""]
+    """How many losses that is; one may be NaN though its gradient is finite."""
     norms: Float[Array, " groups"]
     over: Float[Array, " groups"]
     below: Float[Array, ""]
@@ -123,7 +127,7 @@ def nothing(recipe: Recipe, params: PyTree) -> Sums:
     """Sums over no examples."""
     groups = jnp.zeros(len(recipe.mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    return Sums(trees.zeros_wide(params), zero, groups, groups, zero, none, none)
+    return Sums(trees.zeros_wide(params), zero, none, groups, groups, zero, none, none)
 
 
 def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
@@ -159,10 +163,12 @@ def microbatches(recipe: Recipe, params: PyTree, row: PyTree) -> Microbatches:
         below = 0.0 if adaptive is None else adaptive.below(rule, part.norms, mask)
         sound = jnp.all(jnp.isfinite(part.norms), axis=1)
         norms = jnp.where(sound[:, None], part.norms, 0)
-        losses = jnp.where(sound, part.losses, 0)
+        scored = mask & sound & jnp.isfinite(part.losses)
+        losses = jnp.where(scored, part.losses, 0)
         return Sums(
             part.value,
             sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
+            sums.scored + jnp.sum(scored, dtype=jnp.int32),
             sums.norms + jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
             sums.over + jnp.sum(part.norms > bounds, axis=0, dtype=jnp.float32),
             sums.below + below,
@@ -181,16 +187,16 @@ def example_of(recipe: Recipe, row: PyTree) -> PyTree:
 def _weights(
     recipe: Recipe, step: Int[Array, ""], params: PyTree, rows: PyTree
 ) -> Float[Array, " size"] | None:
-    """How much each example counts, by itself: under vmap none sees another."""
+    """How much each example counts, by itself: none sees another."""
     weigh = recipe.weights
     if weigh is None:
         return None
-    return jax.vmap(lambda example: weigh(step, params, example))(rows)
+    return each(lambda example: weigh(step, params, example), rows)
 
 
 def release(
     recipe: Recipe, key: Key, params: PyTree, optimizer_state: Any, sums: Sums
-) -> tuple[PyTree, Any, Info]:
+) -> tuple[PyTree, Any, Sums]:
     """The end of a step: noise once, the mean, the optimizer.
 
     Args:
@@ -213,30 +219,51 @@ def release(
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
     optimizer = optax.with_extra_args_support(recipe.optimizer)
-    updates, inner = optimizer.update(mean, inner, params, bound_scale=scale)
+    try:
+        updates, inner = optimizer.update(mean, inner, params, bound_scale=scale)
+    except TypeError as error:
+        if "keyword-only" not in str(error):
+            raise
+        raise _wanting(error) from error
     return optax.apply_updates(params, updates), (noise_state, inner), seen(sums)
 
 
-def seen(sums: Sums) -> Info:
+def _wanting(error: TypeError) -> TypeError:
+    """What to say of an optimizer that asks for more than gradients."""
+    return TypeError(
+        f"dpsgd: the optimizer wants more than gradients and parameters ({error}). Usually it "
+        "looks at the loss, as optax.contrib.reduce_on_plateau and optax.lbfgs do; a private step "
+        "has none to give, for the loss of a batch is not private. Take an optimizer that follows "
+        "gradients alone, and a schedule for its rate."
+    )
+
+
+def seen(sums: Sums) -> Sums:
     """What there is to tell of a step's sums, before any division."""
-    return Info(sums.losses, sums.examples, sums.dropped, sums.norms, sums.over)
+    return sums._replace(gradients=None)
 
 
-def mean_info(infos: Info) -> Info:
+def mean_info(sums: Sums) -> Info:
     """What the observer is told of steps, ``[steps, ...]``, from what `seen` said of them.
 
     On the host, because an empty draw is lawful, and its means are not: a device that looks for
     NaN would end the run there.
     """
-    drawn, counted = (
-        np.asarray(n, np.float32) for n in (infos.examples, infos.examples - infos.dropped)
-    )
+    sums = jax.tree.map(np.asarray, sums)
+    counted = sums.examples - sums.dropped
+    if unscored := int(np.sum(counted - sums.scored)):
+        logging.log_first_n(logging.WARNING, _UNSCORED, 1, unscored, int(np.sum(counted)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return infos._replace(
-            loss=infos.loss / counted,
-            norm=infos.norm / counted[:, None],
-            clipped=infos.clipped / drawn[:, None],
-        )
+        loss = np.float32(sums.losses / sums.scored)
+        norm = np.float32(sums.norms / counted[:, None])
+        clipped = np.float32(sums.over / sums.examples[:, None])
+    return Info._make([loss, sums.examples, sums.dropped, norm, clipped])
+
+
+_UNSCORED = (
+    "dpsgd: %d of %d examples have a gradient that is finite and a loss that is not. They count in "
+    "the step, and not in info.loss. Usually a label is out of range."
+)
 
 
 def _with_entry(recipe: Recipe, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]) -> Any:

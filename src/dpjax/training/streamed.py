@@ -16,7 +16,7 @@ import numpy as np
 
 from dpjax.data import Stream
 from dpjax.gradients.rows import on_each
-from dpjax.training.stepping import Info, Recipe, Steps, Sums, microbatches, nothing, release
+from dpjax.training.stepping import Recipe, Steps, Sums, microbatches, nothing, release
 from dpjax.types import Key, PyTree
 
 __all__ = ["streamed"]
@@ -54,7 +54,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         donate_argnums=(1, 2),
     )
 
-    def steps(params: PyTree, moved: Any, key: Key, count: int) -> tuple[PyTree, Any, Info]:
+    def steps(params: PyTree, moved: Any, key: Key, count: int) -> tuple[PyTree, Any, Sums]:
         found = microbatches(recipe, params, stream.row)
         size, infos, first = found.size * found.devices, [], int(moved[0].step)
         draws = [_chosen(draw(key, step), size) for step in range(first, first + count)]
