@@ -46,9 +46,12 @@ def start(algorithm, key=None, size=5):
 def fit(directory, algorithm=None, state=None, **options):
     algorithm = make() if algorithm is None else algorithm
     state = start(algorithm) if state is None else state
-    settings = {"evaluate_every": 7, "save_every": 3, "progress": False, **options}
-    evaluate = lambda state: {"length": jnp.linalg.norm(state.params)}  # noqa: E731
-    return dpjax.fit(algorithm, state, directory=directory, evaluate=evaluate, **settings)
+    settings = {"evaluate_every": 7, "save_every": 3, "progress": False, "evaluate": evaluate}
+    return dpjax.fit(algorithm, state, directory=directory, **{**settings, **options})
+
+
+def evaluate(state):
+    return {"length": jnp.linalg.norm(state.params)}
 
 
 def read(directory):

@@ -241,10 +241,14 @@ def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
     assert [row["step"] for row in rows] == list(range(3, 61, 3))
 
 
+# Rows alone tell how far it came: no evaluation marks it, no checkpoint but the first.
+UNSEEN = {"evaluate": None, "evaluate_every": 3, "save_every": 20}
+
+
 def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
     """Other settings, another folder, another key: the earlier steps are added up, twice over."""
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path / "a", _dies_after(lives.make(), 18), evaluate_every=3, save_every=20)
+        lives.fit(tmp_path / "a", _dies_after(lives.make(), 18), **UNSEEN)
     before = training.earlier(tmp_path / "a")
     assert [spent.steps for spent in before] == [18], "a row of step 18 is on disk"
     plain = lives.make(multiplier=2.0, batch=10)
@@ -269,11 +273,11 @@ def _spent(folder):
 
 def test_what_was_released_is_spent_though_the_run_goes_on_from_before(tmp_path):
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path, _dies_after(lives.make(), 18), evaluate_every=3, save_every=20)
+        lives.fit(tmp_path, _dies_after(lives.make(), 18), **UNSEEN)
     assert _spent(tmp_path) == [18], "of its rows, the only checkpoint is of step 0"
     for _ in range(2):
         with pytest.raises(InterruptedError):
-            lives.fit(tmp_path, _dies_after(lives.make(), 0), evaluate_every=3)
+            lives.fit(tmp_path, _dies_after(lives.make(), 0), **UNSEEN)
         assert (tmp_path / "metrics.jsonl").read_text() == ""
         assert _spent(tmp_path) == [18]
     lives.fit(tmp_path)

@@ -545,7 +545,7 @@ MUTANTS = [
         "mechanism/description.py",
         'if preparation and unit != "example":',
         "if False:",
-        "test_mechanism.py::test_errors_teach[changes8-one client may have many]",
+        "test_mechanism.py::test_errors_teach[changes10-one client may have many]",
     ),
     Mutant(
         "fit: a configuration replaces what is accounted",
@@ -622,7 +622,7 @@ MUTANTS = [
         "training/fit.py",
         "if not isinstance(found, Mapping) or found.keys() & row.keys():",
         "if not isinstance(found, Mapping):",
-        "test_training.py::test_what_fit_cannot_do_is_said[options5-TypeError-which are the log's]",
+        "test_training.py::test_what_fit_cannot_do_is_said[options7-TypeError-which are the log's]",
     ),
     Mutant(
         "ledger: the mechanism's hash forgets who is in which bin",
@@ -1272,11 +1272,11 @@ MUTANTS = [
         MECHANISM + "a_narrow_schedule_rounds_no_noise_away[float16]",
     ),
     Mutant(
-        "calibration scales the account and not the noise",
+        "steps added to a schedule that was scaled are not",
         "mechanism/multipliers.py",
         "return lambda step: schedule(step) * factor",
         "return schedule",
-        MECHANISM + "calibration",
+        MECHANISM + "a_schedule_is_asked_once",
     ),
     Mutant(
         "steps past the plan are released",
