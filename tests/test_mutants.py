@@ -193,9 +193,9 @@ MUTANTS = [
     Mutant(
         "realised instead of expected batch size",
         "training/stepping.py",
-        "    updates, inner = optimizer.update(mean",
-        "    mean = jax.tree.map(lambda x: x * recipe.mechanism.batch_size / sums.examples, mean)\n"
-        "    updates, inner = optimizer.update(mean",
+        "optimizer.update(mean, inner",
+        "optimizer.update(jax.tree.map("
+        "lambda x: x * recipe.mechanism.batch_size / sums.examples, mean), inner",
         LAWS + "infinite_bound_and_no_noise_is_plain_sgd[3-poisson]",
         slow=True,
     ),
