@@ -61,14 +61,17 @@ def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
     """The same noise, ``factor`` times as large."""
     if isinstance(multiplier, Planned):
-        asked = scaled(multiplier.schedule, factor)
+        asked = _times(multiplier.schedule, factor)
         return Planned(asked, (multiplier.values * np.float32(factor)).tobytes())
     if callable(multiplier):
-        schedule = multiplier
-        return lambda step: schedule(step) * factor
+        return _times(multiplier, factor)
     if isinstance(multiplier, Sequence):
         return tuple(m * factor for m in multiplier)
     return multiplier * factor
+
+
+def _times(schedule: optax.Schedule, factor: float) -> optax.Schedule:
+    return lambda step: schedule(step) * factor
 
 
 def growth(total: Any, count: float) -> Any:
