@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dpjax import accounting
+from dpjax import accounting, trees
 from dpjax.accounting import Refused
 from dpjax.accounting.rounding import upwards
 from dpjax.types import Plan, PyTree
@@ -64,7 +64,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuses budgets that mean nothing."""
-        if not self.epsilon > 0:
+        if not trees.number(self.epsilon, "Budget(epsilon") > 0:
             raise ValueError(
                 f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
             )
