@@ -17,8 +17,8 @@
            to 54; figure 2 after 4 epochs, all 27 at tanh's rate: s=4 T=2 o=2 79.9, s=2 T=4 o=1
            78.8, s=4 T=1 o=2 78.2, s=4 T=4 o=2 77.94, and tanh the fifth with 77.87; steep ones
            lead, s=1 trails, s=1 T=1 o=2 has 10.0.
-           CIFAR-10 (JPEG copy), one seed: tanh 56.6 (66.2), ReLU 53.6 (61.6); an hour a run on
-           one core, so rates were not searched.  All else: not run here
+           CIFAR-10 (JPEG copy), one seed: tanh 56.6 (66.2), ReLU 53.6 (61.6); 80 to 95 min a run
+           on a busy core, so rates were not searched.  All else: not run here
            (experiments/results/papernot2021.json)
   command  python experiments/papernot2021_tempered_sigmoids.py --table=3 --seeds=3 --data_dir=...
            ... --figure=3 --plot=curves.png

@@ -441,36 +441,30 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ghost_is_the_definition(name):
-    """By leaf: every norm of every leaf, and so every sum."""
+def assert_is_the_definition(name, rule_of, microbatch_size):
     loss, params, batch = CASES[name]()
     testing.assert_engines_agree(
         loss,
-        clipping.grouped(0.1, clipping.by_leaf(params)),
+        rule_of(params),
         params,
         batch,
         mask=jnp.array([1, 1, 0, 1, 1]),
         engines=("ghost",),
-        microbatch_sizes=(2,),
+        microbatch_sizes=(microbatch_size,),
         tolerance=2e-5,
     )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ghost_is_the_definition(name):
+    """By leaf: every norm of every leaf, and so every sum."""
+    assert_is_the_definition(name, lambda p: clipping.grouped(0.1, clipping.by_leaf(p)), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_ghost_is_the_definition_in_one_group(name):
-    loss, params, batch = CASES[name]()
-    testing.assert_engines_agree(
-        loss,
-        clipping.flat(0.2),
-        params,
-        batch,
-        mask=jnp.array([1, 1, 0, 1, 1]),
-        engines=("ghost",),
-        microbatch_sizes=(8,),
-        tolerance=2e-5,
-    )
+    assert_is_the_definition(name, lambda p: clipping.flat(0.2), 8)
 
 
 def test_one_row_by_a_number_is_a_row_of_a_table():

@@ -214,7 +214,7 @@ def test_replace_one_is_asked_for_and_doubled():
 TEACHES = [
     ({"steps": 1.5}, "whole number of steps"),
     ({"steps": -1}, "whole number of steps"),
-    ({"steps": "100"}, r"steps=.100.\): expected a whole number of steps"),
+    ({"steps": "100"}, r"steps=.100.\): expected one number"),
     ({"noise_multiplier": "1.1"}, r"noise_multiplier='1.1'\): expected a number"),
     ({"noise_multiplier": -1.0}, "standard deviation divided by the sensitivity"),
     ({"noise_multiplier": lambda t: 1.0 - t}, "negative or NaN at step 2"),

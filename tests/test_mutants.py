@@ -1615,6 +1615,13 @@ MUTANTS = [
         "test_faults.py::test_steps_that_somebody_saw_do_not_run_again_otherwise[versions]",
     ),
     Mutant(
+        "which versions ran is forgotten",
+        "training/numerics.py",
+        "**{name: _version(name) for name in _PACKAGES},",
+        "",
+        "test_faults.py::test_steps_that_somebody_saw_do_not_run_again_otherwise[versions]",
+    ),
+    Mutant(
         "how draws are made is forgotten",
         "training/numerics.py",
         '"jax_threefry_partitionable", ',

@@ -163,7 +163,7 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
     [
         ({"steps": 2.5}, ValueError, r"fit\(steps=2.5\)"),
         ({"steps": -1}, ValueError, r"fit\(steps=-1\)"),
-        ({"steps": "3"}, ValueError, r"fit\(steps='3'\): expected a whole number"),
+        ({"steps": "3"}, ValueError, r"fit\(steps='3'\): expected one number"),
         ({"steps": math.nan}, ValueError, r"fit\(steps=nan\)"),
         ({"save_every": 0}, ValueError, r"fit\(save_every=0\)"),
         ({"evaluate_every": -1}, ValueError, r"fit\(evaluate_every=-1\)"),

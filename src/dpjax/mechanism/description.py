@@ -28,7 +28,7 @@ from absl import logging
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from dpjax import accounting, clipping, noise
+from dpjax import accounting, clipping, noise, trees
 from dpjax.mechanism.adaptive import adapted, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
@@ -104,11 +104,11 @@ class Mechanism:
                 f"Mechanism(neighbours={self.neighbours!r}): expected one of "
                 f"{', '.join(Neighbours)}, or None for what the sampler is proved for."
             )
-        steps = np.asarray(self.steps)
-        if steps.dtype.kind not in "iuf" or steps.ndim or not steps >= 0 or steps % 1:
+        steps = trees.number(self.steps, "Mechanism(steps")
+        if not steps >= 0 or steps % 1:
             raise ValueError(
-                f"Mechanism(steps={reprlib.repr(self.steps)}): expected a whole number of steps. "
-                "For epochs: round(epochs * examples / batch_size)."
+                f"Mechanism(steps={steps}): expected a whole number of steps. For epochs: "
+                "round(epochs * examples / batch_size)."
             )
         object.__setattr__(self, "steps", int(steps))
         multiplier = planned(noise.plain_multiplier(self.noise_multiplier), self.steps)

@@ -44,16 +44,13 @@ def whole(name: str, count: Any, least: int = 1) -> int:
       count: What was given; 3.0 is 3.
       least: The smallest that has a meaning.
     """
-    try:
-        good = bool(count % 1 == 0 and count >= least)
-    except (TypeError, ValueError):
-        good = False
-    if not good:
+    number = trees.number(count, name)
+    if number % 1 != 0 or number < least:
         raise ValueError(
-            f"{name}={count!r}): expected a whole number of steps, at least {least}. For epochs: "
+            f"{name}={number}): expected a whole number of steps, at least {least}. For epochs: "
             "round(epochs * examples / batch_size)."
         )
-    return int(count)
+    return int(number)
 
 
 def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: Any) -> None:

@@ -45,6 +45,11 @@ Steps = Callable[[PyTree, Any, Key, int], tuple[PyTree, Any, "Sums"]]
 """``(params, optimizer state, key, count)``, of which the first two are used up, to both of
 them ``count`` steps later and what `seen` said of these as NumPy arrays ``[count, ...]``."""
 
+_UNSCORED = (
+    "dpsgd: %d of %d examples have a gradient that is finite and a loss that is not. They count in "
+    "the step, and not in info.loss. Usually a label is out of range."
+)
+
 
 class Info(NamedTuple):
     """What a step saw, **before** any noise.
@@ -258,12 +263,6 @@ def mean_info(sums: Sums) -> Info:
         norm = np.float32(sums.norms / counted[:, None])
         clipped = np.float32(sums.over / sums.examples[:, None])
     return Info._make([loss, sums.examples, sums.dropped, norm, clipped])
-
-
-_UNSCORED = (
-    "dpsgd: %d of %d examples have a gradient that is finite and a loss that is not. They count in "
-    "the step, and not in info.loss. Usually a label is out of range."
-)
 
 
 def _with_entry(recipe: Recipe, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]) -> Any:
