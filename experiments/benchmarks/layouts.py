@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the layout that dpjax chooses a good one?  Microbatch sizes and devices, timed.
 
-  claim     the chosen layout takes at most 1.4 times the time of the fastest of its neighbours
-  figures   cost of the choice: W1 1.17, W2 1.04, W3 1.00, W4 1.33, W5 1.00; the second device
-            gains 1.2 to 1.3 on W1, W2, W3 and W5 and nothing on W4
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; fastest of 3 rounds, beside other
-            programs.  W4 again, 15 rounds: 1,024 at once 4.0 ms (median 4.6), halves 4.6 (4.8)
-  command   make bench BENCH=layouts ARGS="--rounds 3 --around 2 --out FILE"
+  claim     the chosen layout takes at most 1.1 times the time of the fastest of its neighbours
+  figures   cost of the choice: W1 1.01, W2 1.00, W3 1.09, W4 1.00, W5 1.00; the second device
+            gains 1.3 to 1.9 on W1, W2, W3 and W5 and nothing on W4
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; fastest of 7 rounds
+  command   make bench BENCH=layouts ARGS="--rounds 7 --around 2 --out FILE"
             (experiments/results/layouts.json)
 
 For each workload the clipped sum of a batch, in microbatches of 1, 2, 4 ... examples on each

@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long one private training step takes, beside the same step without privacy.
 
-  claim     private convolutional networks take steps in a quarter to a third of a plain one's time,
-            a plain network of dense layers in the same, a Transformer in four fifths
+  claim     private convolutional networks take steps in a fifth to a third of a plain one's time,
+            a plain network of dense layers in about the same, a Transformer in three quarters
             figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
-            W1 MNIST CNN, B 256           54.8      12.9          48.5          25.7          0.86
-            W2 CIFAR CNN, B 256         1633       537          1660           708            1.28
-            W3 CNN on wavelets, B 1024  1561       393          1666           363            2.56
-            W4 MLP, B 1024                10.9      10.9          30.5          14.2          1.18
-            W5 Transformer, B 64         309       247           519           247            1.28
+            W1 MNIST CNN, B 256           33.0       6.1          27.8          15.5          0.81
+            W2 CIFAR CNN, B 256          660       240           975           422            1.42
+            W3 CNN on wavelets, B 1024   480       155           938           171            1.65
+            W4 MLP, B 1024                 3.9       4.5          14.9           7.7          1.15
+            W5 Transformer, B 64         173       128           370           172            1.29
             memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
-            privacy; jax_privacy takes 9.1, 10.8, 28, 155 and 4.3 times as long as dpjax auto.
-            Plain over dpjax auto, here and in the run before: W1 4.3 and 3.9, W2 3.0 and 2.5, W3
-            4.0 and 4.4, W4 1.00 and 0.84, W5 1.25 and 1.26; Opacus over it: 3.8 and 3.1, 3.1 and
-            2.3, 4.2 and 4.1, 2.8 and 2.6, 2.1 and 2.1.  W3 to W5 of the run before are of an
-            older engine
-  missed    against plain the goals 3.5, 2.2 and 2.0 of W1 to W3 are reached, W4's 0.9 in one run of
-            the two and W5's 1.4 in neither (1.6 was seen); against Opacus 3 is on W1 and W3 and the
-            1.6 of W5, on W2 in one run, not on W4, where plain JAX itself has 2.8.  Memory misses
-            1.3 on W3 (18 MiB against 7), most of it beyond what XLA plans (8.2 against 1.8)
+            privacy; jax_privacy takes 11, 25, 52, 182 and 5.1 times as long as dpjax auto.
+            Plain over dpjax auto, here and the day before on a busy machine: W1 5.4 and 4.3, W2
+            2.8 and 3.0, W3 3.1 and 4.0, W4 0.87 (`dpjax ghost`, the same program, 0.93) and 1.00,
+            W5 1.36 and 1.25; Opacus over it: 4.6 and 3.8, 4.1 and 3.1, 6.1 and 4.2, 3.3 and 2.8,
+            2.9 and 2.1
+  missed    against plain the goals 3.5, 2.2 and 2.0 of W1 to W3 are reached, W4's 0.9 and W5's 1.4
+            in some runs; against Opacus 3 is on W1 to W4 and the 1.6 of W5.  Plain JAX with the
+            same noise, and nothing clipped, has 0.90 on W4 (by hand).  Memory misses 1.3 on W2 (30
+            MiB against 21) and W3 (15 against 9), most of it beyond what XLA plans (W3: 5.5
+            against 1.4)
   not run   any GPU
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 15 rounds (of what
-            takes seconds 1 to 13); noise and update included; all figures in
-            experiments/results/steps.json.  The machine is shared, and ratios move by up to two
-            fifths from run to run
+            takes seconds 1 to 14); noise and update included; all figures in
+            experiments/results/steps.json.  The machine was quiet; it is shared, and ratios move
+            by up to two fifths from day to day
   command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks --out ..."
             (`make bench` leaves out the peers if they are not there)
 

@@ -33,7 +33,7 @@ _GHOST = ("auto", "ghost")
 _SHARE = 1 / 8
 # On a CPU: bytes in flight on all devices together, and as many times the parameters' own
 # bytes beside them.  Set by timing; `experiments/benchmarks/layouts.py` does it again.
-_CACHES, _PASSES = 8 * 2**20, 4
+_CACHES, _PASSES = 4 * 2**20, 4
 # What these make is written to memory; what lies between is mostly fused into them.
 _WRITES = {
     "conv_general_dilated",
