@@ -39,7 +39,7 @@ ROWS = {"": 4, "4": 2, "8": 3, "9": 10, "10": 3, "13": 3, "15": 3}
 
 
 FIGURES = [
-    pytest.param(figure, marks=() if figure in ("4", "6", "8") else pytest.mark.slow)
+    pytest.param(figure, marks=() if figure in ("4", "8") else pytest.mark.slow)
     for figure in ("", *map(str, range(1, 16)))
 ]
 

@@ -60,6 +60,7 @@ MUTANTS = [
         "jnp.maximum(norms, _LEAST)",
         "jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)",
         CLIP + "what_squares_to_nothing_is_not_made_longer_than_the_bound",
+        slow=True,
     ),
     Mutant(
         "a rule's own wish is not held to the bound",
@@ -365,6 +366,7 @@ MUTANTS = [
         "broken = ~jnp.all(jnp.isfinite(together.norms))",
         "broken = jnp.zeros((), bool)",
         "test_gradients.py::test_examples_are_taken_one_by_one_where_another_compiler_mixes_them",
+        slow=True,
     ),
     Mutant(
         "a broken image breaks the others",
@@ -400,6 +402,7 @@ MUTANTS = [
         '"vmap": isolated(adding(vmap))',
         '"vmap": adding(vmap)',
         FEDERATED + "what_is_broken_in_one_client_stays_there_through_convolutions[True]",
+        slow=True,
     ),
     Mutant(
         "a broken image takes the weight of the others",
@@ -407,6 +410,7 @@ MUTANTS = [
         "jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)",
         "together(rows)",
         "test_gradients.py::test_a_broken_image_takes_no_weight_from_others",
+        slow=True,
     ),
     Mutant(
         "a broken image breaks the estimated norms of the others",
@@ -466,6 +470,7 @@ MUTANTS = [
         "kernel = jnp.moveaxis(kernel, 0, -2)",
         "kernel = jnp.moveaxis(kernel, 0, -1)",
         GHOST + "is_the_definition[conv grouped]",
+        slow=True,
     ),
     Mutant(
         "ghost: kept gradients forget their factors",
@@ -710,6 +715,7 @@ MUTANTS = [
         "products + roundings * jnp.finfo(products.dtype).eps * largest",
         "products",
         JL + "what_cancels_is_clipped_by_what_cancelled",
+        slow=True,
     ),
     Mutant(
         "tangents: those inside a loop are not seen",
@@ -1305,6 +1311,7 @@ MUTANTS = [
         "dp_accounting.GaussianDpEvent(z / 2)",
         "dp_accounting.GaussianDpEvent(z)",
         ACCOUNT + "neighbours",
+        slow=True,
     ),
     Mutant(
         "RDP of Poisson claims replace-one",
@@ -1634,6 +1641,7 @@ MUTANTS = [
         '"jax_enable_x64", ',
         "",
         "test_faults.py::test_steps_that_somebody_saw_do_not_run_again_otherwise[width]",
+        slow=True,
     ),
     Mutant(
         "how products are made is forgotten",
