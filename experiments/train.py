@@ -420,6 +420,29 @@ def main(argv: list[str]) -> None:
         )
 
 
+def require_one_of_each() -> None:
+    """Refuses two flags of which one would be passed over without a word."""
+    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
+        if flags.FLAGS[one].value is not None and flags.FLAGS[other].present:
+            raise app.UsageError(
+                f"--{one}={flags.FLAGS[one].value} --{other}={flags.FLAGS[other].value}: expected "
+                "one of the two, since each says the same in its own way. To hold a given noise "
+                "to a budget, add --max_epsilon to --noise_multiplier."
+            )
+
+
+def require_affordable(mechanism: dpjax.Mechanism, budget: dpjax.ledger.Budget | None) -> None:
+    """Refuses a plan that would pass the budget, before anything is touched."""
+    try:
+        dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
+    except dpjax.ledger.Refused as refused:
+        raise app.UsageError(
+            f"--max_epsilon={_MOST.value}: {refused}\nRaise it, give fewer --steps or --epochs, "
+            "or more noise: a larger --noise_multiplier, or a lower --target_epsilon. Nothing was "
+            "spent, and nothing in --out was touched."
+        ) from refused
+
+
 def require_another_folder(folder: pathlib.Path, earlier: str | None) -> None:
     """Refuses to go on from a run in its own folder, before anything there is touched."""
     if earlier is not None and folder.resolve() == pathlib.Path(earlier).resolve():
@@ -438,6 +461,7 @@ def job() -> None:
     """
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
     started, folder = time.time(), pathlib.Path(_OUT.value)
+    require_one_of_each()
     require_another_folder(folder, _CONTINUE.value)
     if _FEATURES.value != "none" and _STREAM.value:
         raise app.UsageError("--features are computed of all images at once: leave --stream out.")
@@ -450,7 +474,10 @@ def job() -> None:
     loss = loss_from_flags()
     normalization = normalization_from_flags(dataset.examples)
     queries = () if normalization is None else normalization.multipliers
-    mechanism = mechanism_from_flags(dataset.examples, queries)
+    try:
+        mechanism = mechanism_from_flags(dataset.examples, queries)
+    except ValueError as error:
+        raise app.UsageError(f"these flags describe no private run: {error}") from error
     optimizer = optimizer_from_flags(mechanism)
     per_epoch = steps_per_epoch(dataset.examples)
     per_step = (lambda step: step // per_epoch) if _LOSS.value == "composite" else None
@@ -459,7 +486,7 @@ def job() -> None:
     budget = _MOST.value and dpjax.ledger.Budget(
         epsilon=_MOST.value, delta=_DELTA.value, method=_METHOD.value
     )
-    dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
+    require_affordable(mechanism, budget)
     planned = mechanism.epsilon(_DELTA.value, _METHOD.value)
     print(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "

@@ -45,6 +45,13 @@ def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
             "nothing is recomputed: dpjax.accounting alone accounts for this card."
         )
     sampling = card["sampling"]
+    rate = sampling["batch_size"] / sampling["examples"]
+    if sampling["name"] == "poisson" and not math.isclose(sampling["sampling_rate"], rate):
+        sys.exit(
+            f"The card counts a rate of {sampling['sampling_rate']:.4g}, and its batches are of "
+            f"{rate:.4g}: one of both is not of this run, and no claim is checked. Usually the "
+            "card was altered; dpjax.reports.card writes both from the sampler."
+        )
     half = 2 if halve else 1
     runs = [(float(z) / half, n) for z, n in card["noise"]["multiplier_and_steps"]]
     if sampling["name"] == "curriculum" and "not private" in sampling["claim"]:

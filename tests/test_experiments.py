@@ -248,6 +248,13 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
             ["--noise_schedule=linear-down", "--noise_multiplier=1", "--max_epsilon=2"],
             "spread over the steps that run",
         ),
+        (
+            ["--noise_multiplier=1", "--target_epsilon=2"],
+            "--noise_multiplier=1.0 --target_epsilon=2.0: expected one of the two",
+        ),
+        (["--steps=3", "--epochs=2"], "--steps=3 --epochs=2.0: expected one of the two"),
+        (["--max_epsilon=2"], "or a lower --target_epsilon. Nothing was spent"),
+        (["--bound=-1"], "these flags describe no private run: flat(bound=-1.0)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -191,6 +191,16 @@ def test_without_noise_nothing_is_admitted():
         budget.admit(0.0, 0.1)
 
 
+@pytest.mark.parametrize("multiplier", [0.0, 1e-101, 1e-160, 5e-324])
+def test_noise_whose_square_underflows_is_none(multiplier):
+    """Its squared signal counted as nothing, so that any number of such steps went through."""
+    budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
+    assert budget.cost(multiplier, 1.0) == math.inf
+    assert budget.room(multiplier, 1.0) == 0
+    with pytest.raises(accounting.Refused):
+        budget.admit(multiplier, 1.0)
+
+
 def test_an_order_for_nothing_is_none():
     with pytest.raises(ValueError, match="at no order"):
         accounting.best_order(accounting.compose(), 1.0, 1e-5)

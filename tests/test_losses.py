@@ -129,6 +129,8 @@ def test_one_number_may_meet_a_scalar_target():
         (lambda: losses.composite(beta=math.nan), "beta must be positive"),
         (lambda: losses.composite(beta=math.inf, coefficient="beta"), "leave the coefficient"),
         (lambda: losses.composite(coefficient="beta/1"), "expected '1/beta' or 'beta'"),
+        (lambda: losses.cross_entropy(jnp.zeros(3), jnp.eye(3)[1]), r"y.argmax\(-1\)"),
+        (lambda: losses.squared_error(jnp.zeros(()), jnp.zeros(1)), r"column .* y\[:, 0\]"),
     ],
 )
 def test_errors_teach(call, word):
@@ -197,6 +199,12 @@ def test_of_passes_options_on():
 def test_of_refuses_a_key_of_all_examples():
     with pytest.raises(ValueError, match=r"one dropout mask.*fold_in\(root, row\).*per_step"):
         losses.of(Dropped(), losses.squared_error, train=True, rngs={"dropout": KEY})
+
+
+def test_of_says_what_to_do_about_a_dropout_without_a_key():
+    loss = losses.of(Dropped(), losses.squared_error, train=True)
+    with pytest.raises(ValueError, match=r"Dropped draws .* train=False.*fold_in\(root, row\)"):
+        loss({}, (jnp.ones(3), jnp.zeros(3)))
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,9 @@ ALIKE = {  # what costs the same, and does not do the same
         for b in (np.arange(10) % 2, np.arange(10) // 5)
     ],
     "order": [{"sampling": sampling.curriculum(np.arange(10)[::d], 2)} for d in (1, -1)],
+    "whose order": [
+        {"sampling": sampling.curriculum(np.arange(10), 2, public=p)} for p in (True, False)
+    ],
 }
 
 

@@ -92,6 +92,15 @@ def test_wrong_shapes_are_refused(name, labels):
         getattr(metrics, name)(LOGITS, labels)
 
 
+def test_lists_are_arrays_and_float64_is_no_warning():
+    logits = np.eye(3)
+    for name in ("accuracy", "nll", "ece", "mce"):
+        want = getattr(metrics, name)(jnp.eye(3), jnp.arange(3))
+        assert getattr(metrics, name)(logits.tolist(), [0, 1, 2]) == want
+    with pytest.raises(ValueError, match="labels from 0 to 3 for logits of 3 classes"):
+        metrics.accuracy(logits.tolist(), [0, 1, 3])
+
+
 def test_no_bins_are_refused():
     with pytest.raises(ValueError, match="at least one bin"):
         metrics.ece(LOGITS, LABELS, bins=0)

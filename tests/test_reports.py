@@ -356,6 +356,19 @@ def verdicts(card, folder):
     return out.count(": holds"), out.count("DOES NOT HOLD")
 
 
+@pytest.mark.parametrize("where", ["the run", "the run before"])
+def test_a_card_whose_rate_is_not_that_of_its_batches_is_not_verified(where, tmp_path):
+    """It says 100 of 1,000 a step, and what was recomputed, and held, was for 1 of 1,000."""
+    drawn, rule = sampling.poisson(1000, 100), clipping.flat(1.0)
+    options = {"sampling": drawn, "clipping": rule, "noise_multiplier": 2.0, "steps": 20}
+    before = [Spent(sampling=drawn, runs=((2.0, 20),))] if where == "the run before" else []
+    card = reports.card(dpjax.Mechanism(**options, before=before), 1e-5)
+    assert verdicts(card, tmp_path) == (3, 0)
+    altered = card["before"][0] if before else card
+    altered["sampling"]["sampling_rate"] = 0.001
+    assert verdicts(card, tmp_path) == (0, 0)
+
+
 def test_a_card_of_a_run_that_goes_on_is_verified(tmp_path):
     earlier = Spent(sampling=sampling.poisson(1000, 50), runs=((1.5, 300),), preparation=(9.0,))
     mechanism = dpjax.Mechanism(

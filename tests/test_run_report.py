@@ -371,6 +371,66 @@ def test_flags_are_written_as_one_would_type_them(whole):
         assert pair in cells
 
 
+def rates(each):
+    bins = np.arange(1000) % 2
+    return sampling.scored(bins, [[each, each]], steps_per_row=5, batch_size=10)
+
+
+def jl(projections):
+    return clipping.jl(1.0, projections=projections)
+
+
+def ran(size, **facts):
+    return [Spent(sampling=sampling.poisson(1000, size), runs=((2.0, 5),), **facts)]
+
+
+@pytest.mark.parametrize(
+    ("there", "now", "why"),
+    [
+        ({"sampling": rates(0.001)}, {"sampling": rates(0.5)}, "in another way"),
+        ({"before": ran(10)}, {"before": ran(500)}, "something else ran before"),
+        ({"before": ran(10)}, {"before": ran(10, preparation=[0.5])}, "something else ran before"),
+        ({"before": ran(10)}, {"before": ran(10, projections=10)}, "something else ran before"),
+        ({"clipping": jl(200)}, {"clipping": jl(10)}, "was clipped in another way"),
+        ({}, {"clipping": clipping.flat(2.0)}, "was clipped in another way"),
+        ({}, {"neighbours": "replace-one"}, "protects something else"),
+        ({}, {"unit": "client"}, "protects something else"),
+    ],
+    ids=["rates", "batches", "queries", "norms", "projections", "bound", "neighbours", "unit"],
+)
+def test_a_card_of_cheaper_steps_with_the_same_noise_is_not_believed(there, now, why, tmp_path):
+    """Multipliers and steps are not all that a run costs by, nor what ran before it."""
+    facts = {"sampling": sampling.poisson(1000, 10), "clipping": clipping.flat(1.0)}
+    cheap, dear = (
+        dpjax.Mechanism(**{**facts, **changes}, noise_multiplier=2.0, steps=10)
+        for changes in (there, now)
+    )
+    write(tmp_path, card=reports.card(cheap, DELTA))
+    (tmp_path / "run.json").write_text(json.dumps(dear.facts))
+    assert why in folder.read(tmp_path).foreign
+    write(tmp_path, card=reports.card(dear, DELTA))
+    assert not folder.read(tmp_path).foreign
+
+
+def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
+    """A log says no method; one that proves nothing says so in every row."""
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(20, 5),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=2,
+    )
+    algorithm = dpjax.dpsgd(
+        lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.1), mechanism, jnp.ones((20, 3))
+    )
+    for method, proven in {"gdp": False, "rdp": True}.items():
+        state = algorithm.init(jax.random.key(0), jnp.zeros(3))
+        dpjax.fit(algorithm, state, directory=tmp_path / method, method=method)
+        run = folder.read(tmp_path / method)
+        assert math.isfinite(min(run.epsilons.values())) == proven
+        assert ("Not proved" in reports.report(tmp_path / method).read_text()) != proven
+
+
 def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
     write(tmp_path, [{"step": 3, "epsilon": 1.0, "delta": DELTA, "accuracy": 0.5}], card=None)
     (tmp_path / "figures").mkdir()

@@ -169,6 +169,7 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
         ({"evaluate_every": -1}, ValueError, r"fit\(evaluate_every=-1\)"),
         ({"evaluate": lambda state: 0.5}, TypeError, "returned float; expected a mapping"),
         ({"evaluate": lambda state: {"epsilon": 0.0}}, TypeError, "which are the log's"),
+        ({"evaluate": lambda state: {"model": "mlp"}}, TypeError, "of model not all are numbers"),
     ],
 )
 def test_what_fit_cannot_do_is_said(options, error, message):
@@ -303,6 +304,10 @@ MISTAKES = {
     "a data set": ({"data": Dataset("mine", (DATA, DATA), (), 2)}, TypeError, r"its \.train"),
     "words": ({"data": (DATA, np.array(["a"] * 50))}, TypeError, "leaf 1 is of type <U1"),
     "objects": ({"data": {"y": np.array([None] * 50)}}, TypeError, "leaf y is of type object"),
+    "lists": ({"data": DATA.tolist()}, TypeError, r"leaf 0/0 is .*one number.*np.stack\(inputs"),
+    "pairs": ({"data": list(zip(DATA, range(50), strict=True))}, TypeError, "leaf 0/1 is 0, one"),
+    "a loader": ({"data": iter([DATA])}, TypeError, "got a list_iterator.*draws the batches"),
+    "an object": ({"data": {"x": object()}}, TypeError, "got a object; expected arrays"),
     "clients": (
         {"mechanism": dataclasses.replace(make().mechanism, unit="client")},
         ValueError,
@@ -350,6 +355,38 @@ def test_an_optimizer_that_looks_at_the_loss_is_told_that_there_is_none(optimize
     algorithm = make(optimizer=optax.chain(optax.sgd(0.1), optimizer))
     with pytest.raises(TypeError, match="a private step has none to give"):
         algorithm.step(start(algorithm))
+
+
+def test_an_optimizer_that_promises_to_take_more_and_does_not_is_told_so():
+    algorithm = make(optimizer=optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)))
+    with pytest.raises(TypeError, match=r"does not take what is handed to it .*'bound_scale'"):
+        algorithm.step(start(algorithm))
+
+
+@pytest.mark.parametrize(
+    ("link", "held"),
+    [
+        (lambda: make().mechanism.privatize(jax.random.key(0)), "GaussianState"),
+        (lambda: clipping.clip_and_sum(clipping.flat(1.0)), "ClipState"),
+        (
+            lambda: optax.contrib.differentially_private_aggregate(1.0, 1.0, 0),
+            "DifferentiallyPrivateAggregateState",
+        ),
+    ],
+    ids=["noise", "clipping", "both"],
+)
+def test_an_optimizer_that_is_private_by_itself_is_refused(link, held):
+    """Without a word noise would be added twice, and divided by the batch twice."""
+    algorithm = make(optimizer=optax.chain(link(), optax.sgd(0.1)))
+    with pytest.raises(ValueError, match=f"the optimizer holds {held}.*would be done twice"):
+        start(algorithm)
+
+
+def test_a_loss_that_fails_is_told_what_it_was_called_with():
+    algorithm = dpjax.dpsgd(lambda w, x, y: w @ x - y, optax.sgd(0.1), make().mechanism, DATA)
+    with pytest.raises(TypeError, match=r"missing 1 required") as raised:
+        start(algorithm)
+    assert "loss(params, example), where example is float32[3]" in raised.value.__notes__[-1]
 
 
 def test_a_key_of_two_runs_is_told_of_once(caplog):

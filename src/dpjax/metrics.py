@@ -20,7 +20,7 @@ This room must never know what made the logits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def accuracy(
       >>> float(accuracy(jnp.eye(4), jnp.array([0, 1, 2, 0])))
       0.75
     """
-    _expect_batch("accuracy", logits, labels)
+    logits, labels = _batch("accuracy", logits, labels)
     return jnp.mean(_predicted(logits) == labels)
 
 
@@ -91,7 +91,7 @@ def confusion(
       Array([[1, 1],
              [0, 0]], dtype=int32)
     """
-    _expect_batch("confusion", logits, labels)
+    logits, labels = _batch("confusion", logits, labels)
     classes = logits.shape[-1]
     counts = jnp.zeros((classes, classes), jnp.int32)
     return counts.at[labels, _predicted(logits)].add(1, mode="drop")
@@ -115,7 +115,7 @@ def per_class_accuracy(
       >>> per_class_accuracy(jnp.eye(2), jnp.array([0, 0]))
       Array([0.5, nan], dtype=float32)
     """
-    _expect_batch("per_class_accuracy", logits, labels)
+    logits, labels = _batch("per_class_accuracy", logits, labels)
     right = _predicted(logits) == labels
     rows = jnp.stack([jnp.ones_like(right), right], axis=-1).astype(jnp.int32)
     counts, rights = jax.ops.segment_sum(rows, labels, num_segments=logits.shape[-1]).T
@@ -136,7 +136,7 @@ def nll(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> 
       >>> round(float(nll(jnp.zeros((3, 10)), jnp.array([0, 1, 2]))), 4)
       2.3026
     """
-    _expect_batch("nll", logits, labels)
+    logits, labels = _batch("nll", logits, labels)
     scores = jax.nn.log_softmax(_wide(logits))
     return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
 
@@ -161,7 +161,7 @@ def reliability(
       >>> reliability(logits, jnp.array([0, 0]), bins=2).accuracy
       Array([0. , 0.5], dtype=float32)
     """
-    _expect_batch("reliability", logits, labels)
+    logits, labels = _batch("reliability", logits, labels)
     if bins < 1:
         raise ValueError(
             f"metrics.reliability(bins={bins}): expected at least one bin; 15 is usual."
@@ -201,7 +201,7 @@ def ece(
       equation 3.
     """
     table = reliability(logits, labels, bins=bins)
-    return jnp.sum(table.counts * jnp.abs(table.accuracy - table.confidence)) / labels.size
+    return jnp.sum(table.counts * jnp.abs(table.accuracy - table.confidence)) / np.size(labels)
 
 
 def mce(
@@ -237,10 +237,13 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
 
 
 def _wide(logits: Array) -> Array:
-    return jnp.asarray(logits, jnp.promote_types(logits.dtype, jnp.float32))
+    logits = jnp.asarray(logits)  # float64 of NumPy's is float32 here, without a warning
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def _expect_batch(name: str, logits: Array, labels: Array) -> None:
+def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
+    """Both as arrays, lists too, if they are of one batch."""
+    logits, labels = (x if hasattr(x, "dtype") else np.asarray(x) for x in (logits, labels))
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
         raise ValueError(
@@ -250,7 +253,7 @@ def _expect_batch(name: str, logits: Array, labels: Array) -> None:
             "labels.argmax(-1)."
         )
     if isinstance(labels, Tracer):
-        return
+        return logits, labels
     seen = np.asarray(labels)  # inside jit, JAX would put the comparison off
     if seen.min() < 0 or seen.max() >= logits.shape[-1]:
         raise ValueError(
@@ -258,3 +261,4 @@ def _expect_batch(name: str, logits: Array, labels: Array) -> None:
             f"{logits.shape[-1]} classes; classes are counted from 0. Labels from 1 on need "
             "labels - 1; others belong to another data set than the model."
         )
+    return logits, labels

@@ -229,6 +229,8 @@ def curriculum(
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
         trees.fingerprint(indices),
     )
+    # Not of the sampler alone: a run under the one may not be stated, or go on, under the other.
+    sampler = dataclasses.replace(sampler, facts={"public": public})
     if public:
         return sampler
     return dataclasses.replace(

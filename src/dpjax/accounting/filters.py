@@ -123,7 +123,8 @@ class Filter:
                 f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}; it holds for "
                 "Gaussians on all the data (rate 1). For sampled steps: method='rdp', and an order."
             )
-        return split(gaussian(noise_multiplier)).precision if noise_multiplier > 0 else math.inf
+        parts = split(gaussian(noise_multiplier))
+        return parts.precision if parts.private else math.inf
 
     def room(self, noise_multiplier: float, sampling_rate: float) -> int:
         """How many more steps with this noise would be admitted now; at most a billion."""

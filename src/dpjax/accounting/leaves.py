@@ -15,8 +15,9 @@ import reprlib
 from typing import NamedTuple
 
 import dp_accounting
+import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 
 from dpjax.accounting.events import BARE
 
@@ -129,8 +130,17 @@ def split(event: DpEvent) -> Parts:
             ) if split(inner).empty or not split(inner).private:
                 private = private and (count == 0 or split(inner).private)
             case _ if count:
+                leaf = _listed(leaf)
                 foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
     return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, private)
+
+
+def _listed(event: DpEvent) -> DpEvent:
+    """A mixture with lists for arrays, whose text leaves out digits, and in the middle numbers."""
+    if not isinstance(event, MixtureOfGaussiansDpEvent):
+        return event
+    both = (np.asarray(each, np.float64) for each in (event.sensitivities, event.sampling_probs))
+    return MixtureOfGaussiansDpEvent(event.standard_deviation, *(each.tolist() for each in both))
 
 
 def _checked_count(count: int) -> int:

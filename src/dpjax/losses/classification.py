@@ -125,7 +125,8 @@ def _classes(name: str, logits: Array, label: Array) -> tuple[Array, Array]:
         raise ValueError(
             f"losses.{name}: got logits of shape {logits.shape} and a label of shape {label.shape} "
             f"and type {label.dtype}; expected [classes] and one whole number. A loss takes a "
-            f"single example: for a batch use jax.vmap(losses.{name})."
+            f"single example: for a batch use jax.vmap(losses.{name}). Labels that are floats or "
+            "one-hot rows are made whole numbers first: y.astype(int), y.argmax(-1)."
         )
     scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return scores, jnp.arange(logits.size) == label

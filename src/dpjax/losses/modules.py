@@ -118,6 +118,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
                 output = model.apply({"params": params}, x, **options)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ModifyScopeVariableError) as error:
             raise ValueError(_STATE.format(f"{type(model).__name__} keeps")) from error
+        except flax.errors.InvalidRngError as error:
+            raise ValueError(f"losses.of: {type(model).__name__} {_NO_KEY}") from error
         return loss(output, y, **more)
 
     return per_example
@@ -136,13 +138,23 @@ def _check_module(model: Any) -> None:
         )
 
 
-_ONE_KEY = (
-    "losses.of(rngs=...): a key that is given here is that of all examples and steps, so that all "
-    "would have one dropout mask. Make the key in a loss of your own, from the example: "
+_OWN_KEY = (
+    "make the key in a loss of your own, from the example: "
     'loss(model.apply({"params": params}, x, rngs={"dropout": key}), y) with '
     "key = jax.random.fold_in(jax.random.fold_in(root, row), step), where x, y, row, step = "
     "example; the row is in the data, (x, y, jnp.arange(len(x))), and the step is added by "
     "dpsgd(per_step=lambda step: step)."
+)
+
+_ONE_KEY = (
+    "losses.of(rngs=...): a key that is given here is that of all examples and steps, so that all "
+    f"would have one dropout mask. Instead, {_OWN_KEY}"
+)
+
+_NO_KEY = (
+    "draws random numbers, usually for dropout, and has no key for them. To leave them out, give "
+    "the option that switches them off, as in losses.of(model, loss, train=False), or define the "
+    f"model with deterministic=True. To train with them, {_OWN_KEY}"
 )
 
 

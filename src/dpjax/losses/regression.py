@@ -95,7 +95,8 @@ def _residual(name: str, prediction: Array, target: Array) -> Array:
         raise ValueError(
             f"losses.{name}: got a prediction of shape {prediction.shape} and a target of shape "
             f"{target.shape}; expected the same shape, for a single example. For a batch use "
-            "jax.vmap; for class labels use losses.one_hot(losses.squared_error)."
+            "jax.vmap; of a column of targets take y[:, 0]; for class labels use "
+            "losses.one_hot(losses.squared_error)."
         )
     kind = jnp.promote_types(jnp.result_type(prediction, target), jnp.float32)
     return prediction.astype(kind) - target.astype(kind)

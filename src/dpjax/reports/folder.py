@@ -86,6 +86,8 @@ class Run(NamedTuple):
         """Epsilon at the end by each proven method, best first; by the log if there is no card."""
         if self.card is None:
             last = self.rows[-1].get("epsilon")
+            if self.rows[-1].get("estimate"):
+                return {"any method": math.inf}
             return {"the log": math.inf if last is None else float(last)}
         values = {
             method: float(claim["value"])
@@ -151,15 +153,43 @@ def _foreign(card: Mapping[str, Any] | None, identity: Mapping[str, Any] | None,
         return ""
     if not np.array_equal(ran, _each(identity["multiplier_and_steps"])[:steps]):
         return "its steps had other noise than run.json says"
-    drawn = {name: card["sampling"][name] for name in ("name", "examples", "batch_size")}
-    if list(drawn.values()) != [identity[name] for name in ("sampling", "examples", "batch_size")]:
+    drawn = _of_card(card)["drawn"]
+    if list(drawn.values()) != list(_planned(identity)["drawn"].values()):
         return "its batches were drawn in another way than run.json says"
     queries = card["preparation"]["gaussian_multipliers"]
-    before = [_each(spent["noise"]["multiplier_and_steps"]).tolist() for spent in card["before"]]
-    planned = [_each(spent["multiplier_and_steps"]).tolist() for spent in identity["before"]]
+    before = [_of_card(spent) for spent in card["before"]]
+    planned = [_planned(spent) for spent in identity["before"]]
     if [*map(float, queries)] != [*map(float, identity["preparation"])] or before != planned:
         return "something else ran before it than run.json says"
+    rule = card["clipping"]
+    clipped = [rule.get("name"), [*map(float, rule["bounds"])], card.get("projections")]
+    if clipped != [identity.get(name) for name in ("clipping", "bounds", "projections")]:
+        return "it was clipped in another way than run.json says"
+    if any(card.get(name) != identity.get(name) for name in ("unit", "neighbours")):
+        return "it protects something else than run.json says"
     return ""
+
+
+def _of_card(spent: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run cost by, as a card has it."""
+    sampling = spent["sampling"]
+    return {
+        "drawn": {name: sampling.get(name) for name in ("name", "examples", "batch_size", "rates")},
+        "noise": _each(spent["noise"]["multiplier_and_steps"]).tolist(),
+        "queries": [*map(float, spent["preparation"]["gaussian_multipliers"])],
+        "projections": spent.get("projections"),
+    }
+
+
+def _planned(spent: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, as ``run.json`` has it."""
+    sizes = {name: spent.get(name) for name in ("examples", "batch_size", "rates")}
+    return {
+        "drawn": {"name": spent["sampling"], **sizes},
+        "noise": _each(spent["multiplier_and_steps"]).tolist(),
+        "queries": [*map(float, spent["preparation"])],
+        "projections": spent.get("projections"),
+    }
 
 
 def _each(runs: list[Any]) -> np.ndarray:

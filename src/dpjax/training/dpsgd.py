@@ -25,6 +25,7 @@ from dpjax.mechanism.draws import check_draw
 from dpjax.training.premises import (
     check_data,
     check_kinds,
+    check_public,
     check_schedule,
     check_state,
     tell_of_idle,
@@ -144,6 +145,7 @@ def dpsgd(
         tell_of_reuse(key, itself, params)
         noise_state = mechanism.privatize(key).init(params)
         moved = (noise_state, optimizer.init(trees.widened(params)))
+        check_public(moved[1])
         # No two leaves share a buffer, nor one with the caller: `run` uses them up.
         return trees.copy(State(params, moved, key, ledger.empty()))
 

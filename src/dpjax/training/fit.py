@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import logging
 
-from dpjax import ledger
+from dpjax import accounting, ledger
 from dpjax.training.folder import Folder
 from dpjax.training.numerics import numerics
 from dpjax.training.premises import check_state, whole
@@ -153,6 +153,7 @@ def fit(
                     "step": run.done,
                     "epsilon": epsilon,
                     "delta": delta,
+                    **({} if accounting.METHODS[method].proven else {"estimate": True}),
                     **numbers(algorithm.released(run.state)),
                     f"{unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
@@ -200,7 +201,13 @@ def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
             f"fit(evaluate=...): it returned {what}; expected a mapping such as "
             f"{{'accuracy': 0.9}}, under names other than {', '.join(row)}, which are the log's."
         )
-    return numbers(found)
+    try:
+        return numbers(found)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"fit(evaluate=...): of {', '.join(found)} not all are numbers ({error}); expected a "
+            "mapping such as {'accuracy': 0.9}. Usually a word or a whole state was returned."
+        ) from error
 
 
 def _until(done: int, every: int | None) -> int:

@@ -7,15 +7,17 @@ have a gradient, a key of one's own.  What is private is not looked at, only its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from absl import logging
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from dpjax import ledger, schedules, trees
+from dpjax import clipping, ledger, noise, schedules, trees
 from dpjax.data import Dataset, Stream
 from dpjax.gradients import ENGINES
 from dpjax.gradients.clipped import check_loss
@@ -25,6 +27,7 @@ from dpjax.types import Key, LossFn, PyTree, Schedule
 __all__ = [
     "check_data",
     "check_kinds",
+    "check_public",
     "check_schedule",
     "check_state",
     "tell_of_idle",
@@ -88,6 +91,28 @@ def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: 
             "here is one example. Leave unit= out; to protect a client with all of its examples "
             "see dpjax.federated, and for a bound on what example-level training costs one, "
             "dpjax.accounting.for_groups."
+        )
+
+
+def check_public(optimizer_state: Any) -> None:
+    """Refuses an optimizer that clips, or adds the noise, by itself: both would be done twice.
+
+    Args:
+      optimizer_state: What its ``init`` gives.
+    """
+    private = (
+        clipping.ClipState,
+        noise.GaussianState,
+        optax.contrib.DifferentiallyPrivateAggregateState,
+    )
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, private))
+    if found := [type(node).__name__ for node in nodes if isinstance(node, private)]:
+        raise ValueError(
+            f"dpsgd: the optimizer holds {', '.join(found)}, so it clips or adds noise by itself; "
+            "expected one that takes private means, such as optax.sgd(0.1). dpsgd does what the "
+            "mechanism says, and it would be done twice. Usually a chain of clip_and_sum and "
+            "noise.gaussian, mechanism.privatize or optax.contrib's was handed over: leave these "
+            "links out, or keep the chain and write the loop yourself."
         )
 
 
@@ -162,14 +187,34 @@ def _check_size(data: PyTree, expected: int) -> None:
 
 
 def _check_numbers(data: PyTree) -> None:
-    """Refuses words, dates and objects, of which JAX makes no arrays."""
+    """Refuses lists, loaders, words, dates and objects, of which JAX makes no arrays."""
+    if isinstance(data, Iterator):  # to ask JAX for its leaves is deprecated
+        raise _no_arrays(data)
     for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
+        if isinstance(leaf, int | float | np.number):
+            raise TypeError(
+                f"dpsgd data: leaf {name} is {leaf!r:.20}, one number; expected arrays with a row "
+                "for each example. Usually lists of numbers or of pairs were given: make arrays, "
+                "(np.stack(inputs), np.array(targets))."
+            )
         kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not hasattr(leaf, "dtype") and kind.kind == "O":
+            raise _no_arrays(leaf)
         if getattr(kind, "kind", "V") in "OSUMm":
             raise TypeError(
                 f"dpsgd data: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
                 "Usually labels are words: np.unique(labels, return_inverse=True)[1] numbers them."
             )
+
+
+def _no_arrays(given: Any) -> TypeError:
+    """What to say of a loader, an iterator, or another object that holds no numbers of its own."""
+    return TypeError(
+        f"dpsgd data: got a {type(given).__name__}; expected arrays. Usually a loader or an "
+        "iterator was given: dpsgd draws the batches itself, because their sampling is accounted. "
+        "Give the arrays of all examples, or dpjax.data.Stream(source, example=...) over what can "
+        "be indexed."
+    )
 
 
 def tell_of_reuse(key: Key, algorithm: Any, params: PyTree) -> None:
@@ -201,7 +246,15 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
       params: Parameters.
       example: Shapes of one example.
     """
-    check_loss(lambda p, x: (loss(p, x), None), params, example)
+    try:
+        check_loss(lambda p, x: (loss(p, x), None), params, example)
+    except Exception as error:
+        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
+        error.add_note(
+            f"dpsgd called loss(params, example), where example is {shapes}: one example, without "
+            "a batch axis. Whatever else the loss needs it closes over."
+        )
+        raise
     program = jax.make_jaxpr(jax.grad(loss))(params, example).jaxpr
     zeros = [
         equation.outvars[0]

@@ -227,6 +227,8 @@ def release(
     try:
         updates, inner = optimizer.update(mean, inner, params, bound_scale=scale)
     except TypeError as error:
+        if "'bound_scale'" in str(error):
+            raise _narrow(error) from error
         if "keyword-only" not in str(error):
             raise
         raise _wanting(error) from error
@@ -240,6 +242,16 @@ def _wanting(error: TypeError) -> TypeError:
         "looks at the loss, as optax.contrib.reduce_on_plateau and optax.lbfgs do; a private step "
         "has none to give, for the loss of a batch is not private. Take an optimizer that follows "
         "gradients alone, and a schedule for its rate."
+    )
+
+
+def _narrow(error: TypeError) -> TypeError:
+    """What to say of an optimizer that promises Optax to take more, and does not."""
+    return TypeError(
+        f"dpsgd: the optimizer does not take what is handed to it ({error}). It says to be a "
+        "GradientTransformationExtraArgs, whose update takes **extra. Say what it is: "
+        "optax.GradientTransformation(optimizer.init, lambda updates, state, params=None: "
+        "optimizer.update(updates, state, params))."
     )
 
 
