@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dpjax.training.stopping import Stop
+from dpjax.training.signals import Stop
 
 FINISHED = "finished"
 

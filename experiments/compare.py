@@ -28,10 +28,10 @@ import numpy as np
 from absl import app, flags
 
 from dpjax.accounting.rounding import upwards
-from dpjax.reports import drawing, page
+from dpjax.reports import page, style
+from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
-from dpjax.reports.folder import Missing, Run, read
-from dpjax.reports.rendering import png, svg
+from dpjax.reports.load_run import Missing, Run, read
 
 _OUT = flags.DEFINE_string("out", "comparison.html", "The page; its figure has the same name.")
 
@@ -106,14 +106,14 @@ def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
 def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
     """The curves as SVG and PNG, and why groups are missing from them."""
     absent = []
-    with drawing.style():
-        figure = drawing.canvas(height=3.6 + 0.16 * len(groups))
-        axes = drawing.panel(figure, "epsilon spent", "test accuracy (%)")
+    with style.style():
+        figure = style.canvas(height=3.6 + 0.16 * len(groups))
+        axes = style.panel(figure, "epsilon spent", "test accuracy (%)")
         for number, group in enumerate(groups):
-            round_of, color = divmod(number, len(drawing.SERIES))
-            look = {**drawing.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
+            round_of, color = divmod(number, len(style.SERIES))
+            look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
             try:
-                drawing.band(axes, *curve(group), drawing.SERIES[color], short(group), **look)
+                style.band(axes, *curve(group), style.SERIES[color], short(group), **look)
             except Missing as reason:
                 absent.append(f"{group.label} ({reason})")
         if axes.lines:

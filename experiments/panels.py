@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpjax.reports import drawing
-from dpjax.reports.rendering import png
+from dpjax.reports import style
+from dpjax.reports.figure_output import png
 
 
 class Panel(NamedTuple):
@@ -33,8 +33,8 @@ class Panel(NamedTuple):
 def draw(path: str, drawn: Sequence[Panel], columns: int = 3) -> None:
     """Draws panels to a PNG; of lines the median of the seeds, the least and the largest."""
     rows, columns = -(-len(drawn) // columns), min(columns, len(drawn))
-    with drawing.style():
-        figure = drawing.canvas(2.8 * columns, 2.6 * rows + 0.4)
+    with style.style():
+        figure = style.canvas(2.8 * columns, 2.6 * rows + 0.4)
         places = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in itertools.zip_longest(places, drawn):
             if panel is None:
@@ -50,9 +50,9 @@ def draw(path: str, drawn: Sequence[Panel], columns: int = 3) -> None:
 
 
 def _lines(axes: Any, panel: Panel) -> None:
-    looks = itertools.product(("-", "--", ":"), drawing.SERIES)
+    looks = itertools.product(("-", "--", ":"), style.SERIES)
     for (name, (places, values)), (dash, color) in zip(panel.lines.items(), looks, strict=False):
-        table, ink = np.asarray(values, float), {"color": drawing.PALETTE[color]}
+        table, ink = np.asarray(values, float), {"color": style.PALETTE[color]}
         axes.plot(places, np.median(table, axis=1), dash, label=name, **ink)
         if table.shape[1] > 1:
             low, high = table.min(axis=1), table.max(axis=1)
@@ -67,6 +67,6 @@ def _cells(axes: Any, panel: Panel) -> None:
     axes.imshow(part, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.grid(visible=False)
     for (row, column), value in np.ndenumerate(np.rint(100 * part)):
-        ink = drawing.PALETTE["paper" if value > 50 else "ink"]
+        ink = style.PALETTE["paper" if value > 50 else "ink"]
         if value:
             axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=5, color=ink)

@@ -33,8 +33,8 @@ from searching import file_name
 import dpjax
 from dpjax import accounting, data, losses, metrics, training
 from dpjax.accounting.rounding import upwards
-from dpjax.reports import drawing
-from dpjax.reports.rendering import png
+from dpjax.reports import style
+from dpjax.reports.figure_output import png
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
@@ -205,12 +205,12 @@ def trained(
 
 def plot(path: str, x: str, y: str, lines: Mapping[str, tuple[Any, Any]]) -> None:
     """Draws lines, each the mean of its rows ``[points, seeds]`` with their range, to a PNG."""
-    with drawing.style():
-        figure = drawing.canvas()
-        axes = drawing.panel(figure, x, y)
-        for (name, (places, values)), color in zip(lines.items(), drawing.SERIES, strict=False):
-            drawing.band(axes, np.asarray(places), np.asarray(values), color, name)
-        drawing.legend(axes)
+    with style.style():
+        figure = style.canvas()
+        axes = style.panel(figure, x, y)
+        for (name, (places, values)), color in zip(lines.items(), style.SERIES, strict=False):
+            style.band(axes, np.asarray(places), np.asarray(values), color, name)
+        style.legend(axes)
         pathlib.Path(path).write_bytes(png(figure))
 
 

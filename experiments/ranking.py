@@ -12,7 +12,7 @@ import numpy as np
 import searching
 
 from dpjax.accounting.rounding import upwards
-from dpjax.reports.folder import Run, read
+from dpjax.reports.load_run import Run, read
 
 
 def accuracy(run: Run) -> float:

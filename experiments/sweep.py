@@ -35,8 +35,8 @@ import searching
 from absl import app, flags
 
 from dpjax import accounting, noise
-from dpjax.reports.folder import read
-from dpjax.training.stopping import Stop
+from dpjax.reports.load_run import read
+from dpjax.training.signals import Stop
 
 HERE = pathlib.Path(__file__).resolve().parent
 

@@ -19,10 +19,11 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpE
 from dp_accounting.rdp import rdp_privacy_accountant as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutation import kills
 from scipy.integrate import quad
 
 from dpjax import accounting, schedules
-from dpjax.accounting.leaves import split
+from dpjax.accounting.event_parts import split
 from dpjax.accounting.pld import rounded
 
 METHODS = ("rdp-classic", "rdp", "pld", "gdp")
@@ -168,6 +169,12 @@ FIGURES = [
 ]
 
 
+@kills(
+    "accounting/rdp_accountant.py",
+    "counts @ curves(list(parts.sampled))",
+    "counts.mean() * curves(list(parts.sampled)).sum(axis=0)",
+    case="two-rates-rdp",
+)
 @pytest.mark.parametrize(("parts", "delta", "method", "expected"), list(rows(FIGURES)))
 def test_figure(parts, delta, method, expected):
     agrees(steps(*parts), delta, method, expected)
@@ -318,6 +325,12 @@ def test_order_does_not_matter():
     assert abs(down - up) < 1e-9
 
 
+@kills(
+    "accounting/event_parts.py",
+    "sampled[key] = sampled.get(key, 0) + count",
+    "sampled[key] = count",
+    case="rdp",
+)
 @pytest.mark.parametrize("method", ["rdp", "rdp-classic", "pld"])
 def test_singletons_equal_grouped(method):
     step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.38))
@@ -337,6 +350,25 @@ def test_singletons_equal_grouped(method):
 # --- neighbours and samplers ---
 
 
+@kills("accounting/rdp_accountant.py", "(4 if swap else 1)", "(1 if swap else 1)")
+@kills(
+    "accounting/rdp_accountant.py",
+    "dp_accounting.GaussianDpEvent(z / 2)",
+    "dp_accounting.GaussianDpEvent(z)",
+    slow=True,
+)
+@kills(
+    "accounting/rdp_accountant.py",
+    "dp_accounting.LaplaceDpEvent(b / 2)",
+    "dp_accounting.LaplaceDpEvent(b)",
+    slow=True,
+)
+@kills(
+    "accounting/rdp_accountant.py",
+    "RepeatAndSelectDpEvent(_exchanged(inner), mean, shape)",
+    "event",
+    slow=True,
+)
 @pytest.mark.parametrize(
     ("event", "method", "neighbours", "expected"),
     [
@@ -366,6 +398,12 @@ def test_neighbours(event, method, neighbours, expected):
     agrees(event, 1e-5, method, expected, neighbours)
 
 
+@kills("accounting/rdp_accountant.py", "if swap and parts.sampled:", "if False:")
+@kills(
+    "accounting/rdp_accountant.py",
+    "event.sample_size, _exchanged(inner)\n            )\n",
+    "event.sample_size, _exchanged(inner)\n            )\n    return event\n",
+)
 @pytest.mark.parametrize(
     ("event", "method", "neighbours"),
     [
@@ -543,6 +581,11 @@ def calibrated(make, target, delta, method, expected, tolerance):
     assert accounting.epsilon(make(z * (1 - slack)), delta, method) > target
 
 
+@kills(
+    "accounting/search.py",
+    "    while spent(value) > epsilon:\n        value *= 1 + tight / 2\n",
+    "    value *= 0.999\n",
+)
 @pytest.mark.parametrize(("run", "target", "rdp", "pld"), CALIBRATED)
 def test_calibrate_rdp(run, target, rdp, pld):
     q, n = RUNS[run]
@@ -740,6 +783,11 @@ def test_closed_form_without_sampling(z, n, delta):
     assert accounting.epsilon(event, delta, "rdp") >= exact
 
 
+@kills(
+    "accounting/pld.py",
+    'np.searchsorted(multipliers, z, side="right") - 1',
+    'np.minimum(np.searchsorted(multipliers, z, side="right"), len(multipliers) - 1)',
+)
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(
@@ -768,6 +816,11 @@ def test_unsampled_gaussians_are_one():
 # --- edges ---
 
 
+@kills(
+    "accounting/event_parts.py",
+    "if split(inner).empty or not split(inner).private:",
+    "if split(inner).empty:",
+)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("event", "expected"),
@@ -811,6 +864,8 @@ def test_estimates_say_so():
     assert all(accounting.METHODS[name].proven for name in METHODS if name != "gdp")
 
 
+@kills("accounting/event_parts.py", "if count < 0 or count % 1 != 0:", "if count % 1 != 0:")
+@kills("accounting/event_parts.py", "                _check_rate(rate)\n", "")
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -13,6 +13,7 @@ import optax
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from mutation import kills
 
 import dpjax
 from dpjax import (
@@ -82,6 +83,7 @@ def test_the_bound_takes_the_published_ways(bound, records, settings, want, stre
     np.testing.assert_allclose(found, want, rtol=1e-4)
 
 
+@kills("training/step.py", "            return at.scale", "            return 1.0")
 def test_sums_are_clipped_to_the_bound_of_their_step():
     """Records 8.5 and -7.25 at the bounds 10, 9, 8, 7.5 and 7."""
     quantile = silent(target=0.0, rate=0.1, geometric=False)
@@ -144,6 +146,12 @@ VALUES = st.one_of(
 )
 
 
+@kills("clipping/quantile.py", "axis=-1) - 0.5", "axis=-1)")
+@kills(
+    "clipping/quantile.py",
+    "jnp.sum(jnp.where(mask, under, 0)",
+    "jnp.sum(jnp.where(mask, under, under)",
+)
 @pytest.mark.parametrize("rule", [clipping.flat(1.0), clipping.per_group((0.5, 1.0, 2.0), 3)])
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=30)
@@ -172,6 +180,18 @@ def beside(total, count):
     return 1 / math.sqrt(total**-2 - count**-2)
 
 
+@kills(
+    "mechanism/description.py",
+    "link = noise.gaussian(self.gradient_multiplier,",
+    "link = noise.gaussian(self.noise_multiplier,",
+    case="False",
+)
+@kills(
+    "mechanism/multipliers.py",
+    "return lambda step: total(step) * growth(total(step), count)",
+    "return total",
+    case="True",
+)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(scheduled):
     size, data = 1_000_000, jnp.zeros((3, 1))
@@ -233,6 +253,7 @@ def fractions(mechanism, below, seeds, steps=1):
     return np.asarray(jax.jit(lambda keys: jax.lax.map(run, keys))(keys), np.float64)
 
 
+@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "0 * drawn")
 def test_the_noise_of_the_count_is_its_multiplier_times_a_half():
     mechanism = make(jnp.zeros((100, 1)), quantile=Quantile(count_multiplier=8.0)).mechanism
     seen = fractions(mechanism, jnp.float32(30.0), 20_000)
@@ -246,6 +267,7 @@ def test_by_default_a_fraction_is_known_to_a_twentieth():
     assert fractions(mechanism, jnp.float32(0), 5000).std() == pytest.approx(0.05, rel=0.04)
 
 
+@kills("mechanism/adaptive.py", "Purpose.COUNT", "Purpose.NOISE")
 def test_the_count_draws_from_a_stream_of_its_own():
     """That of (key, its own purpose, step), so that a resumed run goes on alike."""
     mechanism = make(jnp.zeros((100, 1))).mechanism
@@ -256,6 +278,7 @@ def test_the_count_draws_from_a_stream_of_its_own():
     assert types.Purpose.COUNT not in (types.Purpose.NOISE, types.Purpose.SAMPLING)
 
 
+@kills("mechanism/adaptive.py", "Purpose.COUNT, state.step)", "Purpose.COUNT, 0 * state.step)")
 def test_the_noises_of_steps_and_of_the_gradients_are_independent():
     mechanism = make(jnp.zeros((100, 1)), multiplier=4.0).mechanism
     counts = fractions(mechanism, jnp.float32(0), 4000, steps=3)
@@ -269,6 +292,7 @@ def test_the_noises_of_steps_and_of_the_gradients_are_independent():
     assert np.max(np.abs(correlations)) < 5 / math.sqrt(4000)
 
 
+@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "multiplier / 4 * drawn")
 def test_what_a_step_releases_tells_as_much_as_its_multiplier_says():
     """White box: one example more moves mean and bound, in units of their noise, by 1 / z."""
     size, rule, total = 400_000, clipping.flat(0.3), 0.8
@@ -292,6 +316,11 @@ def test_what_a_step_releases_tells_as_much_as_its_multiplier_says():
     assert math.hypot(in_mean, in_count) == pytest.approx(1 / total, rel=0.02)
 
 
+@kills(
+    "mechanism/description.py",
+    "self.count_multiplier, state, below, scale)",
+    "self.count_multiplier, state, below, jnp.float32(1 / self.batch_size))",
+)
 def test_a_step_that_is_not_planned_moves_no_bound():
     mechanism = make(jnp.zeros((10, 1)), steps=1, multiplier=0.5).mechanism
     link = mechanism.privatize(jax.random.key(0))

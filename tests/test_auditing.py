@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import auditing, clipping, sampling
@@ -126,6 +127,7 @@ BAD = {
 }
 
 
+@kills("auditing.py", "0 <= correct <= guesses <= canaries:", "0 <= correct:")
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     call, teaches = BAD[name]
@@ -133,6 +135,7 @@ def test_errors_teach(name):
         call()
 
 
+@kills("auditing.py", "int(guesses) // 2, truths == 1", "int(guesses) // 2, truths")
 @pytest.mark.parametrize("kind", [bool, int, float, list, jnp.asarray])
 def test_members_are_members_however_they_are_written(kind):
     members = np.array([1, 0, 1, 0])
@@ -146,6 +149,7 @@ def test_nothing_right_of_nothing_refutes_nothing():
     assert BOUND(100, 100, canaries=100, delta=1.0) == 0.0
 
 
+@kills("auditing.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]")
 @pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
 def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     """A bias of one number has noise too, though a single draw does not show how much."""

@@ -8,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from binaries import EXPERIMENTS, run
+from run_binary import EXPERIMENTS, run
 
 from dpjax import losses, models
 

@@ -5,15 +5,15 @@ import importlib
 import json
 import sys
 
-import binaries
 import jax.numpy as jnp
 import pytest
+import run_binary
 
 import dpjax
 
 
 def run(*asked, status=0):
-    return binaries.run("bu2023_calibration.py", *asked, status=status)
+    return run_binary.run("bu2023_calibration.py", *asked, status=status)
 
 
 def rows(text):
@@ -25,11 +25,11 @@ def rows(text):
 @pytest.fixture(scope="module")
 def paper():
     """The settings, imported as the binary does."""
-    sys.path.insert(0, str(binaries.EXPERIMENTS))
+    sys.path.insert(0, str(run_binary.EXPERIMENTS))
     try:
         return importlib.import_module("bu2023_settings")
     finally:
-        sys.path.remove(str(binaries.EXPERIMENTS))
+        sys.path.remove(str(run_binary.EXPERIMENTS))
 
 
 ASKED = {"--table=1": 6, "--figure=1": 2, "--figure=10": 4}  # and how many rows there are

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, testing, types
@@ -69,6 +70,8 @@ def test_sums_of_the_quadratic(name, rule, want, engine):
         )
 
 
+@kills("types.py", "math.hypot(*self.bounds)", "max(self.bounds)")
+@kills("clipping/rules.py", "total / size**0.5", "total")
 def test_sensitivities():
     assert clipping.grouped(2.5, 2).sensitivity == pytest.approx(3.53553391)
     assert clipping.grouped(total=2.5, groups=2).sensitivity == pytest.approx(2.5)
@@ -161,6 +164,11 @@ def test_a_bound_of_0_silences_whatever_the_rule(rule):
     np.testing.assert_array_equal(rule.factors(norms), np.zeros_like(norms))
 
 
+@kills(
+    "clipping/rules.py",
+    "jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)",
+    "bound / length",
+)
 def test_a_zero_gradient_stays_zero_without_gamma():
     rule = clipping.automatic(1.0, 0.0)
     total, _ = clipping.clip(rule, {"w": jnp.array([[0.0, 0.0], [3.0, 4.0]])})[:2]
@@ -180,6 +188,7 @@ def test_examples_of_all_i():
         np.testing.assert_allclose(leaf, np.full(leaf.shape, want), rtol=1e-5)
 
 
+@kills("trees.py", "for group in range(size)", "for group in [*range(size - 1), 0]")
 def test_groups_of_the_worked_example():
     params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     rule = clipping.per_group({"a": 1.0, "b": 15.0}, clipping.by_leaf(params))
@@ -205,6 +214,11 @@ def test_groups_of_the_worked_example():
     np.testing.assert_allclose(summed["l2"]["b"], [3.0], rtol=1e-6)
 
 
+@kills(
+    "trees.py",
+    "leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]",
+    "leaves = jax.tree.leaves(gradients)",
+)
 def test_float16_gradients_do_not_underflow():
     gradients = {"w": jnp.full((1, 1_000_000), 1e-4, jnp.float16)}
     summed, _, _ = clipping.clip(clipping.flat(0.01), gradients)
@@ -220,6 +234,7 @@ def test_bfloat16_sums_do_not_saturate(microbatch):
     assert float(result.value[0]) == 1024.0
 
 
+@kills("types.py", "jnp.clip(wished, 0, limit)", "jnp.clip(wished, 0, 2 * limit)", slow=True)
 def test_clipping_is_per_example():
     """Eight records with gradient 10 e_0, R = 1: their sum is 8, not 1."""
     gradients = {"w": jnp.zeros((8, 5)).at[:, 0].set(10.0)}
@@ -267,6 +282,11 @@ def test_balanced_groups_are_as_equal_as_they_can_be(seed):
         assert largest == best(0, groups)
 
 
+@kills(
+    "clipping/partitions.py",
+    "sizes = [leaf.size for leaf in leaves]",
+    "sizes = [max(1, leaf.size) for leaf in leaves]",
+)
 def test_leaves_of_nothing_do_not_move_the_cut_of_a_batch():
     params = [jnp.zeros(1)] * 3 + [jnp.zeros(0)] * 6
     gradients = [jnp.zeros((100, *leaf.shape)) for leaf in params]
@@ -275,6 +295,7 @@ def test_leaves_of_nothing_do_not_move_the_cut_of_a_batch():
         assert partition.assign(gradients) == partition.assign(params)
 
 
+@kills("types.py", "not set(groups) <= set(range(len(self.names)))", "False", case="groups0")
 @pytest.mark.parametrize("groups", [(0, -1), (0, 2), (0,), (0, 0, 1), (0, 0.5)])
 def test_a_leaf_in_no_group_is_refused(groups):
     """It would be in no norm, and pass unclipped."""
@@ -284,6 +305,7 @@ def test_a_leaf_in_no_group_is_refused(groups):
         clipping.clip(rule, [jnp.ones((3, 2)), jnp.ones((3, 4))])
 
 
+@kills("types.py", "jnp.clip(wished, 0, limit)", "wished")
 def test_a_rule_of_ones_own_cannot_break_its_bound():
     greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)
     norms = jnp.array([[0.0], [1e-20], [0.5], [1.0], [1e10]])
@@ -292,6 +314,12 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
     assert float(jnp.min(negative.factors(norms))) >= 0.0
 
 
+@kills(
+    "types.py",
+    "jnp.maximum(norms, _LEAST)",
+    "jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)",
+    slow=True,
+)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -310,6 +338,13 @@ def test_what_squares_to_nothing_is_not_made_longer_than_the_bound(rule, entry):
     testing.assert_sensitivity(rule, jnp.asarray(gradients))
 
 
+@kills(
+    "types.py",
+    "jax.vmap(self._alone)(norms)",
+    "jnp.broadcast_to(self.wish(norms), norms.shape)",
+    case="mean",
+)
+@kills("types.py", "jnp.where(finite & ~jnp.isnan(wished), ", "jnp.where(finite, ", case="NaN")
 @pytest.mark.parametrize(
     "wish",
     [
@@ -330,6 +365,11 @@ def test_a_rule_of_ones_own_sees_one_example_at_a_time(wish):
     np.testing.assert_array_equal(rule.factors(jnp.abs(gradients)), jnp.concatenate(alone))
 
 
+@kills(
+    "types.py",
+    "self.factors.wish if isinstance(self.factors, _Held) else self.factors",
+    "self.factors",
+)
 def test_a_rule_with_other_bounds_keeps_its_wish():
     other = dataclasses.replace(clipping.flat(1.0), bounds=(4.0,))
     np.testing.assert_allclose(other.factors(jnp.array([[2.0], [8.0]])), [[1.0], [0.5]])
@@ -378,6 +418,14 @@ TEACHES = [
 ]
 
 
+@kills("types.py", "if self.projections is not None and self.partition.size != 1:", "if False:")
+@kills(
+    "types.py",
+    "if 0 < bound < _LEAST:",
+    "if 0 < bound < 0:",
+    case="<lambda>-would read as 0 and slip past",
+)
+@kills("clipping/rules.py", "if bound == math.inf:", "if False:")
 @pytest.mark.parametrize(("call", "message"), TEACHES)
 def test_errors_teach(call, message):
     with pytest.raises(ValueError, match=message):
@@ -389,6 +437,7 @@ BATCH = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
 
 
 class TestClipAndSum:
+    @kills("clipping/application.py", "        _refuse_unbatched(updates, state.shapes)\n", "")
     @pytest.mark.parametrize(
         "gradients",
         [
@@ -416,6 +465,7 @@ class TestClipAndSum:
         out, _ = link.update(BATCH, link.init(PARAMS), PARAMS, mask=jnp.array([1, 0]))
         np.testing.assert_allclose(out["w"], [2.0, 2.0, 2.0])
 
+    @kills("clipping/application.py", "jnp.where(real, factors, 0)", "factors")
     def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing(self):
         link = dpjax.clip_and_sum(clipping.flat(1.0))
         gradients = jax.tree.map(lambda g: g.at[1].set(100.0), BATCH)

@@ -3,15 +3,15 @@
 
 import json
 
-import binaries
 import pytest
-from pages import parsed, text
+import run_binary
+from html_pages import parsed, text
 
 EVIL = "<b>$x$</b>"
 
 
 def compare(*arguments, status=0):
-    return binaries.run("compare.py", *arguments, status=status)
+    return run_binary.run("compare.py", *arguments, status=status)
 
 
 def write(path, accuracies, flags=None, epsilon=1.0, seconds=10.0):
@@ -165,7 +165,7 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     ]
     paths = json.dumps([[logged(epsilons) for epsilons in group] for group in groups])
     script.write_text(CURVES)
-    lines = binaries.run(script, binaries.EXPERIMENTS, paths).stdout.splitlines()
+    lines = run_binary.run(script, run_binary.EXPERIMENTS, paths).stdout.splitlines()
     one, two, both, none = map(json.loads, lines)
     assert one == [[1, 2], [[10], [20]]]
     assert two == [[2], [[10, 10]]], "what one run paid without end is not what the other paid"

@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 from absl.flags import FLAGS
-from binaries import EXPERIMENTS, Outcome, run
+from mutation import kills
+from run_binary import EXPERIMENTS, Outcome, run
 
 import dpjax
 
@@ -368,6 +369,13 @@ def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
     assert "claims epsilon by nothing" in verify(1, epsilon={})
 
 
+@kills(
+    "sampling.py",
+    '        facts={"rates": [[float(rate), steps_per_row] for rate in largest]},\n',
+    '        facts={"rates": [[float(rate), steps_per_row] for rate in '
+    'largest], "bins": trees.fingerprint([places, table])},\n',
+    slow=True,
+)
 def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
     """Also beyond the last row, which stays, and what an earlier scorer has spent."""
     poisson, flat = dpjax.sampling.poisson(1000, 10), dpjax.clipping.flat(1.0)

@@ -14,10 +14,11 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import lives
+import killable_runs
 import numpy as np
 import optax
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import checkpoints, clipping, ledger, training
@@ -25,7 +26,7 @@ from dpjax import checkpoints, clipping, ledger, training
 
 @pytest.fixture(scope="module")
 def server():
-    return lives.server()
+    return killable_runs.server()
 
 
 def same(one, other):
@@ -42,11 +43,11 @@ def same(one, other):
 def uninterrupted(folder, directory):
     """The run of another folder, its key included, in one go."""
     kept = checkpoints.Checkpoints(folder / "checkpoints")
-    key = kept.latest(like=lives.start(lives.make())).state.key
+    key = kept.latest(like=killable_runs.start(killable_runs.make())).state.key
     kept.close()
-    algorithm = lives.make()
-    lives.fit(directory, algorithm, lives.start(algorithm, key))
-    return lives.read(directory)
+    algorithm = killable_runs.make()
+    killable_runs.fit(directory, algorithm, killable_runs.start(algorithm, key))
+    return killable_runs.read(directory)
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.slow)])
@@ -57,8 +58,8 @@ def test_kills_change_nothing(server, tmp_path, kills):
     while deaths < kills:
         folder, longest = tmp_path / f"run{runs}", 1.2
         while True:
-            process = lives.begin(server, folder)
-            if lives.killed(process, after=moments.uniform(0, longest)):
+            process = killable_runs.begin(server, folder)
+            if killable_runs.killed(process, after=moments.uniform(0, longest)):
                 deaths += 1
                 longest *= 1.1  # else a run whose compilation takes longer would never end
             elif process.exitcode == 0:
@@ -66,14 +67,21 @@ def test_kills_change_nothing(server, tmp_path, kills):
             else:
                 pytest.fail(f"a life ended by itself, with status {process.exitcode}")
         runs += 1
-        same(lives.read(folder), uninterrupted(folder, tmp_path / f"whole{runs}"))
+        same(killable_runs.read(folder), uninterrupted(folder, tmp_path / f"whole{runs}"))
     assert runs < kills, "every run was killed at least once"
 
 
+@kills(
+    "training/fit.py",
+    "now=run.done == end or stop.asked",
+    "now=run.done == end",
+    case="15",
+    slow=True,
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
     how = {"options": {"save_every": None, "evaluate_every": 1}}
-    process = lives.begin(server, tmp_path / "run", **how)
+    process = killable_runs.begin(server, tmp_path / "run", **how)
     log = tmp_path / "run" / "metrics.jsonl"
     while not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.01)
@@ -82,33 +90,33 @@ def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
     assert process.exitcode == (143 if number == signal.SIGTERM else 1)
     saved = max(int(p.name) for p in (tmp_path / "run" / "checkpoints").glob("[0-9]*"))
     rows = [json.loads(line)["step"] for line in log.read_text().splitlines()]
-    assert saved == rows[-1] < lives.STEPS, "nothing that ran was lost"
+    assert saved == rows[-1] < killable_runs.STEPS, "nothing that ran was lost"
 
 
 def test_a_full_disk_is_survived_and_reported(server, tmp_path):
     """No file can grow for a while, whoever writes it."""
     run, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     with pytest.raises(InterruptedError):
-        lives.fit(run, _dies_after(lives.make(), 9))
+        killable_runs.fit(run, _dies_after(killable_runs.make(), 9))
     before = log.read_text()
-    starved = lives.begin(server, run, largest=len(before) + 50)
+    starved = killable_runs.begin(server, run, largest=len(before) + 50)
     starved.join(60)
     assert starved.exitcode == 1, "the last checkpoint could not be written, and this was said"
     assert log.read_text() == before
-    same(lives.read(run), uninterrupted(run, tmp_path / "whole"))
+    same(killable_runs.read(run), uninterrupted(run, tmp_path / "whole"))
 
 
 def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints.Checkpoints, "save", lambda *_: False)
     with pytest.raises(OSError, match="Nothing was run"):
-        lives.fit(tmp_path)
+        killable_runs.fit(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 @pytest.mark.parametrize("hurt", ["cut off", "a bit changed", "a file gone"])
 def test_a_damaged_checkpoint_is_set_aside(tmp_path, hurt):
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path / "run", _dies_after(lives.make(), 30))
+        killable_runs.fit(tmp_path / "run", _dies_after(killable_runs.make(), 30))
     newest = max((tmp_path / "run" / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
     for path in (p for p in newest.rglob("*") if p.is_file() and p.stat().st_size > 50):
         content = bytearray(path.read_bytes())
@@ -119,54 +127,56 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, hurt):
         else:
             content[len(content) // 2] ^= 1
             path.write_bytes(content)
-    end = lives.read(tmp_path / "run")
+    end = killable_runs.read(tmp_path / "run")
     assert (newest.parent / f"damaged-{newest.name}").is_dir()
     same(end, uninterrupted(tmp_path / "run", tmp_path / "whole"))
 
 
+@kills("checkpoints.py", "if trees.fingerprint(numbers) != digest:", "if False:", slow=True)
 def test_numbers_of_another_checkpoint_are_noticed(tmp_path):
     """Every file is whole, and still it is not what was saved."""
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path / "run", _dies_after(lives.make(), 30))
+        killable_runs.fit(tmp_path / "run", _dies_after(killable_runs.make(), 30))
     older, newest = sorted((tmp_path / "run" / "checkpoints").glob("[0-9]*"))[-2:]
     shutil.rmtree(newest / "state")
     shutil.copytree(older / "state", newest / "state")
-    end = lives.read(tmp_path / "run")
+    end = killable_runs.read(tmp_path / "run")
     assert (newest.parent / f"damaged-{newest.name}").is_dir()
     same(end, uninterrupted(tmp_path / "run", tmp_path / "whole"))
 
 
 def test_no_checkpoint_that_can_be_read_is_an_error_that_says_what_is_spent(tmp_path):
-    lives.fit(tmp_path, steps=9)
+    killable_runs.fit(tmp_path, steps=9)
     for path in (tmp_path / "checkpoints").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     with pytest.raises(checkpoints.Damaged, match="spent all the same"):
-        lives.fit(tmp_path)
+        killable_runs.fit(tmp_path)
     with pytest.raises(checkpoints.Damaged):
-        lives.fit(tmp_path)
+        killable_runs.fit(tmp_path)
 
 
 def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path, _dies_after(lives.make(), 9))
+        killable_runs.fit(tmp_path, _dies_after(killable_runs.make(), 9))
     half = tmp_path / "checkpoints" / "12.orbax-checkpoint-tmp"
     half.mkdir()
     (half / "state").write_bytes(b"half")
     with (tmp_path / "metrics.jsonl").open("a") as log:
         log.write('{"step": 14, "eps')
-    _, rows = lives.read(tmp_path)
+    _, rows = killable_runs.read(tmp_path)
     assert [row["step"] for row in rows][:3] == [7, 14, 21]
 
 
+@kills("training/run_folder.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH", slow=True)
 def test_two_processes_do_not_share_a_folder(server, tmp_path):
-    process = lives.begin(server, tmp_path, options={"evaluate_every": 1, "save_every": 1})
+    process = killable_runs.begin(server, tmp_path, options={"evaluate_every": 1, "save_every": 1})
     while not (tmp_path / "run.json").exists():
         time.sleep(0.01)
     with pytest.raises(ledger.Refused, match=f"process {process.pid} is running there"):
-        lives.fit(tmp_path)
-    lives.killed(process, after=0)
-    lives.read(tmp_path)  # the lock died with its holder
+        killable_runs.fit(tmp_path)
+    killable_runs.killed(process, after=0)
+    killable_runs.read(tmp_path)  # the lock died with its holder
 
 
 OTHERS = {
@@ -177,65 +187,77 @@ OTHERS = {
     "rate": ({"batch": 25}, "batch_size: 20 there, 25 now"),
     "bound": ({"bound": 0.5}, r"bounds: \[1.0\] there, \[0.5\] now"),
     "steps": ({"steps": 61}, "  steps: 60 there, 61 now"),
-    "data": ({"data": lives.DATA + 1}, "data: "),
+    "data": ({"data": killable_runs.DATA + 1}, "data: "),
     "bounds later": ({"bound_schedule": lambda step: 2.0}, "bound schedule: null there"),
 }
 
 
+@kills("training/run_folder.py", "    elif names:\n", "    elif False:\n", case="multiplier")
+@kills("training/dpsgd.py", '"data": _content(data),', '"data": None,', case="data", slow=True)
+@kills(
+    "mechanism/description.py",
+    "runs = [(float(multipliers[i]), int(n)) for",
+    "runs = [(1.0, int(n)) for",
+    case="multiplier",
+)
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_is_refused_by_name(tmp_path, other):
     settings, message = OTHERS[other]
-    lives.fit(tmp_path, steps=3)
+    killable_runs.fit(tmp_path, steps=3)
     log = (tmp_path / "metrics.jsonl").read_text()
-    algorithm = lives.make(**settings)
+    algorithm = killable_runs.make(**settings)
     with pytest.raises(ledger.Refused, match=message) as refusal:
-        lives.fit(tmp_path, algorithm)
+        killable_runs.fit(tmp_path, algorithm)
     differences = 1 + (other == "steps")
     assert str(refusal.value).count(" there, ") == differences, "only what differs is named"
     assert (tmp_path / "metrics.jsonl").read_text() == log
 
 
 def test_another_configuration_is_refused_by_name(tmp_path):
-    lives.fit(tmp_path, steps=3, configuration={"learning_rate": 0.1, "model": "mlp"})
+    killable_runs.fit(tmp_path, steps=3, configuration={"learning_rate": 0.1, "model": "mlp"})
     with pytest.raises(ledger.Refused, match=r"learning_rate: 0.1 there, 0.2 now"):
-        lives.fit(tmp_path, configuration={"learning_rate": 0.2, "model": "mlp"})
+        killable_runs.fit(tmp_path, configuration={"learning_rate": 0.2, "model": "mlp"})
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path):
-    lives.fit(tmp_path, steps=3)
-    algorithm = lives.make()
+    killable_runs.fit(tmp_path, steps=3)
+    algorithm = killable_runs.make()
     optimizer = optax.chain(optax.adam(0.1), training.average_parameters(0.9))
     larger = dpjax.dpsgd(
-        lambda w, x: lives.loss(w[:5], x), optimizer, algorithm.mechanism, lives.DATA
+        lambda w, x: killable_runs.loss(w[:5], x),
+        optimizer,
+        algorithm.mechanism,
+        killable_runs.DATA,
     )
     with pytest.raises(
         ValueError, match=r"params as float32\[5\], and this run's state as .*\[6\]"
     ):
-        lives.fit(tmp_path, larger, lives.start(larger, size=6))
-    other = dpjax.dpsgd(lives.loss, optax.sgd(0.1), algorithm.mechanism, lives.DATA)
+        killable_runs.fit(tmp_path, larger, killable_runs.start(larger, size=6))
+    other = dpjax.dpsgd(killable_runs.loss, optax.sgd(0.1), algorithm.mechanism, killable_runs.DATA)
     with pytest.raises(ValueError, match="the model or the optimizer is another one"):
-        lives.fit(tmp_path, other)
+        killable_runs.fit(tmp_path, other)
 
 
 def test_a_state_of_another_run_is_refused(tmp_path):
-    algorithm = lives.make()
-    lives.fit(tmp_path, steps=3)
-    state, _ = algorithm.step(lives.start(algorithm))
+    algorithm = killable_runs.make()
+    killable_runs.fit(tmp_path, steps=3)
+    state, _ = algorithm.step(killable_runs.start(algorithm))
     with pytest.raises(ledger.Refused, match="checkpoints there are of another run"):
-        lives.fit(tmp_path, algorithm, state)
+        killable_runs.fit(tmp_path, algorithm, state)
 
 
 def test_a_log_of_nobody_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ledger.Refused, match=r"no run\.json"):
-        lives.fit(tmp_path)
+        killable_runs.fit(tmp_path)
 
 
+@kills("training/run_folder.py", ' if row["step"] <= until]', "]")
 def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
     options = {"evaluate_every": 3, "save_every": 10}
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path, _dies_after(lives.make(), 18), **options)
-    _, rows = lives.fit(tmp_path, **options)
+        killable_runs.fit(tmp_path, _dies_after(killable_runs.make(), 18), **options)
+    _, rows = killable_runs.fit(tmp_path, **options)
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert logged == rows
     assert [row["step"] for row in rows] == list(range(3, 61, 3))
@@ -245,24 +267,30 @@ def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
 UNSEEN = {"evaluate": None, "evaluate_every": 3, "save_every": 20}
 
 
+@kills(
+    "training/run_folder.py",
+    '    steps += [row["step"] for row in _rows(folder / "metrics.jsonl")]\n',
+    "",
+)
+@kills("training/run_folder.py", '(*map(Spent.of, facts["before"]), Spent.of(', "(Spent.of(")
 def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
     """Other settings, another folder, another key: the earlier steps are added up, twice over."""
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path / "a", _dies_after(lives.make(), 18), **UNSEEN)
+        killable_runs.fit(tmp_path / "a", _dies_after(killable_runs.make(), 18), **UNSEEN)
     before = training.earlier(tmp_path / "a")
     assert [spent.steps for spent in before] == [18], "a row of step 18 is on disk"
-    plain = lives.make(multiplier=2.0, batch=10)
+    plain = killable_runs.make(multiplier=2.0, batch=10)
     mechanism = dataclasses.replace(plain.mechanism, before=before)
     assert mechanism.epsilon(1e-5) > max(
-        plain.mechanism.epsilon(1e-5), lives.make(steps=18).mechanism.epsilon(1e-5)
+        plain.mechanism.epsilon(1e-5), killable_runs.make(steps=18).mechanism.epsilon(1e-5)
     )
-    algorithm = dpjax.dpsgd(lives.loss, optax.sgd(0.1), mechanism, lives.DATA)
-    _, rows = lives.fit(tmp_path / "b", algorithm, steps=30)
+    algorithm = dpjax.dpsgd(killable_runs.loss, optax.sgd(0.1), mechanism, killable_runs.DATA)
+    _, rows = killable_runs.fit(tmp_path / "b", algorithm, steps=30)
     assert rows[0]["epsilon"] > mechanism.epsilon_of(np.zeros(0), 1e-5)
     both = training.earlier(tmp_path / "b")
     assert [(spent.steps, spent.runs[0][0]) for spent in both] == [(18, 1.0), (30, 2.0)]
     with pytest.raises(ledger.Refused, match="before: "):
-        lives.fit(tmp_path / "b", plain, lives.start(plain))
+        killable_runs.fit(tmp_path / "b", plain, killable_runs.start(plain))
     with pytest.raises(FileNotFoundError, match="give the folder that holds it"):
         training.earlier(tmp_path)
 
@@ -271,34 +299,41 @@ def _spent(folder):
     return [spent.steps for spent in training.earlier(folder)]
 
 
+@kills(
+    "training/run_folder.py",
+    '            _replace(self.path / "furthest", f"{self.furthest()}\\n")\n',
+    "",
+)
 def test_what_was_released_is_spent_though_the_run_goes_on_from_before(tmp_path):
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path, _dies_after(lives.make(), 18), **UNSEEN)
+        killable_runs.fit(tmp_path, _dies_after(killable_runs.make(), 18), **UNSEEN)
     assert _spent(tmp_path) == [18], "of its rows, the only checkpoint is of step 0"
     for _ in range(2):
         with pytest.raises(InterruptedError):
-            lives.fit(tmp_path, _dies_after(lives.make(), 0), **UNSEEN)
+            killable_runs.fit(tmp_path, _dies_after(killable_runs.make(), 0), **UNSEEN)
         assert (tmp_path / "metrics.jsonl").read_text() == ""
         assert _spent(tmp_path) == [18]
-    lives.fit(tmp_path)
-    assert _spent(tmp_path) == [lives.STEPS]
+    killable_runs.fit(tmp_path)
+    assert _spent(tmp_path) == [killable_runs.STEPS]
 
 
+@kills("training/run_folder.py", "(?:damaged-)?", "")
+@kills("training/runner.py", "if folder.furthest() > self.done:", "if False:", slow=True)
 def test_what_was_released_is_spent_though_its_checkpoints_are_damaged_or_gone(tmp_path):
     quiet = {"evaluate_every": 100, "save_every": 10}
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path, _dies_after(lives.make(), 30), **quiet)
+        killable_runs.fit(tmp_path, _dies_after(killable_runs.make(), 30), **quiet)
     for path in (tmp_path / "checkpoints" / "30").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     with pytest.raises(InterruptedError):
-        lives.fit(tmp_path, _dies_after(lives.make(), 0), **quiet)
+        killable_runs.fit(tmp_path, _dies_after(killable_runs.make(), 0), **quiet)
     assert (tmp_path / "checkpoints" / "damaged-30").is_dir()
     assert _spent(tmp_path) == [30]
-    lives.fit(tmp_path)
+    killable_runs.fit(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ledger.Refused, match="60 steps ran there, and no checkpoint is left"):
-        lives.fit(tmp_path)
+        killable_runs.fit(tmp_path)
     assert _spent(tmp_path) == [60]
 
 
@@ -310,8 +345,8 @@ def _seen(folder, algorithm=None, *, last=None, steps=None, state=None):
             raise InterruptedError
         return {}
 
-    algorithm = lives.make(steps=4) if algorithm is None else algorithm
-    state = lives.start(algorithm) if state is None else state
+    algorithm = killable_runs.make(steps=4) if algorithm is None else algorithm
+    state = killable_runs.start(algorithm) if state is None else state
     options = {"evaluate_every": 1, "save_every": 100, "progress": False, "steps": steps}
     return dpjax.fit(algorithm, state, directory=folder, evaluate=evaluate, **options)[0]
 
@@ -334,28 +369,46 @@ CHANGES = {
 }
 
 
+@kills("training/fit.py", "                    run.mark()\n", "", case="versions")
+@kills(
+    "training/run_folder.py", "if changed and self.furthest() > done:", "if False:", case="versions"
+)
+@kills(
+    "training/environment.py",
+    "**{name: _version(name) for name in _PACKAGES},",
+    "",
+    case="versions",
+)
+@kills("training/environment.py", '"jax_threefry_partitionable", ', "", case="draws")
+@kills("training/environment.py", '"jax_enable_x64", ', "", case="width", slow=True)
+@kills("training/environment.py", ', "jax_default_matmul_precision")', ")", case="products")
+@kills(
+    "training/environment.py", '        "platform": jax.default_backend(),\n', "", case="devices"
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_steps_that_somebody_saw_do_not_run_again_otherwise(tmp_path, change):
     """Other noise on the same sums, or the same noise on others, is released twice."""
     with pytest.raises(InterruptedError):
         _seen(tmp_path, last=1)
     assert _spent(tmp_path) == [1], "though there is no row of it, and no checkpoint"
-    algorithm, (changed, message) = lives.make(steps=4), CHANGES[change]
-    state = lives.start(algorithm)
+    algorithm, (changed, message) = killable_runs.make(steps=4), CHANGES[change]
+    state = killable_runs.start(algorithm)
     with changed(), pytest.raises(ledger.Refused, match=message):
         _seen(tmp_path, algorithm, state=state)
     assert _seen(tmp_path).ledger.steps == 4
 
 
+@kills("training/dpsgd.py", '"numerics": {"engine": engine, ', '"numerics": {')
 def test_steps_that_somebody_saw_do_not_run_again_by_another_engine(tmp_path):
     with pytest.raises(InterruptedError):
         _seen(tmp_path, last=1)
     for options in ({"engine": "vmap"}, {"microbatch_size": 2}):
         (name,) = options
         with pytest.raises(ledger.Refused, match=f"{name}: (auto|None) there, (vmap|2) now"):
-            _seen(tmp_path, lives.make(steps=4, **options))
+            _seen(tmp_path, killable_runs.make(steps=4, **options))
 
 
+@kills("training/run_folder.py", "if step <= self._marked:", "if False:")
 def test_a_mark_stays_where_it_was_furthest(tmp_path):
     for last in (3, 1):
         with pytest.raises(InterruptedError):
@@ -363,9 +416,14 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
         assert _spent(tmp_path) == [3]
 
 
+@kills(
+    "training/run_folder.py",
+    '            _replace(path, json.dumps(self.identity, indent=2) + "\\n")\n        return',
+    "        return",
+)
 def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     _seen(tmp_path, steps=2)
-    algorithm = lives.make(steps=4)
+    algorithm = killable_runs.make(steps=4)
     other = algorithm.init(jax.random.key(0), jnp.ones(5))  # as of a seed under other numerics
     with jax.threefry_partitionable(False):
         with caplog.at_level("WARNING"), pytest.raises(InterruptedError):
@@ -377,6 +435,7 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
         assert _seen(tmp_path).ledger.steps == 4
 
 
+@kills("training/run_folder.py", '.get("numerics", {})\n', '.get("numerics", now)\n')
 def test_runs_whose_numerics_nobody_wrote_down_go_on_where_nothing_runs_again(tmp_path):
     def forgotten():
         known = json.loads(path.read_text())
@@ -392,8 +451,9 @@ def test_runs_whose_numerics_nobody_wrote_down_go_on_where_nothing_runs_again(tm
         _seen(tmp_path)
 
 
+@kills("training/runner.py", "if not given and not changed and began != self.began:", "if False:")
 def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
-    algorithm = lives.make(steps=4)
+    algorithm = killable_runs.make(steps=4)
     _seen(tmp_path, algorithm, steps=2)
     other = algorithm.init(jax.random.key(0), jnp.ones(5))
     with pytest.raises(ledger.Refused, match="began with other parameters"):
@@ -404,8 +464,9 @@ def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     assert _seen(tmp_path, algorithm, state=last).ledger.steps == 4
 
 
+@kills("training/fit.py", "if run.done > begin:", "if False:")
 def test_a_state_that_is_given_in_vain_is_told_of(tmp_path, caplog):
-    algorithm = lives.make(steps=4)
+    algorithm = killable_runs.make(steps=4)
     with caplog.at_level("WARNING"):
         state = _seen(tmp_path, algorithm, steps=2)
         _seen(tmp_path, algorithm, steps=1, state=state)
@@ -418,7 +479,7 @@ def test_a_state_that_is_given_in_vain_is_told_of(tmp_path, caplog):
 
 def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
     """Nor of parameters that the same seed may have made: whoever guesses it must not be told."""
-    algorithm, found = lives.make(steps=4), []
+    algorithm, found = killable_runs.make(steps=4), []
     for seed in (0, 1):
         key = jax.random.key(seed)
         state = algorithm.init(key, jax.random.normal(key, 5))
@@ -427,13 +488,14 @@ def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
     assert found[0] == found[1]
 
 
+@kills("training/run_folder.py", "if number == len(lines):", "if True:")
 def test_a_log_that_was_altered_is_left_as_it_is(tmp_path):
-    lives.fit(tmp_path, steps=30)
+    killable_runs.fit(tmp_path, steps=30)
     log = tmp_path / "metrics.jsonl"
     lines = log.read_text().splitlines()
     log.write_text("\n".join([lines[0], lines[1][:20], *lines[2:], ""]))
     altered = log.read_text()
-    for look in (lives.fit, training.earlier):
+    for look in (killable_runs.fit, training.earlier):
         with pytest.raises(ValueError, match=f"line 2 of {len(lines)} is no row"):
             look(tmp_path)
     assert log.read_text() == altered
@@ -445,23 +507,26 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 import numpy as np
 import dpjax
-import lives
+import killable_runs
 
-data = dpjax.data.Stream(lives.DATA, example=lambda x: x) if sys.argv[2] == "stream" else lives.DATA
+data = killable_runs.DATA
+if sys.argv[2] == "stream":
+    data = dpjax.data.Stream(data, example=lambda x: x)
 key = jax.random.key(3)
 for name, parts in {"whole": [60], "in parts": [20, 60]}.items():
     for steps in parts:
-        algorithm = lives.make(data=data, microbatch_size=2)
-        state = lives.start(algorithm, key)
-        end, _ = lives.fit(f"{sys.argv[1]}/{name}", algorithm, state, steps=steps)
+        algorithm = killable_runs.make(data=data, microbatch_size=2)
+        state = killable_runs.start(algorithm, key)
+        end, _ = killable_runs.fit(f"{sys.argv[1]}/{name}", algorithm, state, steps=steps)
     print(np.asarray(end.params).tobytes().hex())
 """
 
 
+@kills("checkpoints.py", " if old.committed else jnp.asarray(new)", "", case="memory", slow=True)
 @pytest.mark.parametrize("kind", ["memory", pytest.param("stream", marks=pytest.mark.slow)])
 def test_a_run_on_two_devices_goes_on_to_the_last_bit(tmp_path, kind):
     program = [sys.executable, "-c", TWO_DEVICES, tmp_path, kind]
-    here = {"env": lives.environment(), "capture_output": True, "text": True}
+    here = {"env": killable_runs.environment(), "capture_output": True, "text": True}
     done = subprocess.run(program, check=False, timeout=300, **here)
     assert done.returncode == 0, done.stderr[-2000:]
     whole, in_parts = done.stdout.split()
@@ -469,71 +534,84 @@ def test_a_run_on_two_devices_goes_on_to_the_last_bit(tmp_path, kind):
 
 
 def test_a_forgotten_run_makes_room_for_another(tmp_path):
-    lives.fit(tmp_path, steps=3)
+    killable_runs.fit(tmp_path, steps=3)
     (tmp_path / "mine").write_text("stays")
     training.forget(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "mine"]
-    _, rows = lives.fit(tmp_path, lives.make(multiplier=2.0), steps=3)
+    _, rows = killable_runs.fit(tmp_path, killable_runs.make(multiplier=2.0), steps=3)
     assert [row["step"] for row in rows] == [3]
     training.forget(tmp_path / "nothing")
 
 
 def test_a_running_run_is_not_forgotten(server, tmp_path):
-    process = lives.begin(server, tmp_path, options={"evaluate_every": 1, "save_every": 1})
+    process = killable_runs.begin(server, tmp_path, options={"evaluate_every": 1, "save_every": 1})
     while not (tmp_path / "run.json").exists():
         time.sleep(0.01)
     with pytest.raises(ledger.Refused, match="is running there"):
         training.forget(tmp_path)
-    lives.killed(process, after=0)
+    killable_runs.killed(process, after=0)
     assert (tmp_path / "run.json").exists()
 
 
+@kills("training/fit.py", "if run.done > end:", "if False:")
 def test_parts_of_a_run_share_its_folder(tmp_path):
     """Fit after fit in one process, with the state handed on or not."""
-    algorithm = lives.make()
-    state, _ = lives.fit(tmp_path, algorithm, steps=10)
-    state, rows = lives.fit(tmp_path, algorithm, state, steps=10)
+    algorithm = killable_runs.make()
+    state, _ = killable_runs.fit(tmp_path, algorithm, steps=10)
+    state, rows = killable_runs.fit(tmp_path, algorithm, state, steps=10)
     assert [row["step"] for row in rows] == [7, 10, 17, 20]
     assert state.ledger.steps == 20
-    done, _ = lives.fit(tmp_path, algorithm, steps=20)
+    done, _ = killable_runs.fit(tmp_path, algorithm, steps=20)
     assert done.ledger.steps == 20
     # A script of two calls, begun again: the second would add its steps to what is done already.
     with pytest.raises(ledger.Refused, match="20 steps ran there, this call asks for those up to"):
-        lives.fit(tmp_path, algorithm, steps=10)
+        killable_runs.fit(tmp_path, algorithm, steps=10)
 
 
+@kills("training/runner.py", "if found.state.ledger.steps >= self.done:", "if False:")
+@kills(
+    "training/runner.py",
+    'self.state, self.seen = found.state, list(found.facts["seen"])',
+    "self.state, self.seen = found.state._replace(key=self.state.key), []",
+    slow=True,
+)
+@kills("training/runner.py", "if not self.save(wait=True):", "if False:")
 def test_the_root_key_is_on_disk_before_the_first_step(tmp_path):
     class Died(Exception):
         pass
 
-    algorithm = lives.make()
+    algorithm = killable_runs.make()
 
     def die(state, count):
         raise Died
 
     with pytest.raises(Died):
-        lives.fit(tmp_path, dataclasses.replace(algorithm, run=die))
+        killable_runs.fit(tmp_path, dataclasses.replace(algorithm, run=die))
     kept = checkpoints.Checkpoints(tmp_path / "checkpoints")
-    key = kept.latest(like=lives.start(algorithm)).state.key
+    key = kept.latest(like=killable_runs.start(algorithm)).state.key
     kept.close()
-    end, _ = lives.fit(tmp_path)
+    end, _ = killable_runs.fit(tmp_path)
     np.testing.assert_array_equal(*map(jax.random.key_data, (key, end.key)))
 
 
 def test_an_algorithm_without_run_takes_single_steps(tmp_path):
-    algorithm = lives.make()
+    algorithm = killable_runs.make()
     key = jax.random.key(3)
-    slow, rows = lives.fit(
-        tmp_path / "slow", dataclasses.replace(algorithm, run=None), lives.start(algorithm, key)
+    slow, rows = killable_runs.fit(
+        tmp_path / "slow",
+        dataclasses.replace(algorithm, run=None),
+        killable_runs.start(algorithm, key),
     )
-    fast, others = lives.fit(tmp_path / "fast", algorithm, lives.start(algorithm, key))
+    fast, others = killable_runs.fit(
+        tmp_path / "fast", algorithm, killable_runs.start(algorithm, key)
+    )
     np.testing.assert_array_equal(slow.params, fast.params)
     for row, other in zip(rows, others, strict=True):
         assert row["private"] == other["private"]
 
 
 def test_checkpoints_are_for_their_owner_alone_and_the_last_three(tmp_path):
-    lives.fit(tmp_path)
+    killable_runs.fit(tmp_path)
     folder = tmp_path / "checkpoints"
     assert folder.stat().st_mode & 0o077 == 0
     assert sorted(int(p.name) for p in folder.glob("[0-9]*")) == [54, 57, 60]
@@ -541,7 +619,7 @@ def test_checkpoints_are_for_their_owner_alone_and_the_last_three(tmp_path):
 
 def test_signals_are_given_back(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    lives.fit(tmp_path, steps=1)
+    killable_runs.fit(tmp_path, steps=1)
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
@@ -553,16 +631,17 @@ def test_a_second_signal_is_obeyed_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
+@kills("training/runner.py", '"seen": list(self.seen)', '"seen": []')
 def test_rules_with_several_groups_resume(tmp_path):
     """Infos that are lists survive the checkpoint between two rows."""
     rule = clipping.grouped(1.0, clipping.by_leaf({"a": 0, "b": 0}))
-    mechanism = dataclasses.replace(lives.make().mechanism, clipping=rule)
+    mechanism = dataclasses.replace(killable_runs.make().mechanism, clipping=rule)
 
     def both(w, x):
-        return lives.loss(w["a"], x) + lives.loss(w["b"], 2 * x)
+        return killable_runs.loss(w["a"], x) + killable_runs.loss(w["b"], 2 * x)
 
     def algorithm():
-        return dpjax.dpsgd(both, optax.sgd(0.1), mechanism, lives.DATA)
+        return dpjax.dpsgd(both, optax.sgd(0.1), mechanism, killable_runs.DATA)
 
     ends = []
     for name, parts in (("whole", (60,)), ("parts", (20, 60))):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from binaries import run
+from mutation import kills
+from run_binary import run
 
 import dpjax
 from dpjax import accounting, clipping, data, features, sampling, scattering
@@ -267,6 +268,18 @@ def queries(x, normalization, monkeypatch):
     return asked
 
 
+@kills(
+    "features/normalization.py",
+    "factors = rule.factors(trees.group_norms(rows, (0,), 1))",
+    "factors = jnp.ones((len(rows), 1))",
+    case="10000.0",
+)
+@kills(
+    "features/normalization.py",
+    "return _release(key, query, rows, bound, self.noise_multiplier)",
+    "return _release(key, query, rows, bound, self.noise_multiplier / 2)",
+    case="1.0",
+)
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 1e4, math.inf, math.nan])
 def test_one_example_moves_a_query_by_no_more_than_its_threshold(monkeypatch, scale):
     x = some().at[7].multiply(scale)
@@ -285,6 +298,18 @@ def test_one_example_moves_a_query_by_no_more_than_its_threshold(monkeypatch, sc
                 assert moved == pytest.approx(threshold, rel=1e-4)
 
 
+@kills(
+    "features/normalization.py",
+    "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)",
+    "counts = votes.sum(axis=0)",
+    case="1.0",
+)
+@kills(
+    "features/normalization.py",
+    "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)",
+    "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier / 2)",
+    case="1.0",
+)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e9, math.inf, math.nan])
 def test_one_example_moves_a_histogram_by_no_more_than_one(monkeypatch, scale):
     x = some().at[7].multiply(scale)
@@ -303,6 +328,11 @@ def test_one_example_moves_a_histogram_by_no_more_than_one(monkeypatch, scale):
         assert with_[query][2] == 8.0
 
 
+@kills(
+    "features/normalization.py",
+    "link = noise.gaussian(multiplier, rule, key=stream)",
+    "link = noise.gaussian(min(multiplier, 1.0), rule, key=stream)",
+)
 def test_the_noise_of_each_query_has_its_scale():
     """No example shows, so what is released is noise: threshold x multiplier / examples."""
     nothing = jnp.zeros((2, 1, 1, 300_000))
@@ -319,6 +349,14 @@ def test_the_noise_of_each_query_has_its_scale():
             assert float(abs(mean).max()) == 0
 
 
+@kills(
+    "features/normalization.py", "noisy, _ = link.update(total, link.init(total))", "noisy = total"
+)
+@kills(
+    "features/normalization.py",
+    "trees.step_key(key, Purpose.PREPARATION, query)",
+    "trees.step_key(key, Purpose.PREPARATION, 0)",
+)
 def test_every_query_has_a_stream_of_its_own():
     rows = jnp.zeros((1, 1000))
     streams = [room._release(KEY, query, rows, 1.0, 1.0) for query in range(4)]
@@ -347,6 +385,12 @@ def test_thresholds_are_found():
 # --- what it costs ----------------------------------------------------------------------------
 
 
+@kills(
+    "features/normalization.py",
+    "queries = (float(self.noise_multiplier),) * 2",
+    "queries = (float(self.noise_multiplier),)",
+    case="8.0-0.8639-0.6948-0.634",
+)
 @pytest.mark.parametrize(
     ("multiplier", "classic", "rdp", "pld"),
     [(8.0, 0.8639, 0.6948, 0.6340), (6.0, 1.159, 0.9497, 0.8684)],
@@ -391,6 +435,11 @@ def test_with_replace_one_neighbours_its_sums_move_twice_as_far():
     assert queries.epsilon(DELTA, "pld") == pytest.approx(halved.epsilon(DELTA, "pld"), rel=1e-6)
 
 
+@kills(
+    "features/normalization.py",
+    "(float(self.thresholds.noise_multiplier),) * 2 + queries",
+    "queries",
+)
 def test_a_search_is_paid_for():
     searched = describe(thresholds=features.Search(noise_multiplier=20.0))
     assert searched.multipliers == (20.0, 20.0, 8.0, 8.0)
@@ -408,6 +457,11 @@ def test_without_noise_it_is_not_private():
     assert "A query before the first step had no noise" in dpjax.statement(mechanism(exact), DELTA)
 
 
+@kills(
+    "reports/card.py",
+    '{"gaussian_multipliers": list(spent.preparation)}',
+    '{"gaussian_multipliers": []}',
+)
 def test_the_card_and_the_statement_carry_it(tmp_path):
     prepared = mechanism(describe(), steps=36)
     assert "8, 8" in dpjax.statement(prepared, DELTA)
@@ -421,6 +475,12 @@ def test_the_card_and_the_statement_carry_it(tmp_path):
     assert "DOES NOT HOLD" in run("verify.py", path, status=1).stdout
 
 
+@kills(
+    "features/normalization.py",
+    "noise.check_multiplier(multiplier, clipping.flat(bound))",
+    "pass",
+    case="changes2-bound must be positive",
+)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -456,6 +516,7 @@ def test_searches_that_find_nothing_are_refused():
         describe(thresholds=features.Search(noise_multiplier=-1.0))
 
 
+@kills("features/normalization.py", "if features.shape[0] != self.examples:", "if False:")
 def test_another_data_set_is_refused():
     with pytest.raises(ValueError, match="got 41 examples"):
         describe().release(KEY, some(examples=41))

@@ -13,6 +13,7 @@ import optax
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, federated, ledger, noise, reports, sampling, training, trees, types
@@ -115,6 +116,12 @@ def influences(sum_of, examples):
         yield length(jax.tree.map(np.subtract, whole, without)), length(whole)
 
 
+@kills(
+    "federated/rounds.py",
+    'clipped_grad(loss, rule, "vmap")',
+    'clipped_grad(loss, __import__("dpjax").clipping.flat(jnp.inf), "vmap")',
+    case="flat-False",
+)
 @pytest.mark.parametrize("project", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_no_client_moves_the_sum_by_more_than_the_sensitivity(name, project):
@@ -139,12 +146,19 @@ def test_the_sensitivity_is_attained_by_heavy_clients_that_move_far(name):
         assert heavy == pytest.approx(RULES[name].sensitivity, rel=1e-3)
 
 
+@kills("federated/weights.py", "np.minimum(shares, 1.0)", "shares")
+@kills(
+    "federated/weights.py",
+    "np.asarray(self.values, np.float64) / self.largest",
+    "np.asarray(self.values, np.float64)",
+)
 def test_shares_are_weights_over_the_largest_and_never_above_one():
     shares = federated.Weights(values=[0, 30, 100, 700, -5, math.nan, math.inf], largest=100).shares
     np.testing.assert_allclose(shares, [0, 0.3, 1, 1, 0, 0, 1])
     assert shares.max() <= 1.0
 
 
+@kills("federated/fedavg.py", "len(clients) / weights.total_share", "1.0")
 def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
     clients = federated.Clients.of([np.full((n, 1), 0.5, np.float32) for n in (2, 5, 40)])
     weights = federated.Weights(values=clients.counts, largest=10, total=15)
@@ -154,6 +168,7 @@ def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
     assert moved(algorithm, jnp.zeros(1))[0] == pytest.approx(0.5 * 1.7 / 1.5, rel=1e-6)
 
 
+@kills("federated/weights.py", "return sigma / self.largest", "return sigma", case="2-31.371")
 @pytest.mark.parametrize(("largest", "want"), [(1, 7.0466), (2, 31.3710), (5, 271.9903)])
 def test_noise_as_papers_state_it_is_worth_less_by_the_largest_weight(largest, want):
     multiplier = federated.Weights(values=np.ones(1000), largest=largest).noise_multiplier(1.0)
@@ -222,6 +237,7 @@ def test_the_whole_round_is_what_a_loop_in_python_does():
     np.testing.assert_allclose(found, total / 6, rtol=1e-5, atol=1e-7)
 
 
+@kills("federated/local.py", "real = slots < count", "real = slots < clients.capacity", slow=True)
 def test_padding_and_other_clients_rows_contribute_nothing():
     """A batch is longer than the client, and the rows behind it are broken ones."""
     rows = np.random.default_rng(1).normal(size=(3, 3)).astype(np.float32)
@@ -242,6 +258,20 @@ def test_the_order_of_clients_does_not_matter():
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@kills(
+    "sampling.py",
+    "lambda carry: carry[0] < draw.size",
+    "lambda carry: carry[0] + size <= draw.size",
+    case="3",
+    slow=True,
+)
+@kills(
+    "federated/rounds.py",
+    "jnp.where(drawn, clients.counts[rows], 0)",
+    "clients.counts[rows]",
+    case="3",
+    slow=True,
+)
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_microbatches_of_clients_change_nothing(size):
     clients = some_clients(*range(20, 0, -1))
@@ -253,6 +283,12 @@ def test_microbatches_of_clients_change_nothing(size):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@kills("federated/rounds.py", "jax.random.fold_in(key, index)", "key")
+@kills(
+    "federated/rounds.py",
+    "trees.step_key(key, Purpose.LOCAL, noise_state.step)",
+    "trees.step_key(key, Purpose.LOCAL, 0)",
+)
 def test_each_client_and_round_has_an_order_of_its_own():
     """One example is seen; who sees which differs between clients, rounds and runs."""
     alike = [np.arange(1.0, 21, dtype=np.float32)[:, None]] * 6
@@ -273,6 +309,11 @@ def test_each_client_and_round_has_an_order_of_its_own():
     assert len(set(seen)) > 3, "keys differ"
 
 
+@kills(
+    "federated/local.py",
+    "clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]",
+    "carry.update + clipping.clip(local.ball, change[None])[0]",
+)
 def test_a_projected_client_never_leaves_the_bound_however_long_it_trains():
     """It goes out far and comes back: projected on the way it ends elsewhere."""
     way = np.array([[100.0, 0, 0]], np.float32)
@@ -294,6 +335,13 @@ def test_a_client_with_one_broken_example_contributes_exactly_nothing():
     np.testing.assert_array_equal(with_bad, without)
 
 
+@kills(
+    "gradients/engines.py",
+    '"vmap": isolated(adding(vmap))',
+    '"vmap": adding(vmap)',
+    case="True",
+    slow=True,
+)
 @pytest.mark.parametrize("wiped", [False, True])
 def test_what_is_broken_in_one_client_stays_there_through_convolutions(wiped):
     """In float64 XLA on CPU writes grouped convolutions with zeros, and 0 times NaN is NaN.
@@ -333,6 +381,7 @@ def test_a_client_whose_loss_is_not_finite_spoils_no_mean():
     np.testing.assert_allclose(found.loss, want.loss, rtol=1e-6)
 
 
+@kills("federated/rounds.py", "working & ~sound", "working & ~working", slow=True)
 def test_clients_that_diverge_are_counted_and_spoil_no_mean(caplog):
     """Clients without examples are drawn too, and are neither counted nor dropped."""
     values = [math.nan, 1e30, *[0.5] * 5, *[7.0] * 3]
@@ -401,6 +450,12 @@ def test_parameters_in_half_precision_do_not_lose_small_steps():
 # Noise and sampling --------------------------------------------------------------------
 
 
+@kills(
+    "federated/rounds.py",
+    "            part.value,\n",
+    "            part.value + jax.random.normal(jax.random.key(rows[0]), params.shape),\n",
+    case="7",
+)
 @pytest.mark.parametrize("size", [1, 7, 40])
 def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(size):
     clients = federated.Clients.of([np.zeros((n % 3, 1), np.float32) for n in range(60)])
@@ -413,6 +468,7 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
     assert np.std(change) * 15 == pytest.approx(1.1 * 2.0, rel=0.005)
 
 
+@kills("federated/rounds.py", ", bound_scale=recipe.scale)", ")", case="10.0", slow=True)
 @pytest.mark.parametrize("total", [None, 10.0])
 def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(total):
     """Updates are all 0, so that the second moment is that of the noise."""
@@ -429,6 +485,11 @@ def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(t
     assert float(adam.noise[0]) == pytest.approx(float(jnp.mean(adam.second)), rel=0.02)
 
 
+@kills(
+    "federated/rounds.py",
+    "x * jnp.asarray(recipe.scale, x.dtype)",
+    "x * mechanism.batch_size / sums.clients",
+)
 def test_the_divisor_does_not_depend_on_who_was_drawn():
     clients = federated.Clients.of([np.full((1, 3), 0.1, np.float32)] * 40)
     plan = mechanism(40, sampler=sampling.poisson(40, 10))
@@ -535,6 +596,11 @@ def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
     assert "data:" in str(refused.value)
 
 
+@kills(
+    "federated/fedavg.py",
+    "spent = ledger.admit(state.ledger, mechanism, budget)",
+    "spent = ledger.admit(state.ledger, mechanism)",
+)
 def test_a_budget_stops_rounds_before_they_begin():
     clients = some_clients(*[2] * 50)
     plan = mechanism(50, sampler=sampling.poisson(50, 5), multiplier=1.5, steps=50)
@@ -548,6 +614,12 @@ def test_a_budget_stops_rounds_before_they_begin():
         algorithm.step(state)
 
 
+@kills(
+    "reports/statement.py",
+    'yield f"  unit          one {unit}"',
+    'yield "  unit          one example"',
+)
+@kills("reports/card.py", '"unit": mechanism.unit,', '"unit": "example",')
 def test_the_statement_and_the_card_say_one_client():
     plan = mechanism(1000, sampler=sampling.poisson(1000, 100), multiplier=1.0, steps=100)
     words = dpjax.statement(plan, 1e-5)
@@ -567,6 +639,7 @@ def test_the_statement_and_the_card_say_one_client():
     assert "1/clients=0.001: publishing one client outright" in too_large
 
 
+@kills("mechanism/description.py", "if set(before) - {unit}:", "if False:")
 def test_what_was_spent_in_another_unit_is_not_added():
     before = mechanism(30, multiplier=1.0)
     spent = before.spent(before.multipliers)
@@ -579,12 +652,14 @@ def test_what_was_spent_in_another_unit_is_not_added():
 # What it refuses ------------------------------------------------------------------------
 
 
+@kills("federated/fedavg.py", "if sizes != (expected, expected):", "if False:")
 def test_a_sampler_that_counts_examples_is_refused():
     clients = some_clients(*[5] * 20)
     with pytest.raises(ValueError, match=r"20 clients and 20 weights.*draws from 100"):
         fedavg(clients, mechanism(100, sampler=sampling.poisson(100, 10)))
 
 
+@kills("federated/fedavg.py", 'if mechanism.unit != "client":', "if False:")
 def test_a_mechanism_for_examples_is_refused():
     plan = dataclasses.replace(mechanism(3), unit="example")
     with pytest.raises(ValueError, match=r"Mechanism\(unit='client'"):
@@ -733,6 +808,7 @@ def test_examples_may_hold_keys():
         assert np.any(found)
 
 
+@kills("federated/fedavg.py", "    check_draw(mechanism.sampling)\n", "")
 def test_a_draw_that_is_made_once_is_refused():
     """As for examples: NumPy is asked when the round is compiled."""
 
@@ -745,6 +821,25 @@ def test_a_draw_that_is_made_once_is_refused():
         fedavg(some_clients(*range(9)), mechanism(9, sampler=own))
 
 
+@kills(
+    "federated/fedavg.py",
+    "if mechanism.adaptive is not None:",
+    "if False:",
+    case="a bound that moves",
+)
+@kills(
+    "federated/fedavg.py",
+    "if mechanism.clipping.projections is not None:",
+    "if False:",
+    case="norms that are estimated",
+)
+@kills(
+    "federated/clients.py",
+    "if counts.sum() > _MOST:",
+    "if False:",
+    case="more rows than indices can name",
+)
+@kills("federated/fedavg.py", "if not isinstance(weights, Weights):", "if False:")
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     make, kind, message = BAD[name]

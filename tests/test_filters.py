@@ -11,6 +11,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 
 import dpjax
 from dpjax import accounting, clipping, ledger, noise, sampling
@@ -20,6 +21,12 @@ RATE = 256 / 60_000
 GOLDEN = [(3.0, 7.3, 1.635412, 18338), (2.0, 9.8, 1.058705, 8642), (1.0, 12.0, 0.266282, 1709)]
 
 
+@kills(
+    "accounting/filters.py",
+    "epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)",
+    "epsilon - np.log1p(-1 / orders) + np.log(orders) / (orders - 1)",
+    case="2.0-9.8-1.058705-8642",
+)
 @pytest.mark.parametrize(("epsilon", "order", "limit", "steps"), GOLDEN)
 def test_at_the_best_order_it_lets_as_much_through_as_the_ledger(epsilon, order, limit, steps):
     step = accounting.subsampled_gaussian(1.1, RATE, 1)
@@ -36,6 +43,12 @@ def test_at_the_best_order_it_lets_as_much_through_as_the_ledger(epsilon, order,
     assert budget.room(1.1, RATE) == fits == steps
 
 
+@kills(
+    "accounting/filters.py",
+    "after = self._after(self.cost(noise_multiplier, sampling_rate), steps)",
+    "after = self._after(self.cost(noise_multiplier, sampling_rate), steps - 1)",
+    case="rdp",
+)
 @pytest.mark.parametrize(
     "budget",
     [Filter(epsilon=1.0, delta=1e-5, order=12.0), Filter(epsilon=1.0, delta=1e-5, method="gdp")],
@@ -162,6 +175,8 @@ REFUSED = {
 }
 
 
+@kills("accounting/filters.py", 'if method == "pld":', 'if method == "never":', case="pld")
+@kills("accounting/filters.py", "if not (self.spent >= 0 and ", "if not (")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_theorem_covers_is_refused(case):
     settings, message = REFUSED[case]
@@ -169,6 +184,7 @@ def test_what_no_theorem_covers_is_refused(case):
         Filter(**{"epsilon": 1.0, "delta": 1e-5, "order": 12.0, **settings})
 
 
+@kills("accounting/filters.py", "if sampling_rate != 1:", "if False:")
 def test_steps_that_no_theorem_covers_are_refused():
     budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
     with pytest.raises(ValueError, match=r"rate 1.*method='rdp'"):
@@ -191,6 +207,11 @@ def test_without_noise_nothing_is_admitted():
         budget.admit(0.0, 0.1)
 
 
+@kills(
+    "accounting/filters.py",
+    "return parts.precision if parts.private else math.inf",
+    "return parts.precision if noise_multiplier > 0 else math.inf",
+)
 @pytest.mark.parametrize("multiplier", [0.0, 1e-101, 1e-160, 5e-324])
 def test_noise_whose_square_underflows_is_none(multiplier):
     """Its squared signal counted as nothing, so that any number of such steps went through."""

@@ -14,13 +14,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from mutation import kills
 
 import dpjax
 from dpjax import clipped_grad, clipping, gradients, losses, testing
-from dpjax.gradients.isolation import isolated
+from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import bytes_per_example
-from dpjax.gradients.rows import Rows
-from dpjax.training import stepping
+from dpjax.gradients.nan_isolation import isolated
+from dpjax.training import step
 
 RULE = clipping.flat(1.0)
 
@@ -205,6 +206,7 @@ def test_models_of_any_library_train_privately(case):
     assert info.norm.shape == (1,)
 
 
+@kills("gradients/clipped_grad.py", "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)", "rows")
 def test_weights_are_held_to_one():
     """Weights scale what is already clipped, per example or per group, and never up."""
     params, batch = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, jnp.arange(1.0, 6.0)
@@ -228,6 +230,11 @@ def test_weights_are_held_to_one():
         clipped_grad(loss, rule)(params, batch, weights=jnp.ones(4))
 
 
+@kills(
+    "gradients/batching.py",
+    "jax.lax.scan(body, start, folded)",
+    "jax.lax.scan(body, trees.zeros_wide(start), folded)",
+)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize("size", [2, 5])
 def test_a_sum_is_added_to_what_was_there(engine, size):
@@ -249,6 +256,11 @@ def test_a_sum_is_added_to_what_was_there(engine, size):
     assert alone["table"][3].all()
 
 
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py",
+    "entries[0].scaled(factors).wiped(factors != 0)",
+    "entries[0].scaled(factors)",
+)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 def test_what_is_broken_does_not_get_into_a_table(engine):
     params, ids = {"table": jnp.ones((4, 2))}, jnp.array([[1], [1], [2]])
@@ -286,6 +298,7 @@ np.testing.assert_allclose(plain_grad(loss, devices=2)(w, x), mean, rtol=1e-5)
 """
 
 
+@kills("gradients/batching.py", "jnp.sum(x, axis=0), parts.value", "x[0], parts.value", slow=True)
 def test_two_devices_are_one():
     subprocess.run([sys.executable, "-c", TWO_DEVICES], check=True, timeout=120)
 
@@ -356,6 +369,7 @@ for jitted, devices in [(True, 2), (True, None), (False, None)]:
 """
 
 
+@kills("gradients/sharding_checks.py", "if kind.manual_axis_type.varying:", "if False:", slow=True)
 def test_a_shard_map_that_sums_gradients_by_itself_is_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     over, whole = jax.P("d"), jax.P()
@@ -385,6 +399,19 @@ def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
     assert found == [2, 1]
 
 
+@kills("gradients/nan_isolation.py", "        refuse_split(rows.batch)\n", "", slow=True)
+@kills(
+    "gradients/clipped_grad.py",
+    "return isolated(estimated, by_patches)",
+    "return estimated",
+    slow=True,
+)
+@kills(
+    "gradients/sharding_checks.py",
+    "if not sharding.is_fully_replicated:",
+    "if len(sharding.device_set) > 2:",
+    slow=True,
+)
 def test_a_batch_that_lies_on_two_devices_is_right_or_refused():
     """XLA's partitioner gets the grouped convolutions of vmapped kernel gradients wrong."""
     subprocess.run([sys.executable, "-c", SPLIT_BATCH], check=True, timeout=240)
@@ -402,6 +429,12 @@ def images(broken=None):
     return x, jnp.ones((2, 2, 3))
 
 
+@kills(
+    "gradients/nan_isolation.py",
+    "jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)",
+    "together(rows)",
+    slow=True,
+)
 def test_a_broken_image_takes_no_weight_from_others():
     """A weight that is NaN is 0, and one example must not make those of others NaN."""
 
@@ -422,6 +455,7 @@ def test_a_broken_image_takes_no_weight_from_others():
         np.testing.assert_allclose(w - sums.value / 5, released(1), rtol=1e-9)
 
 
+@kills("gradients/clipped_grad.py", "return isolated(estimated, by_patches)", "return estimated")
 def test_a_broken_image_leaves_estimated_norms_of_others_alone():
     def loss(w, x):
         step = jnp.nan_to_num(jax.lax.stop_gradient(jax.grad(convolved)(w, x)))
@@ -435,6 +469,12 @@ def test_a_broken_image_leaves_estimated_norms_of_others_alone():
     np.testing.assert_allclose(found.norms[others], want.norms[others], rtol=1e-9)
 
 
+@kills(
+    "gradients/nan_isolation.py",
+    "broken = ~jnp.all(jnp.isfinite(together.norms))",
+    "broken = jnp.zeros((), bool)",
+    slow=True,
+)
 def test_examples_are_taken_one_by_one_where_another_compiler_mixes_them(monkeypatch):
     """What compilers but that of CPUs do was not tried: there a norm that is NaN may be all's."""
 
@@ -467,7 +507,7 @@ def test_an_example_without_a_finite_loss_spoils_no_mean_and_is_told(monkeypatch
     )
     algorithm = dpjax.dpsgd(scored, optax.sgd(1.0), plan, (x, labels))
     told = []
-    monkeypatch.setattr(stepping.logging, "log_first_n", lambda *args: told.append(args))
+    monkeypatch.setattr(step.logging, "log_first_n", lambda *args: told.append(args))
     _, info = algorithm.step(algorithm.init(jax.random.key(0), jnp.ones(3)))
     assert float(info.loss) == pytest.approx(np.log(3) + 0.3)
     assert (info.examples, info.dropped) == (4, 0)

@@ -8,6 +8,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from mutation import kills
 from scipy import stats
 from scipy.integrate import quad
 
@@ -17,6 +18,12 @@ from dpjax import accounting, clipping, sampling
 STEP = accounting.subsampled_gaussian(1.0, 0.01, 200)
 
 
+@kills(
+    "accounting/user_level.py",
+    "odds = stats.binom.pmf(drawn, records, rate)",
+    "odds = stats.binom.pmf(drawn, 1, rate)",
+    case="2-1.9466",
+)
 @pytest.mark.parametrize(("records", "expected"), [(1, 0.9125), (2, 1.9466), (4, 4.1482)])
 def test_what_users_pay(records, expected):
     got = accounting.epsilon_for_users(STEP, 1e-5, records)
@@ -55,6 +62,7 @@ def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, ep
     assert got == pytest.approx(expected, rel=0.01)
 
 
+@kills("accounting/event_parts.py", "                leaf = _listed(leaf)\n", "")
 def test_mixtures_that_print_alike_are_not_one():
     """NumPy prints a long array without its middle: the dear one counted as a cheap one more."""
     signals, odds = np.linspace(0, 1e-3, 1500), np.full(1500, 1 / 1500)
@@ -67,6 +75,11 @@ def test_mixtures_that_print_alike_are_not_one():
         assert accounting.epsilon(accounting.compose(*order), 1e-5, "pld") >= alone
 
 
+@kills(
+    "accounting/user_level.py",
+    "gaussian(parts.unsampled_multiplier / records)",
+    "gaussian(parts.unsampled_multiplier)",
+)
 def test_without_sampling_all_records_are_always_there():
     event = accounting.for_groups(accounting.gaussian(6.0, steps=4), records=3)
     assert event == accounting.gaussian(1.0)
@@ -122,6 +135,7 @@ def test_large_losses_get_a_coarse_grid_and_not_all_memory(records, rate, multip
     assert 1000 < accounting.epsilon_for_users(event, 1e-5, records) < math.inf
 
 
+@kills("accounting/user_level.py", "    _refuse_foreign(parts)\n", "")
 def test_what_has_no_proof_is_refused():
     fixed = dpjax.Mechanism(
         sampling=sampling.fixed(100, 10),

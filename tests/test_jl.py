@@ -15,12 +15,13 @@ import pytest
 import scipy.integrate
 import scipy.stats
 from jax import lax
+from mutation import kills
 
 import dpjax
 from dpjax import accounting, clipping, ledger, noise, reports, sampling, trees, types
-from dpjax.accounting.projected import ProjectedGaussianDpEvent
+from dpjax.accounting.random_projections import ProjectedGaussianDpEvent
 from dpjax.data import Stream
-from dpjax.gradients import tangents
+from dpjax.gradients._estimated_norms import jvp_magnitude
 from dpjax.mechanism import Spent
 
 PARAMS = {"a": jnp.array([0.3, -0.2, 0.5]), "b": jnp.array(0.1)}
@@ -56,6 +57,12 @@ def definition(rule, key, x):
     return norms, factors, jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), gradients)
 
 
+@kills(
+    "gradients/_estimated_norms/jl.py",
+    "jax.random.fold_in(key, j)",
+    "jax.random.fold_in(key, 0 * j)",
+    case="None",
+)
 @pytest.mark.parametrize("microbatch_size", [None, 5])
 def test_the_sum_is_that_of_the_definition(microbatch_size):
     rule, key = clipping.jl(1.2, 7), jax.random.key(3)
@@ -70,6 +77,11 @@ def test_the_sum_is_that_of_the_definition(microbatch_size):
         np.testing.assert_allclose(found.value[name], value[name], rtol=1e-4, atol=1e-6)
 
 
+@kills(
+    "gradients/_estimated_norms/jl.py",
+    "jnp.mean(jnp.square(x), axis=0)",
+    "jnp.square(jnp.mean(jnp.abs(x), axis=0))",
+)
 def test_estimates_follow_the_law_that_is_accounted():
     """M / |g| is sqrt(chi2_r / r), whatever the gradient."""
     rule, x = clipping.jl(1.0, 4), jnp.array([[3.0, 0.0, 0.0], [1.0, -2.0, 0.5]])
@@ -93,6 +105,12 @@ def broken_backward(w, x):
     return jnp.vdot(w["a"], x) / 1000 + jnp.where(far, 0.0, jnp.sqrt(length))
 
 
+@kills(
+    "gradients/_estimated_norms/jl.py",
+    "sound = jnp.all(",
+    "sound = True | jnp.all(",
+    case="broken_backward",
+)
 @pytest.mark.parametrize("broken", [broken_forward, broken_backward])
 def test_a_broken_example_leaves_the_others_as_they_are(broken):
     x = jnp.asarray(X).at[2, 0].set(1000.0)
@@ -117,6 +135,12 @@ def test_steps_in_memory_and_from_a_stream_are_the_same_and_their_directions_dif
     jax.tree.map(lambda *x: [np.testing.assert_allclose(x[0], y, rtol=1e-4) for y in x[1:]], *found)
 
 
+@kills(
+    "training/step.py",
+    "Purpose.PROJECTIONS, at.step)",
+    "Purpose.PROJECTIONS, 0 * at.step)",
+    slow=True,
+)
 def test_a_step_draws_directions_of_its_own():
     mechanism = mechanism_for(sampler=sampling.full(12), multiplier=0.0, projections=3)
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.0), mechanism, X)
@@ -140,6 +164,9 @@ def in_bfloat16(w, x):
     return jnp.vdot(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
+@kills(
+    "gradients/_xla_cpu/primitives.py", "for inner in inner_programs(equation):", "for inner in ():"
+)
 def test_a_model_that_would_round_the_sum_is_refused():
     """In bfloat16 a sum near 256 moves by 2 or not at all, whatever an example's bound is."""
     clipped = dpjax.clipped_grad(in_bfloat16, clipping.jl(1.0, 3))
@@ -151,6 +178,12 @@ def test_a_model_that_would_round_the_sum_is_refused():
     narrow_data(jnp.zeros(3), jnp.ones((4, 3), jnp.int8), key=jax.random.key(0))
 
 
+@kills(
+    "gradients/_estimated_norms/jl.py",
+    "products + roundings * jnp.finfo(products.dtype).eps * largest",
+    "products",
+    slow=True,
+)
 @pytest.mark.parametrize(
     ("a", "b"),
     [
@@ -199,12 +232,34 @@ HIDDEN = {
 }
 
 
+@kills(
+    "gradients/_estimated_norms/jvp_magnitude.py",
+    "return (jnp.maximum(largest, here), outputs[:split]), outputs[split:]",
+    "return (largest, outputs[:split]), outputs[split:]",
+)
+@kills(
+    "gradients/_estimated_norms/jvp_magnitude.py",
+    "return jnp.maximum(carry[0], here), outputs",
+    "return carry[0], outputs",
+    case="a while",
+)
+@kills(
+    "gradients/_estimated_norms/jvp_magnitude.py",
+    "zip(before, after, strict=True)",
+    "zip(before, before, strict=True)",
+    case="carried later",
+)
+@kills(
+    "gradients/_estimated_norms/jvp_magnitude.py",
+    'if name in ("dot_general", "conv_general_dilated"):',
+    "if False:",
+)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_largest_tangent_is_seen_wherever_it_is(name):
     w, x, direction = jnp.zeros(3), jnp.ones(3), jnp.arange(1.0, 4)
     loss = HIDDEN[name]
     want = jax.jvp(lambda w: loss(w, x), (w,), (direction,))[1]
-    got, largest = jax.jit(lambda d: tangents.along(lambda w: loss(w, x), w, d))(direction)
+    got, largest = jax.jit(lambda d: jvp_magnitude.along(lambda w: loss(w, x), w, d))(direction)
     assert float(got) == pytest.approx(float(want), abs=64)
     assert 2e8 <= float(largest) <= 2e9
 
@@ -214,7 +269,7 @@ def test_large_numbers_that_are_no_tangents_are_none():
         shown = jnp.where(jnp.arange(3) < 2, w * x, -1e30) + 1e8 * jnp.sum(x)
         return lax.scan(lambda c, r: ((c[0] + 1e9, c[1] + r), None), (1e9, 0.0), shown)[0][1]
 
-    _, largest = tangents.along(lambda w: masked(w, jnp.ones(3)), jnp.zeros(3), jnp.ones(3))
+    _, largest = jvp_magnitude.along(lambda w: masked(w, jnp.ones(3)), jnp.zeros(3), jnp.ones(3))
     assert float(largest) == 2
 
 
@@ -275,6 +330,12 @@ def test_five_projections_have_no_finite_epsilon():
     assert published(5) == math.inf
 
 
+@kills(
+    "accounting/random_projections.py",
+    "z == 0 or (q == 1 and _beyond(z, r) >= _RARE)",
+    "z == 0",
+    case="1",
+)
 @pytest.mark.parametrize("projections", [1, 2, 3])
 def test_without_sampling_few_projections_prove_nothing(projections):
     """A scale that is taken for laid bare is likelier than anything is proved for."""
@@ -283,6 +344,7 @@ def test_without_sampling_few_projections_prove_nothing(projections):
     assert accounting.delta(event, 1.0, "pld") == 1.0
 
 
+@kills("accounting/random_projections.py", "zip(values[:0:-1], ", "zip(values[-2::-1], ", slow=True)
 def test_one_step_costs_the_mean_over_the_scale():
     """delta = E_s delta_Gauss(z / s), by an integral over the density of chi2."""
     z, r, normal = 1.5, 12, scipy.stats.norm
@@ -312,6 +374,11 @@ def test_no_other_method_has_a_number(method):
         dpjax.fit(algorithm, algorithm.init(jax.random.key(0), PARAMS), method=method)
 
 
+@kills(
+    "mechanism/spent.py",
+    "return event if projections is None else accounting.with_projections(event, projections)",
+    "return event",
+)
 def test_the_event_says_how_norms_were_known():
     mechanism = mechanism_for(multiplier=2.0, sampler=sampling.full(12))
     (runs,) = mechanism.event.events
@@ -380,6 +447,13 @@ TEACHES = [
 ]
 
 
+@kills(
+    "accounting/random_projections.py",
+    'if neighbours == "replace-one":',
+    "if False:",
+    case="<lambda>-ValueError-no proof for neighbours='replace-one'0",
+    slow=True,
+)
 @pytest.mark.parametrize(("act", "error", "message"), TEACHES)
 def test_errors_teach(act, error, message):
     with pytest.raises(error, match=message):

@@ -17,6 +17,7 @@ import pytest
 import scipy.stats
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from mutation import kills
 
 import dpjax
 from dpjax import accounting, auditing, clipping, ledger, noise, sampling, testing, trees, types
@@ -167,6 +168,18 @@ def test_the_sensitivity_is_attained(rule):
     assert testing.influence(rule, gradients) == pytest.approx(rule.sensitivity, rel=0.02)
 
 
+@kills(
+    "types.py",
+    "jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)",
+    "jnp.clip(wished, 0, limit)",
+    case="nan-flat-one group",
+)
+@kills(
+    "trees.py",
+    "jnp.where(expand(scale, leaf) != 0, leaf.astype(scale.dtype), 0)",
+    "leaf.astype(scale.dtype)",
+    case="nan-flat-one group",
+)
 @pytest.mark.parametrize("rule", EVERY_RULE)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
@@ -180,6 +193,42 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
 # Law 2: engines agree; order, padding and emptiness ------------------------------------
 
 
+@kills(
+    "gradients/batching.py",
+    "trips = -(-count // size)",
+    "trips = max(1, count // size)",
+    case="flat-one group",
+)
+@kills(
+    "gradients/batching.py",
+    "grown.mask & (jnp.arange(size) < count)",
+    "grown.mask",
+    case="flat-one group",
+)
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py",
+    "jnp.ones(len(x), x.dtype), x)",
+    "jnp.full(len(x), 0.5, x.dtype), x)",
+    case="flat-one group",
+)
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py",
+    "cotangent=self.cotangent * trees.expand(factors, self.cotangent)",
+    "cotangent=self.cotangent",
+    case="flat-one group",
+)
+@kills(
+    "gradients/_bookkeeping/ghost.py",
+    "{i: total(factors[:, groups[i]])",
+    "{i: total(factors[:, 0])",
+    case="per_group-by layer",
+)
+@kills(
+    "gradients/_bookkeeping/ghost.py",
+    "squares[groups[i]] = squares[groups[i]] + square\n    lengths",
+    "squares[0] = squares[0] + square\n    lengths",
+    case="per_group-by layer",
+)
 @pytest.mark.parametrize("rule", ON_ONE_GROUP + BY_LAYER)
 def test_engines_agree(rule):
     mask = np.arange(7) != 2
@@ -293,6 +342,13 @@ NOISES = [
 ]
 
 
+@kills("noise/link.py", "deviation * noise", "0.9 * deviation * noise", case="constant")
+@kills(
+    "noise/link.py",
+    "leaf.astype(noise.dtype) + deviation * noise",
+    "leaf.astype(noise.dtype)",
+    case="constant",
+)
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation):
     chain = optax.chain(
@@ -306,6 +362,7 @@ def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation)
     assert found * 256 == pytest.approx(deviation, rel=0.005)
 
 
+@kills("mechanism/description.py", "1 / self.batch_size", "1.0", case="constant")
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
     mechanism = mechanism_for(
@@ -315,6 +372,16 @@ def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
     testing.assert_noise(link, BIG, deviation / 50)
 
 
+@kills(
+    "noise/link.py",
+    "[deviations[group] for group in groups]",
+    "[deviations[0] for group in groups]",
+)
+@kills(
+    "noise/link.py",
+    "[_product(multiplier, bound) for multiplier, bound in pairs]",
+    "[multiplier for multiplier, bound in pairs]",
+)
 def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     rule = clipping.per_group((1.0, 2.0), BIG_GROUPS)
     link = noise.gaussian((2.0, 1.5), rule, key=jax.random.key(0))
@@ -325,6 +392,21 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     np.testing.assert_allclose(mechanism.multipliers, 1.2)
 
 
+@kills(
+    "noise/link.py",
+    "trees.step_key(state.key, Purpose.NOISE, state.step)",
+    "trees.step_key(state.key, Purpose.NOISE, 0)",
+)
+@kills(
+    "noise/link.py",
+    "GaussianState(state.key, state.step + 1)",
+    "GaussianState(state.key, state.step)",
+)
+@kills(
+    "trees.py",
+    "in jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])",
+    "in [drawn[:size] for size in sizes]",
+)
 def test_noise_is_independent_between_steps_leaves_and_runs():
     rule = clipping.flat(1.0)
     like = {"a": jnp.zeros(40_000), "b": jnp.zeros(40_000)}
@@ -349,6 +431,13 @@ def test_multiplier_zero_is_the_identity():
     assert_trees_equal(out, tree, rtol=0)
 
 
+@kills(
+    "training/step.py",
+    "            part.value,\n",
+    "            jax.tree.map(lambda p: p + "
+    "jax.random.normal(jax.random.key(0), p.shape), part.value),\n",
+    case="5",
+)
 @pytest.mark.parametrize("size", [1, 5, 30])
 def test_noise_is_added_once_whatever_the_microbatches(size):
     """Microbatches, all masked rows and empty draws change nothing about the noise."""
@@ -365,6 +454,47 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 # Law 5: without clipping and noise it is plain SGD -------------------------------------
 
 
+@kills(
+    "sampling.py",
+    "lambda carry: carry[0] < draw.size",
+    "lambda carry: carry[0] < jnp.minimum(draw.size, size)",
+    case="3-poisson",
+    slow=True,
+)
+@kills(
+    "sampling.py",
+    "return start + of * size, add(",
+    "return start + of * size - 1, add(",
+    case="3-poisson",
+    slow=True,
+)
+@kills(
+    "sampling.py",
+    "mask = start + jnp.arange(size) < draw.size",
+    "mask = jnp.ones(size)",
+    case="3-poisson",
+)
+@kills(
+    "training/step.py",
+    "optimizer.update(mean, inner",
+    "optimizer.update(jax.tree.map(lambda x: x * "
+    "recipe.mechanism.batch_size / sums.examples, mean), inner",
+    case="3-poisson",
+    slow=True,
+)
+@kills(
+    "training/in_memory.py",
+    "recipe.mechanism.sampling.draw(key, moved[0].step)",
+    "recipe.mechanism.sampling.draw(key, 0)",
+    case="3-poisson",
+    slow=True,
+)
+@kills(
+    "training/step.py",
+    "weights, directions, sums.gradients)",
+    "weights, directions)",
+    case="3-poisson",
+)
 @pytest.mark.parametrize(
     ("size", "sampler"),
     [
@@ -413,6 +543,7 @@ def draws(sampler, steps, seed=0):
     return np.asarray(jax.vmap(lambda t: included(key, t))(jnp.arange(steps)))
 
 
+@kills("sampling.py", "so_far.size + chosen[i]", "so_far.size + 1")
 def test_poisson_draws_are_poisson():
     found = draws(sampling.poisson(1000, 50), 4000)
     assert set(np.unique(found)) == {0, 1}
@@ -426,6 +557,11 @@ def test_poisson_draws_are_poisson():
     assert windows.var() == pytest.approx(0.95, abs=0.05)
 
 
+@kills(
+    "sampling.py",
+    "largest = math.floor(rate * _WORDS) - 1",
+    "largest = math.floor(2 * rate * _WORDS) - 1",
+)
 def test_poisson_draws_of_a_small_set():
     found = draws(sampling.poisson(100, 5), 20_000)
     sizes = found.sum(axis=1)
@@ -448,6 +584,12 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
         assert rows.max(initial=0) < sampler.examples
 
 
+@kills(
+    "sampling.py",
+    "trees.step_key(key, Purpose.SAMPLING, step), below, True)",
+    "trees.step_key(key, Purpose.SAMPLING, 0), below, True)",
+    case="poisson",
+)
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
 def test_draws_differ_between_steps_and_keys(name):
     found = draws(SAMPLERS[name](), 40)
@@ -503,6 +645,12 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
     assert epsilon(delta=1e-4) <= here * slack
 
 
+@kills("sampling.py", "dp.PoissonSampledDpEvent(rate,", "dp.PoissonSampledDpEvent(rate / 2,")
+@kills(
+    "mechanism/description.py",
+    "np.full(self.steps, multiplier, np.float64)",
+    "np.full(self.steps // 2, multiplier, np.float64)",
+)
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(60_000, 256),
@@ -551,6 +699,12 @@ def test_calibrate_after_epsilon_is_the_identity():
     assert again.noise_multiplier == pytest.approx(1.3, rel=1e-4)
 
 
+@kills(
+    "training/step.py",
+    "mean, noise_state = private.update(sums.gradients, noise_state, below=sums.below)",
+    "mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, sums.gradients)\n   "
+    " noise_state = noise_state._replace(step=noise_state.step + 1)",
+)
 def test_what_ran_is_what_is_accounted():
     """The noise that really moved the parameters, step by step, is the ledger's."""
     schedule = lambda t: 4.0 / (1 + t)  # noqa: E731
@@ -627,6 +781,11 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
     assert accounting.epsilon(one_more, 1e-5, method) > 2.0
 
 
+@kills(
+    "training/dpsgd.py",
+    "spent = ledger.admit(state.ledger, mechanism, budget, steps=count)",
+    "spent = state.ledger",
+)
 def test_no_step_runs_beyond_the_plan():
     mechanism = mechanism_for(clipping.flat(1.0), sampler=sampling.poisson(100, 10), steps=3)
     algorithm = dpjax.dpsgd(network, optax.sgd(0.1), mechanism, some_batch(100))
@@ -654,6 +813,12 @@ AUDITED = [
 ]
 
 
+@kills(
+    "noise/link.py",
+    "_product(multiplier, rule.sensitivity)",
+    "_product(multiplier, rule.bounds[0])",
+    case="grouped bound-1.0",
+)
 @pytest.mark.parametrize("bound", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("make", AUDITED)
 def test_the_audit_of_one_step_measures_the_stated_multiplier(make, bound):

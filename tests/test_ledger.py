@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, ledger, sampling
@@ -59,6 +60,7 @@ def test_equal_steps_share_a_row_and_order_is_kept():
     assert book.steps == 5
 
 
+@kills("ledger.py", "np.diff(starts, append=len(spent))", "np.ones(len(starts), np.int64)")
 def test_what_ran_costs_what_was_planned_and_less_if_it_stopped():
     mechanism = make(steps=30)
     full, half = walk(mechanism, 30), walk(mechanism, 15)
@@ -74,12 +76,15 @@ def test_admitting_leaves_the_old_ledger_alone():
     assert (one.steps, two.steps) == (1, 2)
 
 
+@kills("ledger.py", "if done + steps > planned:", "if done + steps > planned + 1:")
 def test_the_step_after_the_last_is_refused():
     mechanism = make(steps=3)
     with pytest.raises(ledger.Refused, match="step 4 of 3 planned steps"):
         ledger.admit(walk(mechanism, 3), mechanism)
 
 
+@kills("ledger.py", "done + steps > fits:", "done + steps > fits + 1:")
+@kills("ledger.py", "if cost <= budget.epsilon else", "if cost <= 1.001 * budget.epsilon else")
 def test_the_step_that_would_pass_the_budget_is_refused_in_words():
     mechanism = make(lambda t: 1.0 + 0 * t, steps=1000)
     budget = ledger.Budget(epsilon=1.0, delta=1e-5)
@@ -93,6 +98,7 @@ def test_the_step_that_would_pass_the_budget_is_refused_in_words():
         ledger.require(ledger.empty(), mechanism, 1000, budget)
 
 
+@kills("ledger.py", "if before > budget.epsilon:", "if False:")
 def test_what_was_spent_before_the_first_step_may_be_too_much_already():
     mechanism = dataclasses.replace(make(steps=0), preparation=(1.0,))
     assert mechanism.epsilon(1e-5) > 4
@@ -101,6 +107,7 @@ def test_what_was_spent_before_the_first_step_may_be_too_much_already():
         ledger.require(ledger.empty(), mechanism, 0, ledger.Budget(epsilon=0.5, delta=1e-5))
 
 
+@kills("ledger.py", "if not np.array_equal(held, multipliers.astype(held.dtype)):", "if False:")
 def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
     with pytest.raises(ledger.Refused, match="other noise multipliers"):
@@ -117,6 +124,30 @@ OTHERS = {
 }
 
 
+@kills(
+    "ledger.py",
+    "if done and not np.array_equal(ledger.accounted, _digest(mechanism)):",
+    "if False:",
+    case="another rate",
+)
+@kills(
+    "mechanism/description.py",
+    "            **self.spent(np.zeros(0)).facts,\n",
+    "",
+    case="another rate",
+)
+@kills(
+    "mechanism/description.py",
+    '            "before": [spent.facts for spent in self.before],\n            "clipped"',
+    '            "clipped"',
+    case="without what was spent before",
+)
+@kills(
+    "mechanism/description.py",
+    '            "clipped": bool(np.isfinite(self.clipping.sensitivity)),\n',
+    "",
+    case="a bound",
+)
 @pytest.mark.parametrize("name", OTHERS)
 def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
     """A state that is handed to another mechanism with the same noise is not made cheaper."""
@@ -136,6 +167,7 @@ def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
             ask()
 
 
+@kills("mechanism/description.py", '            "drawn by": self.sampling.fingerprint,\n', "")
 def test_steps_are_of_the_bins_that_drew_them():
     """Samplers of one name and one price may draw others."""
     one, other = (
@@ -154,6 +186,7 @@ def test_more_steps_of_the_same_may_follow():
     assert ledger.admit(book, make(steps=3)).steps == 3
 
 
+@kills("ledger.py", "multipliers.astype(held.dtype)", "multipliers")
 def test_a_ledger_that_was_on_a_device_is_the_same():
     mechanism = make(steps=5)
     book = jax.device_put(walk(mechanism, 2))
@@ -162,6 +195,7 @@ def test_a_ledger_that_was_on_a_device_is_the_same():
     assert ledger.admit(book, mechanism).expand().tolist() == [1.1] * 3
 
 
+@kills("ledger.py", "    if steps < 1:\n", "    if False:\n")
 @pytest.mark.parametrize("steps", [0, -1])
 def test_no_step_is_taken_back(steps):
     book = walk(make(steps=5), 2)
@@ -169,6 +203,7 @@ def test_no_step_is_taken_back(steps):
         ledger.admit(book, make(steps=5), steps=steps)
 
 
+@kills("accounting/methods.py", "proven=False", "proven=True")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

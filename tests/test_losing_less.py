@@ -5,12 +5,12 @@ import functools
 import importlib
 import json
 
-import binaries
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import run_binary
 
 import dpjax
 from dpjax import losses, models
@@ -19,13 +19,13 @@ LOGITS = jnp.array([0.3, -1.2, 2.0, 0.05])
 
 
 def run(*flags):
-    return binaries.run("losing_less2022_loss.py", *flags).stdout
+    return run_binary.run("losing_less2022_loss.py", *flags).stdout
 
 
 @pytest.fixture
 def module(monkeypatch):
     """Imports what defines no flags that another paper's binary defines too."""
-    monkeypatch.syspath_prepend(binaries.EXPERIMENTS)
+    monkeypatch.syspath_prepend(run_binary.EXPERIMENTS)
     return importlib.import_module
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, sampling, schedules
@@ -54,6 +55,22 @@ def ran_with(mechanism, step):
     return float(np.std(noisy)) * mechanism.batch_size / mechanism.clipping.sensitivity
 
 
+@kills(
+    "mechanism/multipliers.py",
+    "return np.frombuffer(self.table, np.float32)",
+    "return schedules.values(self.schedule, len(self.table) // 4)",
+)
+@kills(
+    "mechanism/multipliers.py",
+    "return Planned(asked, (multiplier.values * np.float32(factor)).tobytes())",
+    "return asked",
+)
+@kills(
+    "mechanism/multipliers.py",
+    "return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]",
+    "return self.schedule(step)",
+)
+@kills("mechanism/multipliers.py", "return lambda step: schedule(step) * factor", "return schedule")
 def test_a_schedule_is_asked_once():
     """It may close over what changes; claimed, written down and run is what it said first."""
     known = {"multiplier": 4.0}
@@ -76,6 +93,12 @@ def test_a_schedule_that_overflows_does_so_for_the_accountant_too():
         assert ran_with(mechanism, 1291) == pytest.approx(stated, rel=0.02)
 
 
+@kills(
+    "noise/link.py",
+    "jnp.asarray(noise_multiplier(step), jnp.float32)",
+    "noise_multiplier(step)",
+    case="float16",
+)
 @pytest.mark.parametrize("narrow", [jnp.float16, jnp.bfloat16])
 def test_a_narrow_schedule_rounds_no_noise_away(narrow):
     def schedule(step):
@@ -89,6 +112,11 @@ def test_a_narrow_schedule_rounds_no_noise_away(narrow):
     assert np.std(noisy) == pytest.approx(2e-8, rel=0.02)
 
 
+@kills(
+    "accounting/events.py",
+    "precision = sum(z**-2 for z in zs)",
+    "precision = max(z**-2 for z in zs)",
+)
 def test_group_multipliers_are_joined_before_sampling():
     """k groups share one sample: the joint multiplier is amplified, not each group's."""
     mechanism = make(
@@ -144,6 +172,11 @@ def test_delta_of_epsilon():
     assert mechanism.delta(mechanism.epsilon(1e-5)) == pytest.approx(1e-5, rel=1e-3)
 
 
+@kills(
+    "mechanism/description.py",
+    "noisy, after = link.update(updates, state)",
+    "noisy, after = link.update(jax.tree.map(lambda x: x / self.batch_size**2, updates), state)",
+)
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
     mechanism = make(
         sampling=sampling.poisson(60_000, 256),
@@ -155,6 +188,11 @@ def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
     np.testing.assert_allclose(out, 1.0)
 
 
+@kills(
+    "mechanism/description.py",
+    "jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)",
+    "jnp.where(step <= self.steps, 1 / self.batch_size, jnp.nan)",
+)
 class TestHorizon:
     def test_a_step_past_the_plan_raises(self):
         link = make(steps=2).privatize(jax.random.key(0))
@@ -193,12 +231,22 @@ def test_nothing_but_noise_costs_nothing(sampler):
     assert make(sampling=sampler, noise_multiplier=math.inf, steps=3).epsilon(1e-5) == 0.0
 
 
+@kills(
+    "mechanism/description.py",
+    "if np.isinf(self.clipping.sensitivity) and len(multipliers):",
+    "if False:",
+)
 def test_an_infinite_bound_is_never_private():
     """Whatever multiplier a ledger may hold, no noise hides an unbounded example."""
     unbounded = make(clipping=clipping.flat(math.inf), noise_multiplier=0.0)
     assert unbounded.epsilon_of(np.ones(10), 1e-5) == math.inf
 
 
+@kills(
+    "mechanism/description.py",
+    "return Neighbours(self.neighbours or self.sampling.neighbours)",
+    "return Neighbours(self.sampling.neighbours)",
+)
 def test_replace_one_is_asked_for_and_doubled():
     full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
     assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)
@@ -228,6 +276,12 @@ TEACHES = [
 ]
 
 
+@kills(
+    "mechanism/description.py",
+    'if preparation and unit != "example":',
+    "if False:",
+    case="changes10-one client may have many",
+)
 @pytest.mark.parametrize(("changes", "message"), TEACHES)
 def test_errors_teach(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -240,6 +294,7 @@ def test_what_is_no_sampler_rule_or_quantile_is_refused(changes):
         make(**changes)
 
 
+@kills("noise/link.py", "tuple(each.tolist())", "tuple(each.tolist()[::-1])", case="2.0")
 @pytest.mark.parametrize("given", [jnp.float32(2.0), np.array(2.0), np.float64(2.0)])
 def test_a_multiplier_is_a_number_wherever_it_comes_from(given):
     multiplier = make(noise_multiplier=given).noise_multiplier
@@ -253,6 +308,9 @@ def test_zero_noise_cannot_be_calibrated():
         make(noise_multiplier=0.0).calibrate(1.0, 1e-5)
 
 
+@kills(
+    "mechanism/description.py", "return accounting.compose(self.prepared, steps)", "return steps"
+)
 def test_preparation_is_paid_for_before_the_first_step():
     """Two Gaussian queries on all the data, as their joint Gaussian, and not amplified."""
     bare, prepared = make(), make(preparation=[8, 8.0])
@@ -283,6 +341,11 @@ def spent(steps=40, multiplier=1.5, **options):
     return Spent(sampling=sampling.poisson(100, 20), runs=((multiplier, steps),), **options)
 
 
+@kills(
+    "mechanism/description.py",
+    "if not all(isinstance(spent, Spent) for spent in each):",
+    "if False:",
+)
 @pytest.mark.parametrize("before", [[make()], spent(), "runs/a", [spent(), None], None])
 def test_only_what_was_spent_comes_before(before):
     with pytest.raises(TypeError, match=r"list of mechanism\.Spent.*training\.earlier"):
@@ -303,6 +366,12 @@ NO_RUNS = {
 }
 
 
+@kills(
+    "mechanism/spent.py",
+    "if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):",
+    "if all(multiplier >= 0 and n % 1 == 0 for multiplier, n in pairs):",
+    case="less than no steps",
+)
 @pytest.mark.parametrize("case", NO_RUNS)
 def test_runs_are_pairs_of_a_multiplier_and_steps(case):
     with pytest.raises(ValueError, match=r"pairs \(noise multiplier, steps\)"):
@@ -337,6 +406,12 @@ def test_whole_multipliers_keep_the_hash_of_ledgers_that_were_written():
     assert repr(spent(multiplier=2).facts["multiplier_and_steps"]) == "[[2, 40]]"
 
 
+@kills("mechanism/description.py", "*(spent.event for spent in self.before), *queries", "*queries")
+@kills(
+    "mechanism/spent.py",
+    "return accounting.compose(*queries, steps)",
+    "return accounting.compose(*queries)",
+)
 def test_what_was_spent_before_is_paid_for():
     def mechanism(steps, **options):
         return dpjax.Mechanism(
@@ -355,6 +430,7 @@ def test_what_was_spent_before_is_paid_for():
     assert queries == mechanism(100, preparation=(9.0,)).epsilon(1e-5) > parts
 
 
+@kills("mechanism/spent.py", "left -= runs[-1][1]", "left -= runs[-1][1] + 1")
 def test_what_was_spent_is_cut_at_the_steps_that_ran():
     curriculum = dpjax.Mechanism(
         sampling=sampling.poisson(100, 20),
@@ -408,6 +484,9 @@ ALIKE = {  # what costs the same, and does not do the same
 }
 
 
+@kills("sampling.py", 'facts={"public": public}', "facts={}", case="whose order")
+@kills("mechanism/description.py", "            **self.clipping.facts,\n", "")
+@kills("mechanism/description.py", "if isinstance(groups, tuple) else {}", "if False else {}")
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_runs_otherwise_has_other_facts(name):
     """So that a run does not go on in another's folder."""

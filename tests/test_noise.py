@@ -10,6 +10,7 @@ import optax
 import pytest
 import scipy.stats
 from jax.extend.random import threefry_2x32
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, noise, sampling, schedules, trees, types
@@ -26,6 +27,7 @@ def run(link, tree, steps=1):
     return outs
 
 
+@kills("noise/normal.py", "(low.astype(dtype) + 0.5) * 2.0**-8", "0.5")
 def test_the_support_reaches_beyond_seven_on_both_sides():
     """The transform itself, at the extreme words that a generator can give."""
     word = lambda *values: jnp.array(values, jnp.uint32)  # noqa: E731
@@ -39,6 +41,11 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
         assert np.all(np.isfinite(normal._box_muller(words[:, None], words)))
 
 
+@kills(
+    "noise/normal.py",
+    "_box_muller(*_threefry(secret, counter), dtype)",
+    "_box_muller(*2 * _threefry(secret, counter)[:1], dtype)",
+)
 def test_the_distribution_is_normal():
     z = np.asarray(noise.standard_normal(jax.random.key(0), (2_000_001,)), np.float64)
     assert z.shape == (2_000_001,)
@@ -53,6 +60,7 @@ def test_the_distribution_is_normal():
         assert abs(found - expected) < 5 * math.sqrt(expected)
 
 
+@kills("noise/normal.py", "jnp.concatenate([z.real, z.imag])", "jnp.concatenate([z.real, z.real])")
 def test_the_halves_of_a_draw_know_nothing_of_each_other():
     """The two numbers of each Box-Muller pair lie half a draw apart."""
     z = noise.standard_normal(jax.random.key(0), (2, 1000, normal._ROW))
@@ -61,6 +69,8 @@ def test_the_halves_of_a_draw_know_nothing_of_each_other():
         assert abs(np.corrcoef(f(along), f(across))[0, 1]) < 0.005
 
 
+@kills("noise/normal.py", "_drawn(secret, ready,", "_drawn(secret + ready, ready,")
+@kills("noise/normal.py", "(ready | 1) != 0", "ready != 0")
 def test_what_a_draw_waits_for_changes_no_number():
     """Not a number, an empty array, one of another type: whatever there is."""
     key, shape = jax.random.key(0), (5, 3)
@@ -85,6 +95,7 @@ def test_draws_are_used_as_they_come(monkeypatch):
         np.testing.assert_array_equal(found, expected)
 
 
+@kills("trees.py", "jax.random.fold_in(key, len(values))", "jax.random.fold_in(key, 0)")
 def test_leaves_are_cut_from_few_draws_and_share_no_number(monkeypatch):
     sizes = [3, 2, 0, 4, 700, 5]
     tree = {str(i): jnp.zeros((n, 2), jnp.float32) for i, n in enumerate(sizes)}
@@ -106,6 +117,11 @@ def test_the_words_are_those_of_threefry():
     np.testing.assert_array_equal(jnp.concatenate(words), threefry_2x32(key, counter))
 
 
+@kills(
+    "noise/normal.py",
+    "jnp.uint32, shape, axis) for axis in (0, 1)]",
+    "jnp.uint32, shape, axis) for axis in (1, 1)]",
+)
 def test_no_number_is_drawn_twice():
     """Blocks, rows and columns all count; in float64 numbers hardly ever meet by chance."""
     with jax.enable_x64(True):
@@ -144,6 +160,11 @@ def test_float64_noise_is_drawn_in_float64():
         assert np.any(np.asarray(z) != np.asarray(z).astype(np.float32))
 
 
+@kills(
+    "trees.py",
+    "(sum(sizes),), wide(run[0].dtype), **options)",
+    "(sum(sizes),), run[0].dtype, **options)",
+)
 def test_narrow_noise_is_refused_and_narrow_leaves_get_wide_noise():
     with pytest.raises(ValueError, match="never drawn in less than float32"):
         noise.standard_normal(jax.random.key(0), (3,), jnp.bfloat16)
@@ -169,6 +190,11 @@ def test_the_noise_follows_its_schedule_step_by_step():
     np.testing.assert_allclose(deviations, [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1, 1], rtol=0.01)
 
 
+@kills(
+    "trees.py",
+    "jax.random.fold_in(jax.random.fold_in(root, purpose), step)",
+    "jax.random.fold_in(root, step)",
+)
 def test_the_stream_is_a_function_of_root_purpose_and_step():
     root, like = jax.random.key(9), {"w": jnp.zeros(5)}
     outs = run(noise.gaussian(1.0, RULE, key=root), like, steps=3)
@@ -195,6 +221,7 @@ class TestKeys:
         keys = {tuple(np.asarray(jax.random.key_data(noise.secret_key()))) for _ in range(64)}
         assert len(keys) == 64
 
+    @kills("noise/link.py", "if runs and not replay:", "if False:")
     def test_a_link_starts_one_run(self):
         link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
         link.init(jnp.zeros(3))
@@ -221,6 +248,7 @@ class TestKeys:
         with pytest.raises(TypeError, match="expected a key, such as"):
             noise.gaussian(1.0, RULE, key=key)
 
+    @kills("trees.py", 'if "unsafe" in str(jax.random.key_impl(key)):', "if False:")
     def test_keys_whose_folds_meet_are_refused(self):
         """Of this generator fold_in(fold_in(k, a), b) is fold_in(fold_in(k, b), a)."""
         key = jax.random.key(0, impl="unsafe_rbg")
@@ -234,6 +262,8 @@ class TestKeys:
 class TestApplyEvery:
     """It adds up several sums: one example may be in each of them."""
 
+    @kills("noise/link.py", "if any(map(_applies_every, ahead)):", "if False:", case="False")
+    @kills("noise/link.py", " or any(map(_applies_every, parts))", "", case="True")
     @pytest.mark.parametrize("nested", [False, True])
     def test_it_is_refused_ahead_of_the_noise(self, nested):
         link = noise.gaussian(1.0, RULE, key=jax.random.key(0))
@@ -247,6 +277,7 @@ class TestApplyEvery:
         optax.chain(dpjax.clip_and_sum(RULE), link, optax.apply_every(4)).init(jnp.zeros(3))
 
 
+@kills("noise/link.py", "        _refuse_sums_of_sums()\n", "")
 class TestMultiSteps:
     def test_it_is_refused(self):
         link = noise.gaussian(1.0, RULE, key=jax.random.key(0))

@@ -11,6 +11,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules
@@ -57,6 +58,7 @@ def test_the_statement_says_all_that_a_reader_must_know():
     assert "seed" not in words.lower()
 
 
+@kills("accounting/rounding.py", "rounding=ROUND_CEILING)", 'rounding="ROUND_HALF_EVEN")')
 @pytest.mark.parametrize(
     ("value", "form", "printed"),
     [
@@ -78,6 +80,7 @@ def test_a_claim_is_rounded_up(value, form, printed):
     assert float(upwards(value, form)) >= value
 
 
+@kills("reports/statement.py", 'claim = f"({upwards(best)}, ', 'claim = f"({best:.4g}, ')
 @pytest.mark.parametrize("noise", [1.0, 1.01, 1.02, 1.03, 1.04, 1.05])
 def test_no_verdict_claims_less_than_is_proved(noise):
     mechanism = make(sampling=sampling.poisson(1000, 10), noise_multiplier=noise, steps=100)
@@ -133,6 +136,7 @@ def before(*noise, sampler=None, preparation=()):
     }
 
 
+@kills("reports/statement.py", "if any(map(_bare, mechanism.before)):", "if False:")
 @pytest.mark.parametrize(
     "earlier",
     [
@@ -239,6 +243,11 @@ def test_a_schedule_is_described():
     assert "5 to 1 (5 values, by a schedule)" in words
 
 
+@kills(
+    "reports/statement.py",
+    "if mechanism.adaptive is None:  # and of these two a mechanism does not know",
+    "if False:",
+)
 def test_what_may_scale_the_noise_unknown_to_the_mechanism_is_said():
     small = {"sampling": sampling.poisson(1000, 10), "noise_multiplier": 2.0, "steps": 5}
     unless = "on the mean\n                unless a bound schedule or a total of weights scales"
@@ -257,6 +266,11 @@ def of_groups(*multipliers, **options):
     )
 
 
+@kills(
+    "reports/statement.py",
+    'each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean',
+    "each = on_mean",
+)
 def test_each_group_has_its_own_noise_in_the_statement():
     mechanism = of_groups(1.0, 10.0)
     words = dpjax.statement(mechanism, 1e-5)
@@ -285,6 +299,7 @@ def test_groups_with_an_adapted_bound_have_the_noise_that_the_count_leaves():
     assert f"deviation {growth / 10:.4g}, {growth:.4g} by group, on the mean, at first" in words
 
 
+@kills("reports/statement.py", 'rows = sampling.facts.get("rates")', "rows = None")
 def test_the_rate_that_is_counted_is_the_one_stated():
     def words(steps, rates):
         sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=4, batch_size=20)
@@ -369,6 +384,12 @@ def test_a_card_whose_rate_is_not_that_of_its_batches_is_not_verified(where, tmp
     assert verdicts(card, tmp_path) == (0, 0)
 
 
+@kills(
+    "reports/card.py",
+    '"before": [_spent(spent) for spent in mechanism.before]',
+    '"before": []',
+    slow=True,
+)
 def test_a_card_of_a_run_that_goes_on_is_verified(tmp_path):
     earlier = Spent(sampling=sampling.poisson(1000, 50), runs=((1.5, 300),), preparation=(9.0,))
     mechanism = dpjax.Mechanism(

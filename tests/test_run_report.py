@@ -20,13 +20,14 @@ import matplotlib.image
 import numpy as np
 import optax
 import pytest
-from pages import parsed, text
+from html_pages import parsed, text
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
-from dpjax.reports import curves, drawing, figures, folder, layers, page, predictions, rendering
+from dpjax.reports import curves, figure_output, figures, layers, load_run, page, predictions, style
 
 DELTA = 1e-5
 CARD = {
@@ -109,8 +110,8 @@ def badges(tree):
 
 def drawn(function, run):
     """What a function draws, and what it says."""
-    with drawing.style():
-        figure = drawing.canvas()
+    with style.style():
+        figure = style.canvas()
         return figure, function(figure, run)
 
 
@@ -154,10 +155,10 @@ def test_badges_say_what_was_computed_before_the_noise(whole):
 
 
 def test_pictures_of_private_data_say_so_themselves():
-    with drawing.style():
-        plain, warned = drawing.canvas(), drawing.canvas()
-        rendering.png(plain)
-        rendering.png(warned, figures.PRIVATE)
+    with style.style():
+        plain, warned = style.canvas(), style.canvas()
+        figure_output.png(plain)
+        figure_output.png(warned, figures.PRIVATE)
     assert plain.get_suptitle() == ""
     assert warned.get_suptitle() == figures.PRIVATE
 
@@ -176,16 +177,18 @@ def test_pictures_of_private_data_say_so_themselves():
     ids=["activations of test data", "of training data", "nothing proven", "epsilon infinite"],
 )
 def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
-    run = folder.read(write(tmp_path, **changes))
+    run = load_run.read(write(tmp_path, **changes))
     assert {p.name for p in figures.PLOTS if p.badge(run) == figures.PRIVATE} == expected
     assert {p.badge(run) for p in figures.PLOTS} == {figures.PRIVATE, figures.RELEASED}
 
 
+@kills("reports/figures.py", "return RELEASED if run.seed is None else SEEDED", "return RELEASED")
+@kills("reports/load_run.py", 'return known.get("--seed", known.get("seed"))', "return None")
 def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
     """Whoever knows it subtracts the noise: by the card, or while there is none by run.json."""
     (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
-    monkeypatch.setattr("dpjax.reports.run.PLOTS", [plot])
-    seeded = folder.read(write(tmp_path, card={**CARD, "seed_published": 0}))
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", [plot])
+    seeded = load_run.read(write(tmp_path, card={**CARD, "seed_published": 0}))
     found = {plot.name: plot.badge(seeded) for plot in figures.PLOTS}
     assert found.pop("noise") == figures.RELEASED, "it follows from the mechanism alone"
     assert {name for name, badge in found.items() if badge == figures.PRIVATE} == PRIVATE
@@ -195,10 +198,10 @@ def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
     assert "Seed published (0)" in text(page.find(".//header"))
     assert page.find(".//figure//p[@class]").get("class") == "badge private"
     (tmp_path / "privacy.json").unlink()
-    assert folder.read(tmp_path).seed is None
+    assert load_run.read(tmp_path).seed is None
     (tmp_path / "run.json").write_text(json.dumps({"--seed": 7}))
-    assert folder.read(tmp_path).seed == 7
-    assert plot.badge(folder.read(tmp_path)) == figures.SEEDED
+    assert load_run.read(tmp_path).seed == 7
+    assert plot.badge(load_run.read(tmp_path)) == figures.SEEDED
 
 
 def test_numbers_of_the_header(whole):
@@ -216,7 +219,7 @@ def test_numbers_of_the_header(whole):
 
 
 def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpjax.reports.run.PLOTS", ())
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
     bare = {"epsilon": {"rdp": {"value": "inf", "proven": True}}, "not_private": "It had no noise."}
     reports.report(write(tmp_path, card={**CARD, **bare, "seed_published": 3}))
     head = text(parsed(tmp_path / "report.html").find(".//header"))
@@ -224,6 +227,8 @@ def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_
     assert "Seed published (3): not for release" in head
 
 
+@kills("reports/html_report.py", 'return f"({upwards(epsilon)}, ', 'return f"({epsilon:.4g}, ')
+@kills("reports/card.py", '"not_private": why_infinite(mechanism, ran),', '"not_private": None,')
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
@@ -243,7 +248,7 @@ def test_the_report_tells_what_is_bare_from_what_is_unproved(
     changes, verdict, tmp_path, monkeypatch
 ):
     """As the statement does, and in the same digits, rounded up."""
-    monkeypatch.setattr("dpjax.reports.run.PLOTS", ())
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(1000, 10),
         clipping=clipping.flat(1.0),
@@ -259,15 +264,16 @@ def test_the_report_tells_what_is_bare_from_what_is_unproved(
     assert ("NOT differentially" in words) == ("Not differentially" in head)
 
 
+@kills("reports/load_run.py", "if len(ran) != steps:", "if False:")
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     """One that was overwritten and killed: its epsilon is not of the accuracy that is shown."""
-    monkeypatch.setattr("dpjax.reports.run.PLOTS", figures.PLOTS[:1])
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
     rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
-    run = folder.read(write(tmp_path, rows))
+    run = load_run.read(write(tmp_path, rows))
     assert run.foreign == "it counts 10 steps, and the log ends at step 30"
     assert (run.card, run.statement, run.config, run.evaluation, run.diagnostics) == (None,) * 5
     assert run.epsilons == {"the log": 15.0}
-    with pytest.raises(folder.Missing, match=r"evaluation.npz is not of this run"):
+    with pytest.raises(load_run.Missing, match=r"evaluation.npz is not of this run"):
         run.array("evaluation", "labels")
     page = parsed(reports.report(tmp_path))
     assert "(15, 10−5)-differentially private" in text(page.find(".//header"))
@@ -275,6 +281,20 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     assert "2.25" not in text(page)
 
 
+@kills(
+    "reports/load_run.py", "if not np.array_equal(ran, ", "if ran is None and np.array_equal(ran, "
+)
+@kills(
+    "reports/load_run.py",
+    "if list(drawn.values()) != ",
+    "if drawn is None and list(drawn.values()) != ",
+)
+@kills(
+    "reports/load_run.py",
+    'if [*map(float, queries)] != [*map(float, identity["preparation"])] or before != planned:',
+    "if before != planned:",
+)
+@kills("reports/load_run.py", " or before != planned:", ":")
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -302,7 +322,7 @@ def test_a_card_fits_what_run_json_plans(changes, why, tmp_path):
     write(tmp_path, card=card)
     planned = dpjax.Mechanism(**{**facts, "steps": 30}).facts
     (tmp_path / "run.json").write_text(json.dumps(planned))
-    found = folder.read(tmp_path)
+    found = load_run.read(tmp_path)
     assert why in found.foreign
     assert bool(found.foreign) == bool(why)
     assert (found.card is None) == bool(why)
@@ -357,9 +377,9 @@ def test_ids_do_not_clash_and_colors_are_the_pages(whole):
     for image in tree.iter("svg"):
         inside = ET.tostring(image, encoding="unicode")
         assert not re.findall(r"#[0-9a-f]{6}\b(?<!#000000)", inside), "a color of no palette"
-    assert set(drawing.PALETTE) == set(drawing.DARK)
+    assert set(style.PALETTE) == set(style.DARK)
     dark = raw[raw.index("prefers-color-scheme:dark") :]
-    assert all(f"--{name}:{color};" in dark for name, color in drawing.DARK.items())
+    assert all(f"--{name}:{color};" in dark for name, color in style.DARK.items())
 
 
 def test_flags_are_written_as_one_would_type_them(whole):
@@ -384,6 +404,26 @@ def ran(size, **facts):
     return [Spent(sampling=sampling.poisson(1000, size), runs=((2.0, 5),), **facts)]
 
 
+@kills(
+    "reports/load_run.py",
+    'if list(drawn.values()) != list(_planned(identity)["drawn"].values()):',
+    'if list(drawn.values())[:3] != list(_planned(identity)["drawn"].values())[:3]:',
+)
+@kills(
+    "reports/load_run.py",
+    "or before != planned:",
+    'or [x["noise"] for x in before] != [x["noise"] for x in planned]:',
+)
+@kills(
+    "reports/load_run.py",
+    '[*map(float, rule["bounds"])], card.get("projections")]',
+    '[*map(float, rule["bounds"])], identity.get("projections")]',
+)
+@kills("reports/load_run.py", '[*map(float, rule["bounds"])], card', 'identity.get("bounds"), card')
+@kills("reports/load_run.py", 'for name in ("unit", "neighbours")):', 'for name in ("unit",)):')
+@kills(
+    "reports/load_run.py", 'for name in ("unit", "neighbours")):', 'for name in ("neighbours",)):'
+)
 @pytest.mark.parametrize(
     ("there", "now", "why"),
     [
@@ -407,11 +447,12 @@ def test_a_card_of_cheaper_steps_with_the_same_noise_is_not_believed(there, now,
     )
     write(tmp_path, card=reports.card(cheap, DELTA))
     (tmp_path / "run.json").write_text(json.dumps(dear.facts))
-    assert why in folder.read(tmp_path).foreign
+    assert why in load_run.read(tmp_path).foreign
     write(tmp_path, card=reports.card(dear, DELTA))
-    assert not folder.read(tmp_path).foreign
+    assert not load_run.read(tmp_path).foreign
 
 
+@kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else")
 def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
     """A log says no method; one that proves nothing says so in every row."""
     mechanism = dpjax.Mechanism(
@@ -426,7 +467,7 @@ def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
     for method, proven in {"gdp": False, "rdp": True}.items():
         state = algorithm.init(jax.random.key(0), jnp.zeros(3))
         dpjax.fit(algorithm, state, directory=tmp_path / method, method=method)
-        run = folder.read(tmp_path / method)
+        run = load_run.read(tmp_path / method)
         assert math.isfinite(min(run.epsilons.values())) == proven
         assert ("Not proved" in reports.report(tmp_path / method).read_text()) != proven
 
@@ -457,12 +498,12 @@ def test_a_half_written_last_line_is_no_line(tmp_path):
     write(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "epsil')
-    assert [row["step"] for row in folder.read(tmp_path).rows] == list(range(1, 11))
+    assert [row["step"] for row in load_run.read(tmp_path).rows] == list(range(1, 11))
 
 
 def test_of_a_repeated_step_the_last_line_counts(tmp_path):
     rows = [row(2), row(4, accuracy=0.1), row(2, accuracy=0.3), row(4, accuracy=0.2)]
-    run = folder.read(write(tmp_path, rows))
+    run = load_run.read(write(tmp_path, rows))
     np.testing.assert_array_equal(run.series("step")[:, 0], [2, 4])
     np.testing.assert_array_equal(run.series("accuracy")[:, 0], [0.3, 0.2])
 
@@ -490,7 +531,7 @@ def test_damaged_files_are_refused_in_words(tmp_path):
         (tmp_path / "evaluation.npz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"evaluation.npz: expected arrays .* writes it anew"):
             reports.report(tmp_path)
-        assert folder.read(tmp_path, arrays=False).card == CARD, "whoever asks for less gets it"
+        assert load_run.read(tmp_path, arrays=False).card == CARD, "whoever asks for less gets it"
 
 
 def test_nulls_leave_gaps(tmp_path):
@@ -499,7 +540,7 @@ def test_nulls_leave_gaps(tmp_path):
     rows[1]["private"]["norm"] = None
     rows[2]["private"]["norm"] = [2.0, None]
     card = {"noise": {"multiplier_and_steps": [[2.0, 3]]}, "clipping": {"bounds": [0.5, 0.5]}}
-    run = folder.read(write(tmp_path, rows, card={**CARD, **card}))
+    run = load_run.read(write(tmp_path, rows, card={**CARD, **card}))
     figure, seen = drawn(curves.accuracy, run)
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_ydata(), [25, np.nan, 75])
     assert seen == "75.0 % at the end, 75.0 % at best."
@@ -512,7 +553,7 @@ def test_nulls_leave_gaps(tmp_path):
 
 
 def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):
-    run = folder.read(write(tmp_path, [row(2, epsilon=math.inf), row(4, epsilon=None)]))
+    run = load_run.read(write(tmp_path, [row(2, epsilon=math.inf), row(4, epsilon=None)]))
     figure, _ = drawn(curves.accuracy, run)
     assert figure.axes[0].get_xlabel() == "step (epsilon is not finite)"
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_xdata(), [2, 4])
@@ -532,14 +573,14 @@ def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):
 def test_the_bound_is_a_line_where_it_is_one_number(bounds, identity, lines, tmp_path):
     write(tmp_path, card={**CARD, "clipping": {"bounds": bounds}})
     (tmp_path / "run.json").write_text(json.dumps(identity))
-    figure, _ = drawn(curves.norms, folder.read(tmp_path))
+    figure, _ = drawn(curves.norms, load_run.read(tmp_path))
     assert len(figure.axes[0].lines) == lines
 
 
 def test_an_adapted_bound_is_the_one_that_was_released(tmp_path):
     bounds = [0.5, 0.4, 0.3]
     rows = [row(t, bound=[b, 2 * b]) for t, b in enumerate(bounds, start=1)]
-    figure, _ = drawn(curves.norms, folder.read(write(tmp_path, rows)))
+    figure, _ = drawn(curves.norms, load_run.read(write(tmp_path, rows)))
     _, bound = figure.axes[0].lines
     np.testing.assert_allclose(bound.get_ydata(), np.multiply(1.5, bounds))
     assert len(figure.axes[0].collections) == 1, "from the smallest to the largest group"
@@ -576,18 +617,18 @@ def test_clients_are_not_called_examples(tmp_path):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_figures_say_what_is_to_be_seen(draw, seen, whole):
-    assert drawn(draw, folder.read(whole))[1] == seen
+    assert drawn(draw, load_run.read(whole))[1] == seen
 
 
 def test_the_noise_is_drawn_step_by_step(whole):
-    figure, _ = drawn(curves.noise, folder.read(whole))
+    figure, _ = drawn(curves.noise, load_run.read(whole))
     values, edges = stairs(figure)
     np.testing.assert_array_equal(values, [2.0, 1.5])
     np.testing.assert_array_equal(edges, [0, 6, 10])
 
 
 def test_every_example_is_in_the_histogram_and_the_bound_too(whole):
-    figure, _ = drawn(layers.gradients, folder.read(whole))
+    figure, _ = drawn(layers.gradients, load_run.read(whole))
     counts, edges = stairs(figure)
     assert counts.sum() == 4
     assert counts[0] == 1, "a gradient of zero is among the shortest"
@@ -600,7 +641,7 @@ def test_each_group_has_its_histogram(tmp_path):
     norms, bounds = draw.lognormal(size=(50, 14)), np.linspace(0.1, 1, 14)
     norms[3, 2] = np.inf
     card = {**CARD, "clipping": {"groups": ["$first$", "the/very/long/name/of/a/layer/kernel"]}}
-    run = folder.read(write(tmp_path, card=card, norms=norms, bounds=bounds))
+    run = load_run.read(write(tmp_path, card=card, norms=norms, bounds=bounds))
     figure, seen = drawn(layers.gradients, run)
     lines = [np.max(np.asarray(axes.lines[0].get_xdata())) for axes in figure.axes if axes.lines]
     np.testing.assert_allclose(lines, bounds[:12])
@@ -614,8 +655,8 @@ def test_probabilities_that_are_not_finite_are_not_drawn(tmp_path):
     write(tmp_path)
     broken = np.full_like(PROBABILITIES, np.nan)
     np.savez(tmp_path / "evaluation.npz", labels=LABELS, probabilities=broken)
-    with pytest.raises(folder.Missing, match="not finite"):
-        drawn(predictions.confusion, folder.read(tmp_path))
+    with pytest.raises(load_run.Missing, match="not finite"):
+        drawn(predictions.confusion, load_run.read(tmp_path))
 
 
 def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
@@ -627,11 +668,11 @@ def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
     )
     labels = np.arange(100)
     np.savez(tmp_path / "evaluation.npz", labels=labels, probabilities=np.eye(100))
-    run = folder.read(tmp_path)
+    run = load_run.read(tmp_path)
     for draw in (predictions.classes, predictions.confusion, layers.weights, layers.gradients):
         figure, _ = drawn(draw, run)
-        with drawing.style():
-            assert "<path" in rendering.svg(figure, "some", "some")
+        with style.style():
+            assert "<path" in figure_output.svg(figure, "some", "some")
 
 
 def test_small_numbers_are_powers():
@@ -712,7 +753,7 @@ def test_a_browser_shows_the_page_without_complaint(whole, tmp_path):
     picture = tmp_path / "page.png"
     open_page("--window-size=1000,2400", f"--screenshot={picture}")
     pixels = matplotlib.image.imread(picture)[..., :3]
-    paper = matplotlib.colors.to_rgb(drawing.PALETTE["paper"])
+    paper = matplotlib.colors.to_rgb(style.PALETTE["paper"])
     np.testing.assert_allclose(pixels[0, 0], paper, atol=0.01)
-    blue = matplotlib.colors.to_rgb(drawing.PALETTE["blue"])
+    blue = matplotlib.colors.to_rgb(style.PALETTE["blue"])
     assert np.any(np.all(np.abs(pixels - blue) < 0.02, axis=-1)), "a figure has its color"

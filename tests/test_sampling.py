@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, sampling, schedules
@@ -28,6 +29,13 @@ def test_poisson_is_amplified():
     )
 
 
+@kills(
+    "sampling.py",
+    "        return _gaussians(worst)\n",
+    "        return _runs(lambda z: dp.PoissonSampledDpEvent(batch_size "
+    "/ examples, dp.GaussianDpEvent(z)), multipliers)\n",
+    case="shuffled-1.0-28.3735",
+)
 @pytest.mark.parametrize(("multiplier", "want"), [(1.0, 28.3735), (1.38, 18.4369)])
 @pytest.mark.parametrize(
     "sampler",
@@ -41,6 +49,7 @@ def test_shuffled_and_fixed_orders_are_one_gaussian_an_epoch(sampler, multiplier
     assert epsilon(sampler, multiplier, 2000, "pld") == pytest.approx(want, rel=0.005)
 
 
+@kills("sampling.py", "np.minimum.reduceat", "np.maximum.reduceat")
 def test_an_epoch_is_counted_by_its_worst_step():
     within = epsilon(sampling.shuffled(1000, 10), lambda t: 4.0 - 3.0 * (t % 100 == 50), 200)
     constant = epsilon(sampling.shuffled(1000, 10), 1.0, 200)
@@ -57,6 +66,7 @@ def test_shuffled_neighbours_are_zero_out_and_replace_one_doubles():
     )
 
 
+@kills("sampling.py", "neighbours=Neighbours.REPLACE_ONE", "neighbours=Neighbours.ADD_OR_REMOVE")
 @pytest.mark.parametrize(
     ("sampler", "multiplier", "steps", "want"),
     [
@@ -71,6 +81,11 @@ def test_fixed_batches_are_accounted_for_replace_one(sampler, multiplier, steps,
         epsilon(sampler, multiplier, steps, neighbours="add-or-remove")
 
 
+@kills(
+    "sampling.py",
+    "fori_loop(0, chosen.size, body, nobody)",
+    "fori_loop(0, chosen.size - 1, body, nobody)",
+)
 @pytest.mark.parametrize("listed", [sampling._listed, sampling._listed_in_turn])
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
 def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
@@ -81,6 +96,11 @@ def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
     np.testing.assert_array_equal(draw.indices, np.pad(wanted, (0, 301 - wanted.size)))
 
 
+@kills(
+    "mechanism/description.py",
+    "if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):",
+    "if False:",
+)
 @pytest.mark.parametrize("name", ["shuffled", "fixed"])
 def test_no_sampler_claims_more_neighbours_than_are_proved(name):
     """Cut points shift when an example joins, so shuffled batches have no add-or-remove."""
@@ -88,6 +108,7 @@ def test_no_sampler_claims_more_neighbours_than_are_proved(name):
         epsilon(getattr(sampling, name)(100, 10), 1.0, 10, neighbours="add-or-remove")
 
 
+@kills("sampling.py", "    if public:\n", "    if True:\n")
 def test_an_order_made_from_private_data_is_not_private():
     scores = jax.random.normal(jax.random.key(0), (100,))
     sampler = sampling.curriculum(np.argsort(scores), 10)
@@ -104,6 +125,12 @@ def bins(rates, steps_per_row=400):
 OPENED = np.tri(5)
 
 
+@kills("sampling.py", "largest, of = table.max(axis=1)", "largest, of = table.mean(axis=1)")
+@kills(
+    "sampling.py",
+    "rows = np.minimum(np.arange(len(multipliers)) // steps_per_row",
+    "rows = np.minimum(0 * np.arange(len(multipliers)) // steps_per_row",
+)
 @pytest.mark.parametrize(
     ("rates", "method", "expected"),
     [
@@ -119,6 +146,12 @@ def test_the_largest_rate_of_any_bin_is_counted(rates, method, expected):
     assert epsilon(sampler, 1.38, 2000, method) == pytest.approx(expected, rel=2e-3)
 
 
+@kills(
+    "sampling.py",
+    "below[row][of], some[row][of])",
+    "below[row][0 * of], some[row][0 * of])",
+    slow=True,
+)
 def test_a_bin_is_drawn_at_its_own_rate_of_the_step():
     rates = np.array([[0.2, 0.0], [0.1, 1.0]])
     sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=3, batch_size=10)
@@ -154,6 +187,9 @@ def test_a_rate_of_one_draws_everyone():
     assert int(draw.size) == 50
 
 
+@kills(
+    "sampling.py", "largest = math.floor(rate * _WORDS) - 1", "largest = math.floor(rate * _WORDS)"
+)
 def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatch):
     """2^32 / 3 is 1431655765 and a third: that many words mean yes, and not one more."""
     words = [0, 1431655764, 1431655765]
@@ -169,6 +205,7 @@ def test_every_sampler_says_what_is_proved(name):
     assert sampler.draw(jax.random.key(0), jnp.int32(2)).indices.shape == (sampler.capacity,)
 
 
+@kills("sampling.py", "if examples > _MOST:", "if False:")
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "full"])
 def test_more_examples_than_an_index_can_name_are_refused(name):
     """The last size is traced, for it would fill the memory; the next one would wrap."""
@@ -206,6 +243,7 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
     assert "give the number of examples that it draws: 240" in caplog.text
 
 
+@kills("sampling.py", "if not isinstance(public, bool):", "if False:")
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -9,6 +9,7 @@ import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 from scipy import optimize, special, stats
 
 import dpjax
@@ -20,6 +21,14 @@ SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
 ALL = pytest.mark.parametrize("distribution", SHAPES)
 
 
+@kills("accounting/selection.py", "(1 + eta) * least", "eta * least")
+@kills("accounting/selection.py", "(1 - 1 / second) * r + tail / second", "(1 - 1 / second) * r")
+@kills(
+    "accounting/selection.py",
+    "    return one + (1 + eta) * least + math.log(runs) / (ORDERS - 1)",
+    "    return one + (1 + eta) * least",
+)
+@kills("accounting/selection.py", "math.ceil(runs) * one", "math.floor(runs / 2) * one")
 @pytest.mark.parametrize(("runs", "best"), [(10, 5.0490), (50, 6.0113)])
 def test_published_figures_of_the_reference_run(runs, best):
     found = select_best(MNIST, 1e-5, runs=runs)
@@ -91,6 +100,18 @@ def minimum(function, low, high):
     return function(optimize.fminbound(function, low, high, xtol=1e-9))
 
 
+@kills(
+    "accounting/selection.py",
+    "runs * np.array(delta_hat)",
+    "np.array(delta_hat)",
+    case="poisson-10-1.0",
+)
+@kills(
+    "accounting/selection.py",
+    "math.log1p(1 / (a - 1))",
+    "math.log1p(2 / (a - 1))",
+    case="poisson-10-1.0",
+)
 @pytest.mark.parametrize("z", [1.0, 4.0])
 @pytest.mark.parametrize("runs", [2, 10, 100])
 @ALL
@@ -184,6 +205,7 @@ def test_many_runs_cost_far_less_than_all_of_them():
         assert found.epsilon_best < 8 < 200 < found.epsilon_all
 
 
+@kills("accounting/selection.py", "np.max([rdp_accountant.total", "np.min([rdp_accountant.total")
 @ALL
 def test_settings_that_may_be_drawn_cost_at_least_the_dearest_of_them(distribution):
     often = accounting.subsampled_gaussian(1.0, 0.01, 1000)
@@ -224,6 +246,17 @@ def test_the_mean_that_is_named_is_the_mean(distribution, runs):
     assert np.sum(np.arange(500) * masses(distribution, runs)) == pytest.approx(runs, rel=1e-6)
 
 
+@kills(
+    "accounting/selection.py",
+    "_geometric(math.log(runs), coin)",
+    "_geometric(math.log(2 * runs), coin)",
+)
+@kills(
+    "accounting/selection.py",
+    "_geometric(power * _logarithmic_tail(runs), coin)",
+    "_geometric(_logarithmic_tail(runs), coin)",
+    slow=True,
+)
 @pytest.mark.parametrize("runs", [1.3, 6])
 @ALL
 def test_numbers_are_drawn_from_the_distribution_that_is_accounted(distribution, runs):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import (
@@ -103,6 +104,9 @@ class TestThePosterior:
 DECAY = optax.exponential_decay(4e-4, 1, 0.5)
 
 
+@kills(
+    "noise/langevin.py", "return scale / math.sqrt(learning_rate)", "return scale", case="constant"
+)
 @pytest.mark.parametrize(
     ("rate", "rule", "temperature"),
     [
@@ -143,6 +147,12 @@ GOLDEN = [
 ]
 
 
+@kills(
+    "noise/langevin.py",
+    "scale = 2 * batch_size",
+    "scale = batch_size",
+    case="1e-05-2.6985-0.7068-0.005",
+)
 @pytest.mark.parametrize(("rate", "multiplier", "epsilon", "relative"), GOLDEN)
 def test_what_a_step_size_costs(rate, multiplier, epsilon, relative):
     got = noise.langevin_multiplier(rate, clipping.flat(1.0), **MNIST)
@@ -169,6 +179,8 @@ def test_a_larger_bound_costs_more_at_the_same_rate():
     assert one == pytest.approx(3 * three)
 
 
+@kills("noise/langevin.py", "math.sqrt(temperature)", "temperature")
+@kills("training/sgld.py", "1 / (sampling.examples * prior_deviation**2)", "1 / prior_deviation**2")
 def test_on_the_mean_gradient_it_is_the_papers():
     reading = training.on_mean_gradient(0.1, examples=60_000)
     assert noise.langevin_multiplier(
@@ -191,6 +203,11 @@ def test_on_the_mean_gradient_it_is_the_papers():
     assert np.std(state.params) == pytest.approx(0.1**0.5, rel=0.01)
 
 
+@kills(
+    "noise/langevin.py",
+    "jnp.asarray(rate(step), jnp.float32)",
+    "jnp.asarray(rate(0 * step), jnp.float32)",
+)
 def test_a_rate_that_decays_is_paid_for_step_by_step():
     algorithm = chain(rate=DECAY, rule=clipping.flat(1.0), steps=6)
     rates = 4e-4 * 0.5 ** np.arange(6)
@@ -201,6 +218,8 @@ def test_a_rate_that_decays_is_paid_for_step_by_step():
     assert spent == pytest.approx(accounting.epsilon(event, 1e-3))
 
 
+@kills("training/sgld.py", "        preparation=preparation,\n", "")
+@kills("training/sgld.py", "        before=before,\n", "")
 def test_what_came_before_the_first_step_is_paid_for():
     plain, settings = chain(rule=clipping.flat(1.0)), {"rule": clipping.flat(1.0)}
     spent = plain.mechanism.spent(plain.mechanism.multipliers)
@@ -281,6 +300,12 @@ def dies_after(algorithm, steps):
     return dataclasses.replace(algorithm, run=run)
 
 
+@kills(
+    "training/samples.py",
+    "order = jnp.arange(max(0, taken - size), taken) % size",
+    "order = jnp.arange(min(taken, size))",
+    case="23-1-0",
+)
 @pytest.mark.parametrize("burn_in", [0, 3])
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("steps", [5, 23])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mutation import kills
 
 from dpjax.data import Stream
 
@@ -47,6 +48,11 @@ def threads():
     return [t for t in threading.enumerate() if t.name.startswith("dpjax-stream")]
 
 
+@kills(
+    "data/streaming.py",
+    "examples(self.source, self.example, indices[share].tolist())",
+    "examples(self.source, self.example, share.tolist())",
+)
 @pytest.mark.parametrize("source", [Counted, Many])
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_rows_come_as_they_are_asked_for_and_nothing_else_is_read(source, workers):
@@ -103,6 +109,12 @@ def test_examples_are_made_on_the_host():
     assert stream.rows(np.array([4, 8])).tolist() == [0.5, 1.0]
 
 
+@kills(
+    "data/streaming.py",
+    "if len(waiting) > ahead:\n                    yield self._finish(*waiting.popleft())",
+    "if len(waiting) > ahead:\n                    yield self._finish(*waiting.pop())",
+    case="1",
+)
 @pytest.mark.parametrize("ahead", [0, 1, 3, 20])
 def test_batches_come_in_order(ahead):
     stream = Stream(Counted(records()), workers=3)
@@ -156,6 +168,7 @@ def test_threads_end_with_a_consumer_that_stops_early():
     assert not threads()
 
 
+@kills("data/streaming.py", "for promise in promises:", "for promise in []:")
 @pytest.mark.parametrize("source", [Counted, Many])
 @pytest.mark.parametrize("workers", [1, 4])
 def test_what_cannot_be_read_is_named(source, workers):
@@ -218,6 +231,7 @@ def test_what_is_no_number_is_refused():
         _ = Stream([{"image": np.zeros(2), "name": "cat"}]).row
 
 
+@kills("data/records.py", "indices.min() >= 0 and indices.max() < size", "indices.max() < size")
 @pytest.mark.parametrize(
     ("indices", "error", "word"),
     [

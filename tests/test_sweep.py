@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 
-import binaries
 import jax
 import numpy as np
 import pytest
+import run_binary
 from absl import app
 
 from dpjax import accounting
@@ -61,16 +61,16 @@ def stand_in(tmp_path):
 @pytest.fixture
 def modules(monkeypatch):
     """The modules beside the binary, which are imported by their names there."""
-    monkeypatch.syspath_prepend(str(binaries.EXPERIMENTS))
+    monkeypatch.syspath_prepend(str(run_binary.EXPERIMENTS))
     return importlib.import_module("searching"), importlib.import_module("pricing")
 
 
 def command(*flags):
-    return [sys.executable, binaries.EXPERIMENTS / "sweep.py", *map(str, flags)]
+    return [sys.executable, run_binary.EXPERIMENTS / "sweep.py", *map(str, flags)]
 
 
 def sweep(*flags, status=0):
-    outcome = binaries.run("sweep.py", *flags, status=status)
+    outcome = run_binary.run("sweep.py", *flags, status=status)
     return outcome.stdout[-3000:] + outcome.stderr[-3000:]
 
 

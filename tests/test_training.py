@@ -10,17 +10,18 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import lives
+import killable_runs
 import numpy as np
 import optax
 import pytest
 from flax import linen
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, ledger, sampling, training, trees, types
 from dpjax.data import Dataset, Stream
 from dpjax.training.progress import Progress
-from dpjax.training.run import _means
+from dpjax.training.runner import _means
 
 DATA = jnp.ones((50, 3))
 
@@ -76,6 +77,7 @@ def test_fit_asks_the_ledger_before_it_begins():
         dpjax.fit(budgeted, start(budgeted), progress=False)
 
 
+@kills("ledger.py", "epsilon to {upwards(cost)} at", "epsilon to {cost:.4g} at")
 def test_a_refusal_names_no_less_than_it_would_cost():
     plain = make(multiplier=1.4)
     cost = plain.mechanism.epsilon(1e-5)
@@ -158,6 +160,12 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
     assert read[-1]["epsilon"] == math.inf
 
 
+@kills(
+    "training/fit.py",
+    "if not isinstance(found, Mapping) or found.keys() & row.keys():",
+    "if not isinstance(found, Mapping):",
+    case="options7-TypeError-which are the log's",
+)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -188,6 +196,7 @@ def test_whole_numbers_may_be_floats():
         algorithm.run(start(algorithm), 1.5)
 
 
+@kills("training/fit.py", "    if taken:\n", "    if False:\n", case="examples")
 @pytest.mark.parametrize(
     "name", ["batch_size", "examples", "multiplier_and_steps", "before", "numerics"]
 )
@@ -198,6 +207,7 @@ def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
         dpjax.fit(algorithm, start(algorithm), configuration={name: 60_000}, **where)
 
 
+@kills("training/run_folder.py", "name: json.dumps(value, sort_keys=True)\n", "name: value\n")
 def test_a_configuration_with_nan_goes_on(tmp_path):
     algorithm = make(steps=2)
     options = {"directory": tmp_path, "progress": False, "configuration": {"decay": math.nan}}
@@ -206,6 +216,7 @@ def test_a_configuration_with_nan_goes_on(tmp_path):
     assert state.ledger.steps == 2
 
 
+@kills("training/run_folder.py", " and not _furthest(folder)", "")
 def test_a_folder_in_which_no_step_ran_is_free_for_other_settings(tmp_path):
     """As after a first step that did not compile; one that ran is not."""
     wrong, right = make(steps=2), make(steps=3)
@@ -216,6 +227,7 @@ def test_a_folder_in_which_no_step_ran_is_free_for_other_settings(tmp_path):
         dpjax.fit(wrong, start(wrong), directory=tmp_path, progress=False)
 
 
+@kills("training/run_folder.py", ' and not before.get("preparation"):', ":")
 def test_a_folder_in_which_queries_were_made_is_not_begun_anew(tmp_path):
     """They are spent before the first step, and `run.json` is all that tells of them."""
     asked = dataclasses.replace(make(steps=2).mechanism, preparation=(5.0,))
@@ -227,6 +239,7 @@ def test_a_folder_in_which_queries_were_made_is_not_begun_anew(tmp_path):
     assert training.earlier(tmp_path)[0].preparation == (5.0,)
 
 
+@kills("training/step.py", "sums.dropped + jnp.sum(mask & ~sound, dtype=jnp.int32)", "sums.dropped")
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), make(batch=50).mechanism, spoilt)
@@ -266,6 +279,7 @@ def test_leaves_without_a_gradient_are_named(caplog):
     assert "1 of 2 leaves have no gradient (b)" in caplog.text
 
 
+@kills("mechanism/check_sampler.py", "and not moved:", "and False:")
 def test_a_draw_that_is_made_once_is_refused():
     """NumPy is asked when the step is compiled: all steps would see one batch."""
 
@@ -316,6 +330,7 @@ MISTAKES = {
 }
 
 
+@kills("training/checks.py", 'if mechanism.unit != "example":', "if False:", case="clients")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_stands_in_the_wrong_place_is_said_before_anything_runs(name):
     changed, error, message = MISTAKES[name]
@@ -363,6 +378,7 @@ def test_an_optimizer_that_promises_to_take_more_and_does_not_is_told_so():
         algorithm.step(start(algorithm))
 
 
+@kills("training/dpsgd.py", "check_public(moved[1])", "pass", case="noise")
 @pytest.mark.parametrize(
     ("link", "held"),
     [
@@ -389,6 +405,7 @@ def test_a_loss_that_fails_is_told_what_it_was_called_with():
     assert "loss(params, example), where example is float32[3]" in raised.value.__notes__[-1]
 
 
+@kills("training/checks.py", "if _used.setdefault(name, run) not in (run, None):", "if False:")
 def test_a_key_of_two_runs_is_told_of_once(caplog):
     algorithm, another = make(), make()
     with caplog.at_level("WARNING"):
@@ -467,6 +484,7 @@ def test_progress_is_shown_and_can_be_silenced(capsys):
     assert capsys.readouterr().err == ""
 
 
+@kills("training/progress.py", "upwards(row['epsilon'], '.2f')", "format(row['epsilon'], '.2f')")
 def test_a_terminal_gets_one_live_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -560,6 +578,9 @@ class TestAdam:
         assert second - noisy == pytest.approx(gradient**2, abs=0.003 * second)
         assert noisy == pytest.approx(second, rel=0.005)
 
+    @kills(
+        "mechanism/description.py", "[deviation / self.batch_size for deviation in each]", "each"
+    )
     def test_groups_have_their_own_noise(self):
         rule = clipping.per_group((1.0, 4.0), clipping.by_leaf({"a": 0, "b": 0}))
         ours = training.dp_adam(1.0, self.mechanism((2.0, 3.0), rule), b2=0.5, floor=1e-9)
@@ -603,6 +624,7 @@ def test_bfloat16_parameters_stay_bfloat16(optimizer):
     assert training.averaged(state.optimizer).dtype == jnp.float32
 
 
+@kills("ledger.py", "if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):", "if False:")
 def test_the_step_is_not_to_be_traced():
     algorithm = make()
     with pytest.raises(TypeError, match="the ledger has to look before every one"):
@@ -626,6 +648,18 @@ def test_two_fits_draw_different_batches():
     assert len(set(drawn)) == 10
 
 
+@kills(
+    "training/dpsgd.py",
+    "return trees.copy(State(params, moved, key, ledger.empty()))",
+    "return State(params, moved, key, ledger.empty())",
+)
+@kills("training/dpsgd.py", "mechanism, budget, steps=count)", "mechanism, budget, steps=1)")
+@kills(
+    "training/in_memory.py",
+    "params, moved, info = one(params, moved, key, data)",
+    "params, (_, inner), info = one(params, moved, key, "
+    "data)\n            moved = (moved[0], inner)",
+)
 def test_many_steps_at_once_are_the_same_steps():
     one, many = make(batch=25), make(batch=25)
     state, losses = start(one), []
@@ -661,10 +695,24 @@ np.savez(sys.argv[1], *test_training.steps_in_microbatches())
 """
 
 
+@kills(
+    "sampling.py",
+    "jnp.asarray(which * size, jnp.int32)",
+    "jnp.asarray(0 * size, jnp.int32)",
+    slow=True,
+)
+@kills("sampling.py", "return start + of * size, add(", "return start + size, add(", slow=True)
+@kills(
+    "training/step.py",
+    "sums = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), sums)",
+    "sums = jax.tree.map(lambda x: x[0], sums)",
+    slow=True,
+)
+@kills("training/streaming.py", "split={2, 3, 4}", "split={4}", slow=True)
 def test_two_devices_take_the_steps_of_one(tmp_path):
     """The same draws and the same noise, once; each example on one device alone."""
     program = [sys.executable, "-c", TWO_DEVICES, str(tmp_path / "two.npz")]
-    subprocess.run(program, check=True, timeout=300, env=lives.environment())
+    subprocess.run(program, check=True, timeout=300, env=killable_runs.environment())
     with np.load(tmp_path / "two.npz") as two:
         for name, one in zip(two.files, steps_in_microbatches(), strict=True):
             np.testing.assert_allclose(two[name], one, rtol=1e-5)
@@ -698,6 +746,24 @@ def test_a_state_that_was_given_to_fit_or_step_can_be_used_again():
 class TestStreamed:
     X = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 
+    @kills(
+        "training/streaming.py",
+        "return whole, np.arange(size) < count",
+        "return whole, np.arange(size) <= count",
+        case="poisson-8",
+    )
+    @kills(
+        "training/streaming.py",
+        "for i in range(0, len(indices), size)]",
+        "for i in range(0, len(indices) - size, size)]",
+        case="poisson-8",
+    )
+    @kills(
+        "training/streaming.py",
+        "_chosen(draw(key, step), size)",
+        "_chosen(draw(key, first), size)",
+        case="poisson-8",
+    )
     @pytest.mark.parametrize("microbatch_size", [None, 1, 8])
     @pytest.mark.parametrize("sampler", ["poisson", "shuffled", "fixed", "full"])
     def test_it_takes_the_steps_of_data_in_memory(self, sampler, microbatch_size):
@@ -769,6 +835,7 @@ class TestBoundSchedule:
         algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, DATA * 3, **options)
         return algorithm, algorithm.run(start(algorithm), steps)
 
+    @kills("training/step.py", "lambda p, x: loss(p, x) / scale", "lambda p, x: loss(p, x)")
     def test_it_is_clipping_to_the_bound_of_the_step(self):
         _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
         far = np.linalg.norm(3 * np.ones(3))
@@ -780,6 +847,11 @@ class TestBoundSchedule:
         np.testing.assert_allclose(np.linalg.norm(state.params), want, rtol=1e-5)
         np.testing.assert_array_equal(infos.clipped[:, 0], [1, 1, 1, 0])
 
+    @kills(
+        "training/step.py",
+        "mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)",
+        "pass",
+    )
     def test_noise_follows_the_bound(self):
         zeros = jnp.zeros((50, 100_000))
         mechanism = dpjax.Mechanism(
@@ -878,6 +950,12 @@ def run_timed(per_step, steps, seed=0, state=None, **options):
 
 
 class TestPerStep:
+    @kills(
+        "training/step.py",
+        "jax.tree.map(jnp.asarray, recipe.per_step(step))",
+        "jax.tree.map(jnp.asarray, recipe.per_step(0 * step))",
+        case="None-vmap",
+    )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
     @pytest.mark.parametrize("microbatch_size", [None, 4])
     def test_the_loss_of_step_t_sees_the_epoch_of_step_t(self, engine, microbatch_size):
@@ -892,6 +970,11 @@ class TestPerStep:
         np.testing.assert_allclose(seen, [1.5, 2, 2.5], rtol=1e-4)
         np.testing.assert_array_equal(whole.params, again.params)
 
+    @kills(
+        "training/step.py",
+        "return (*rows, every)",
+        "return (*jax.tree.map(lambda x: jnp.roll(x, 1, -1), rows), every)",
+    )
     def test_it_is_as_if_each_example_brought_it(self):
         """The same examples, the same noise: only where the entry comes from differs."""
         x = jnp.arange(150.0).reshape(50, 3)
@@ -964,6 +1047,11 @@ class TestWeights:
             state = after
         return moved
 
+    @kills(
+        "training/step.py",
+        "return each(lambda example: weigh(step, params, example), rows)",
+        "return jnp.roll(each(lambda example: weigh(step, params, example), rows), 1)",
+    )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
     @pytest.mark.parametrize("microbatch_size", [None, 2])
     def test_examples_count_as_their_weights_of_the_step(self, engine, microbatch_size):
@@ -983,6 +1071,11 @@ class TestWeights:
         np.testing.assert_allclose(first, [1, 0, 0], atol=1e-6)
         assert second[1] > 8
 
+    @kills(
+        "gradients/clipped_grad.py",
+        "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)",
+        "jnp.where(rows > 0, rows, 0)",
+    )
     @pytest.mark.parametrize("weight", [7.0, math.inf, -1.0, math.nan])
     def test_no_weight_lets_an_example_past_its_bound(self, weight):
         for moved in self.summed(lambda t, w, x: weight, (jnp.full((1, 3), 50.0),), bound=1.0):
@@ -1021,6 +1114,7 @@ class TestAveraging:
         np.testing.assert_array_equal(one.params, two.params)
         assert training.averaged(two).shape == (3,)
 
+    @kills("training/averaging.py", "and not kept.weight > 0:", "and False:")
     def test_errors_teach(self):
         with pytest.raises(ValueError, match="from 0 up to"):
             training.average_parameters(1.0)

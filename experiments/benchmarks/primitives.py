@@ -2,7 +2,7 @@
 """Are dpjax's versions of single operations worth their lines?  Each beside XLA's, in a loop.
 
   claim     in the loops in which microbatches live, forward and backward passes of convolutions,
-            max-pools and tanh take less time by `dpjax.gradients.primitives.FAST` than as written
+            max-pools and tanh take less time by `_xla_cpu.primitives.FAST` than as written
   figures   as written and fast, ms for 32 examples: 8x8 / 2 from 1 channel to 16 4.9, 2.8; 3x3
             from 3 to 32 25.0, 9.8; 4x4 / 2 from 16 to 32 6.3, 2.1; 3x3 from 64 to 64 31.3, 16.6;
             pools 2x2 2.3, 0.64; 2x2 / 2 9.2, 2.4; 3x3 / 2 11.6, 3.1; tanh after a bias 0.71, 0.61
@@ -34,7 +34,7 @@ from contestants import Contestant
 from jax.extend.core import Literal
 from steps import configure, start, take_turns
 
-from dpjax.gradients.primitives import bind, bind_fast
+from dpjax.gradients._xla_cpu.primitives import bind, bind_fast
 
 EXAMPLES, ROUNDS = 32, 8  # at once; in the loop
 

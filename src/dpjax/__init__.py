@@ -20,7 +20,7 @@ A map of the house; every room is a module, every module a word:
   `diagnostics` what clipping cuts, what grows, how the loss bends
   `models`, `activations`, `losses`, `metrics`, `data`     what to train, and on what
   `scattering`, `features`                                 what images are made of, for free
-  `types`, `trees`                                         the words and the arithmetic
+  `types`, `trees`, `checks`                               the words and the arithmetic
 
 Read in this order: `types`, `clipping`, `noise`, `mechanism`, `training.dpsgd`.
 """
@@ -30,6 +30,7 @@ from dpjax import (
     activations,
     auditing,
     checkpoints,
+    checks,
     clipping,
     data,
     diagnostics,
@@ -63,6 +64,7 @@ __all__ = [
     "activations",
     "auditing",
     "checkpoints",
+    "checks",
     "clip_and_sum",
     "clipped_grad",
     "clipping",

@@ -15,6 +15,7 @@ the best of many runs), `groups` (users with several examples) and `filters` (no
 on the way).
 """
 
+from dpjax.accounting.event_parts import NEIGHBOURS
 from dpjax.accounting.events import (
     compose,
     effective_multiplier,
@@ -24,13 +25,12 @@ from dpjax.accounting.events import (
 )
 from dpjax.accounting.filters import Filter, Refused, best_order
 from dpjax.accounting.gdp import Estimate
-from dpjax.accounting.groups import epsilon_for_users, for_groups
-from dpjax.accounting.leaves import NEIGHBOURS
 from dpjax.accounting.methods import METHODS, Method, delta, epsilon
-from dpjax.accounting.projected import ProjectedGaussianDpEvent, with_projections
-from dpjax.accounting.rdp import ORDERS, renyi_divergence
+from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
+from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.search import calibrate, largest_steps
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
+from dpjax.accounting.user_level import epsilon_for_users, for_groups
 
 __all__ = [
     "DISTRIBUTIONS",

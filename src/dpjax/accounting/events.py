@@ -18,15 +18,6 @@ import numpy as np
 from dp_accounting import DpEvent
 from numpy.typing import ArrayLike
 
-__all__ = [
-    "BARE",
-    "compose",
-    "effective_multiplier",
-    "gaussian",
-    "scheduled_gaussian",
-    "subsampled_gaussian",
-]
-
 BARE = 1e-100  # a multiplier so small that its square underflows hides nothing
 
 

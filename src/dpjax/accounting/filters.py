@@ -23,13 +23,11 @@ import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpjax.accounting import renyi
+from dpjax.accounting import rdp_accountant
+from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import gaussian
-from dpjax.accounting.leaves import split
 from dpjax.accounting.methods import epsilon as epsilon_of
-from dpjax.accounting.rdp import ORDERS, renyi_divergence
-
-__all__ = ["Filter", "Refused", "best_order"]
+from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 
 
 class Refused(ValueError):
@@ -188,7 +186,7 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
       >>> best_order(step, epsilon=3.0, delta=1e-5)
       7.3
     """
-    divergences = renyi.total(split(event), "add-or-remove")
+    divergences = rdp_accountant.total(split(event), "add-or-remove")
     limits = _limits(epsilon, delta, ORDERS)
     if not np.any((limits > 0) & (divergences > 0) & np.isfinite(divergences)):
         raise ValueError(

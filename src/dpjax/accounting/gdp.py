@@ -14,9 +14,7 @@ import dp_accounting
 import numpy as np
 from scipy.special import log_ndtr
 
-from dpjax.accounting.leaves import Parts
-
-__all__ = ["Estimate", "clt_delta", "clt_epsilon"]
+from dpjax.accounting.event_parts import Parts
 
 
 class Estimate(float):
@@ -48,7 +46,7 @@ def clt_epsilon(parts: Parts, delta: float, neighbours: str) -> Estimate:
 
     Example:
       >>> from dpjax.accounting.events import subsampled_gaussian
-      >>> from dpjax.accounting.leaves import split
+      >>> from dpjax.accounting.event_parts import split
       >>> round(
       ...     clt_epsilon(split(subsampled_gaussian(1.1, 256 / 60_000, 14_063)), 1e-5, "zero-out"),
       ...     4,

@@ -17,10 +17,8 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import trees
-from dpjax.accounting import gdp, projected, renyi
-from dpjax.accounting.leaves import Parts, relation, split
-
-__all__ = ["METHODS", "Method", "delta", "epsilon", "method_named"]
+from dpjax.accounting import gdp, random_projections, rdp_accountant
+from dpjax.accounting.event_parts import Parts, relation, split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,22 +48,22 @@ METHODS: dict[str, Method] = {
             name="rdp",
             proven=True,
             words="upper bound by Rényi divergences, improved conversion",
-            epsilon=renyi.rdp_epsilon,
-            delta=renyi.rdp_delta,
+            epsilon=rdp_accountant.rdp_epsilon,
+            delta=rdp_accountant.rdp_delta,
         ),
         Method(
             name="pld",
             proven=True,
             words="tightest upper bound, by privacy loss distributions",
-            epsilon=projected.pld_epsilon,
-            delta=projected.pld_delta,
+            epsilon=random_projections.pld_epsilon,
+            delta=random_projections.pld_delta,
         ),
         Method(
             name="rdp-classic",
             proven=True,
             words="looser upper bound, as older papers print",
-            epsilon=renyi.classic_epsilon,
-            delta=renyi.classic_delta,
+            epsilon=rdp_accountant.classic_epsilon,
+            delta=rdp_accountant.classic_delta,
         ),
         Method(
             name="gdp",
@@ -159,7 +157,7 @@ def method_named(name: str) -> Method:
 def _sorted(event: DpEvent, neighbours: str, method: str) -> Parts:
     relation(neighbours)  # an unknown name is an error even where nothing was run
     parts = split(event)
-    projected.refuse(parts, method)
+    random_projections.refuse(parts, method)
     return parts
 
 

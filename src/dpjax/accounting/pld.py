@@ -21,10 +21,8 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpE
 from dp_accounting.pld import PLDAccountant
 from scipy.special import logsumexp
 
-from dpjax.accounting import gdp, renyi
-from dpjax.accounting.leaves import Parts, relation
-
-__all__ = ["GRID", "LEVELS", "pld_delta", "pld_epsilon", "rounded"]
+from dpjax.accounting import gdp, rdp_accountant
+from dpjax.accounting.event_parts import Parts, relation
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
 _MIXED = 1e-3  # with mixtures, whose losses are found by search: a tenth of the time, 0.1 %
@@ -54,7 +52,7 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
 
     Example:
       >>> from dpjax.accounting.events import gaussian
-      >>> from dpjax.accounting.leaves import split
+      >>> from dpjax.accounting.event_parts import split
       >>> round(pld_epsilon(split(gaussian(1.0)), 1e-5, "add-or-remove"), 3)
       4.377
 
@@ -65,9 +63,11 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     """
     if not parts.sampled and not parts.foreign:
         return float(gdp.clt_epsilon(parts, delta, neighbours))
-    proven = _or_infinity(renyi.rdp_epsilon, parts, delta, neighbours)
+    proven = _or_infinity(rdp_accountant.rdp_epsilon, parts, delta, neighbours)
     if _hint(parts, neighbours) > _FAR:
-        return min(proven, _or_infinity(renyi.rdp_epsilon, _unamplified(parts), delta, neighbours))
+        return min(
+            proven, _or_infinity(rdp_accountant.rdp_epsilon, _unamplified(parts), delta, neighbours)
+        )
     return min(proven, _accountant(parts, neighbours).get_epsilon(delta))
 
 
@@ -75,9 +75,9 @@ def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
     """Smallest delta that the composed loss distribution proves at this epsilon."""
     if not parts.sampled and not parts.foreign:
         return float(gdp.clt_delta(parts, epsilon, neighbours))
-    proven = _or_infinity(renyi.rdp_delta, parts, epsilon, neighbours)
+    proven = _or_infinity(rdp_accountant.rdp_delta, parts, epsilon, neighbours)
     if _hint(parts, neighbours) > _FAR:
-        plain = _or_infinity(renyi.rdp_delta, _unamplified(parts), epsilon, neighbours)
+        plain = _or_infinity(rdp_accountant.rdp_delta, _unamplified(parts), epsilon, neighbours)
         return min(1.0, proven, plain)
     return min(1.0, proven, float(_accountant(parts, neighbours).get_delta(epsilon)))
 
@@ -179,7 +179,7 @@ def _hint(parts: Parts, neighbours: str) -> float:
         precision=parts.precision * scale**2,
         foreign={},
     )
-    return renyi.rdp_epsilon(halved, 1e-9, "add-or-remove")
+    return rdp_accountant.rdp_epsilon(halved, 1e-9, "add-or-remove")
 
 
 def _unamplified(parts: Parts) -> Parts:

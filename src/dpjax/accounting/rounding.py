@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from decimal import ROUND_CEILING, Decimal, localcontext
 
-__all__ = ["upwards"]
-
 
 def upwards(value: float, form: str = ".4g") -> str:
     """A number in few digits, none below what it is.

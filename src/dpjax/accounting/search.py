@@ -23,8 +23,6 @@ from dpjax import trees
 from dpjax.accounting.methods import epsilon as epsilon_of
 from dpjax.accounting.methods import method_named
 
-__all__ = ["calibrate", "largest_steps"]
-
 _TIGHTNESS = {"rdp": 1e-6, "rdp-classic": 1e-6, "pld": 1e-4}
 
 

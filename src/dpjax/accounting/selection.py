@@ -23,13 +23,11 @@ from scipy import stats
 from scipy.optimize import root_scalar
 from scipy.special import exprel
 
-from dpjax.accounting import renyi
-from dpjax.accounting.leaves import split
+from dpjax.accounting import rdp_accountant
+from dpjax.accounting.event_parts import split
 from dpjax.accounting.methods import epsilon
-from dpjax.accounting.rdp import ORDERS
+from dpjax.accounting.rdp_divergence import ORDERS
 from dpjax.types import Key
-
-__all__ = ["DISTRIBUTIONS", "Distribution", "Selection", "draw_runs", "select_best"]
 
 
 class Selection(NamedTuple):
@@ -128,7 +126,7 @@ def select_best(
     alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
     if not math.isfinite(alone):
         return Selection(math.inf, math.inf, math.inf, runs)
-    one = np.max([renyi.total(split(each), neighbours) for each in events], axis=0)
+    one = np.max([rdp_accountant.total(split(each), neighbours) for each in events], axis=0)
     best, every = row.divergence(one, runs), math.ceil(runs) * one
     return Selection(alone, _epsilon(best, delta), _epsilon(every, delta), runs)
 

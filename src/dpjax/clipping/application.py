@@ -22,8 +22,6 @@ from dpjax import trees
 from dpjax.clipping.rules import Norms
 from dpjax.types import Clipping, PyTree
 
-__all__ = ["ClipState", "clip", "clip_and_sum"]
-
 
 def clip(
     rule: Clipping,

@@ -19,8 +19,6 @@ import jax
 from dpjax import trees
 from dpjax.types import Partition, PyTree
 
-__all__ = ["Groups", "balanced", "by_layer", "by_leaf", "by_path", "partition_of"]
-
 Groups: TypeAlias = int | Partition
 
 

@@ -24,8 +24,6 @@ from jaxtyping import Array, Bool, Float
 
 from dpjax.types import Clipping
 
-__all__ = ["Quantile"]
-
 # The scale stays within this factor of 1: beyond it, losses divided by it would overflow.
 _FAR = 1e6
 

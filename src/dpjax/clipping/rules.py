@@ -22,18 +22,6 @@ from dpjax import trees
 from dpjax.clipping.partitions import Groups, partition_of
 from dpjax.types import Clipping
 
-__all__ = [
-    "Norms",
-    "automatic",
-    "flat",
-    "grouped",
-    "hard_threshold",
-    "jl",
-    "normalized",
-    "per_group",
-    "psac",
-]
-
 Norms: TypeAlias = Float[Array, "batch groups"]
 
 

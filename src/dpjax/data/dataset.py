@@ -15,8 +15,6 @@ from numpy.typing import ArrayLike
 
 from dpjax.data.streaming import Stream
 
-__all__ = ["Dataset", "Split", "checked", "hold_out", "standardize"]
-
 Split: TypeAlias = tuple[np.ndarray, np.ndarray]
 _Train = TypeVar("_Train", Split, Stream)
 

@@ -18,8 +18,6 @@ from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.jpeg import decoded
 from dpjax.data.sources import Source
 
-__all__ = ["DAMAGED", "read", "table", "unit"]
-
 # Whatever zipfile and NumPy say of a file that was cut off or changed.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
 DAMAGED += (KeyError, NotImplementedError, RuntimeError)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["decoded"]
-
 
 def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.ndarray:
     """Images from a buffer of JPEG streams.

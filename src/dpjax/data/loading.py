@@ -19,8 +19,6 @@ from dpjax.data.sources import SOURCES, Source
 from dpjax.data.streaming import Stream
 from dpjax.data.tfds import from_tfds, is_prepared, stream_from_tfds
 
-__all__ = ["NAMES", "load", "stream"]
-
 NAMES: tuple[str, ...] = ("digits", *SOURCES)
 """The names that `load` knows."""
 

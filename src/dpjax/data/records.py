@@ -14,8 +14,6 @@ import numpy as np
 
 from dpjax.types import PyTree
 
-__all__ = ["RandomAccess", "checked_indices", "examples"]
-
 
 class RandomAccess(Protocol):
     """A source of records: a length, and the record at an index.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["SOURCES", "Source"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:

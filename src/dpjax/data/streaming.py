@@ -24,8 +24,6 @@ import numpy as np
 from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
-__all__ = ["Stream"]
-
 
 @dataclass(frozen=True, eq=False)
 class Stream:

@@ -23,8 +23,6 @@ from dpjax.data.files import table, unit
 from dpjax.data.sources import Source
 from dpjax.data.streaming import Stream
 
-__all__ = ["from_tfds", "is_prepared", "stream_from_tfds"]
-
 
 def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Dataset[Split]:
     """A data set as TensorFlow Datasets has it, in memory.

@@ -21,8 +21,6 @@ from dpjax import clipping, trees
 from dpjax.diagnostics.vectors import cosine, length
 from dpjax.types import Clipping, LossFn, PyTree
 
-__all__ = ["Bias", "Histogram", "clipped_fraction", "clipping_bias", "norm_histogram"]
-
 
 class Bias(NamedTuple):
     """What clipping does to the mean gradient of a batch, **before** any noise.

@@ -20,8 +20,6 @@ from dpjax import trees
 from dpjax.diagnostics.vectors import length, unit
 from dpjax.types import Key, LossFn, PyTree
 
-__all__ = ["Sharpness", "sharpness"]
-
 
 class Sharpness(NamedTuple):
     """The largest singular value of a Hessian, and how it was found."""

@@ -24,8 +24,6 @@ from jaxtyping import Array, Float
 from dpjax import trees
 from dpjax.types import Partition, PyTree
 
-__all__ = ["Definiteness", "definiteness", "ntk"]
-
 
 class Definiteness(NamedTuple):
     """How far a square matrix is from symmetric, and the two ways of being positive.

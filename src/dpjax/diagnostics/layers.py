@@ -19,8 +19,6 @@ from dpjax import trees
 from dpjax.diagnostics.vectors import length
 from dpjax.types import PyTree
 
-__all__ = ["preactivation_norms", "weight_norms"]
-
 
 def weight_norms(params: PyTree) -> dict[str, Array]:
     """The norm of the weights of each layer; a layer is what its leaves' names share.

@@ -17,8 +17,6 @@ from jaxtyping import Array, Float
 from dpjax import trees
 from dpjax.types import PyTree
 
-__all__ = ["cosine", "inner", "length", "unit"]
-
 
 def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
     """The cosine of the angle between two trees, each read as one vector; NaN for a zero.

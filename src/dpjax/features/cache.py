@@ -26,8 +26,6 @@ from absl import logging
 
 from dpjax.scattering import scatter
 
-__all__ = ["cached", "scattered"]
-
 _VERSION = 1  # of the transforms here: another one, and old files are no longer found
 _DIGEST = hashlib.sha256().digest_size
 

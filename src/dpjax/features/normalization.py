@@ -23,8 +23,6 @@ from dpjax import clipping, noise, trees
 from dpjax.features.scaling import Moments, checked
 from dpjax.types import Key, Purpose
 
-__all__ = ["Normalization", "Search", "channel_norms"]
-
 Features = Float[Array, "examples height width channels"]
 
 _MEANS, _SQUARES = 0, 1  # the two queries; their searches have streams of noise of their own

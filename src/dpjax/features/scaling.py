@@ -19,8 +19,6 @@ from jaxtyping import Array, Float
 
 from dpjax import trees
 
-__all__ = ["Moments", "checked", "group_norm", "normalize"]
-
 
 class Moments(NamedTuple):
     """Mean and variance of every channel, over examples and places."""

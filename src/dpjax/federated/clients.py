@@ -23,8 +23,6 @@ from jaxtyping import Array, Int
 from dpjax import trees
 from dpjax.types import PyTree
 
-__all__ = ["Clients"]
-
 _MOST = 2**31 - 1  # rows
 
 

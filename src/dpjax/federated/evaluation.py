@@ -17,8 +17,6 @@ from jaxtyping import Array, Float
 from dpjax.federated.clients import Clients
 from dpjax.types import PyTree
 
-__all__ = ["evaluate_clients", "scores"]
-
 Metric = Callable[[PyTree, PyTree], Array]
 
 _TOGETHER = 256  # examples at once

@@ -21,12 +21,10 @@ from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Info, Recipe, observed, played
 from dpjax.federated.weights import Weights
-from dpjax.gradients.clipped import check_sizes
+from dpjax.gradients.clipped_grad import check_sizes
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.draws import check_draw
+from dpjax.mechanism.check_sampler import check_draw
 from dpjax.types import Algorithm, Key, LossFn, PyTree, State
-
-__all__ = ["State", "fedavg", "fedsgd"]
 
 
 def fedavg(

@@ -22,8 +22,6 @@ from dpjax import clipping, trees
 from dpjax.federated.clients import Clients
 from dpjax.types import Clipping, Key, LossFn, PyTree
 
-__all__ = ["Local", "ball", "trained"]
-
 # By as much a projected update stays inside its bound, so that rounding does not put it
 # outside, where a rule that drops long updates would drop it.
 _INSIDE = 1 - 2**-16

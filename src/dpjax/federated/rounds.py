@@ -24,11 +24,9 @@ from dpjax import sampling, trees
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, trained
 from dpjax.gradients import clipped_grad, layout
-from dpjax.gradients.clipped import check_loss
+from dpjax.gradients.clipped_grad import check_loss
 from dpjax.mechanism import Mechanism
 from dpjax.types import Draw, Key, Purpose, PyTree
-
-__all__ = ["Info", "Recipe", "Sums", "observed", "played"]
 
 
 class Info(NamedTuple):

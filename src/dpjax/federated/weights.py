@@ -15,8 +15,6 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-__all__ = ["Weights"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:

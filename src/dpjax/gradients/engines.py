@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from dpjax import clipping
-from dpjax.gradients.ghost import by_patches, ghost
-from dpjax.gradients.isolation import isolated
-from dpjax.gradients.rows import Engine, Rows, adding
+from dpjax.gradients._bookkeeping.ghost import by_patches, ghost
+from dpjax.gradients.batching import Engine, Rows, adding
+from dpjax.gradients.nan_isolation import isolated
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
-
-__all__ = ["ENGINES", "vmap"]
 
 
 def vmap(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:

@@ -21,12 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from dpjax.gradients.primitives import inner_programs
-from dpjax.gradients.rules import foresee
-from dpjax.gradients.walk import trace
+from dpjax.gradients._bookkeeping.leaf_norms import foresee
+from dpjax.gradients._bookkeeping.trace import trace
+from dpjax.gradients._xla_cpu.primitives import inner_programs
 from dpjax.types import LossFn, PyTree
-
-__all__ = ["Layout", "bytes_per_example", "layout"]
 
 _GHOST = ("auto", "ghost")
 # The share of the memory that one microbatch may take.

@@ -22,8 +22,6 @@ from jaxtyping import Array, Float
 from dpjax import trees
 from dpjax.types import Key, LossFn, PyTree
 
-__all__ = ["augmented"]
-
 
 def augmented(
     loss: LossFn, augment: Callable[[Key, Array], Array], views: int, *, key: Key

@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["cross_entropy", "focal", "one_hot"]
-
 
 def cross_entropy(logits: Float[Array, " classes"], label: Int[Array, ""]) -> Float[Array, ""]:
     r"""The cross-entropy of one example, :math:`\log \sum_j e^{h_j} - h_y`.

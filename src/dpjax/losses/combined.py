@@ -23,8 +23,6 @@ from jaxtyping import Array, Float, Int
 from dpjax.losses.classification import focal, one_hot
 from dpjax.losses.regression import squared_error
 
-__all__ = ["composite"]
-
 
 def composite(
     *,

@@ -22,8 +22,6 @@ from jaxtyping import Array, Float
 
 from dpjax.types import LossFn, PyTree
 
-__all__ = ["ExampleLoss", "of"]
-
 ExampleLoss: TypeAlias = Callable[..., Float[Array, ""]]
 """``loss(output, target)``, and ``hidden`` and ``epoch`` if it has arguments so named."""
 

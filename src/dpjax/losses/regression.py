@@ -13,8 +13,6 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-__all__ = ["absolute", "huber", "squared_error"]
-
 
 def squared_error(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
     r"""Half the squared distance, :math:`\tfrac12 \|h - y\|^2`; its gradient is the residual.

@@ -11,8 +11,6 @@ from jaxtyping import Array, Float, Int
 from dpjax import clipping, noise, trees
 from dpjax.types import Clipping, Key, Purpose
 
-__all__ = ["AdaptiveState", "adapted", "check_adaptive", "followed"]
-
 
 class AdaptiveState(NamedTuple):
     """What noise needs to go on where the bound is adapted.

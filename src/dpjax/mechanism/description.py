@@ -34,8 +34,6 @@ from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, pla
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
-__all__ = ["Mechanism"]
-
 # A proof for one of these holds, with the conversion that accounting makes, for those after it.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
 _UNITS = ("example", "client")

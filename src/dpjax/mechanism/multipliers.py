@@ -16,8 +16,6 @@ from numpy.typing import ArrayLike
 from dpjax import accounting, schedules
 from dpjax.types import NoiseMultiplier
 
-__all__ = ["Planned", "growth", "left_for_gradients", "planned", "scaled"]
-
 
 @dataclass(frozen=True)
 class Planned:

@@ -19,8 +19,6 @@ import numpy as np
 from dpjax import accounting, sampling
 from dpjax.types import Sampler
 
-__all__ = ["Spent", "checked_queries", "steps_event"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:

@@ -21,8 +21,6 @@ from jaxtyping import Array
 
 from dpjax.types import Key
 
-__all__ = ["Initializer", "Styled", "attention", "embedding", "layer", "symmetric"]
-
 
 class Initializer(Protocol):
     """Anything that makes an array from a key, a shape and a dtype."""

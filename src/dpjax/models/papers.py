@@ -30,15 +30,6 @@ from dpjax.models.parts import (
     flat,
 )
 
-__all__ = [
-    "CIFARCNN",
-    "MLP",
-    "CIFARDenseCNN",
-    "ScatterCIFARCNN",
-    "ScatterCNN",
-    "TemperedCNN",
-]
-
 _LECUN: Initializer = nn.initializers.lecun_normal()
 Images = Float[Array, "*batch height width channels"]
 Logits = Float[Array, "*batch classes"]

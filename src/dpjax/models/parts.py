@@ -23,19 +23,6 @@ from jaxtyping import Array, Float
 
 from dpjax.models import initial
 
-__all__ = [
-    "Activation",
-    "Pooling",
-    "activated",
-    "conv",
-    "dense",
-    "expect_image",
-    "expect_wavelets",
-    "flat",
-    "group_norm",
-    "standardized",
-]
-
 Activation: TypeAlias = Callable[[Array], Array]
 Pooling: TypeAlias = Callable[..., Array]
 """``(x, window_shape, strides=...) -> x``, as `flax.linen.max_pool` is."""

@@ -28,8 +28,6 @@ from scipy import ndimage
 
 from dpjax.types import PyTree
 
-__all__ = ["load_bert", "load_vit", "read_safetensors"]
-
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
 _DTYPES = {
     "F64": np.float64,

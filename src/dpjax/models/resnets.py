@@ -21,8 +21,6 @@ from dpjax.models.initial import Initializer
 from dpjax.models.parts import Activation, activated, conv, dense, expect_image, group_norm
 from dpjax.models.parts import standardized as _standardized
 
-__all__ = ["WideResNet"]
-
 _HE: Initializer = nn.initializers.he_normal()
 
 

@@ -23,8 +23,6 @@ from dpjax.models import initial
 from dpjax.models.initial import Initializer
 from dpjax.models.parts import Activation, activated, conv, dense, expect_image
 
-__all__ = ["TextTransformer", "ViT"]
-
 _XAVIER: Initializer = nn.initializers.xavier_uniform()
 _LAYOUTS = ("pre-norm", "bert")
 

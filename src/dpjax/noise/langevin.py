@@ -20,8 +20,6 @@ import optax
 from dpjax.noise.link import gaussian
 from dpjax.types import Clipping, Key, Schedule
 
-__all__ = ["langevin", "langevin_multiplier"]
-
 
 def langevin(
     learning_rate: float | Schedule,

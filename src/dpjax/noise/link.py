@@ -33,15 +33,6 @@ from dpjax import trees
 from dpjax.noise.normal import standard_normal
 from dpjax.types import Clipping, Key, NoiseMultiplier, Purpose, PyTree
 
-__all__ = [
-    "GaussianState",
-    "check_multiplier",
-    "gaussian",
-    "plain_multiplier",
-    "secret_key",
-    "standard_deviations",
-]
-
 
 class GaussianState(NamedTuple):
     """What the noise needs to go on: the root key and the number of steps taken.

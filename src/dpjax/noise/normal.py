@@ -25,8 +25,6 @@ from jaxtyping import Array, Complex, Float, UInt32
 from dpjax import trees
 from dpjax.types import Key
 
-__all__ = ["standard_normal"]
-
 # Pairs are drawn in whole rows: for a long axis of odd length XLA's code is four times as slow.
 _ROW = 1024
 # Left turns of the cipher's second word in four rounds, then in the next four.

@@ -16,7 +16,7 @@ gradient norms what it draws over time.
 
 from dpjax.reports.card import card
 from dpjax.reports.curves import norm_counts
-from dpjax.reports.run import report
+from dpjax.reports.html_report import report
 from dpjax.reports.statement import statement
 
 __all__ = ["card", "norm_counts", "report", "statement"]

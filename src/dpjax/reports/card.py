@@ -15,10 +15,8 @@ from typing import Any
 from dpjax import accounting
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
-from dpjax.reports.spending import epsilons, multipliers
+from dpjax.reports.epsilons import epsilons, multipliers
 from dpjax.reports.statement import why_infinite
-
-__all__ = ["card"]
 
 
 def card(

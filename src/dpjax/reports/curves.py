@@ -17,23 +17,12 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from dpjax.reports.drawing import DOTS, PALETTE, band, legend, panel
-from dpjax.reports.folder import Missing, Run
+from dpjax.reports.load_run import Missing, Run
+from dpjax.reports.style import DOTS, PALETTE, band, legend, panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = [
-    "accuracy",
-    "clipping",
-    "noise",
-    "norm_counts",
-    "norms",
-    "shades",
-    "test_loss",
-    "training_loss",
-]
 
 _COLUMNS = 60  # of shades: more would be thinner than a pixel
 

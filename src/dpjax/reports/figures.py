@@ -16,20 +16,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dpjax.reports import curves, layers, predictions
-from dpjax.reports.drawing import canvas, style
-from dpjax.reports.folder import Run
-from dpjax.reports.rendering import png, svg
-
-__all__ = [
-    "PLOTS",
-    "PRIVATE",
-    "RELEASED",
-    "SEEDED",
-    "Drawn",
-    "Plot",
-    "draw",
-    "of_what_was_released",
-]
+from dpjax.reports.figure_output import png, svg
+from dpjax.reports.load_run import Run
+from dpjax.reports.style import canvas, style
 
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"

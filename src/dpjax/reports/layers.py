@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpjax.reports.drawing import PALETTE, legend, panel
-from dpjax.reports.folder import Missing, Run
+from dpjax.reports.load_run import Missing, Run
+from dpjax.reports.style import PALETTE, legend, panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["activations", "gradients", "weights"]
 
 _GROUPS = 12  # more histograms would be too small to read
 _DECADES = 1e-4  # shorter than this part of the longest counts as this long

@@ -16,9 +16,7 @@ from html import escape
 from typing import Any
 
 from dpjax.accounting.rounding import upwards
-from dpjax.reports.drawing import DARK, PALETTE
-
-__all__ = ["badge", "grid", "page", "power", "section", "table", "value"]
+from dpjax.reports.style import DARK, PALETTE
 
 
 def page(title: str, body: Iterable[str]) -> str:

@@ -17,13 +17,11 @@ import numpy as np
 from jaxtyping import Array
 
 from dpjax import metrics
-from dpjax.reports.drawing import PALETTE, legend, panel
-from dpjax.reports.folder import Missing, Run
+from dpjax.reports.load_run import Missing, Run
+from dpjax.reports.style import PALETTE, legend, panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["calibration", "classes", "confusion"]
 
 _FEW = 16  # classes: with more, numbers in cells could not be read
 

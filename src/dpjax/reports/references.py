@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator
 
 from dpjax.mechanism import Mechanism
 
-__all__ = ["references"]
-
 _REFERENCES = {
     "dpsgd": """\
 @inproceedings{abadi2016deep,

@@ -20,11 +20,9 @@ from dpjax import accounting
 from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
+from dpjax.reports.epsilons import epsilons, multipliers
 from dpjax.reports.references import references
-from dpjax.reports.spending import epsilons, multipliers
 from dpjax.types import Neighbours, Sampler
-
-__all__ = ["statement", "why_infinite"]
 
 _NEIGHBOURS = {
     Neighbours.ADD_OR_REMOVE: "data sets that differ by one {unit} added or removed",

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Bank", "averaging", "coarsen", "filter_bank", "mirrored", "padded_size"]
-
 _PI = 3.1415  # in the norm of every Gaussian, where the published filters have just these digits
 _REACH = 2  # filters are wrapped around the image this often on either side
 

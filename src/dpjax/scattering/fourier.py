@@ -19,8 +19,6 @@ from jaxtyping import Array, Float
 
 from dpjax.scattering.filters import mirrored
 
-__all__ = ["filtered", "moduli", "on_columns", "on_rows", "spectrum_of"]
-
 # Accelerators would round the inputs of matrix products to a few bits.
 _PRECISION = jax.lax.Precision.HIGHEST
 

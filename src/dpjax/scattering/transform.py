@@ -21,8 +21,6 @@ from dpjax.scattering.filters import Bank, averaging, coarsen, filter_bank, mirr
 from dpjax.scattering.fourier import filtered, moduli, on_columns, on_rows, spectrum_of
 from dpjax.trees import wide
 
-__all__ = ["Path", "paths", "scatter"]
-
 
 class Path(NamedTuple):
     """What one channel has been through: the wavelet of each order, by scale and angle."""

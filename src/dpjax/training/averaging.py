@@ -18,8 +18,6 @@ from jaxtyping import Array, Float
 
 from dpjax.types import PyTree
 
-__all__ = ["AverageState", "average_parameters", "averaged"]
-
 
 class AverageState(NamedTuple):
     """The weighted sum of past parameters and the sum of the weights."""

@@ -19,10 +19,10 @@ from jaxtyping import Array, Int
 
 from dpjax import ledger, schedules, trees
 from dpjax.data import Stream
-from dpjax.gradients.clipped import check_sizes
+from dpjax.gradients.clipped_grad import check_sizes
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.draws import check_draw
-from dpjax.training.premises import (
+from dpjax.mechanism.check_sampler import check_draw
+from dpjax.training.checks import (
     check_data,
     check_kinds,
     check_public,
@@ -32,12 +32,10 @@ from dpjax.training.premises import (
     tell_of_reuse,
     whole,
 )
-from dpjax.training.resident import resident
-from dpjax.training.stepping import Info, Recipe, example_of, mean_info
-from dpjax.training.streamed import streamed
+from dpjax.training.in_memory import resident
+from dpjax.training.step import Info, Recipe, example_of, mean_info
+from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
-
-__all__ = ["Info", "State", "dpsgd"]
 
 
 def dpsgd(

@@ -24,15 +24,13 @@ from typing import Any
 from absl import logging
 
 from dpjax import accounting, ledger
-from dpjax.training.folder import Folder
-from dpjax.training.numerics import numerics
-from dpjax.training.premises import check_state, whole
+from dpjax.training.checks import check_state, whole
+from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
-from dpjax.training.run import Run, numbers
-from dpjax.training.stopping import Stop
+from dpjax.training.run_folder import Folder
+from dpjax.training.runner import Run, numbers
+from dpjax.training.signals import Stop
 from dpjax.types import Algorithm
-
-__all__ = ["fit"]
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 

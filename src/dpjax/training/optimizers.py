@@ -19,8 +19,6 @@ from jaxtyping import Array, Float, Int
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree, Schedule
 
-__all__ = ["DPAdamState", "dp_adam", "scaled_rate"]
-
 
 def scaled_rate(base: float, batch_size: float) -> float:
     r"""The learning rate for a batch, $\lfloor B / 512 \rfloor$ times a base rate.

@@ -11,8 +11,6 @@ from typing import Any, TextIO
 
 from dpjax.accounting.rounding import upwards
 
-__all__ = ["Progress"]
-
 _QUIET = {"step", "epsilon", "delta", "private"}
 
 

@@ -23,8 +23,6 @@ from jaxtyping import Array, Float, Int
 
 from dpjax.types import PyTree
 
-__all__ = ["SamplesState", "keep_samples", "predictive", "samples"]
-
 
 class SamplesState(NamedTuple):
     """The ring, how many samples were ever written to it, and the steps that were taken."""

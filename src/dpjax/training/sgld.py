@@ -27,8 +27,6 @@ from dpjax.training.dpsgd import State, dpsgd
 from dpjax.training.samples import keep_samples
 from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule
 
-__all__ = ["dp_sgld", "on_mean_gradient"]
-
 
 def dp_sgld(
     loss: LossFn,

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Clipping by estimated norms: what it costs when a norm may be guessed too small.
+
+A norm that is estimated from `r` random projections is, in exact numbers, the norm times
+`sqrt(chi2_r / r)`, whatever the gradient (`gradients.jl` rounds it up by what float32 may lose).
+So an example moves the clipped sum by up to `s = sqrt(r / chi2_r)` bounds: mostly about one, now
+and then many. Let the projections be released too, for they have not seen the data. Given them a
+step is a Gaussian whose multiplier is divided by `s`, and its privacy loss has the distribution of
+that Gaussian, mixed over `s`. That is one example more or fewer: two that change places have an `s`
+each, and nothing is proved for them.
+
+There is no other number. The chance of a large `s` falls like a power, and Rényi divergences weigh
+it by the exponential of a square: they are infinite at every order, and an estimate by a central
+limit has no limit to go to. So every method but PLD is refused here.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+import dp_accounting
+import numpy as np
+from dp_accounting import DpEvent
+from dp_accounting.pld import common
+from dp_accounting.pld import privacy_loss_distribution as library
+from scipy import stats
+
+from dpjax.accounting import pld
+from dpjax.accounting.event_parts import Parts, relation
+
+_GRID = 1e-3  # between losses
+_BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is likely and where not
+_RARE = 0.05
+_LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
+_CHANCE = 1e-12
+_LEVELS = 8  # distinct multipliers of a schedule; beyond them they are rounded down
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectedGaussianDpEvent(DpEvent):
+    """The Gaussian mechanism on a sum that was clipped by norms from random projections.
+
+    Attributes:
+      noise_multiplier: standard deviation over the bound.
+      projections: how many there are, `r`.
+    """
+
+    noise_multiplier: float
+    projections: int
+
+
+def with_projections(event: DpEvent, projections: int) -> DpEvent:
+    """The same event, each Gaussian of which is on a sum clipped by estimated norms.
+
+    Args:
+      event: steps that were described as if norms were exact.
+      projections: how many there are.
+
+    Returns:
+      The event that is proved.
+
+    Example:
+      >>> from dpjax.accounting.events import gaussian
+      >>> with_projections(gaussian(2.0), projections=30)
+      ProjectedGaussianDpEvent(noise_multiplier=2.0, projections=30)
+    """
+    if projections < 1 or projections % 1 != 0:
+        raise ValueError(
+            f"accounting.with_projections(projections={projections}): expected how many random "
+            "projections each norm was estimated from, 1 or more. For exact norms leave the event "
+            "as it is."
+        )
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return ProjectedGaussianDpEvent(event.noise_multiplier, projections)
+    if isinstance(event, dp_accounting.ComposedDpEvent):
+        return dp_accounting.ComposedDpEvent(
+            [with_projections(part, projections) for part in event.events]
+        )
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        inner = with_projections(event.event, projections)
+        return dp_accounting.SelfComposedDpEvent(inner, event.count)
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        inner = with_projections(event.event, projections)
+        return dp_accounting.PoissonSampledDpEvent(event.sampling_probability, inner)
+    if isinstance(event, dp_accounting.NoOpDpEvent | dp_accounting.NonPrivateDpEvent):
+        return event
+    raise ValueError(
+        f"clipping.jl: nothing is proved for estimated norms in {type(event).__name__}. Sample "
+        "with sampling.poisson or sampling.full, or clip by exact norms (clipping.flat)."
+    )
+
+
+def refuse(parts: Parts, method: str) -> None:
+    """Raises if norms were estimated and the method is not PLD."""
+    if method != "pld" and _steps(parts):
+        raise ValueError(
+            f"accounting: method {method!r} has no number for norms from random projections: an "
+            "estimate may be too small by any factor, so that Renyi divergences are infinite at "
+            "every order and no central limit holds. Use method='pld'."
+        )
+
+
+def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
+    """As `pld.pld_epsilon`, for events with estimated norms too.
+
+    Example:
+      >>> from dpjax.accounting.event_parts import split
+      >>> parts = split(ProjectedGaussianDpEvent(4.0, projections=50))
+      >>> round(pld_epsilon(parts, 1e-5, "add-or-remove"), 2)
+      1.02
+    """
+    if not _steps(parts):
+        return pld.pld_epsilon(parts, delta, neighbours)
+    if _bare(_steps(parts)):
+        return math.inf
+    return float(_whole(parts, neighbours).get_epsilon_for_delta(delta))
+
+
+def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
+    """As `pld.pld_delta`, for events with estimated norms too."""
+    if not _steps(parts):
+        return pld.pld_delta(parts, epsilon, neighbours)
+    if _bare(_steps(parts)):
+        return 1.0
+    return min(1.0, float(_whole(parts, neighbours).get_delta_for_epsilon(epsilon)))
+
+
+def _steps(parts: Parts) -> dict[tuple[float, float, int], int]:
+    """`{(rate, multiplier, projections): count}` of the steps with estimated norms."""
+    found: dict[tuple[float, float, int], int] = {}
+    for event, count in parts.foreign.values():
+        rate = 1.0
+        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+            rate, event = event.sampling_probability, event.event
+        if isinstance(event, ProjectedGaussianDpEvent):
+            key = (float(rate), float(event.noise_multiplier), event.projections)
+            found[key] = found.get(key, 0) + count
+    return found
+
+
+def _bare(steps: Iterable[tuple[float, float, int]]) -> bool:
+    """Whether some step may release an example as it is, as far as can be proved here."""
+    return any(z == 0 or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps)
+
+
+def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
+    """The composed loss distribution of everything."""
+    steps, kind = _steps(parts), relation(neighbours)
+    if neighbours == "replace-one":
+        raise ValueError(
+            "accounting: norms from random projections have no proof for neighbours='replace-one': "
+            "one example is estimated by one scale, and the one in its place by another. State the "
+            "guarantee for 'add-or-remove', or clip by exact norms (clipping.flat)."
+        )
+    if len(steps) < len(parts.foreign):
+        raise ValueError(
+            "accounting: norms from random projections compose with Gaussian steps and queries "
+            f"only; this event holds {', '.join(parts.foreign)}."
+        )
+    total = library.identity(_GRID)
+    if parts.precision:
+        z = parts.unsampled_multiplier
+        total = total.compose(_gaussian(z, 1.0, kind))
+    for (q, z), count in pld.rounded(parts.sampled).items():
+        total = total.compose(_gaussian(z, q, kind).self_compose(count))
+    for (q, z, r), count in _rounded(steps).items():
+        total = total.compose(_mixture(q, z, r, neighbours).self_compose(count))
+    return total
+
+
+def _rounded(steps: dict[tuple[float, float, int], int]) -> dict[tuple[float, float, int], int]:
+    """At most `_LEVELS` distinct multipliers, rounded down: steps that cost no less."""
+    multipliers = np.unique([z for _, z, _ in steps])
+    if len(multipliers) > _LEVELS:
+        multipliers = np.geomspace(multipliers[0], multipliers[-1], _LEVELS)
+        multipliers[0] = min(z for _, z, _ in steps)
+    out: dict[tuple[float, float, int], int] = {}
+    for (q, z, r), count in steps.items():
+        key = (q, float(multipliers[np.searchsorted(multipliers, z, side="right") - 1]), r)
+        out[key] = out.get(key, 0) + count
+    return out
+
+
+@functools.lru_cache(maxsize=64)
+def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLossDistribution:
+    """The loss of one step: that of a Gaussian with multiplier `z / s`, mixed over `s`."""
+    beyond = _beyond(z, r)
+    total = library.from_privacy_parameters(
+        common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=_GRID
+    )
+    if beyond >= _RARE:
+        return total
+    bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
+    chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
+    values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
+    for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
+        one = _gaussian(z / float(s), q, relation(neighbours))
+        total = total.compute_mixture(one, weight / (weight + float(share)))
+        weight += float(share)
+    return total
+
+
+def _beyond(z: float, r: int) -> float:
+    """How likely an example's scale is one that is taken for laid bare."""
+    # P(S > s) = P(chi2 < r / s^2)
+    return max(_CHANCE, float(stats.chi2(r).cdf(r * (_LEAST / z) ** 2)))
+
+
+def _gaussian(
+    z: float, q: float, kind: dp_accounting.NeighboringRelation
+) -> library.PrivacyLossDistribution:
+    return library.from_gaussian_mechanism(
+        z,
+        sampling_prob=q,
+        value_discretization_interval=_GRID,
+        neighboring_relation=kind,
+    )

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups: what the same training costs somebody who owns several of the examples.
+
+With k records a user the sum moves up to k times as far, but under Poisson sampling hardly ever
+so far: how many of the k are drawn is binomial. So a step is a Gaussian whose signal is a mixture
+over 0 to k, and PLD accounts that exactly; k times epsilon would be wrong, for delta grows too.
+Without sampling all k are always there, and the multiplier is simply divided by k.
+
+This page rewrites an event for larger units and leaves the arithmetic to the methods.
+"""
+
+import dp_accounting
+import numpy as np
+from dp_accounting import DpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from scipy import stats
+
+from dpjax.accounting.event_parts import Parts, split
+from dpjax.accounting.events import compose, gaussian
+from dpjax.accounting.methods import epsilon
+
+
+def for_groups(event: DpEvent, records: int) -> DpEvent:
+    """The event, as somebody meets it who owns up to `records` of the examples.
+
+    A sampled step with rate `q` and multiplier `z` becomes `N(j, z^2)`, `j ~ Binomial(k, q)`,
+    against `N(0, z^2)`.
+
+    Args:
+      event: what was run, as for one example; of Gaussians, Poisson-sampled or not.
+      records: `k`, the most that any one user has; fewer cost less.
+
+    Returns:
+      An event whose neighbours differ by all the records of one user. PLD accounts it with
+      "add-or-remove" or "zero-out"; RDP has no proof for mixtures.
+
+      | part | becomes |
+      |---|---|
+      | any, `records == 1` | what it was |
+      | Gaussians without sampling | one Gaussian with multiplier `z / k` |
+      | Poisson-sampled Gaussian | a mixture of Gaussians |
+      | sampled in another way | refused |
+
+    Privacy:
+      `records` is a promise about the data. It is kept by leaving out what a user has beyond
+      `records`, before training, by a choice that looks at that user alone.
+
+    Example:
+      >>> for_groups(gaussian(3.0), records=2)
+      GaussianDpEvent(noise_multiplier=1.5)
+
+    References:
+      Ganesh, *Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
+      mechanisms*, 2024.
+    """
+    if isinstance(records, bool) or records < 1 or records % 1 != 0:
+        raise ValueError(
+            f"accounting.for_groups(records={records}): expected a whole number, 1 or more: the "
+            "most examples that any one user has, not the average."
+        )
+    if records == 1:
+        return event
+    parts = split(event)
+    _refuse_foreign(parts)
+    if not parts.private:
+        return dp_accounting.NonPrivateDpEvent()
+    unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
+    steps = (
+        dp_accounting.SelfComposedDpEvent(_mixture(q, z, int(records)), count)
+        for (q, z), count in parts.sampled.items()
+    )
+    return compose(*unsampled, *steps)
+
+
+def epsilon_for_users(
+    event: DpEvent, delta: float, records: int, neighbours: str = "add-or-remove"
+) -> float:
+    """The epsilon of all that a user with up to `records` examples has given, by PLD.
+
+    Args:
+      event: what was run, such as `mechanism.event`.
+      delta: the probability beside epsilon, below one over the number of *users*.
+      records: the most examples that any one user has.
+      neighbours: "add-or-remove" or "zero-out", of a user; see `Mechanism.relation`.
+
+    Returns:
+      Epsilon, for users; with `records == 1` that of examples.
+
+    Example:
+      >>> from dpjax import accounting
+      >>> event = accounting.subsampled_gaussian(1.0, sampling_rate=0.01, steps=200)
+      >>> [round(epsilon_for_users(event, 1e-5, records), 3) for records in (1, 2, 4)]
+      [0.912, 1.947, 4.148]
+    """
+    if neighbours == "replace-one":
+        raise ValueError(
+            "accounting.epsilon_for_users(neighbours='replace-one'): mixtures have no proof there. "
+            "State the guarantee for 'add-or-remove': one user more or fewer, with all records."
+        )
+    return epsilon(for_groups(event, records), delta, "pld", neighbours)
+
+
+def _mixture(rate: float, multiplier: float, records: int) -> DpEvent:
+    """One step: the signal is how many of the records are drawn."""
+    drawn = np.arange(records + 1.0)
+    odds = stats.binom.pmf(drawn, records, rate)
+    return MixtureOfGaussiansDpEvent(multiplier, drawn.tolist(), odds.tolist())
+
+
+def _refuse_foreign(parts: Parts) -> None:
+    if parts.foreign:
+        raise ValueError(
+            "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "
+            f"with several records; this event holds {', '.join(parts.foreign)}. Batches of a "
+            "fixed size tie a user's records together: sample with sampling.poisson."
+        )

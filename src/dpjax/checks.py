@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument checks: one function per question, one form for every message.
+
+A message names the call and the value, says what was expected, and ends with ``hint``: the
+usual cause and the cure.  Each function returns the argument as the plain Python type that
+the caller computes with, so NumPy and JAX scalars, and 3.0 for 3, mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import numpy as np
+
+__all__ = ["fraction", "instance", "number", "one_of", "positive", "whole"]
+
+T = TypeVar("T")
+
+
+def number(call: str, name: str, value: Any, hint: str = "") -> float:
+    """A finite or infinite real number; text, arrays and booleans raise, and so does NaN."""
+    try:
+        array = np.asarray(value)
+        sound = array.ndim == 0 and array.dtype.kind in "iuf" and not math.isnan(array)
+    except (TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise TypeError(_message(call, name, value, "a number", hint))
+    return float(value)
+
+
+def whole(call: str, name: str, value: Any, hint: str = "", *, least: int = 1) -> int:
+    """A whole number of at least ``least``; 3.0 is 3."""
+    found = number(call, name, value, hint)
+    if found % 1 != 0 or found < least:
+        expected = f"a whole number, at least {least}"
+        raise ValueError(_message(call, name, value, expected, hint))
+    return int(value)
+
+
+def positive(call: str, name: str, value: Any, hint: str = "") -> float:
+    """A finite number above 0."""
+    found = number(call, name, value, hint)
+    if not 0 < found < math.inf:
+        raise ValueError(_message(call, name, value, "a positive number", hint))
+    return found
+
+
+def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
+    """A number strictly between 0 and 1."""
+    found = number(call, name, value, hint)
+    if not 0 < found < 1:
+        raise ValueError(_message(call, name, value, "a number between 0 and 1", hint))
+    return found
+
+
+def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
+    """One of a few values."""
+    if not any(value is choice or value == choice for choice in choices):
+        expected = f"one of {', '.join(map(str, choices))}"
+        raise ValueError(_message(call, name, value, expected, hint))
+    return value
+
+
+def instance(call: str, name: str, value: Any, kind: type[T], hint: str = "") -> T:
+    """An object of a class."""
+    if not isinstance(value, kind):
+        given = f"{call}: {name} is a {type(value).__name__}; expected a {kind.__name__}."
+        raise TypeError(f"{given} {hint}".rstrip())
+    return value
+
+
+def _message(call: str, name: str, value: Any, expected: str, hint: str) -> str:
+    return f"{call}({name}={value!r:.100}): expected {expected}. {hint}".rstrip()

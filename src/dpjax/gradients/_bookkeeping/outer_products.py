@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Forms: what a site's data and cotangent say about the gradient of its view.
+
+A matrix product, a convolution and an embedding are one thing seen from the gradient: a
+sum of outer products over positions, perhaps in several blocks,
+
+$$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}. $$
+
+`FORMS` brings the data and the cotangent of a site into that shape, a row for each
+primitive; what is then done with it is for `rules` to say.  A primitive without a row, or
+a use that its row does not cover, has no form and is left to the equation's own derivative.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dpjax.gradients._bookkeeping.trace import Site
+
+
+class Outer(NamedTuple):
+    """The gradient of a view as a sum of outer products.
+
+    Args:
+      x: ``[batch, blocks, inputs, positions]``, in pieces that divide the inputs; or integers
+        ``[batch, blocks, positions]``, which stand for columns with a single 1.
+      g: ``[batch, blocks, positions, outputs]``.
+      place: From ``[blocks, inputs, outputs]`` to the layout of the view.
+      axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
+      copied: Whether `x` had to be written out, and would be again for another product.
+    """
+
+    x: tuple[Array, ...]
+    g: Array
+    place: Callable[[Array], Array]
+    axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
+    copied: bool = False
+
+    @property
+    def chosen(self) -> bool:
+        """Whether `x` holds the numbers of columns' single ones."""
+        return self.x[0].ndim == 3
+
+    @property
+    def width(self) -> int:
+        """How many inputs there are."""
+        return sum(piece.shape[2] for piece in self.x)
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        """From a part ``[blocks, inputs, outputs]`` for each piece to the layout of the view."""
+        return self.place(jnp.concatenate(parts, axis=1))
+
+
+# Patches are written out for so many inputs of a block at a time, or more.
+_PIECE = 256
+# Of kernels with more entries patches are written in a loop, or compiling would take long.
+_WRITTEN_OUT = 25
+
+Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
+
+
+def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """The form of a site, or None if there is none.
+
+    Args:
+      site: Where a view meets the data.
+      data: Those, with a batch axis.
+      cotangent: Of the site's output, with a batch axis.
+    """
+    form = FORMS.get(site.equation.primitive.name)
+    outer = form(site, data, cotangent) if form else None
+    return None if outer is None else _without_stacks(site, outer)
+
+
+def _without_stacks(site: Site, outer: Outer) -> Outer:
+    """Rounds of a scan become blocks where the view is sliced, positions where it is not."""
+    x, g, place = outer.x, outer.g, outer.place
+    sizes = site.output.shape
+    for i, sliced in reversed(list(enumerate(site.stacks))):
+        g = _merged(g, 1 + i, 2 + i + (not sliced))
+        x = [_merged(piece, 1 + i, 2 + i if sliced else piece.ndim - 1) for piece in x]
+        if sliced:
+            place = _by_round(place, sizes[i])
+    return outer._replace(x=tuple(x), g=g, place=place)
+
+
+def _merged(a: Array, axis: int, into: int) -> Array:
+    """Joins an axis to a later one, as its slower part."""
+    a = jnp.moveaxis(a, axis, into - 1)
+    return a.reshape(*a.shape[: into - 1], -1, *a.shape[into + 1 :])
+
+
+def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array], Array]:
+    def placed(gradient: Array) -> Array:
+        blocks = gradient.shape[0] // rounds
+        return jax.vmap(place)(gradient.reshape(rounds, blocks, *gradient.shape[1:]))
+
+    return placed
+
+
+def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """A product contracts inputs; what is left of the data are positions, of the view outputs."""
+    if cotangent.size == 0 or data[0].size == 0:
+        return None
+    contract, batch = site.equation.params["dimension_numbers"]
+    mine, theirs = site.operand, 1 - site.operand
+    shape, leaf_axis = _view(site)
+    # Contracted axes in the order of the leaf, so that transposed uses of it compare.
+    pairs = sorted(
+        zip(contract[mine], contract[theirs], strict=True), key=lambda p: leaf_axis(p[0])
+    )
+    inputs, other_inputs = [p[0] for p in pairs], [p[1] for p in pairs]
+    outputs = [a for a in range(len(shape)) if a not in (*inputs, *batch[mine])]
+
+    (x,), lead = data, 1 + len(site.stacks)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(cotangent.dtype)  # squares of small integers are no small integers
+    rank = x.ndim - lead
+    free = [a for a in range(rank) if a not in (*other_inputs, *batch[theirs])]
+    sizes = [
+        math.prod(x.shape[lead + a] for a in group) for group in (batch[theirs], free, other_inputs)
+    ]
+    x = jnp.swapaxes(_arranged(x, lead, [*batch[theirs], *free, *other_inputs], sizes), -1, -2)
+    blocks, positions, _ = sizes
+    if mine == 1:
+        g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
+    else:
+        g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
+        g = jnp.swapaxes(g, -1, -2)
+    order = [*batch[mine], *inputs, *outputs]
+
+    def place(gradient: Array) -> Array:
+        split = gradient.reshape([shape[a] for a in order])
+        return jnp.transpose(split, np.argsort(order).tolist())
+
+    return Outer((x,), g, place, _axes(site, batch[mine], inputs, outputs))
+
+
+def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
+    p, (x,), lead = site.equation.params, data, 1 + len(site.stacks)
+    if site.operand != 1 or p["batch_group_count"] != 1 or cotangent.size == 0 or x.size == 0:
+        return None
+    numbers, groups = p["dimension_numbers"], p["feature_group_count"]
+    shape, _ = _view(site)
+    out, channels, *space = numbers.rhs_spec
+    around = x.shape[:lead]
+    x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
+    g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
+    # The images of one example are further positions.
+    positions = math.prod(g.shape[1:-1])
+
+    def piece(seen: Array) -> Array:
+        seen = seen.reshape(*around, seen.shape[1], groups, -1, positions)
+        return jnp.moveaxis(seen, lead, lead + 1).reshape(*around, groups, -1, positions)
+
+    patches = _patches(p, x, [shape[a] for a in space], g.shape[2:-1])
+    g = jnp.moveaxis(g.reshape(*around, positions, groups, -1), -2, lead)
+
+    def place(gradient: Array) -> Array:
+        kernel = gradient.reshape(groups, *(shape[a] for a in (*space, channels)), -1)
+        kernel = jnp.moveaxis(kernel, 0, -2)
+        kernel = kernel.reshape(*kernel.shape[:-2], -1)
+        return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
+
+    axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
+    return Outer(tuple(map(piece, patches)), g, place, axes, copied=True)
+
+
+def _last_channels(x: Array, spec: Sequence[int]) -> Array:
+    image, channels, *space = spec
+    return jnp.transpose(x, (0, *(1 + a for a in (image, *space, channels))))
+
+
+def _patches(
+    p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
+) -> list[Array]:
+    """``[.., entries, channels, images, *places]``: what each entry of the kernel sees.
+
+    Strided slices of the padded input: a copy, where a convolution with an identity kernel
+    would be many multiplications by 0.  Places come last, as the product to come wants them.
+    A few entries at a time: products of that size are as fast, and never is all copied at once.
+    """
+    edges = [
+        (low, high, spread - 1)
+        for (low, high), spread in zip(p["padding"], p["lhs_dilation"], strict=True)
+    ]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges + [(0, 0, 0)])
+    strides = p["window_strides"]
+    if tuple(strides) == tuple(kernel) and set(p["rhs_dilation"]) == {1}:
+        return [_tiles(x, kernel, places)]
+
+    def seen(entry: tuple[int, ...]) -> Array:
+        starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
+        ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
+        x_seen = jax.lax.slice(
+            x, [0, 0, *starts, 0], [*x.shape[:2], *ends, x.shape[-1]], [1, 1, *strides, 1]
+        )
+        return jnp.moveaxis(x_seen, -1, 1)
+
+    inputs = x.shape[-1] // p["feature_group_count"]
+    entries, few = list(itertools.product(*map(range, kernel))), -(-_PIECE // inputs)
+    pieces = [entries[i : i + few] for i in range(0, len(entries), few)]
+    if len(entries) > _WRITTEN_OUT:
+        x, spread = jnp.moveaxis(x, -1, 1), np.array(p["rhs_dilation"])
+        return [_in_turn(x, np.array(piece) * spread, places, strides) for piece in pieces]
+    return [jnp.stack([seen(entry) for entry in piece], axis=1) for piece in pieces]
+
+
+def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
+    """Patches of channels-first images, in a loop: the program of one entry, however many."""
+    lead = x.shape[:3]
+    spans = [(n - 1) * s + 1 for n, s in zip(places, strides, strict=True)]
+
+    def write(i: Array, seen: Array) -> Array:
+        at = jnp.asarray(starts)[i]
+        patch = jax.lax.dynamic_slice(x, (0, 0, 0, *at), (*lead, *spans))
+        patch = jax.lax.slice(patch, [0] * patch.ndim, patch.shape, [1, 1, 1, *strides])
+        return jax.lax.dynamic_update_index_in_dim(seen, patch, i, 1)
+
+    nothing = jnp.zeros((lead[0], len(starts), *lead[1:], *places), x.dtype)
+    return jax.lax.fori_loop(0, len(starts), write, nothing)
+
+
+def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
+    """Patches that do not overlap: as large as the image, they are one view of it, turned."""
+    rank = len(kernel)
+    used = [n * k for n, k in zip(places, kernel, strict=True)]
+    x = jax.lax.slice(x, [0] * x.ndim, [*x.shape[:2], *used, x.shape[-1]])
+    pairs = [m for pair in zip(places, kernel, strict=True) for m in pair]
+    x = x.reshape(*x.shape[:2], *pairs, x.shape[-1])
+    order = [0, *range(3, 3 + 2 * rank, 2), 2 + 2 * rank, 1, *range(2, 2 + 2 * rank, 2)]
+    x = jnp.transpose(x, order)
+    return x.reshape(x.shape[0], math.prod(kernel), *x.shape[1 + rank :])
+
+
+def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """Rows taken from a table: the data are their numbers."""
+    p, (ids,), lead = site.equation.params, data, 1 + len(site.stacks)
+    numbers, (shape, _) = p["dimension_numbers"], _view(site)
+    rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
+    mode = jax.lax.GatherScatterMode
+    whole = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
+    known = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
+    if not (rows and whole and known) or cotangent.size == 0:
+        return None
+    positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
+    around, width = cotangent.shape[:lead], math.prod(shape[1:])
+    g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
+    ids = ids.reshape(*around, 1, -1)
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)  # a byte cannot name the row behind the last of 256
+    inside = (ids >= 0) & (ids < shape[0])
+    if p["mode"] != mode.CLIP:
+        g = jnp.where(inside[..., None], g, 0)
+    ids = jnp.clip(ids, 0, shape[0] - 1)
+    return Outer((ids,), g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))
+
+
+FORMS: dict[str, Form] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "gather": _embedding,
+}
+
+
+def _arranged(x: Array, lead: int, order: Sequence[int], sizes: Sequence[int]) -> Array:
+    """Transposes and reshapes what follows the leading axes."""
+    x = jnp.transpose(x, (*range(lead), *(lead + a for a in order)))
+    return x.reshape(*x.shape[:lead], *sizes)
+
+
+def _view(site: Site) -> tuple[tuple[int, ...], Callable[[int], int]]:
+    """The view's shape in one round, and the leaf's axis of each of its axes."""
+    sliced, axes = sum(site.stacks), site.axes
+    return site.shape, (lambda a: a) if axes is None else (lambda a: axes[sliced + a])
+
+
+def _axes(site: Site, *groups: Sequence[int]) -> Any:
+    """The groups of a view's axes, as axes of the leaf; rounds are blocks."""
+    if site.axes is None:
+        return None
+    rounds, (_, leaf_axis) = site.axes[: sum(site.stacks)], _view(site)
+    blocks, inputs, outputs = (tuple(map(leaf_axis, group)) for group in groups)
+    return (*rounds, *blocks), inputs, outputs

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Clipped sums by estimated norms: forward mode for the norms, one reverse pass for the sum.
+
+A derivative of the batch's losses along a random direction gives every example's inner product
+with it, at the price of a forward pass. A few such products estimate the norms; the factors that
+follow weigh the losses, and the gradient of their weighted sum *is* the clipped sum. No gradient
+of a single example exists at any moment.
+
+It is no engine, for it changes the guarantee: see `dpjax.clipping.jl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jaxtyping import Array, Float
+
+from dpjax import noise, trees
+from dpjax.gradients._estimated_norms import jvp_magnitude
+from dpjax.gradients._xla_cpu.primitives import equations
+from dpjax.gradients.batching import Rows
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
+
+_ROUNDINGS = 32  # of the largest tangent, on the way to a product
+
+
+def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
+    """The clipped sum of a rule whose norms are estimated.
+
+    Args:
+      loss: ``loss(params, example) -> (scalar, aux)``, computed in float32 or wider: the sum
+        over examples is a product of the model's own.
+      rule: From `dpjax.clipping.jl`.
+      params: float32 or wider: the directions have their dtype.
+      rows: Examples.
+      key: Of the directions; the same one for all microbatches of a step.
+    """
+    _check(loss, params, trees.one_row(rows.batch))
+    # Accelerators round the inputs of products, and norms and sums differently.
+    with jax.default_matmul_precision("highest"):
+        return _projected(loss, rule, params, rows, key)
+
+
+def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
+    """As `projected`, in whatever precision products have."""
+
+    def losses_of(params: PyTree) -> tuple[Array, Any]:
+        return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
+
+    norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
+    real = rows.mask[:, None]
+    factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
+    losses, pull, aux = jax.vjp(losses_of, params, has_aux=True)
+    (value,) = pull(factors[:, 0].astype(losses.dtype))
+    # 0 times NaN is NaN: where an example breaks the sum, each is taken alone.
+    sound = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(value)]))
+    value = jax.lax.cond(
+        sound, lambda: value, lambda: _one_by_one(loss, params, rows.batch, factors[:, 0])
+    )
+    shown, norms = jnp.where(rows.mask, losses, 0), jnp.where(real, norms, 0)
+    return ClippedSum(value, shown, norms, factors, aux)
+
+
+def estimated_norms(
+    loss: LossFn, projections: int, params: PyTree, batch: PyTree, key: Key
+) -> Float[Array, "batch 1"]:
+    r"""The root of the mean square of each example's products with random directions.
+
+    Rounded up by what may have been lost on the way, which is relative to the largest tangent
+    there.  A derivative that cancels is rounded otherwise forwards than backwards, and the
+    reverse pass adds what is going to cancel to what others add: that is held to a fraction of
+    the bound for each of the batch.
+
+    Args:
+      loss: ``loss(params, example) -> (scalar, aux)``.
+      projections: How many directions.
+      params: Where.
+      batch: Examples.
+      key: Consumed.
+    """
+
+    def along(j: Array) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+        direction = trees.random_like(noise.standard_normal, jax.random.fold_in(key, j), params)
+
+        def of_one(example: PyTree) -> tuple[Array, Array]:
+            return jvp_magnitude.along(lambda p: loss(p, example)[0], params, direction)
+
+        return jax.vmap(of_one)(batch)
+
+    found = jax.lax.map(along, jnp.arange(projections))
+    products, largest = (jnp.sqrt(jnp.mean(jnp.square(x), axis=0)) for x in found)
+    roundings = _ROUNDINGS + 2 * products.size
+    return (products + roundings * jnp.finfo(products.dtype).eps * largest)[:, None]
+
+
+def _one_by_one(
+    loss: LossFn, params: PyTree, batch: PyTree, factors: Float[Array, " batch"]
+) -> Any:
+    """The weighted sum of gradients, of which one that is not finite contributes nothing."""
+
+    def add(total: PyTree, row: tuple[PyTree, Array]) -> tuple[PyTree, None]:
+        example, factor = row
+        each = jax.grad(lambda p: loss(p, example)[0])(params)
+        good = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(each)]
+        kept = jnp.all(jnp.stack(good)) & (factor > 0)
+
+        def onto(t: Array, g: Array) -> Array:
+            return t + jnp.where(kept, factor * g, 0).astype(t.dtype)
+
+        return jax.tree.map(onto, total, each), None
+
+    return jax.lax.scan(add, trees.zeros_wide(params), (batch, factors))[0]
+
+
+def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
+    """Raises if a loss has no forward mode, or computes in anything narrower than float32."""
+    program = jax.make_jaxpr(loss)(params, example).jaxpr
+    if any("custom_vjp" in equation.primitive.name for equation in equations(program)):
+        raise TypeError(
+            "clipping.jl: the loss has a derivative of its own by jax.custom_vjp, and so none in "
+            "forward mode, by which norms are estimated. Write it by jax.custom_jvp; or clip by "
+            "exact norms (clipping.flat)."
+        )
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
+    for dtype in (*dtypes, *_computed(program)):
+        if jnp.issubdtype(dtype, jnp.floating) and trees.wide(dtype) != dtype:
+            raise TypeError(
+                f"clipping.jl: the loss computes in {dtype}; expected float32 or wider throughout. "
+                "One reverse pass sums over the examples, and a narrow type rounds that sum by "
+                "more than one of them may move it. Keep parameters and model in float32; or clip "
+                "by exact norms (clipping.flat), whose sums are wide whatever the model computes "
+                "in."
+            )
+
+
+def _computed(program: Jaxpr) -> Iterator[Any]:
+    """The dtypes of what a program computes, however deep."""
+    for equation in equations(program):
+        values: list[Any] = [variable.aval for variable in equation.outvars]
+        yield from (value.dtype for value in values if hasattr(value, "dtype"))

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows: the examples that an engine is given, and ways to give them in pieces.
+
+`microbatched` and `spread` make engines of engines: over time, and over devices, for which
+`on_each` is all that there is.  What they need of an engine is that the clipped sum of two
+pieces is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from dpjax import trees
+from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+
+
+class Rows(NamedTuple):
+    """Examples, and what is to be made of each; all with the same leading axis.
+
+    Args:
+      batch: The examples.
+      mask: Which are real; the others are padding.
+      weights: In [0, 1]; they multiply the factors of the rule.
+    """
+
+    batch: PyTree
+    mask: Bool[Array, " batch"]
+    weights: Float[Array, "batch groups"]
+
+
+Engine = Callable[[LossFn, Clipping, PyTree, Rows, PyTree], ClippedSum]
+"""``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start;
+the loss returns ``(scalar, aux)``."""
+
+
+def adding(engine: Callable[[LossFn, Clipping, PyTree, Rows], ClippedSum]) -> Engine:
+    """An engine of one that begins at zero."""
+
+    def added(
+        loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+    ) -> ClippedSum:
+        found = engine(loss, rule, params, rows)
+        return found._replace(value=jax.tree.map(jnp.add, start, found.value))
+
+    return added
+
+
+def microbatched(engine: Engine, size: int) -> Engine:
+    """Microbatch after microbatch: memory of one, the sum of all, one compiled body.
+
+    Args:
+      engine: What each microbatch is given to.
+      size: Of a microbatch; the last one is padded.
+    """
+
+    def loop(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
+        count = rows.mask.shape[0]
+        if count <= size:
+            return engine(loss, rule, params, rows, start)
+        trips = -(-count // size)
+
+        def fold(x: Array) -> Array:
+            return x.reshape((trips, size, *x.shape[1:]))
+
+        def unfold(x: Array) -> Array:
+            return x.reshape((trips * size, *x.shape[2:]))[:count]
+
+        def body(total: PyTree, some: Rows) -> tuple[PyTree, ClippedSum]:
+            part = engine(loss, rule, params, some, total)
+            return part.value, part._replace(value=None)
+
+        folded = jax.tree.map(fold, _padded(rows, trips * size))
+        total, parts = jax.lax.scan(body, start, folded)
+        return jax.tree.map(unfold, parts)._replace(value=total)
+
+    return loop
+
+
+def spread(engine: Engine, devices: int) -> Engine:
+    """The batch in equal parts on several devices, each with the engine; the sum of all.
+
+    Args:
+      engine: What each device runs.
+      devices: How many of this process's devices take part.
+    """
+
+    def together(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+        def part(which: Any, params: PyTree, some: Rows) -> ClippedSum:
+            return engine(loss, rule, params, some, trees.zeros_wide(params))
+
+        count = rows.mask.shape[0]
+        even = _padded(rows, -(-count // devices) * devices)
+        parts = on_each(part, devices, split={1})(params, even)
+        each = jax.tree.map(
+            lambda x: x.reshape((-1, *x.shape[2:]))[:count], parts._replace(value=None)
+        )
+        return each._replace(value=jax.tree.map(lambda x: jnp.sum(x, axis=0), parts.value))
+
+    return adding(together)
+
+
+def on_each(
+    run: Callable[..., PyTree], devices: int, split: Collection[int] = ()
+) -> Callable[..., PyTree]:
+    """Something on several devices at once; the results of all, stacked along a new axis.
+
+    Args:
+      run: ``(which, *arguments) -> tree``, with the number of the device, from 0.
+      devices: How many of this process's devices take part.
+      split: The arguments of which each device gets its own part, cut along the leading axis;
+        of all others it gets the whole.
+    """
+
+    def one(*arguments: PyTree) -> PyTree:
+        which = jax.lax.axis_index("devices") if devices > 1 else 0
+        return jax.tree.map(lambda x: x[None], run(which, *arguments))
+
+    def every(*arguments: PyTree) -> PyTree:
+        whole, parts = PartitionSpec(), PartitionSpec("devices")
+        specs = tuple(parts if i in split else whole for i in range(len(arguments)))
+        mesh = Mesh(np.array(jax.local_devices()[:devices]), ("devices",))
+        cut = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
+        return cut(*arguments)
+
+    return every if devices > 1 else one
+
+
+def _padded(rows: Rows, size: int) -> Rows:
+    """More rows, all masked: copies of the last one, so that they are sound if it is."""
+    count = rows.mask.shape[0]
+
+    def grow(x: Array) -> Array:
+        return jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size - count, *x.shape[1:]))])
+
+    grown: Rows = rows if size == count else jax.tree.map(grow, rows)
+    return grown._replace(mask=grown.mask & (jnp.arange(size) < count))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`clipped_grad`: checks what it is given, picks an engine, returns the clipped sum.
+
+The counterpart of `jax.grad` for private training.  Where `jax.grad` returns the
+gradient of a batch, this returns the sum of each example's own, clipped by the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dpjax import trees
+from dpjax.gradients._bookkeeping.ghost import by_patches
+from dpjax.gradients._estimated_norms.jl import projected
+from dpjax.gradients.batching import Engine, Rows, adding, microbatched, spread
+from dpjax.gradients.engines import ENGINES
+from dpjax.gradients.layout import layout
+from dpjax.gradients.nan_isolation import isolated
+from dpjax.gradients.sharding_checks import refuse_meshes
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
+
+
+def clipped_grad(
+    loss: LossFn,
+    rule: Clipping,
+    engine: str = "auto",
+    microbatch_size: int | None = None,
+    has_aux: bool = False,
+    devices: int | None = None,
+) -> Callable[..., ClippedSum]:
+    r"""The clipped sum of the gradients of a loss, over a batch.
+
+    $$ \sum_i \mathrm{mask}_i \, w_i \, f_i \odot \nabla_\theta\, \ell(\theta, x_i) $$
+
+    Args:
+      loss: ``loss(params, example) -> scalar``, a pure function of *one* example (the
+        leaves of ``batch`` without their leading axis).
+      rule: A `dpjax.clipping` rule.
+      engine: ``"ghost"`` (book-keeping: no per-example gradients; what ``"auto"`` takes),
+        ``"vmap"`` (all examples at once) or ``"scan"`` (the same in microbatches).  Speed
+        only.
+      microbatch_size: How many examples are differentiated at once; by default as many
+        as fit.  Speed only.
+      has_aux: Whether the loss returns ``(scalar, aux)``.
+      devices: How many of this process's devices share the batch; by default all host
+        devices (``jax_num_cpu_devices``) where a batch takes several microbatches, and one
+        otherwise.  Speed only; but a batch that already lies on several devices may need it:
+        there XLA gets per-example kernel gradients wrong, which are refused.
+
+    Returns:
+      A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
+      Weights ``[batch]`` or ``[batch, groups]`` multiply the factors; they are held to [0, 1].
+      The key is for `dpjax.clipping.jl` alone, of which it draws the directions: a fresh one
+      for each step, the same for all parts of its batch.
+      The value is added to ``start``, a sum of other examples' of the same step.
+
+    Sensitivity:
+      ``rule.sensitivity``, for a loss in which examples do not see each other, and weights
+      of which each depends on its own example and on nothing else that is private.
+
+    | batch | result |
+    |---|---|
+    | no examples | zeros |
+    | all masked | zeros |
+    | a weight above 1, below 0, or NaN | taken as 1, 0 and 0 |
+    | an example with a NaN or infinite gradient | contributes exactly 0 |
+    | bfloat16 or float16 parameters | norms and sums are float32 |
+
+    Example:
+      >>> import dpjax
+      >>> def loss(w, x):
+      ...     return 0.5 * jnp.sum((w - x) ** 2)
+      >>> clipped = clipped_grad(loss, dpjax.clipping.flat(bound=2.5))
+      >>> clipped(jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])).value
+      Array([-3.5], dtype=float32)
+    """
+    if not callable(loss):
+        raise TypeError(
+            f"clipped_grad: loss is {type(loss).__name__}, expected a function "
+            "loss(params, example) -> scalar. Usually the loss of a batch was already "
+            "computed; per-example gradients need the function itself."
+        )
+    if not isinstance(rule, Clipping):
+        raise TypeError(
+            f"clipped_grad: rule is {rule!r:.60}, of type {type(rule).__name__}; expected a "
+            "Clipping, such as dpjax.clipping.flat(1.0). Usually the bound alone was given, as "
+            "other libraries take it; a rule also says how norms become factors, and of what."
+        )
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(
+            f"clipped_grad: engine={engine!r}; expected 'auto' or one of "
+            f"{sorted(ENGINES)}. Engines differ in speed alone."
+        )
+    check_sizes("clipped_grad", microbatch_size=microbatch_size, devices=devices)
+
+    def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
+        found = loss(params, example)
+        return _pair(found) if has_aux else (found, None)
+
+    def clipped(
+        params: PyTree,
+        batch: PyTree,
+        mask: Any = None,
+        weights: Any = None,
+        key: Key = None,
+        start: PyTree = None,
+    ) -> ClippedSum:
+        size = trees.leading_size(batch)
+        refuse_meshes(batch)
+        example = trees.one_row(batch)
+        check_loss(with_aux, params, example)
+        real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
+        if real.shape != (size,):
+            raise ValueError(
+                f"clipped_grad: mask has shape {real.shape}, the batch {size} examples; "
+                "expected one entry per example, 1 for real and 0 for padding."
+            )
+        held = _held_weights(weights, size, rule.partition.size)
+        # Shapes are worked out from examples; where there are none, any engine gives zeros.
+        name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
+        micro, count = layout(
+            with_aux,
+            params,
+            example,
+            size,
+            name,
+            microbatch_size=size if name == "vmap" else microbatch_size,
+            devices=devices,
+        )
+        run = microbatched(_with_key(ENGINES[name], rule, key), micro)
+        run = run if count == 1 else spread(run, count)
+        start = trees.zeros_wide(params) if start is None else start
+        return run(with_aux, rule, params, Rows(batch, real, held), start)
+
+    return clipped
+
+
+def _with_key(engine: Engine, rule: Clipping, key: Key) -> Engine:
+    """The engine, unless the rule's norms are estimated: those are of no engine."""
+    if rule.projections is None:
+        return engine
+    if key is None:
+        raise ValueError(
+            "clipped_grad: norms are estimated from random directions, which need a key: "
+            "clipped(params, batch, key=key), a fresh one at every step. dpjax.dpsgd gives it."
+        )
+    estimated = adding(lambda loss, rule, params, rows: projected(loss, rule, params, rows, key))
+    return isolated(estimated, by_patches)
+
+
+def _pair(found: Any) -> tuple[Any, Any]:
+    """What a loss with ``has_aux`` returned, if it is two things."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    raise TypeError(
+        f"clipped_grad(has_aux=True): the loss returns {jax.tree.map(jnp.shape, found)} (shapes), "
+        "expected (scalar, aux). Return both; or leave has_aux=True out, and the loss returns the "
+        "scalar alone."
+    )
+
+
+def _held_weights(weights: Any, size: int, groups: int) -> Array:
+    """Weights ``[batch, groups]`` in [0, 1]: above 1 they would undo the clipping."""
+    if weights is None:
+        return jnp.ones((size, groups), jnp.float32)
+    weights = jnp.asarray(weights, trees.wide(jnp.result_type(float)))
+    if weights.shape not in ((size,), (size, groups)):
+        raise ValueError(
+            f"clipped_grad: weights have shape {weights.shape}; expected one entry per example, "
+            f"({size},), or per example and group, ({size}, {groups})."
+        )
+    rows = weights.reshape(size, -1)
+    return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
+
+
+def check_sizes(who: str, **sizes: int | None) -> None:
+    """Raises unless each is a whole number, or None for what fits."""
+    for name, size in sizes.items():
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if size is not None and not (whole and size >= 1):
+            raise ValueError(
+                f"{who}({name}={size!r}): expected a whole number, at least 1, or None for what "
+                "fits. Usually a float is the result of a division: write //, or int(...)."
+            )
+
+
+def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
+    """Raises unless ``loss(params, example)`` is one real number and params are params."""
+    if any("batch_stats" in name.split("/") for name in trees.leaf_names(params)):
+        raise ValueError(
+            "clipped_grad: the parameters hold a 'batch_stats' collection. Batch "
+            "normalisation mixes the examples of a batch, so clipping one example's "
+            "gradient no longer bounds its influence. Use GroupNorm or LayerNorm, and "
+            "pass variables['params'] alone."
+        )
+    value, _ = jax.eval_shape(loss, params, example)
+    scalar = getattr(value, "shape", None) == ()
+    if not scalar or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"clipped_grad: the loss of one example is {value}; expected a real scalar. "
+            "Usually the loss was written for a batch: dpjax passes one example, without batch "
+            "axis; return its own loss and do not average. Or it returns (loss, aux): "
+            "clipped_grad(..., has_aux=True) returns aux, and dpsgd takes losses that return the "
+            "scalar alone."
+        )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`explain`: what the book-keeping engine makes of a loss, in words.
+
+It runs the walk and the choice of rules on shapes alone, so that a model of any size is
+explained in the time of tracing it.  What it says is what the engine does: both ask the
+same functions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+
+from dpjax import trees
+from dpjax.gradients._bookkeeping.leaf_norms import foresee
+from dpjax.gradients._bookkeeping.trace import Site, trace
+from dpjax.types import LossFn, PyTree
+
+
+def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
+    """Says, leaf by leaf, where a loss uses its parameters and how each is handled.
+
+    One line a leaf: its path; the equations in which it meets the data; the rule for its
+    norms, with the multiplications that one example takes; or why it is materialised, which
+    is right as well but holds one gradient of that leaf per example.
+
+    Args:
+      loss: ``loss(params, example) -> scalar``.
+      params: Parameters, or their shapes.
+      example: One example, or its shapes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["kernel"] + p["bias"]) ** p["power"])
+      >>> params = {"bias": jnp.zeros(3), "kernel": jnp.zeros((2, 3)), "power": jnp.ones(())}
+      >>> print(explain(loss, params, jnp.zeros(2)))
+      bias    add          derivative         24
+      kernel  dot_general  product             5
+      power   materialised: enters pow
+    """
+    program = trace(lambda p, x: (loss(p, x), None), params, example)
+    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+    rows: list[tuple[str, ...]] = []
+    for i, name in enumerate(trees.leaf_names(params)):
+        sites = [site for site in program.sites if i in site.leaves]
+        if i in program.materialised:
+            rows.append((name, f"materialised: {program.materialised[i]}"))
+        elif not sites:
+            rows.append((name, "not used"))
+        else:
+            rows.append((name, *_handled(leaves[i], sites)))
+    widths = [max((len(row[k]) for row in rows if len(row) > k + 1), default=0) for k in range(4)]
+    return "\n".join(
+        "  ".join(
+            word if k == len(row) - 1 < 3 else word.rjust(9) if k == 3 else word.ljust(widths[k])
+            for k, word in enumerate(row)
+        )
+        for row in rows
+    )
+
+
+def _handled(leaf: jax.ShapeDtypeStruct, sites: Sequence[Site]) -> tuple[str, str, str]:
+    """The equations of a leaf, the rule for it, and what that costs."""
+    counts = Counter(site.equation.primitive.name for site in sites)
+    words = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
+    choice = foresee(leaf, sites)
+    return words, choice.rule + (", kept" if choice.keep else ""), f"{choice.operations:,}"

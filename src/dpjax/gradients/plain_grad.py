@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plain_grad`: a gradient without privacy, by the same means as the private one.
+
+The walk, the convolutions and pools, the microbatches and devices are those of the
+book-keeping engine; norms and factors are left out.  It is what a private step can
+honestly be compared with, and it speeds up users' own plain training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dpjax import clipping, trees
+from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
+from dpjax.gradients._bookkeeping.leaf_norms import into_table, scaled, summed
+from dpjax.gradients.batching import Rows, microbatched, spread
+from dpjax.gradients.layout import layout
+from dpjax.gradients.nan_isolation import differentiates_kernels
+from dpjax.gradients.sharding_checks import refuse_meshes, refuse_split
+from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+
+
+def plain_grad(
+    loss: LossFn, has_aux: bool = False, *, devices: int | None = None
+) -> Callable[[PyTree, PyTree], PyTree]:
+    r"""The gradient of the mean loss of a batch: not private, and as fast as the private one.
+
+    $$ \frac{1}{B} \sum_i \nabla_\theta\, \ell(\theta, x_i) $$
+
+    Args:
+      loss: ``loss(params, example) -> scalar``.
+      has_aux: Whether the loss returns ``(scalar, aux)``.
+      devices: As in `dpjax.clipped_grad`.
+
+    Returns:
+      A function ``(params, batch) -> gradients``, in float32 or wider.
+
+    Privacy:
+      None.  Nothing is clipped and nothing is noised.
+
+    Example:
+      >>> gradient = plain_grad(lambda w, x: 0.5 * jnp.sum((w - x) ** 2))
+      >>> gradient(jnp.zeros(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+      Array([-2., -3.], dtype=float32)
+    """
+
+    def with_aux(params: PyTree, example: PyTree) -> tuple[Array, None]:
+        return (loss(params, example)[0] if has_aux else loss(params, example)), None
+
+    def gradient(params: PyTree, batch: PyTree) -> PyTree:
+        size = trees.leading_size(batch)
+        refuse_meshes(batch)
+        example = trees.one_row(batch)
+        micro, count = layout(with_aux, params, example, size, devices=devices)
+        engine = microbatched(_unclipped, micro)
+        engine = engine if count == 1 else spread(engine, count)
+        rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
+        nothing = trees.zeros_wide(params)
+        summed = engine(with_aux, clipping.flat(jnp.inf), params, rows, nothing).value
+        return jax.tree.map(lambda x: x / size, summed)
+
+    return gradient
+
+
+def _unclipped(
+    loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+) -> ClippedSum:
+    """An engine that sums gradients as they are."""
+    del rule
+    if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
+        refuse_split(rows.batch)
+    leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
+    losses, _, entries, gradients = backward(loss, params, rows.batch)
+    sums = jax.tree.leaves(start)
+    for i, found in entries.items():
+        put = into_table(i, found)
+        part = None if put else summed(i, [entry.scaled(ones) for entry in found], leaves)
+        sums[i] = put(sums[i], ones) if put else sums[i] + part
+    for i, each in gradients.items():
+        sums[i] = sums[i] + scaled(each, ones, careful=False)
+    value = jax.tree.structure(params).unflatten(sums)
+    return ClippedSum(value, losses, rows.weights, rows.weights)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that can be looked at: its folder, read and set as one page.
+
+The page begins with the verdict and the privacy statement, because a figure means little
+without them.  Then come the figures, each with a badge that says who may see it, and what
+the run was made with.  What the folder does not hold is named at the end, not passed over.
+
+Every number is read from the folder: this file must never compute one.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import Any
+
+from dpjax.accounting.rounding import upwards
+from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
+from dpjax.reports.load_run import Missing, Run, read
+from dpjax.reports.page import badge, page, power, section, table
+
+_SEEN_BY = (
+    "Figures with the badge “released” are computed from what the mechanism released and from test "
+    "examples, of which they tell, and which the guarantee does not cover. All others show private "
+    "training data without noise, or with noise that anyone can subtract, so this page as a whole "
+    "is for those who may see these data. To publish, take single figures from the folder figures."
+)
+
+
+def report(directory: str | pathlib.Path) -> pathlib.Path:
+    """Writes ``report.html`` and ``figures/*.png`` from what a run left in its folder.
+
+    Args:
+      directory: Where `dpjax.fit` wrote ``metrics.jsonl``.  It may also hold ``privacy.json``,
+        ``statement.txt``, ``config.json``, ``evaluation.npz`` and ``diagnostics.npz``.
+
+    Returns:
+      The path of the page: one file that loads nothing else.
+
+    Privacy:
+      Figures of what was computed before the noise say so, in their badge and in the picture.
+
+    Example:
+      >>> import json, tempfile
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> row = {"step": 1, "epsilon": 0.5, "delta": 1e-5, "accuracy": 0.9}
+      >>> _ = (folder / "metrics.jsonl").write_text(json.dumps(row))
+      >>> report(folder).name
+      'report.html'
+    """
+    run = read(directory)
+    figures, absent = _drawn(run)
+    folder = run.path / "figures"
+    folder.mkdir(exist_ok=True)
+    for figure in figures:
+        (folder / f"{figure.plot.name}.png").write_bytes(figure.png)
+    for plot, _ in absent:  # of an earlier page, perhaps of other data
+        (folder / f"{plot.name}.png").unlink(missing_ok=True)
+    path = run.path / "report.html"
+    body = [*_header(run), *_promise(run), *_figures(figures), *_made_with(run), *_left_out(absent)]
+    path.write_text(page(_name(run), body), encoding="utf-8")
+    return path
+
+
+def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
+    """The figures that the folder has data for; and of the others, why not."""
+    figures, absent = [], []
+    for plot in PLOTS:
+        try:
+            figures.append(draw(plot, run))
+        except Missing as reason:
+            absent.append((plot, str(reason)))
+    return figures, absent
+
+
+def _header(run: Run) -> Iterator[str]:
+    last, config = run.rows[-1], run.config or {}
+    epsilon = min(run.epsilons.values())
+    yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
+    yield f"<h1>{escape(_name(run))}</h1>"
+    accuracy = _percent(last.get("accuracy"))
+    yield f'<p class="verdict">{_verdict(run, epsilon, accuracy)}</p>'
+    units = f"{(run.identity or run.card or {}).get('unit', 'example')}s"
+    if run.seed is not None:
+        yield (
+            f'<p class="notice">Seed published ({escape(str(run.seed))}): not for release. Whoever '
+            "knows the seed can subtract the noise.</p>"
+        )
+    if run.foreign:
+        yield (
+            f'<p class="notice">privacy.json is of an earlier run in this folder: {run.foreign}. '
+            "So it is left out here, and all that was written with it. When this run has ended, "
+            "its own will be there.</p>"
+        )
+    numbers = [
+        ("epsilon", upwards(epsilon, ".3g"), _methods(run)),
+        ("delta", power(run.delta), ""),
+        ("test accuracy", accuracy, ""),
+        ("steps", f"{last['step']:,}", ""),
+        (f"{units} per second", _round(last.get(f"{units}_per_second")), ""),
+        ("time", _seconds(config.get("seconds")), ""),
+    ]
+    yield '<dl class="numbers">'
+    for name, number, small in numbers:
+        if number:
+            words = f"<dd><small>{escape(small)}</small></dd>" if small else ""
+            yield f'<div><dt>{name}</dt><dd class="big">{number}</dd>{words}</div>'
+    yield "</dl>\n</header>"
+
+
+def _verdict(run: Run, epsilon: float, accuracy: str) -> str:
+    """As in the statement: what is proved, what is bare, and what is neither."""
+    right = f", with {accuracy} test accuracy" if accuracy else ""
+    if not math.isinf(epsilon):
+        return f"({upwards(epsilon)}, {power(run.delta)})-differentially private{right}."
+    if run.card is not None and run.card.get("not_private"):
+        return f"<strong>Not</strong> differentially private: epsilon is infinite{right}."
+    return f"<strong>Not proved</strong> to be differentially private{right}."
+
+
+def _promise(run: Run) -> Iterator[str]:
+    yield "<h2>What is promised</h2>"
+    words, _, references = (run.statement or "").partition("\nReferences\n")
+    words = words.removeprefix("Privacy statement").strip("\n")
+    plate = (
+        f"<pre>{escape(words)}</pre>"
+        if words
+        else f"<p>{str(run.missing('statement.txt')).capitalize()}.</p>"
+    )
+    if references.strip():
+        plate += (
+            "<details><summary>References, as BibTeX</summary>"
+            f"<pre>{escape(references.strip())}</pre></details>"
+        )
+    note = (
+        "<h3>Privacy statement</h3><p>Who is protected, by what, how much, and from what not. "
+        "Publish it beside the model.</p>"
+    )
+    yield section(note, plate)
+
+
+def _figures(figures: Iterable[Drawn]) -> Iterator[str]:
+    yield "<h2>What happened</h2>"
+    yield f'<p class="aside">{_SEEN_BY}</p>'
+    for number, figure in enumerate(figures, start=1):
+        plot = figure.plot
+        note = (
+            f"<h3>{number}. {escape(plot.title)}</h3>"
+            f"{badge(figure.badge, warns=figure.badge != RELEASED)}"
+            f'<p>{escape(plot.words)}</p><p class="seen">{escape(figure.seen)}</p>'
+        )
+        yield section(note, figure.svg, tag="figure", name=plot.name)
+
+
+def _made_with(run: Run) -> Iterator[str]:
+    config = run.config or {}
+    if not config:
+        return
+    yield "<h2>What it was made with</h2>"
+    single = {k: v for k, v in config.items() if not isinstance(v, dict)}
+    nested = {k: v for k, v in config.items() if isinstance(v, dict) and v}
+    yield section("<h3>Run</h3>", table(single))
+    for name, entries in nested.items():
+        kind = "flags" if name == "flags" else "facts"
+        yield section(f"<h3>{escape(name.capitalize())}</h3>", table(entries, kind))
+
+
+def _left_out(absent: list[tuple[Plot, str]]) -> Iterator[str]:
+    if absent:
+        each = "; ".join(f"{plot.title.lower()} ({reason})" for plot, reason in absent)
+        yield "<h2>What is not here</h2>"
+        yield f'<p class="aside" id="left-out">Left out: {escape(each)}.</p>'
+
+
+def _name(run: Run) -> str:
+    """What was trained on what, or else the folder's name."""
+    config = run.config or {}
+    model, dataset = config.get("model"), config.get("dataset")
+    return f"{model} on {dataset}" if model and dataset else run.path.resolve().name
+
+
+def _methods(run: Run) -> str:
+    (best, _), *others = run.epsilons.items()
+    return "; ".join(
+        [f"by {best}", *(f"{upwards(value, '.3g')} by {name}" for name, value in others)]
+    )
+
+
+def _percent(part: Any) -> str:
+    return "" if part is None else f"{100 * part:.1f} %"
+
+
+def _round(rate: Any) -> str:
+    return "" if rate is None else f"{float(f'{rate:.3g}'):,.0f}"
+
+
+def _seconds(time: Any) -> str:
+    if time is None:
+        return ""
+    minutes, seconds = divmod(float(time), 60)
+    return f"{seconds:.1f} s" if not minutes else f"{int(minutes):,} min {int(seconds)} s"

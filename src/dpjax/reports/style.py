@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How figures look: ink and paper, and the few marks that all of them are made of.
+
+The colors have names, and each has one value for a light page and one for a dark one; figures
+are drawn with the first, and `rendering` lets the page choose.  Matplotlib is an optional
+extra, used without pyplot and without keeping or leaving behind any setting.
+
+This file must never know what is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PALETTE = {
+    "ink": "#20262e",
+    "muted": "#66707c",
+    "rule": "#dddfdc",
+    "paper": "#fdfdfb",
+    "blue": "#2b5f93",
+    "clay": "#b4562b",
+    "green": "#3d7a57",
+    "violet": "#75549a",
+    "ochre": "#94701c",
+    "teal": "#23797d",
+}
+DARK = {
+    "ink": "#e4e6e8",
+    "muted": "#97a1ac",
+    "rule": "#343b44",
+    "paper": "#15191e",
+    "blue": "#7db1e4",
+    "clay": "#e8956a",
+    "green": "#7fc49c",
+    "violet": "#b99ae0",
+    "ochre": "#d3b05c",
+    "teal": "#6fc2c6",
+}
+SERIES = ("blue", "clay", "green", "violet", "ochre", "teal")
+
+DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "markeredgecolor": PALETTE["paper"]}
+
+_INK, _MUTED, _RULE, _PAPER = (PALETTE[name] for name in ("ink", "muted", "rule", "paper"))
+_STYLE: dict[Any, Any] = {
+    "figure.facecolor": _PAPER,
+    "axes.facecolor": "none",
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _MUTED,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 8.5,
+    "axes.titlecolor": _MUTED,
+    "grid.color": _RULE,
+    "grid.linewidth": 0.6,
+    "text.color": _INK,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "font.size": 8.5,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "none",
+}
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Within it, figures are drawn and saved in the house style, whatever the user's settings."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            "reports.report: figures are drawn with Matplotlib, which is not installed. "
+            "Install the extra: pip install 'dpjax[plots]'."
+        ) from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def canvas(width: float = 6.4, height: float = 3.1) -> Figure:
+    """An empty figure, in inches, that belongs to no window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def panel(figure: Figure, x: str, y: str) -> Axes:
+    """The only axes of a figure, with the names of what they measure."""
+    axes = figure.subplots()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return axes
+
+
+def band(
+    axes: Axes, x: np.ndarray, table: np.ndarray, color: str, label: str = "", **look: Any
+) -> None:
+    """A line through the mean of each row ``[rows, width]``, a band over its range; NaN: a gap."""
+    some = ~np.isnan(table).all(axis=1)
+    parts = table[some]
+    middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
+    middle[some] = np.nanmean(parts, axis=1)
+    low[some], high[some] = np.nanmin(parts, axis=1), np.nanmax(parts, axis=1)
+    axes.plot(x, middle, color=PALETTE[color], label=label, **look)
+    if np.any(low[some] < high[some]):
+        axes.fill_between(x, low, high, color=PALETTE[color], alpha=0.18, linewidth=0)
+
+
+def legend(axes: Axes) -> None:
+    """What the lines are, above the axes, where no line can run through it."""
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=4,
+        frameon=False,
+        borderpad=0,
+        labelcolor="linecolor",
+    )

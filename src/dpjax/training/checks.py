@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run takes for granted, looked at before it begins.
+
+Arguments in their places, data as many as are accounted, bounds that stay positive, leaves that
+have a gradient, a key of one's own.  What is private is not looked at, only its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from absl import logging
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from dpjax import clipping, ledger, noise, schedules, trees
+from dpjax.data import Dataset, Stream
+from dpjax.gradients import ENGINES
+from dpjax.gradients.clipped_grad import check_loss
+from dpjax.mechanism import Mechanism
+from dpjax.types import Key, LossFn, PyTree, Schedule
+
+# The hashes of the keys that this process has used, and for which run; None once that was said.
+_used: dict[str, tuple[Any, str] | None] = {}
+
+
+def whole(name: str, count: Any, least: int = 1) -> int:
+    """A count as an integer, whatever type it has.
+
+    Args:
+      name: Of the argument, with its function: ``"fit(steps"``.
+      count: What was given; 3.0 is 3.
+      least: The smallest that has a meaning.
+    """
+    number = trees.number(count, name)
+    if number % 1 != 0 or number < least:
+        raise ValueError(
+            f"{name}={number}): expected a whole number of steps, at least {least}. For epochs: "
+            "round(epochs * examples / batch_size)."
+        )
+    return int(number)
+
+
+def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: Any) -> None:
+    """Refuses arguments of `dpjax.dpsgd` that stand in one another's place."""
+    right = "dpsgd(loss, optimizer, mechanism, data)"
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(
+            f"dpsgd: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism, "
+            f"which says what is run and accounted. Usually arguments were swapped: {right}."
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"dpsgd: the optimizer is a {type(optimizer).__name__}; expected one of Optax, such as "
+            "optax.sgd(0.1). Usually the learning rate alone was given, the function optax.sgd "
+            f"without one, or arguments were swapped: {right}."
+        )
+    if not callable(loss) or hasattr(loss, "apply"):
+        raise TypeError(
+            f"dpsgd: the loss is a {type(loss).__name__}; expected a function, loss(params, "
+            "example) -> scalar. Of a Linen module and a loss, dpjax.losses.of(model, "
+            "dpjax.losses.cross_entropy) makes one."
+        )
+    if budget is not None and not isinstance(budget, ledger.Budget):
+        raise TypeError(
+            f"dpsgd(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...); an "
+            "epsilon means nothing without its delta."
+        )
+    if engine != "auto" and engine not in ENGINES:
+        raise ValueError(
+            f"dpsgd(engine={engine!r}): expected 'auto' or one of {', '.join(ENGINES)}."
+        )
+    if mechanism.unit != "example":
+        raise ValueError(
+            f"dpsgd: the mechanism protects one {mechanism.unit}, and what is drawn and clipped "
+            "here is one example. Leave unit= out; to protect a client with all of its examples "
+            "see dpjax.federated, and for a bound on what example-level training costs one, "
+            "dpjax.accounting.for_groups."
+        )
+
+
+def check_public(optimizer_state: Any) -> None:
+    """Refuses an optimizer that clips, or adds the noise, by itself: both would be done twice.
+
+    Args:
+      optimizer_state: What its ``init`` gives.
+    """
+    private = (
+        clipping.ClipState,
+        noise.GaussianState,
+        optax.contrib.DifferentiallyPrivateAggregateState,
+    )
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, private))
+    if found := [type(node).__name__ for node in nodes if isinstance(node, private)]:
+        raise ValueError(
+            f"dpsgd: the optimizer holds {', '.join(found)}, so it clips or adds noise by itself; "
+            "expected one that takes private means, such as optax.sgd(0.1). dpsgd does what the "
+            "mechanism says, and it would be done twice. Usually a chain of clip_and_sum and "
+            "noise.gaussian, mechanism.privatize or optax.contrib's was handed over: leave these "
+            "links out, or keep the chain and write the loop yourself."
+        )
+
+
+def check_state(name: str, state: Any) -> None:
+    """Refuses what is no state, and one whose buffers are gone.
+
+    Args:
+      name: Of what was given it.
+      state: What was given.
+    """
+    if not all(hasattr(state, field) for field in ("params", "key", "ledger")):
+        raise TypeError(
+            f"{name}: the state is a {type(state).__name__}; expected what algorithm.init(key, "
+            "params) gives. Usually parameters were handed over alone."
+        )
+    if any(_deleted(leaf) for leaf in jax.tree.leaves(state)):
+        raise RuntimeError(
+            f"{name}: this state was used up: its buffers are those of the state that "
+            "algorithm.run made of it. Go on with that one, or give run a copy: "
+            "algorithm.run(dpjax.trees.copy(state), count). step and fit copy by themselves."
+        )
+
+
+def _deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> None:
+    """Refuses a schedule that is not positive at every planned step."""
+    if bound_schedule is not None and mechanism.adaptive is not None:
+        raise ValueError(
+            "dpsgd(bound_schedule=...): the mechanism's bounds are adapted, so they follow the "
+            "gradients and no schedule. Leave one of the two out."
+        )
+    scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else np.ones(1)
+    if not np.all((scales > 0) & np.isfinite(scales)):
+        raise ValueError(
+            "dpsgd(bound_schedule=...): expected positive numbers at all planned steps; at step "
+            f"{int(np.argmin((scales > 0) & np.isfinite(scales)))} it is not one. It multiplies "
+            "the bounds of the rule; to silence a step, leave it out of the plan."
+        )
+
+
+def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
+    """Refuses data of another size than is accounted."""
+    if isinstance(data, Dataset):
+        raise TypeError(
+            f"dpsgd: the data are the data.Dataset {data.name!r}, with its test examples and its "
+            f"name; expected what is learnt from: give its .train, of {data.examples} examples."
+        )
+    _check_size(data, mechanism.sampling.examples)
+    row = data.row if isinstance(data, Stream) else data
+    if per_step is not None and not isinstance(row, tuple):
+        raise TypeError(
+            f"dpsgd(per_step=...): the data are a {type(row).__name__}; expected a tuple, such as "
+            "(x, y), to every example of which the step's entry is added: (x, y, per_step(step)). "
+            "For a single array write (x,)."
+        )
+
+
+def _check_size(data: PyTree, expected: int) -> None:
+    """Refuses other examples than are accounted, and what is no number."""
+    if not isinstance(data, Stream):
+        _check_numbers(data)
+    size = len(data) if isinstance(data, Stream) else trees.leading_size(data, name="dpsgd data")
+    if size != expected:
+        raise ValueError(
+            f"dpsgd: the data hold {size} examples, the mechanism's sampler {expected}; the "
+            "sampling rate would not be what is accounted. Build the sampler from this "
+            f"data set: dpjax.sampling.poisson(examples={size}, batch_size=...)."
+        )
+
+
+def _check_numbers(data: PyTree) -> None:
+    """Refuses lists, loaders, words, dates and objects, of which JAX makes no arrays."""
+    if isinstance(data, Iterator):  # to ask JAX for its leaves is deprecated
+        raise _no_arrays(data)
+    for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
+        if isinstance(leaf, int | float | np.number):
+            raise TypeError(
+                f"dpsgd data: leaf {name} is {leaf!r:.20}, one number; expected arrays with a row "
+                "for each example. Usually lists of numbers or of pairs were given: make arrays, "
+                "(np.stack(inputs), np.array(targets))."
+            )
+        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not hasattr(leaf, "dtype") and kind.kind == "O":
+            raise _no_arrays(leaf)
+        if getattr(kind, "kind", "V") in "OSUMm":
+            raise TypeError(
+                f"dpsgd data: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
+                "Usually labels are words: np.unique(labels, return_inverse=True)[1] numbers them."
+            )
+
+
+def _no_arrays(given: Any) -> TypeError:
+    """What to say of a loader, an iterator, or another object that holds no numbers of its own."""
+    return TypeError(
+        f"dpsgd data: got a {type(given).__name__}; expected arrays. Usually a loader or an "
+        "iterator was given: dpsgd draws the batches itself, because their sampling is accounted. "
+        "Give the arrays of all examples, or dpjax.data.Stream(source, example=...) over what can "
+        "be indexed."
+    )
+
+
+def tell_of_reuse(key: Key, algorithm: Any, params: PyTree) -> None:
+    """Says once of a key that two runs of this process have it.
+
+    Args:
+      key: The root key of a run that begins.
+      algorithm: Anything that is its algorithm's alone.
+      params: Where the run begins.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((key, params))):
+        return
+    name, run = trees.fingerprint(key), (algorithm, trees.fingerprint(params))
+    if _used.setdefault(name, run) not in (run, None):
+        _used[name] = None
+        logging.warning(
+            "dpsgd: a key was given to two runs of this process. They have the same draws and the "
+            "same noise, so that the difference of what they release has none: release one of "
+            "them, or give each a dpjax.noise.secret_key(). If the two are the same run, nothing "
+            "is lost."
+        )
+
+
+def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
+    """Says which leaves have no gradient: they are given noise all the same.
+
+    Args:
+      loss: ``loss(params, example) -> scalar``.
+      params: Parameters.
+      example: Shapes of one example.
+    """
+    try:
+        check_loss(lambda p, x: (loss(p, x), None), params, example)
+    except Exception as error:
+        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
+        error.add_note(
+            f"dpsgd called loss(params, example), where example is {shapes}: one example, without "
+            "a batch axis. Whatever else the loss needs it closes over."
+        )
+        raise
+    program = jax.make_jaxpr(jax.grad(loss))(params, example).jaxpr
+    zeros = [
+        equation.outvars[0]
+        for equation in program.eqns
+        if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
+    ]
+    names = zip(trees.leaf_names(params), program.outvars, strict=True)
+    idle = [
+        name or "(the array)"
+        for name, v in names
+        if _is_zero(v) or any(v is zero for zero in zeros)
+    ]
+    if idle:
+        logging.warning(
+            "dpsgd: %d of %d leaves have no gradient (%s%s). They are given noise like all others, "
+            "and wander. Usually they are frozen by stop_gradient, or not used: close the loss "
+            "over what is not trained, and it gets no noise.",
+            len(idle),
+            len(program.outvars),
+            ", ".join(idle[:3]),
+            ", ..." if len(idle) > 3 else "",
+        )
+
+
+def _is_zero(v: Any) -> bool:
+    return isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val == 0

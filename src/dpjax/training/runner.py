@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run is: its state, its rows, what was seen since the last of them.
+
+A checkpoint holds all of it, so that a run which goes on from one writes the rows that an
+uninterrupted run writes.  A state is saved, its root key with it, before the first step:
+what a step releases could otherwise never be released again alike.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from dpjax import trees
+from dpjax.ledger import Refused
+from dpjax.training.run_folder import Folder
+from dpjax.training.tensorboard import Board
+from dpjax.types import Algorithm
+
+_DISPATCH = 0.25  # seconds of steps between two looks at signals and the clock
+
+
+class Run:
+    """A run as it goes.
+
+    Args:
+      algorithm: What is run.
+      state: Where it begins, unless the folder has a later one.
+      folder: Its folder, if it has one.
+    """
+
+    def __init__(self, algorithm: Algorithm, state: Any, folder: Folder | None) -> None:
+        self.algorithm, self.folder = algorithm, folder
+        self.rows: list[dict[str, Any]] = []
+        self.seen: list[Mapping[str, Any]] = []
+        self.state, self.pace, self.saved = trees.copy(state), 1, time.monotonic()
+        self.board, self._told, self.began = None, False, ""
+        if folder is not None:
+            self.began = trees.fingerprint(state.params)
+            self._take_up(folder)
+            self.board = Board(folder.path / "tensorboard", self.done)
+
+    @property
+    def done(self) -> int:
+        """How many steps are behind it."""
+        return self.state.ledger.steps
+
+    def _take_up(self, folder: Folder) -> None:
+        """Goes on from the last checkpoint, or makes the first."""
+        found = folder.checkpoints.latest(like=self.state)
+        if found is None:
+            self._begin(folder)
+            return
+        if self.done and not _same_key(self.state, found.state):
+            raise Refused(
+                f"fit(directory={str(folder.path)!r}): the state has run {self.done} steps, and "
+                "the checkpoints there are of another run. Choose another folder for this one."
+            )
+        given, began = self.done, found.facts.get("began", self.began)
+        if found.state.ledger.steps >= self.done:
+            self.state, self.seen = found.state, list(found.facts["seen"])
+        changed = folder.go_on(self.done)
+        # Other numerics may make other parameters of one seed.
+        if not given and not changed and began != self.began:
+            raise Refused(
+                f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
+                "Usually another seed made them, or they come from another run; choose another "
+                "folder, or dpjax.training.forget this one. Where they cannot be made again, give "
+                "its last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
+            )
+        self.began, self.rows = began, folder.rows(until=self.done)
+        logging.info("fit: %s goes on at step %d.", folder.path, self.done)
+
+    def _begin(self, folder: Folder) -> None:
+        """Makes the first checkpoint."""
+        if folder.furthest() > self.done:
+            raise Refused(
+                f"fit(directory={str(folder.path)!r}): {folder.furthest()} steps ran there, "
+                "and no checkpoint is left. They held the run's root key, so what ran cannot "
+                "be run again alike, and is spent. Begin in another folder, and count it: "
+                "Mechanism(..., before=dpjax.training.earlier(folder))."
+            )
+        folder.go_on(self.done)
+        folder.rows(until=self.done)
+        if not self.save(wait=True):
+            raise OSError(
+                f"fit: no checkpoint can be written to {folder.path}, so the run's root key "
+                "would be lost with this process. Nothing was run. Usually the disk is full."
+            )
+
+    def mark(self) -> None:
+        """Writes down, before anybody is handed the state, that its steps are released."""
+        if self.folder is not None:
+            self.folder.mark(self.done)
+
+    def advance(self, most: int) -> None:
+        """Takes steps: at most so many, and about as many as a quarter of a second holds."""
+        count, started, before = min(most, self.pace), time.monotonic(), self.done
+        self.state, infos = _several(self.algorithm, self.state, count)
+        if self.done != before + count:
+            raise RuntimeError(
+                f"fit: {count} steps ran and the ledger counts {self.done - before}. Every step "
+                "has to be written down by dpjax.ledger.admit before it runs; what ran is spent."
+            )
+        self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
+        elapsed = max(1e-9, time.monotonic() - started)
+        self.pace = max(1, min(2 * self.pace, int(count * _DISPATCH / elapsed)))
+
+    def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds a row to the log, with what was seen since the last one."""
+        whole = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
+        self.rows.append(whole)
+        self._tell_of_dropped()
+        self.seen = []
+        if self.folder is not None and self.board is not None:
+            self.folder.write(whole)
+            self.board.write(whole)
+        return whole
+
+    def _tell_of_dropped(self) -> None:
+        """Says once that examples, or clients, counted as nothing; how many is in every row."""
+        dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
+        if dropped and not self._told:
+            self._told = True
+            units = "clients" if "clients" in self.seen[-1] else "examples"
+            logging.warning(
+                "fit: of %d %s drawn up to step %d, %d had no finite gradient, and counted "
+                "as nothing. Usually there is a NaN in the data, a label out of range, or a loss "
+                "that overflows.",
+                sum(int(np.sum(s[units])) for s in self.seen),
+                units,
+                self.done,
+                dropped,
+            )
+
+    def close(self) -> None:
+        """Ends what is written beside the folder's own files."""
+        if self.board is not None:
+            self.board.close()
+
+    def save(self, *, wait: bool = False) -> bool:
+        """Begins a checkpoint; whether all went well."""
+        assert self.folder is not None
+        self.saved, kept = time.monotonic(), self.folder.checkpoints
+        facts = {"seen": list(self.seen), "began": self.began}
+        begun = kept.save(self.done, self.state, facts)
+        return kept.wait() and begun if wait else begun
+
+
+def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:
+    """Several steps, in one dispatch where the algorithm can."""
+    if algorithm.run is not None:
+        return algorithm.run(state, count)
+    infos = []
+    for _ in range(count):
+        state, info = algorithm.step(state)
+        infos.append(info)
+    return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
+
+
+def _same_key(one: Any, other: Any) -> bool:
+    return trees.fingerprint(one.key) == trees.fingerprint(other.key)
+
+
+def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of each field of the infos since the last row.
+
+    Of an empty draw only what it has counts: that it is empty, and no loss or length.
+    """
+    if not seen:
+        return {}
+    joined = {k: np.concatenate([np.asarray(s[k], float) for s in seen]) for k in seen[0]}
+    drawn = joined.get("examples", np.ones(len(next(iter(joined.values()))))) > 0
+    known = {k: np.isfinite(v.reshape(len(v), -1)).all(axis=1) for k, v in joined.items()}
+    kept = {k: v[drawn | known[k]] for k, v in joined.items()}
+    return {k: _plain(np.mean(v, axis=0)) for k, v in kept.items() if len(v)}
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping of arrays as JSON can hold it."""
+    return {
+        name: numbers(value) if isinstance(value, Mapping) else _plain(value)
+        for name, value in row.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A number (or a list, for several groups) that JSON can hold."""
+    array = np.atleast_1d(np.asarray(value, np.float64))
+    flat = [float(x) if math.isfinite(x) else None for x in array.ravel()]
+    return flat[0] if len(flat) == 1 else flat

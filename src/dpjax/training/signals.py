@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Being asked to stop: a signal is noted, and obeyed when the step at hand is done.
+
+Schedulers send SIGTERM before they take a machine away, people press Ctrl-C.  Whoever
+holds a `Stop` looks at it between steps, saves, and then leaves as the signal would have.
+A second signal is obeyed at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Stop:
+    """Notes SIGTERM and SIGINT while it is entered; in the main thread, where signals go."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came."""
+        return self.signal is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.signal is not None:
+            self.leave()
+        self.signal = number
+
+    def leave(self) -> None:
+        """Ends as the signal asks: SIGINT as Ctrl-C does, SIGTERM with status 143."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signal.SIGTERM)

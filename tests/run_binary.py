@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The binaries as users run them, but for the seconds in which they import what they need.
+
+Each runs in a process of its own, which is forked from a server that has imported everything and
+computed nothing (`killable_runs.server`).
+"""
+
+import os
+import pathlib
+import runpy
+import sys
+import tempfile
+from typing import NamedTuple
+
+import killable_runs
+
+EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
+
+
+class Outcome(NamedTuple):
+    """What a process wrote."""
+
+    stdout: str
+    stderr: str
+
+
+def run(binary, *flags, status=0):
+    """Runs a binary, which must end with this status."""
+    command = [str(EXPERIMENTS / binary), *map(str, flags)]
+    with tempfile.TemporaryDirectory() as folder:
+        process = killable_runs.server().Process(target=_run, args=(command, folder))
+        process.start()
+        process.join()
+        outcome = Outcome(*(pathlib.Path(folder, name).read_text() for name in Outcome._fields))
+    assert process.exitcode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
+    return outcome
+
+
+def _run(command, folder):
+    for stream, name in enumerate(Outcome._fields, 1):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv, sys.path[0] = command, os.path.dirname(command[0])
+    runpy.run_path(command[0], run_name="__main__")
