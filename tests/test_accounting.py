@@ -870,13 +870,13 @@ def test_estimates_say_so():
     ("call", "words"),
     [
         (lambda: accounting.epsilon(accounting.gaussian(1.0), 1.5), "swapped"),
-        (lambda: accounting.epsilon(accounting.gaussian(1.0), 0.0), "strictly between"),
+        (lambda: accounting.epsilon(accounting.gaussian(1.0), 0.0), "between 0 and 1"),
         (lambda: accounting.epsilon(accounting.gaussian(1.0), 1e-5, "rpd"), "'pld'"),
         (lambda: accounting.epsilon(accounting.gaussian(1.0), 1e-5, neighbours="x"), "replace-one"),
         (lambda: accounting.delta(accounting.gaussian(1.0), -1.0), "zero or more"),
-        (lambda: accounting.epsilon(accounting.gaussian(1.0), [1e-5, 1e-6]), "one number"),
-        (lambda: accounting.epsilon(accounting.gaussian(1.0), "1e-5"), "one number"),
-        (lambda: accounting.delta(accounting.gaussian(1.0), "1"), "one number"),
+        (lambda: accounting.epsilon(accounting.gaussian(1.0), [1e-5, 1e-6]), "expected a number"),
+        (lambda: accounting.epsilon(accounting.gaussian(1.0), "1e-5"), "expected a number"),
+        (lambda: accounting.delta(accounting.gaussian(1.0), "1"), "expected a number"),
         (lambda: accounting.gaussian(-1.0), "zero or more"),
         (lambda: accounting.gaussian(math.nan), "zero or more"),
         (lambda: accounting.subsampled_gaussian(1.0, 256, 10), "batch size"),
@@ -918,7 +918,7 @@ def test_estimates_say_so():
     ],
 )
 def test_errors_teach(call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         call()
 
 

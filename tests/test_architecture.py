@@ -5,6 +5,8 @@ import ast
 import importlib
 import pathlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +20,7 @@ FLOORS = {
     "checks": 0,
     "trees": 1,
     "schedules": 1,
+    "accounting": 1,
     **dict.fromkeys(
         [
             "clipping",
@@ -29,7 +32,6 @@ FLOORS = {
             "data",
             "scattering",
             "metrics",
-            "accounting",
             "checkpoints",
         ],
         2,
@@ -137,6 +139,39 @@ def test_optional_packages_are_not_imported_at_the_top():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not optional & {name.split(".")[0] for name in names}, path
+
+
+SHELF = ["activations", "auditing", "data", "diagnostics", "features", "federated", "losses"]
+SHELF += ["metrics", "models", "reports", "scattering", "schedules", "testing"]
+HEAVY = ["dp_accounting", "scipy.stats", "orbax", "sklearn", "matplotlib"]
+
+
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("import dpjax", [*[f"dpjax.{name}" for name in FLOORS], *HEAVY, "jax"]),
+        (
+            "from dpjax import clip_and_sum, clipped_grad, noise, sampling",
+            [*[f"dpjax.{name}" for name in SHELF], "dpjax.accounting", *HEAVY],
+        ),
+        (
+            "import dpjax; dpjax.dpsgd, dpjax.fit",
+            ["dpjax.models", "dpjax.scattering", "dpjax.auditing"],
+        ),
+    ],
+)
+def test_what_a_script_does_not_use_is_not_imported(program, absent):
+    check = f"import sys; print([name for name in {absent} if name in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{program}\n{check}"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "[]\n", f"{program!r} imports {found.stdout}"
+
+
+def test_the_top_has_its_names_and_no_others():
+    assert set(dpjax.__all__) <= set(dir(dpjax))
+    with pytest.raises(AttributeError, match="module 'dpjax' has no attribute 'clipings'"):
+        getattr(dpjax, "clip" + "ings")
 
 
 def test_each_room_has_its_tests():

@@ -645,7 +645,7 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
     assert epsilon(delta=1e-4) <= here * slack
 
 
-@kills("sampling.py", "dp.PoissonSampledDpEvent(rate,", "dp.PoissonSampledDpEvent(rate / 2,")
+@kills("sampling.py", "_gaussians(multipliers, rate)", "_gaussians(multipliers, rate / 2)")
 @kills(
     "mechanism/description.py",
     "np.full(self.steps, multiplier, np.float64)",

@@ -31,9 +31,8 @@ def test_poisson_is_amplified():
 
 @kills(
     "sampling.py",
-    "        return _gaussians(worst)\n",
-    "        return _runs(lambda z: dp.PoissonSampledDpEvent(batch_size "
-    "/ examples, dp.GaussianDpEvent(z)), multipliers)\n",
+    "        return _gaussians(worst, 1.0)\n",
+    "        return _gaussians(multipliers, batch_size / examples)\n",
     case="shuffled-1.0-28.3735",
 )
 @pytest.mark.parametrize(("multiplier", "want"), [(1.0, 28.3735), (1.38, 18.4369)])
@@ -83,8 +82,8 @@ def test_fixed_batches_are_accounted_for_replace_one(sampler, multiplier, steps,
 
 @kills(
     "sampling.py",
-    "fori_loop(0, chosen.size, body, nobody)",
-    "fori_loop(0, chosen.size - 1, body, nobody)",
+    "fori_loop(0, chosen.size, body, empty)",
+    "fori_loop(0, chosen.size - 1, body, empty)",
 )
 @pytest.mark.parametrize("listed", [sampling._listed, sampling._listed_in_turn])
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
@@ -209,7 +208,7 @@ def test_every_sampler_says_what_is_proved(name):
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "full"])
 def test_more_examples_than_an_index_can_name_are_refused(name):
     """The last size is traced, for it would fill the memory; the next one would wrap."""
-    with pytest.raises(ValueError, match="Indices are 32-bit integers"):
+    with pytest.raises(ValueError, match="indices are 32-bit integers"):
         sampling.by_name(name, 2**31, 256)
     if name != "full":  # which lists them at once
         draw = jax.eval_shape(sampling.by_name(name, 2**31 - 1, 256).draw, jax.random.key(0), 0)
@@ -248,7 +247,7 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
     ("call", "message"),
     [
         (lambda: sampling.poisson(100, 101), "batch size was tuned for a larger data set"),
-        (lambda: sampling.poisson(100, 0), "more than 0"),
+        (lambda: sampling.poisson(100, 0), "above 0"),
         (lambda: sampling.poisson(0, 1), "at least 1"),
         (lambda: sampling.poisson(2**31 - 1, 0.25), "expected number of examples"),
         (lambda: sampling.shuffled(100, 2.5), "whole number"),
@@ -256,32 +255,32 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
         (lambda: sampling.curriculum([0.3, 0.1], 1), "np.argsort"),
         (lambda: bins([0.1, 0.2]), r"expected rates \[rows, bins\]"),
         (lambda: bins([[600.0] * 5]), "Usually a batch size was given"),
-        (lambda: bins([[1e-10] * 5]), "all that a coin can show"),
+        (lambda: bins([[1e-10] * 5]), "resolution of the sampler"),
         (lambda: bins([[float("nan")] * 5]), "from 0 to 1"),
         (lambda: bins([[0.1] * 4]), "np.digitize"),
         (
             lambda: sampling.scored([0.5, 1.0], [[0.1]], steps_per_row=1, batch_size=1),
             "np.digitize",
         ),
-        (lambda: sampling.by_name("scored", 10, 1), "build such a sampler anew"),
+        (lambda: sampling.by_name("scored", 10, 1), "build the sampler with sampling.curriculum"),
         (lambda: sampling.by_name("scored", 10, 1), r"Spent\(sampling=that sampler, runs="),
         (lambda: sampling.curriculum([1, 0], 1, public="no"), "expected True or False"),
         (lambda: sampling.curriculum([1, 0], 1, public=1), "expected True or False"),
         (lambda: sampling.curriculum([1, 0], 1.5), "whole number"),
         (lambda: sampling.poisson(100.5, 10), "whole number"),
-        (lambda: sampling.poisson("100", 10), "read as text"),
-        (lambda: sampling.poisson(100, True), "expected (one|a finite) number"),
-        (lambda: sampling.poisson(100, float("nan")), "expected (one|a finite) number"),
-        (lambda: sampling.full(True), "expected (one|a finite) number"),
-        (lambda: sampling.fixed(100, None), "expected (one|a finite) number"),
+        (lambda: sampling.poisson("100", 10), "expected a number"),
+        (lambda: sampling.poisson(100, True), "expected a number"),
+        (lambda: sampling.poisson(100, float("nan")), "expected a number"),
+        (lambda: sampling.full(True), "expected a number"),
+        (lambda: sampling.fixed(100, None), "expected a number"),
         (lambda: bins([[0.1] * 5], steps_per_row=1.5), "whole number"),
-        (lambda: bins([[0.1] * 5], steps_per_row=float("nan")), "expected (one|a finite) number"),
-        (lambda: bins([[0.1] * 5], steps_per_row=0), "at least one step"),
-        (lambda: folded(0), "1 or more"),
-        (lambda: folded(-2), "1 or more"),
+        (lambda: bins([[0.1] * 5], steps_per_row=float("nan")), "expected a number"),
+        (lambda: bins([[0.1] * 5], steps_per_row=0), "at least 1"),
+        (lambda: folded(0), "at least 1"),
+        (lambda: folded(-2), "at least 1"),
         (lambda: folded(1.5), "whole number"),
     ],
 )
 def test_errors_teach(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()

@@ -1,62 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dpjax: training with differential privacy in JAX, where what is accounted is what runs.
+"""dpjax: training with differential privacy in JAX; the mechanism that runs is the one accounted.
 
-A map of the house; every room is a module, every module a word:
+| module | contents | names at the top |
+|---|---|---|
+| `clipping` | rules that bound one example's contribution | `clip_and_sum` |
+| `noise` | Gaussian and Langevin noise as Optax links | |
+| `schedules` | noise multipliers that change with the step | |
+| `sampling` | which examples a step sees | |
+| `accounting` | privacy events to epsilon and delta | |
+| `mechanism` | the private computation, described once | `Mechanism` |
+| `ledger` | the steps that ran, and a budget that refuses further ones | |
+| `gradients` | clipped sums of per-example gradients, by several engines | `clipped_grad` |
+| `training` | algorithms, and the loop that drives them | `dpsgd`, `fit` |
+| `federated` | algorithms that protect a client instead of an example | |
+| `checkpoints` | saves and restores a run's state, bit for bit | |
+| `reports` | privacy statement, privacy card, run report | `statement` |
+| `testing` | the library's laws as assertions for your own rules and losses | |
+| `auditing` | empirical lower bounds on epsilon | |
+| `diagnostics` | clipping bias, gradient norms, curvature, kernels | |
+| `models`, `activations`, `losses`, `metrics`, `data` | networks and their training | |
+| `scattering`, `features` | fixed features, and their normalisation | |
+| `types`, `trees`, `checks` | shared types, tree arithmetic, argument checks | |
 
-  `clipping`    how much one example may contribute        `clip_and_sum`
-  `noise`       what makes a sum releasable
-  `schedules`   noise that changes over time
-  `sampling`    which examples a step sees
-  `accounting`  from events to epsilon and delta
-  `mechanism`   the private computation, described once    `Mechanism`
-  `ledger`      what was really spent; refusal
-  `gradients`   the clipped sum, by several engines        `clipped_grad`
-  `training`    algorithms, and the loop that drives them  `dpsgd`, `fit`
-  `federated`   the same where the unit is a client        `fedavg`, `fedsgd`
-  `checkpoints` any state on disk, and back to the last bit
-  `reports`     the promise in words, as a file, as a page `statement`
-  `testing`     the laws, to run on your own rules and losses
-  `auditing`    what an attacker can really tell, measured
-  `diagnostics` what clipping cuts, what grows, how the loss bends
-  `models`, `activations`, `losses`, `metrics`, `data`     what to train, and on what
-  `scattering`, `features`                                 what images are made of, for free
-  `types`, `trees`, `checks`                               the words and the arithmetic
-
+A module is imported when it is first used.
 Read in this order: `types`, `clipping`, `noise`, `mechanism`, `training.dpsgd`.
 """
 
-from dpjax import (
-    accounting,
-    activations,
-    auditing,
-    checkpoints,
-    checks,
-    clipping,
-    data,
-    diagnostics,
-    features,
-    federated,
-    gradients,
-    ledger,
-    losses,
-    mechanism,
-    metrics,
-    models,
-    noise,
-    reports,
-    sampling,
-    scattering,
-    schedules,
-    testing,
-    training,
-    trees,
-    types,
-)
-from dpjax.clipping import clip_and_sum
-from dpjax.gradients import clipped_grad
-from dpjax.mechanism import Mechanism
-from dpjax.reports import statement
-from dpjax.training import dpsgd, fit
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "Mechanism",
@@ -91,3 +62,61 @@ __all__ = [
     "trees",
     "types",
 ]
+
+_HOMES = {
+    "Mechanism": "mechanism",
+    "clip_and_sum": "clipping",
+    "clipped_grad": "gradients",
+    "dpsgd": "training",
+    "fit": "training",
+    "statement": "reports",
+}
+
+if TYPE_CHECKING:
+    from dpjax import (
+        accounting,
+        activations,
+        auditing,
+        checkpoints,
+        checks,
+        clipping,
+        data,
+        diagnostics,
+        features,
+        federated,
+        gradients,
+        ledger,
+        losses,
+        mechanism,
+        metrics,
+        models,
+        noise,
+        reports,
+        sampling,
+        scattering,
+        schedules,
+        testing,
+        training,
+        trees,
+        types,
+    )
+    from dpjax.clipping import clip_and_sum
+    from dpjax.gradients import clipped_grad
+    from dpjax.mechanism import Mechanism
+    from dpjax.reports import statement
+    from dpjax.training import dpsgd, fit
+else:
+    # Hidden from type checkers: a module with `__getattr__` has every name, misspelt ones too.
+    def __getattr__(name: str) -> Any:
+        """Imports a module, or the module that defines a name, on first use (PEP 562)."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = importlib.import_module(f"dpjax.{_HOMES.get(name, name)}")
+        if name in _HOMES:
+            value = getattr(value, name)
+        globals()[name] = value  # the next access does not come here
+        return value
+
+    def __dir__() -> list[str]:
+        """All public names, imported or not."""
+        return sorted({*globals(), *__all__})

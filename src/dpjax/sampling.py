@@ -1,54 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers: which examples a step sees, and what not being seen is worth.
+"""Samplers: which examples each step sees, and the privacy event proved for that sampling.
 
-Each function builds a `Sampler` that holds both the draw and the privacy event proved
-for that very draw, so one cannot be trained and another accounted.  A draw is a pure
-function of ``(key, step)``: nothing has to be replayed to resume, and any step can be
-drawn again.  The list of chosen examples is secret; sizes and rates are public.
-
-This file must never know what is done with the examples, nor turn an event into an
-epsilon.
+Each function builds a `Sampler` that holds both the draw and its event, so the sampler that
+is trained is the sampler that is accounted. A draw is a pure function of ``(key, step)``: a
+resumed run replays nothing, and any step can be drawn again. The list of drawn examples is
+secret; data set size, expected batch size and rates are public.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import dp_accounting as dp
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jaxtyping import Array, Bool, Int
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
-__all__ = ["by_name", "curriculum", "fixed", "fold", "full", "poisson", "scored", "shuffled"]
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+__all__ = ["curriculum", "fixed", "full", "poisson", "scored", "shuffled"]
 
 T = TypeVar("T")
 
 _WORDS = 2**32
-_MOST = 2**31 - 1  # examples: they are counted, and named, by int32
+_MOST = 2**31 - 1  # example indices are int32
 
 
 def poisson(examples: int, batch_size: float) -> Sampler:
-    r"""Every example joins every batch by a coin of its own: exact Poisson sampling.
+    r"""Each example joins each batch independently with equal probability: exact Poisson sampling.
 
-    Nothing is truncated, resampled or padded away: a draw may hold any number of
-    examples, none and all included.  Coins have 32 bits, and the rate is rounded down to
-    them, so the rate that runs is never above $q = \mathrm{batch\_size}/\mathrm{examples}$.
+    A draw may have any size from 0 to ``examples``; nothing is truncated, resampled or dropped.
 
     Args:
       examples: Size of the data set.
       batch_size: The *expected* number of examples a step; sums are divided by it.
 
     Privacy:
-      With add-or-remove neighbours: the Poisson-subsampled Gaussian mechanism.
+      With add-or-remove neighbours: the Poisson-subsampled Gaussian mechanism at rate
+      $q = \mathrm{batch\_size}/\mathrm{examples}$.
 
     Example:
       >>> sampler = poisson(examples=60_000, batch_size=256)
@@ -61,18 +58,21 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     """
     examples, batch_size = _checked("poisson", examples, batch_size)
     rate = batch_size / examples
+    # An example is drawn if a uniform 32-bit word is at most `largest`. Rounding down keeps the
+    # rate that runs at or below the accounted one; a float32 uniform has only 23 bits, and at
+    # rates of 1e-5 its rounding is one per cent.
     largest = math.floor(rate * _WORDS) - 1
     if largest < 0:
         raise ValueError(
-            f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate "
-            f"{rate:.2e} is below the 2^-32 that a coin can show. Usually batch_size was "
-            "given as a rate; it is an expected number of examples."
+            f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
+            "is below 2^-32, the resolution of the sampler. Usually batch_size was given as a "
+            "rate; it is an expected number of examples."
         )
     if batch_size < 1:
         logging.warning(
             "sampling.poisson(examples=%d, batch_size=%g): less than one example a step is "
-            "expected, and sums are divided by it. If that is a rate, give the number of examples "
-            "that it draws: %g.",
+            "expected, and sums are divided by it. If this number is a rate, give the number of "
+            "examples that it draws: %g.",
             examples,
             batch_size,
             batch_size * examples,
@@ -82,22 +82,19 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         below = jnp.full(examples, largest, jnp.uint32)
         return _coins(trees.step_key(key, Purpose.SAMPLING, step), below, True)
 
-    def event(multipliers: np.ndarray) -> dp.DpEvent:
-        return _runs(functools.partial(_poisson, rate), multipliers)
-
     return Sampler(
         name="poisson",
         examples=examples,
         batch_size=batch_size,
         capacity=examples,
         draw=draw,
-        event=event,
+        event=lambda multipliers: _gaussians(multipliers, rate),
         claim="exact Poisson sampling; amplification by sampling is proved and counted",
     )
 
 
 def by_name(name: str, examples: int, batch_size: float) -> Sampler:
-    """The sampler of that name: ``poisson``, ``fixed``, ``shuffled`` or ``full``.
+    """Builds the sampler called ``poisson``, ``fixed``, ``shuffled`` or ``full``.
 
     Example:
       >>> by_name("fixed", 100, 10).claim
@@ -108,17 +105,17 @@ def by_name(name: str, examples: int, batch_size: float) -> Sampler:
     by_size = {"poisson": poisson, "fixed": fixed, "shuffled": shuffled}
     if name not in by_size:
         raise ValueError(
-            f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}. Orders and "
-            "scores are no words; build such a sampler anew, with sampling.curriculum or "
-            "sampling.scored. If an earlier run is to be counted (training.earlier, a card), write "
-            "what it spent by hand: Mechanism(before=(dpjax.mechanism.Spent(sampling=that sampler, "
-            "runs=((multiplier, steps), ...)),))."
+            f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}. A curriculum "
+            "or scores cannot be restored from their name: build the sampler with "
+            "sampling.curriculum or sampling.scored. To count an earlier run (training.earlier, a "
+            "card), describe what it spent: Mechanism(before=(dpjax.mechanism.Spent("
+            "sampling=that sampler, runs=((multiplier, steps), ...)),))."
         )
     return by_size[name](examples, batch_size)
 
 
 def full(examples: int) -> Sampler:
-    """Every step sees the whole data set; nothing is amplified and nothing is hidden.
+    """Every step sees the whole data set; there is no amplification by sampling.
 
     Example:
       >>> full(1279).sampling_rate
@@ -132,7 +129,7 @@ def full(examples: int) -> Sampler:
         batch_size=examples,
         capacity=examples,
         draw=lambda key, step: Draw(everything, jnp.asarray(examples, jnp.int32)),
-        event=_gaussians,
+        event=lambda multipliers: _gaussians(multipliers, 1.0),
         claim="every step uses every example; plain composition of Gaussians",
     )
 
@@ -150,11 +147,10 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, step), examples)
         return Draw(order[:batch_size], jnp.asarray(batch_size, jnp.int32))
 
-    def event(multipliers: np.ndarray) -> dp.DpEvent:
-        def one(z: float) -> dp.DpEvent:
-            return dp.SampledWithoutReplacementDpEvent(examples, batch_size, dp.GaussianDpEvent(z))
+    def event(multipliers: np.ndarray) -> DpEvent:
+        from dpjax.accounting.events import without_replacement
 
-        return _runs(one, multipliers)
+        return without_replacement(multipliers, examples, batch_size)
 
     return Sampler(
         name="fixed",
@@ -169,16 +165,17 @@ def fixed(examples: int, batch_size: int) -> Sampler:
 
 
 def shuffled(examples: int, batch_size: int) -> Sampler:
-    """A fresh shuffle every epoch, cut into batches; what is left over is skipped.
+    """A fresh shuffle every epoch, cut into batches; the remainder of an epoch is skipped.
 
     Privacy:
-      Shuffling is *not* Poisson sampling, and reporting the Poisson epsilon for it
-      claims too much.  What is proved, for zero-out neighbours: an example is in at most
-      one batch an epoch, so each epoch is one Gaussian, of the epoch's smallest
-      multiplier, without amplification.
+      Shuffling is *not* Poisson sampling; the Poisson epsilon claims too much for it. The
+      proved event, for zero-out neighbours: an example is in at most one batch an epoch, so
+      each epoch is one Gaussian with the epoch's smallest multiplier, without amplification.
     """
     examples, batch_size = _checked_whole("shuffled", examples, batch_size)
 
+    # Permutes the whole data set again at every step: a cached order would be state, and a draw
+    # is a function of (key, step) alone.
     def order(key: Key, epoch: Any) -> Int[Array, " examples"]:
         return jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
 
@@ -194,31 +191,31 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
 def curriculum(
     order: Sequence[int] | np.ndarray, batch_size: int, *, public: bool = False
 ) -> Sampler:
-    """The same batches in the same order every epoch: easy examples first, say.
+    """Identical batches in identical order every epoch, for example easy examples first.
 
     Args:
       order: A permutation of the examples.
-      batch_size: Examples a step; what is left over is skipped.
-      public: Whether the order was made *without looking at the private data*, by a
-        public scorer with one fixed place per example.
+      batch_size: Examples a step; the remainder of an epoch is skipped.
+      public: Whether the order was computed *without the private data*, by a public scorer
+        with one fixed place per example.
 
     Privacy:
-      An order computed from the private data is itself a release without noise, and
-      moving one example moves many others between batches: its epsilon is infinite.  A
-      public order is worth what `shuffled` is worth.
+      An order computed from the private data is itself a release without noise, and moving
+      one example moves many others between batches: epsilon is infinite. A public order has
+      the event of `shuffled`.
     """
     indices = np.asarray(order)
     if not np.array_equal(np.sort(indices), np.arange(indices.size)):
         raise ValueError(
-            "sampling.curriculum: order must hold every index of the data set once "
-            f"(0 to {indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
+            "sampling.curriculum(order): expected every index of the data set once (0 to "
+            f"{indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
         )
     _, batch_size = _checked_whole("curriculum", indices.size, batch_size)
     if not isinstance(public, bool):
         raise ValueError(
-            f"sampling.curriculum(public={public!r}): expected True or False, whether the order "
-            "was made without looking at the private data. A text or a number would count as True, "
-            "and with it an epsilon would be promised."
+            f"sampling.curriculum(public={public!r}): expected True or False: whether the order "
+            "was computed without the private data. Other values are refused because True "
+            "promises a finite epsilon."
         )
     fixed_order = jnp.asarray(indices, jnp.int32)
     sampler = _epochs(
@@ -229,13 +226,14 @@ def curriculum(
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
         trees.fingerprint(indices),
     )
-    # Not of the sampler alone: a run under the one may not be stated, or go on, under the other.
+    # `facts` are part of a run's identity: a run recorded with public=False can be neither
+    # resumed nor reported as public=True.
     sampler = dataclasses.replace(sampler, facts={"public": public})
     if public:
         return sampler
     return dataclasses.replace(
         sampler,
-        event=lambda multipliers: dp.NonPrivateDpEvent(),
+        event=_not_private,
         claim="the order comes from the private data without noise: not private",
     )
 
@@ -247,22 +245,22 @@ def scored(
     steps_per_row: int,
     batch_size: float,
 ) -> Sampler:
-    r"""Easy examples first, soundly: a coin for every example, at the rate of its bin.
+    r"""A private curriculum: Poisson sampling at a rate for each bin of public scores.
 
     Args:
-      bins: The bin of each example, from 0: what a *public* scorer says of that example
-        alone, cut at public thresholds.  A scorer trained with `dpjax.dpsgd` is public once
-        it is paid for, with ``Mechanism(before=...)``.
-      rates: The rate of each bin, a row at a time: ``[rows, bins]``, from 0 to 1.
-      steps_per_row: How long a row lasts; the last one stays.
-      batch_size: What sums are divided by; public.  Not a count of what is in the bins,
-        which is private: about the rates times their *planned* sizes.
+      bins: The bin of each example, from 0: the score that a *public* scorer gives to that
+        example alone, cut at public thresholds. A scorer trained with `dpjax.dpsgd` counts as
+        public if ``Mechanism(before=...)`` accounts for its training.
+      rates: The sampling rate of each bin, ``[rows, bins]``, from 0 to 1.
+      steps_per_row: How many steps use a row; the last row is used to the end.
+      batch_size: The divisor of sums; public. The number of examples in a bin is private, so
+        this is about the rates times the *planned* sizes of the bins.
 
     Privacy:
-      With add-or-remove neighbours: an example's bin is its own, whoever else is there, so
-      each step is the Poisson-subsampled Gaussian at the rate of that bin; what is counted at
-      each step is the largest rate of any bin.  Bins cut at quantiles of the private scores,
-      or rates made from counts of them, are covered by nothing.
+      With add-or-remove neighbours: the bin of an example does not depend on the other
+      examples, so each step is the Poisson-subsampled Gaussian at the rate of its bin. The
+      event takes the largest rate of any bin at each step, an upper bound. It does not cover
+      bins cut at quantiles of private scores, or rates computed from counts of private data.
 
     Example:
       >>> bins = np.arange(60_000) // 12_000  # by a public scorer: the easiest first
@@ -274,18 +272,18 @@ def scored(
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
     _, batch_size = _checked("scored", places.size, batch_size)
     steps_per_row = _whole("scored", "steps_per_row", steps_per_row)
-    _check_rates(places, table, steps_per_row)
+    _check_rates(places, table)
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
     below = jnp.asarray(np.maximum(np.floor(table * _WORDS) - 1, 0).astype(np.uint32))
-    some = jnp.asarray(table > 0)
+    some = jnp.asarray(table > 0)  # at rate 0 `below` is 0, and a word of 0 would be drawn
 
     def draw(key: Key, step: Any) -> Draw:
         row = jnp.minimum(step // steps_per_row, len(table) - 1)
         return _coins(trees.step_key(key, Purpose.SAMPLING, step), below[row][of], some[row][of])
 
-    def event(multipliers: np.ndarray) -> dp.DpEvent:
+    def event(multipliers: np.ndarray) -> DpEvent:
         rows = np.minimum(np.arange(len(multipliers)) // steps_per_row, len(table) - 1)
-        return _runs(_poisson, largest[rows], multipliers)
+        return _gaussians(multipliers, largest[rows])
 
     return Sampler(
         name="scored",
@@ -347,7 +345,7 @@ def _epochs(
     claim: str,
     fingerprint: str | None = None,
 ) -> Sampler:
-    """A sampler that walks through one order of the examples per epoch."""
+    """A sampler that goes through one order of the examples per epoch."""
     steps = examples // batch_size
 
     def draw(key: Key, step: Any) -> Draw:
@@ -355,11 +353,11 @@ def _epochs(
         chosen = jax.lax.dynamic_slice_in_dim(order(key, step // steps), start, batch_size)
         return Draw(chosen, jnp.asarray(batch_size, jnp.int32))
 
-    def event(multipliers: np.ndarray) -> dp.DpEvent:
-        # An example is in one batch an epoch, nobody knows which: count the worst one.
+    def event(multipliers: np.ndarray) -> DpEvent:
+        # An example is in one batch an epoch, at an unknown place: count the least noise.
         starts = np.arange(0, len(multipliers), steps)
         worst = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
-        return _gaussians(worst)
+        return _gaussians(worst, 1.0)
 
     return Sampler(
         name=name,
@@ -375,118 +373,100 @@ def _epochs(
 
 
 def _coins(key: Key, below: Array, some: Any) -> Draw:
-    """Everyone whose coin of 32 bits is at most its own number, among some."""
+    """Draws each eligible example whose uniform 32-bit word is at most its threshold."""
     chosen = (jax.random.bits(key, below.shape, jnp.uint32) <= below) & some
-    # A CPU is done with the loop, and with compiling it, in a fifth of the time.
+    # On a CPU one sequential loop runs, and compiles, faster than `jnp.nonzero`.
     return jax.lax.platform_dependent(chosen, cpu=_listed_in_turn, default=_listed)
 
 
 def _listed(chosen: Bool[Array, " examples"]) -> Draw:
-    """Who is chosen, in order, and zeros behind them."""
+    """The indices of the chosen examples in order, padded with zeros."""
     count = jnp.sum(chosen, dtype=jnp.int32)
     return Draw(jnp.nonzero(chosen, size=chosen.size, fill_value=0)[0].astype(jnp.int32), count)
 
 
 def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
-    """The same: everyone is written behind those before, and stays there if chosen."""
+    """`_listed` as a sequential loop."""
 
+    # Writes every index at the end of the list; only a chosen one advances the end.
     def body(i: Int[Array, ""], so_far: Draw) -> Draw:
         return Draw(so_far.indices.at[so_far.size].set(i), so_far.size + chosen[i])
 
     places = jnp.arange(chosen.size, dtype=jnp.int32)
-    nobody = Draw(jnp.zeros_like(places), jnp.int32(0))
-    found, size = jax.lax.fori_loop(0, chosen.size, body, nobody)
+    empty = Draw(jnp.zeros_like(places), jnp.int32(0))
+    found, size = jax.lax.fori_loop(0, chosen.size, body, empty)
     return Draw(jnp.where(places < size, found, 0), size)
 
 
-def _poisson(rate: float, multiplier: float) -> dp.DpEvent:
-    """One step at a rate: everyone at 1, nobody at 0."""
-    noise = dp.GaussianDpEvent(multiplier)
-    if rate == 0:
-        return dp.NoOpDpEvent()
-    return dp.PoissonSampledDpEvent(rate, noise) if rate < 1 else noise
+# These import the accounting library when an event is wanted: drawing batches does not need it,
+# and the library imports most of SciPy.
 
 
-def _gaussians(multipliers: np.ndarray) -> dp.DpEvent:
-    """One unamplified Gaussian per multiplier."""
-    return _runs(dp.GaussianDpEvent, multipliers)
+def _gaussians(multipliers: np.ndarray, rate: float | np.ndarray) -> DpEvent:
+    """Gaussian steps, Poisson-subsampled at one rate or at one for each step."""
+    from dpjax import accounting
+
+    return accounting.scheduled_gaussian(multipliers, rate)
 
 
-def _runs(event: Callable[..., dp.DpEvent], *columns: np.ndarray) -> dp.DpEvent:
-    """Composes the events of all steps, equal ones grouped into one entry."""
-    each = np.stack([np.asarray(column, np.float64) for column in columns], axis=-1)
-    values, counts = np.unique(each, axis=0, return_counts=True)
-    runs: list[dp.DpEvent] = [
-        dp.SelfComposedDpEvent(event(*map(float, value)), int(count))
-        for value, count in zip(values, counts, strict=True)
-    ]
-    return dp.ComposedDpEvent(runs) if runs else dp.NoOpDpEvent()
+def _not_private(multipliers: np.ndarray) -> DpEvent:
+    from dp_accounting import NonPrivateDpEvent
+
+    del multipliers
+    return NonPrivateDpEvent()
 
 
-def _check_rates(bins: np.ndarray, rates: np.ndarray, steps_per_row: int) -> None:
-    if rates.ndim != 2 or not rates.size or steps_per_row < 1:
+def _check_rates(bins: np.ndarray, rates: np.ndarray) -> None:
+    if rates.ndim != 2 or not rates.size:
         raise ValueError(
-            f"sampling.scored(rates of shape {rates.shape}, steps_per_row={steps_per_row}): "
-            "expected rates [rows, bins], at least one row, which lasts for at least one step."
+            f"sampling.scored(rates of shape {rates.shape}): expected rates [rows, bins], with at "
+            "least one row and one bin."
         )
     if not np.all((rates == 0) | ((rates >= 1 / _WORDS) & (rates <= 1))):
         raise ValueError(
-            "sampling.scored: expected rates from 0 to 1 (and from 2^-32, if not 0, which is all "
-            "that a coin can show). Usually a batch size was given: divide it by the number of "
-            "examples that the bins are planned to hold."
+            "sampling.scored(rates): expected rates from 0 to 1, each 0 or at least 2^-32, the "
+            "resolution of the sampler. Usually a batch size was given: divide it by the number "
+            "of examples that the bins are planned to hold."
         )
     whole = bins.ndim == 1 and np.issubdtype(bins.dtype, np.integer)
     if not whole or np.any(bins < 0) or np.any(bins >= rates.shape[1]):
         raise ValueError(
-            f"sampling.scored: expected one whole number from 0 to {rates.shape[1] - 1} for each "
-            "example, its bin. Usually scores were passed: cut them at public thresholds, "
+            f"sampling.scored(bins): expected one whole number from 0 to {rates.shape[1] - 1} for "
+            "each example, its bin. Usually scores were passed: cut them at public thresholds, "
             "np.digitize(scores, thresholds)."
         )
 
 
-def _number(who: str, what: str, value: Any) -> int | float:
-    """Python's own number: others round, or overflow, where a rate is made of them."""
-    found = trees.number(value, f"sampling.{who}({what}")
-    if not math.isfinite(found):
-        raise ValueError(f"sampling.{who}({what}={value!r}): expected a finite number.")
-    return found
-
-
 def _whole(who: str, what: str, value: Any) -> int:
-    number = _number(who, what, value)
-    if number != int(number):
-        raise ValueError(
-            f"sampling.{who}({what}={value}): expected a whole number; only sampling.poisson and "
-            "sampling.scored have an expected size. Usually it is a quotient: round it, as with //."
-        )
-    return int(number)
+    hint = (
+        "Only the batch_size of sampling.poisson and sampling.scored may be a fraction. Usually "
+        "the value is a quotient: round it, as with //."
+    )
+    return checks.whole(f"sampling.{who}", what, value, hint)
 
 
 def _checked_whole(name: str, examples: int, batch_size: int) -> tuple[int, int]:
-    """Both sizes, if a batch can have that one."""
+    """Both sizes, for a sampler whose batches all have that size."""
     return _checked(name, examples, batch_size)[0], _whole(name, "batch_size", batch_size)
 
 
 def _checked(name: str, examples: int, batch_size: float) -> tuple[int, float]:
-    """Both sizes as numbers of Python's, if they fit together."""
+    """Both sizes as Python numbers: arithmetic on narrow NumPy types rounds or overflows."""
     examples = _whole(name, "examples", examples)
-    batch_size = _number(name, "batch_size", batch_size)
-    if examples < 1:
-        raise ValueError(
-            f"sampling.{name}(examples={examples}): expected the size of the data set, at least 1."
-        )
+    checks.number(f"sampling.{name}", "batch_size", batch_size)
+    batch_size = np.asarray(batch_size).item()  # 256 stays an int, also on the privacy card
     if examples > _MOST:
         raise ValueError(
-            f"sampling.{name}(examples={examples}): expected at most {_MOST:,} (2^31 - 1). Indices "
-            "are 32-bit integers, and beyond that they would name other examples. Usually parts "
-            "of examples were counted, such as tokens or pixels; an example is what privacy "
-            "is of, such as a document. If there are really so many, train on a part of them."
+            f"sampling.{name}(examples={examples}): expected at most {_MOST:,} (2^31 - 1), because "
+            "indices are 32-bit integers. Usually parts of examples were counted, such as tokens "
+            "or pixels; the unit of privacy is a whole example, such as a document. For a larger "
+            "data set, train on a part of it."
         )
     if not 0 < batch_size <= examples:
         raise ValueError(
-            f"sampling.{name}(examples={examples}, batch_size={batch_size}): batch_size "
-            "is the expected number of examples a step, more than 0 and at most all of "
-            "them. Usually the two arguments were swapped, or the batch size was tuned "
-            "for a larger data set."
+            f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected a batch_size "
+            "above 0 and at most the number of examples; it is the expected number of examples a "
+            "step. Usually the two arguments were swapped, or the batch size was tuned for a "
+            "larger data set."
         )
     return examples, batch_size

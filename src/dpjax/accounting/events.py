@@ -132,6 +132,22 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     )
 
 
+def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
+    """Gaussian steps, each on a uniform batch of a fixed size; equal steps are grouped."""
+    values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
+    return compose(
+        *(
+            dp_accounting.SelfComposedDpEvent(
+                dp_accounting.SampledWithoutReplacementDpEvent(
+                    examples, batch_size, dp_accounting.GaussianDpEvent(float(z))
+                ),
+                int(count),
+            )
+            for z, count in zip(values, counts, strict=True)
+        )
+    )
+
+
 def compose(*events: DpEvent) -> DpEvent:
     """All of `events`, one after the other; each may depend on what the ones before it released.
 

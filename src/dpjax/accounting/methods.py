@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from dp_accounting import DpEvent
 
-from dpjax import trees
+from dpjax import checks
 from dpjax.accounting import gdp, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation, split
 
@@ -135,7 +135,7 @@ def delta(
       >>> round(accounting.delta(event, epsilon=1.0, method="pld"), 5)
       0.12694
     """
-    if not trees.number(epsilon, "accounting.delta(epsilon") >= 0:
+    if not checks.number("accounting.delta", "epsilon", epsilon) >= 0:
         raise ValueError(
             f"accounting.delta(epsilon={epsilon}): epsilon must be zero or more. It is usually "
             "between 0.1 and 10; a negative one often means that its logarithm was given."
@@ -166,15 +166,9 @@ def _as(row: Method, value: float) -> float:
 
 
 def _check_delta(delta: float, who: str) -> None:
-    if 0 < trees.number(delta, f"{who}(delta") < 1:
-        return
-    meaning = (
-        "a delta of 1 or more usually means that epsilon and delta were swapped, or that it was "
-        "given in per cent"
-        if delta >= 1
-        else "with delta 0 Gaussian noise has no finite epsilon"
+    hint = (
+        "Usually epsilon and delta were swapped, or delta was given in per cent; with delta 0 "
+        "Gaussian noise has no finite epsilon. Choose it well below one over the number of "
+        "examples: 1e-5 for 60,000."
     )
-    raise ValueError(
-        f"{who}(delta={delta}): delta must lie strictly between 0 and 1; {meaning}. Choose it "
-        "well below one over the number of examples, 1e-5 for 60,000."
-    )
+    checks.fraction(who, "delta", delta, hint)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 from scipy.optimize import root_scalar
 
-from dpjax import trees
+from dpjax import checks
 from dpjax.accounting.methods import epsilon as epsilon_of
 from dpjax.accounting.methods import method_named
 
@@ -180,8 +180,8 @@ def _check(target: float, method: str, who: str) -> None:
             "steps chosen by it would promise what is not proven. Use 'rdp' or 'pld', and print "
             "the estimate beside them."
         )
-    if not trees.number(target, f"{who}(epsilon") > 0:
+    if not checks.number(who, "epsilon", target) > 0:
         raise ValueError(
-            f"{who}(epsilon={target}): the target must be above 0; at epsilon 0 nothing about the "
+            f"{who}(epsilon={target}): expected a target above 0; at epsilon 0 nothing about the "
             "data is learnt."
         )
