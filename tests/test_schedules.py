@@ -32,8 +32,10 @@ def test_values(name):
         assert {got[0], got[-1]} == {1.0, 5.0}
 
 
-def test_every_curriculum_has_a_row():
+def test_every_curriculum_has_a_row_and_a_name():
     assert set(ENDS) == set(schedules.CURRICULA)
+    for name, curriculum in schedules.CURRICULA.items():
+        assert getattr(schedules, name.replace("-", "_")) is curriculum
 
 
 @pytest.mark.parametrize("name", schedules.CURRICULA)
@@ -109,7 +111,7 @@ def test_a_schedule_returns_one_number(given, words):
         (lambda: schedules.table([1.0, -1.0]), "past its last epoch"),
         (lambda: schedules.table([float("nan")]), "none negative"),
         (lambda: schedules.table([1.0], steps_per_epoch=0), "steps_per_epoch"),
-        (lambda: schedules.linear_down(epochs=0), "1 or more"),
+        (lambda: schedules.linear_down(epochs=0), "at least 1"),
         (lambda: schedules.curriculum("cubic", 5, 1, epochs=3, steps_per_epoch=1), "quadratic"),
     ],
 )
