@@ -54,7 +54,8 @@ def spent_so_far(folder: pathlib.Path) -> dp_accounting.DpEvent:
     if not path.exists():
         return dp_accounting.NoOpDpEvent()
     runs = training.earlier(folder)
-    bare = math.inf in json.loads(path.read_text(encoding="utf-8"))["bounds"]
+    mechanism = json.loads(path.read_text(encoding="utf-8"))["mechanism"]
+    bare = math.inf in map(float, mechanism["clipping"]["bounds"])
     if bare and runs[-1].steps:
         return dp_accounting.NonPrivateDpEvent()
     return accounting.compose(*(run.event for run in runs))
@@ -74,11 +75,12 @@ def prices(
       number: How their number was drawn and its mean, if it was.
       uncovered: Why cards do not say what any run could have cost, or nothing.
     """
-    delta, relation = min(card["delta"] for card in cards), cards[0]["neighbours"]
-    if any(card["neighbours"] != relation for card in cards):
-        found = sorted({card["neighbours"] for card in cards})
+    relations = sorted({card["mechanism"]["neighbours"] for card in cards})
+    delta, relation = min(card["delta"] for card in cards), relations[0]
+    if len(relations) > 1:
         raise ValueError(
-            f"What these runs cost cannot be added: they protect {' and '.join(found)} neighbours. "
+            "The costs of these runs do not add: the runs protect "
+            f"{' and '.join(relations)} neighbours. "
             "Usually --sampling was searched; make a search of each."
         )
     spent = [event_of(card, halve=False) for card in cards]

@@ -5,9 +5,8 @@
   result    one line per claim, and exit status 1 if one is too small
 
 The card says how examples were drawn, how much noise each step had, how many steps ran and
-what was asked of all the data before the first.  This file hands those facts to Google's
-dp-accounting and nothing else, so it checks dpjax's own accounting as well as the card's
-arithmetic.
+which queries and runs came before them. This file hands these facts to Google's dp-accounting
+and imports nothing of dpjax, so it checks dpjax's accounting as well as the card's arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import dp_accounting as dp
-import numpy as np
 from absl import app, logging
 
 RELATION = {
@@ -29,68 +27,70 @@ RELATION = {
     "zero-out": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,  # the same for a sum
     "replace-one": dp.NeighboringRelation.REPLACE_ONE,
 }
+FORMAT = 2  # of the description that dpjax.mechanism.card documents
 CLAIMS = ("rdp", "pld", "rdp-classic")
 TOLERANCE = 0.005  # of the comparison: bounds are found on grids of orders and of losses
 
 
 def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
-    """The privacy event that a card describes.
+    """The privacy event that a card describes: earlier runs, and the planned steps that ran.
 
-    ``halve``: dp-accounting's RDP does not double the sensitivity for replace-one
-    neighbours, so the noise it is told of is halved instead.
+    ``halve``: dp-accounting's RDP does not double the sensitivity for replace-one neighbours,
+    so the noise multiplier is halved instead.
     """
-    if card.get("projections") is not None:
+    mechanism = card["mechanism"]
+    if card["steps"] and math.inf in map(float, mechanism["clipping"]["bounds"]):
+        return dp.NonPrivateDpEvent()
+    ran = each_multiplier(mechanism)[: card["steps"]]
+    before = [spent_event(spent, each_multiplier(spent), halve) for spent in mechanism["before"]]
+    return dp.ComposedDpEvent([*before, spent_event(mechanism, ran, halve)])
+
+
+def each_multiplier(spent: dict[str, Any]) -> list[float]:
+    """The noise multiplier of each step; "inf" is infinity."""
+    return [float(z) for z, steps in spent["multiplier_and_steps"] for _ in range(steps)]
+
+
+def spent_event(spent: dict[str, Any], multipliers: list[float], halve: bool) -> dp.DpEvent:
+    """The event of one run: its queries before the first step, and its steps."""
+    if spent["projections"] is not None:
         sys.exit(
             "Norms were estimated from random projections. dp-accounting has no such event, so "
             "nothing is recomputed: dpjax.accounting alone accounts for this card."
         )
-    sampling = card["sampling"]
-    rate = sampling["batch_size"] / sampling["examples"]
-    if sampling["name"] == "poisson" and not math.isclose(sampling["sampling_rate"], rate):
-        sys.exit(
-            f"The card counts a rate of {sampling['sampling_rate']:.4g}, and its batches are of "
-            f"{rate:.4g}: one of both is not of this run, and no claim is checked. Usually the "
-            "card was altered; dpjax.reports.card writes both from the sampler."
-        )
-    half = 2 if halve else 1
-    runs = [(float(z) / half, n) for z, n in card["noise"]["multiplier_and_steps"]]
-    if sampling["name"] == "curriculum" and "not private" in sampling["claim"]:
+    sampling, half = spent["sampling"], 2 if halve else 1
+    queries = [gaussian(float(z) / half) for z in spent["preparation"]]
+    each = [z / half for z in multipliers]
+    rates = [sampling["batch_size"] / sampling["examples"]] * len(each)
+    if sampling["name"] == "curriculum" and not sampling["public"]:
         return dp.NonPrivateDpEvent()
-    if "clipping" in card and math.isinf(float(card["clipping"]["sensitivity"])) and runs:
-        return dp.NonPrivateDpEvent()
-    if sampling["name"] in ("shuffled", "curriculum"):
+    if sampling["name"] in ("shuffled", "curriculum"):  # one batch an epoch, at an unknown place
         steps = sampling["examples"] // sampling["batch_size"]
-        each = np.repeat([z for z, _ in runs], [n for _, n in runs])
-        runs = [(min(each[i : i + steps]), 1) for i in range(0, len(each), steps)]
-    queries = card.get("preparation", {}).get("gaussian_multipliers", [])
-    before = [event_of(spent, halve=halve) for spent in card.get("before", [])]
-    before += [gaussian(float(z) / half) for z in queries]
-    if sampling["name"] == "scored":  # the largest rate of any bin, step by step
+        each = [min(each[i : i + steps]) for i in range(0, len(each), steps)]
+    elif sampling["name"] == "scored":  # the largest rate of any bin; the last row stays
         rows = [rate for rate, steps in sampling["rates"] for _ in range(steps)]
-        each = [z for z, n in runs for _ in range(n)]
-        pairs = collections.Counter(zip(rows + rows[-1:] * len(each), each, strict=False))
-        steps = [
-            dp.SelfComposedDpEvent(step_event({**sampling, "sampling_rate": rate}, z), n)
-            for (rate, z), n in pairs.items()
-            if rate > 0
-        ]
-    else:
-        steps = [dp.SelfComposedDpEvent(step_event(sampling, z), n) for z, n in runs]
-    return dp.ComposedDpEvent([*before, *steps])
+        rates = (rows + rows[-1:] * len(each))[: len(each)]
+    pairs = collections.Counter(zip(rates, each, strict=False))
+    steps = [
+        dp.SelfComposedDpEvent(step_event(sampling, rate, z), n)
+        for (rate, z), n in pairs.items()
+        if rate > 0
+    ]
+    return dp.ComposedDpEvent([*queries, *steps])
 
 
 def gaussian(multiplier: float) -> dp.DpEvent:
-    """A sum with noise; infinite noise, which a card calls "inf", tells nothing."""
+    """A sum with noise; with infinite noise it releases nothing."""
     return dp.NoOpDpEvent() if math.isinf(multiplier) else dp.GaussianDpEvent(multiplier)
 
 
-def step_event(sampling: dict[str, Any], multiplier: float) -> dp.DpEvent:
+def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.DpEvent:
     """One step, as this sampler's claim allows it to be counted."""
     noise = gaussian(multiplier)
     if math.isinf(multiplier):
         return noise
-    if sampling["name"] in ("poisson", "scored") and sampling["sampling_rate"] < 1:
-        return dp.PoissonSampledDpEvent(sampling["sampling_rate"], noise)
+    if sampling["name"] in ("poisson", "scored") and rate < 1:
+        return dp.PoissonSampledDpEvent(rate, noise)
     if sampling["name"] == "fixed":
         return dp.SampledWithoutReplacementDpEvent(
             sampling["examples"], int(sampling["batch_size"]), noise
@@ -100,9 +100,10 @@ def step_event(sampling: dict[str, Any], multiplier: float) -> dp.DpEvent:
 
 def recompute(card: dict[str, Any], method: str) -> float:
     """The epsilon of a card by one of dp-accounting's accountants."""
-    relation = RELATION[card["neighbours"]]
-    halve = method == "rdp" and card["neighbours"] == "replace-one"
-    if halve and card["sampling"]["name"] != "fixed":
+    mechanism = card["mechanism"]
+    relation = RELATION[mechanism["neighbours"]]
+    halve = method == "rdp" and mechanism["neighbours"] == "replace-one"
+    if halve and mechanism["sampling"]["name"] != "fixed":
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     accountant = (
         dp.pld.PLDAccountant(relation)
@@ -119,12 +120,18 @@ def check(card: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
     ``bound`` is the smallest that dp-accounting gives by any method of the card: what it
     proves by one accountant holds whichever accountant the claim was made with.
     """
-    ran = sum(steps for _, steps in card["noise"]["multiplier_and_steps"])
-    if card["steps"] != ran:
+    found = card.get("mechanism", {}).get("format", 1)
+    if found != FORMAT:
         sys.exit(
-            f"The card counts {card['steps']:,} steps, and its noise is that of {ran:,}: one of "
-            "both is not of this run, and no claim is checked. Usually the card was altered; "
-            "dpjax.reports.card writes both from the ledger."
+            f"The card is of format {found}, and this file reads format {FORMAT}. Another version "
+            "of dpjax wrote the card: verify it with that version's verify.py."
+        )
+    planned = sum(steps for _, steps in card["mechanism"]["multiplier_and_steps"])
+    if card["steps"] > planned:
+        sys.exit(
+            f"The card counts {card['steps']:,} steps, and its mechanism plans {planned:,}: no "
+            "claim is checked. Usually the card was altered; dpjax.reports.card takes the steps "
+            "from the ledger, which admits no step beyond the plan."
         )
     claims = [method for method in CLAIMS if method in card["epsilon"]]
     by = [method for method in ("rdp", "pld") if method in claims] or ["rdp"] * bool(claims)
@@ -154,7 +161,7 @@ def main(argv: list[str]) -> None:
     for method, claimed, bound in results:
         verdict = "holds" if holds(claimed, bound) else "DOES NOT HOLD"
         print(
-            f"{method:12} claims epsilon {claimed:.4f} for one {card['unit']} at "
+            f"{method:12} claims epsilon {claimed:.4f} for one {card['mechanism']['unit']} at "
             f"delta={card['delta']:g}; "
             f"recomputed {bound:.4f}: {verdict}"
         )

@@ -377,10 +377,10 @@ def test_statement_card_and_facts_name_both_noises():
     assert "at first" not in dpjax.statement(described(), 1e-5)
     assert "andrew2021differentially" in text
     card = json.loads(json.dumps(reports.card(mechanism, 1e-5)))
-    assert card["noise"]["multiplier_and_steps"] == [[1.0, 100]]
-    assert card["clipping"]["adaptive"]["count_multiplier"] == 3.0
+    assert card["mechanism"]["multiplier_and_steps"] == [[1.0, 100]]
+    assert card["mechanism"]["adaptive"]["count_multiplier"] == 3.0
     assert mechanism.facts["adaptive"]["target"] == 0.7
-    assert "adaptive" not in described().facts
+    assert described().facts["adaptive"] is None
 
 
 # Runs ----------------------------------------------------------------------------------

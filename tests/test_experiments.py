@@ -35,8 +35,8 @@ def test_the_demo_keeps_its_promise(demo):
     assert rows[-1]["epsilon"] <= 3.0
     assert rows[-1]["delta"] == 1e-5
     card = json.loads((folder / "privacy.json").read_text())
-    assert card["sampling"]["name"] == "poisson"
-    assert card["sampling"]["examples"] == 1437
+    assert card["mechanism"]["sampling"]["name"] == "poisson"
+    assert card["mechanism"]["sampling"]["examples"] == 1437
     assert card["epsilon"]["rdp"]["value"] <= 3.0
     assert card["seed_published"] is None
     assert "Privacy statement" in outcome.stdout
@@ -272,7 +272,7 @@ def test_a_curriculum_is_spread_over_the_steps_that_run(tmp_path):
     flags = ["--noise_schedule=linear-down", "--noise_multiplier=1", "--noreport"]
     run("train.py", "--out", tmp_path, "--steps=7", "--hidden=8", *flags)
     card = json.loads((tmp_path / "privacy.json").read_text())
-    assert card["noise"]["multiplier_and_steps"] == [[5.0, 3], [3.0, 3], [1.0, 1]]
+    assert card["mechanism"]["multiplier_and_steps"] == [[5.0, 3], [3.0, 3], [1.0, 1]]
 
 
 CURRICULA = [
@@ -362,7 +362,9 @@ def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
     alone = verify(epsilon=classic)
     assert alone.count("holds") == 1
     assert f"recomputed {whole['epsilon']['rdp']['value']:.2f}" in alone
-    assert "counts 1 steps, and its noise is that of 112" in verify(1, steps=1)
+    assert "counts 113 steps, and its mechanism plans 112" in verify(1, steps=113)
+    older = {"format": "dpjax privacy card 1", "mechanism": {}}
+    assert "verify it with that version" in verify(1, **older)
     only = verify(1, epsilon={"gdp": {"value": 0.01, "proven": True}})
     assert "claims epsilon by gdp" in only
     assert "gdp is an estimate" in only
@@ -388,9 +390,10 @@ def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
     card = dpjax.reports.card(dpjax.Mechanism(sampling=sampler, before=before, **options), 1e-5)
     (tmp_path / "privacy.json").write_text(json.dumps(card))
     assert run("verify.py", tmp_path / "privacy.json").stdout.count("holds") == 3
-    assert set(card["sampling"]) - {"rates"} == set(card["before"][0]["sampling"])
+    drawn = card["mechanism"]["sampling"]
+    assert set(drawn) - {"rates"} == set(card["mechanism"]["before"][0]["sampling"])
     assert sampler.fingerprint not in json.dumps(card), "it tells who is in which bin"
-    card["sampling"]["rates"][0][0] = 0.06
+    drawn["rates"][0][0] = 0.06
     (tmp_path / "false.json").write_text(json.dumps(card))
     assert "DOES NOT HOLD" in run("verify.py", tmp_path / "false.json", status=1).stdout
 
@@ -409,8 +412,8 @@ def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
     outcome = run("train.py", "--out", tmp_path, *short, *flags)
     card = json.loads((tmp_path / "privacy.json").read_text())
     given = dict(flag.removeprefix("--").split("=") for flag in flags)
-    assert card["clipping"]["name"] == given["clipping"]
-    assert card["sampling"]["name"] == given.get("sampling", "poisson")
+    assert card["mechanism"]["clipping"]["name"] == given["clipping"]
+    assert card["mechanism"]["sampling"]["name"] == given.get("sampling", "poisson")
     assert card["seed_published"] == (3 if "seed" in given else None)
     assert ("not for release" in outcome.stdout) == ("seed" in given)
     run("verify.py", tmp_path / "privacy.json")
@@ -445,7 +448,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     cache = ["--cache_dir", tmp_path / "features"]
     run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *scattered, *cache)
     card = json.loads((tmp_path / "privacy.json").read_text())
-    assert card["preparation"]["gaussian_multipliers"] == [20.0, 20.0, 8.0, 8.0]
+    assert card["mechanism"]["preparation"] == [20.0, 20.0, 8.0, 8.0]
     bare = dpjax.accounting.subsampled_gaussian(4.0, 0.5, 2)
     assert card["epsilon"]["rdp"]["value"] > dpjax.accounting.epsilon(bare, 1e-5)
     assert len(list((tmp_path / "features").iterdir())) == 2

@@ -458,15 +458,15 @@ def test_without_noise_it_is_not_private():
 
 
 @kills(
-    "reports/card.py",
-    '{"gaussian_multipliers": list(spent.preparation)}',
-    '{"gaussian_multipliers": []}',
+    "mechanism/card.py",
+    "[float(multiplier) for multiplier in spent.preparation]",
+    "[]",
 )
 def test_the_card_and_the_statement_carry_it(tmp_path):
     prepared = mechanism(describe(), steps=36)
     assert "8, 8" in dpjax.statement(prepared, DELTA)
     card = dpjax.reports.card(prepared, DELTA)
-    assert card["preparation"] == {"gaussian_multipliers": [8.0, 8.0]}
+    assert card["mechanism"]["preparation"] == [8.0, 8.0]
     path = tmp_path / "privacy.json"
     path.write_text(json.dumps(card))
     assert run("verify.py", path).stdout.count("holds") == 3

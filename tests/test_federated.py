@@ -16,8 +16,9 @@ from hypothesis.extra import numpy as hnp
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, federated, ledger, noise, reports, sampling, training, trees, types
+from dpjax import clipping, federated, ledger, noise, sampling, training, trees, types
 from dpjax.federated import local, rounds
+from dpjax.mechanism.card import spent_of
 
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
 RULES = {
@@ -589,7 +590,9 @@ def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
     state = long_run().init(jax.random.key(5), jnp.zeros(3))
     dpjax.fit(long_run(), state, steps=2, directory=tmp_path, progress=False)
     run = json.loads((tmp_path / "run.json").read_text())
-    assert (run["algorithm"], run["unit"], run["examples"]) == ("fedavg", "client", 30)
+    described = run["mechanism"]
+    assert (run["algorithm"], described["unit"]) == ("fedavg", "client")
+    assert described["sampling"]["examples"] == 30
     other = federated.fedsgd(squared, optax.sgd(0.1), long_run().mechanism, some_clients(*[2] * 30))
     with pytest.raises(ledger.Refused, match="algorithm") as refused:
         dpjax.fit(other, other.init(jax.random.key(5), jnp.zeros(3)), directory=tmp_path)
@@ -619,7 +622,7 @@ def test_a_budget_stops_rounds_before_they_begin():
     'yield f"  unit          one {unit}"',
     'yield "  unit          one example"',
 )
-@kills("reports/card.py", '"unit": mechanism.unit,', '"unit": "example",')
+@kills("mechanism/card.py", '"unit": spent.unit,', '"unit": "example",')
 def test_the_statement_and_the_card_say_one_client():
     plan = mechanism(1000, sampler=sampling.poisson(1000, 100), multiplier=1.0, steps=100)
     words = dpjax.statement(plan, 1e-5)
@@ -633,8 +636,8 @@ def test_the_statement_and_the_card_say_one_client():
     ):
         assert line in words
     assert "example" not in words.split("Not covered")[0]
-    assert reports.card(plan, 1e-5)["unit"] == "client"
-    assert reports.card(dataclasses.replace(plan, unit="example"), 1e-5)["unit"] == "example"
+    assert plan.facts["unit"] == "client"
+    assert dataclasses.replace(plan, unit="example").facts["unit"] == "example"
     too_large = dpjax.statement(plan, 0.01)
     assert "1/clients=0.001: publishing one client outright" in too_large
 
@@ -643,7 +646,7 @@ def test_the_statement_and_the_card_say_one_client():
 def test_what_was_spent_in_another_unit_is_not_added():
     before = mechanism(30, multiplier=1.0)
     spent = before.spent(before.multipliers)
-    assert dpjax.mechanism.Spent.of(json.loads(json.dumps(spent.facts))).unit == "client"
+    assert spent_of(json.loads(json.dumps(before.facts)), 3)[0].unit == "client"
     assert mechanism(30, multiplier=1.0, before=[spent]).epsilon(1e-5) > before.epsilon(1e-5)
     with pytest.raises(ValueError, match="protects one client"):
         dataclasses.replace(before, unit="example", before=[spent])

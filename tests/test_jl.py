@@ -22,7 +22,7 @@ from dpjax import accounting, clipping, ledger, noise, reports, sampling, trees,
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent
 from dpjax.data import Stream
 from dpjax.gradients._estimated_norms import jvp_magnitude
-from dpjax.mechanism import Spent
+from dpjax.mechanism.card import spent_of
 
 PARAMS = {"a": jnp.array([0.3, -0.2, 0.5]), "b": jnp.array(0.1)}
 X = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
@@ -381,11 +381,10 @@ def test_no_other_method_has_a_number(method):
 )
 def test_the_event_says_how_norms_were_known():
     mechanism = mechanism_for(multiplier=2.0, sampler=sampling.full(12))
-    (runs,) = mechanism.event.events
-    assert runs.event == ProjectedGaussianDpEvent(2.0, 20)
+    assert mechanism.event.event == ProjectedGaussianDpEvent(2.0, 20)
     spent = mechanism.spent(mechanism.multipliers)
     assert spent.event == mechanism.event
-    assert Spent.of(spent.facts).projections == 20
+    assert spent_of(mechanism.facts, 1)[0].projections == 20
     assert mechanism_for(multiplier=0.0).epsilon(1e-5, "pld") == math.inf
 
 
@@ -396,7 +395,7 @@ def test_statement_and_card_say_what_is_proved(tmp_path):
         assert words in text
     assert "rdp:" not in text
     card = reports.card(mechanism, 1e-5)
-    assert card["projections"] == 40
+    assert card["mechanism"]["projections"] == 40
     assert set(card["epsilon"]) == {"pld"}
     path = tmp_path / "privacy.json"
     path.write_text(json.dumps(card))

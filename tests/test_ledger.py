@@ -131,20 +131,20 @@ OTHERS = {
     case="another rate",
 )
 @kills(
-    "mechanism/description.py",
-    "            **self.spent(np.zeros(0)).facts,\n",
-    "",
+    "mechanism/card.py",
+    '("unit", "sampling", "preparation",',
+    '("unit", "preparation",',
     case="another rate",
 )
 @kills(
-    "mechanism/description.py",
-    '            "before": [spent.facts for spent in self.before],\n            "clipped"',
-    '            "clipped"',
+    "mechanism/card.py",
+    '"projections", "before")',
+    '"projections")',
     case="without what was spent before",
 )
 @kills(
-    "mechanism/description.py",
-    '            "clipped": bool(np.isfinite(self.clipping.sensitivity)),\n',
+    "mechanism/card.py",
+    '        "clipped": math.isfinite(mechanism.clipping.sensitivity),\n',
     "",
     case="a bound",
 )
@@ -167,7 +167,7 @@ def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
             ask()
 
 
-@kills("mechanism/description.py", '            "drawn by": self.sampling.fingerprint,\n', "")
+@kills("mechanism/card.py", '        "drawn by": mechanism.sampling.fingerprint,\n', "")
 def test_steps_are_of_the_bins_that_drew_them():
     """Samplers of one name and one price may draw others."""
     one, other = (

@@ -15,6 +15,7 @@ from mutation import kills
 import dpjax
 from dpjax import clipping, sampling, schedules
 from dpjax.mechanism import Spent
+from dpjax.mechanism.card import spent_of
 
 
 def make(**changes):
@@ -402,8 +403,10 @@ def test_what_was_spent_is_the_same_however_it_is_written(runs):
     assert hash(one.before) == hash(other.before), "a budget looks mechanisms up"
 
 
-def test_whole_multipliers_keep_the_hash_of_ledgers_that_were_written():
-    assert repr(spent(multiplier=2).facts["multiplier_and_steps"]) == "[[2, 40]]"
+@kills("mechanism/card.py", "[[float(multiplier), steps] for", "[[multiplier, steps] for")
+def test_whole_multipliers_are_hashed_as_floats_are():
+    one, other = (make(before=[spent(multiplier=z)]) for z in (2, 2.0))
+    assert one.accounted == other.accounted
 
 
 @kills("mechanism/description.py", "*(spent.event for spent in self.before), *queries", "*queries")
@@ -430,7 +433,7 @@ def test_what_was_spent_before_is_paid_for():
     assert queries == mechanism(100, preparation=(9.0,)).epsilon(1e-5) > parts
 
 
-@kills("mechanism/spent.py", "left -= runs[-1][1]", "left -= runs[-1][1] + 1")
+@kills("mechanism/card.py", "steps -= planned", "steps -= planned + 1")
 def test_what_was_spent_is_cut_at_the_steps_that_ran():
     curriculum = dpjax.Mechanism(
         sampling=sampling.poisson(100, 20),
@@ -439,11 +442,15 @@ def test_what_was_spent_is_cut_at_the_steps_that_ran():
         steps=12,
     )
     facts = json.loads(json.dumps(curriculum.facts))
-    assert Spent.of(facts).runs == ((2.0, 5), (1.0, 7))
-    assert Spent.of(facts, 8).runs == ((2.0, 5), (1.0, 3))
-    assert Spent.of(facts, 3).runs == ((2.0, 3),)
-    assert Spent.of(facts, 0).runs == ()
-    assert Spent.of(facts, 0).event == dpjax.accounting.compose()
+    for steps, runs in {
+        12: ((2.0, 5), (1.0, 7)),
+        8: ((2.0, 5), (1.0, 3)),
+        3: ((2.0, 3),),
+        0: (),
+    }.items():
+        (found,) = spent_of(facts, steps)
+        assert found.runs == runs
+    assert found.event == dpjax.accounting.compose()
 
 
 def test_a_relation_that_does_not_hold_for_what_was_spent_is_refused():
@@ -460,8 +467,8 @@ def test_a_relation_that_does_not_hold_for_what_was_spent_is_refused():
     assert dpjax.Mechanism(neighbours="replace-one", **options).before == (before,)
 
 
-def test_the_order_of_a_curriculum_is_no_word():
-    with pytest.raises(ValueError, match="Orders and scores are no words"):
+def test_a_curriculum_is_not_restored_from_its_name():
+    with pytest.raises(ValueError, match="cannot be restored from their name"):
         sampling.by_name("curriculum", 10, 2)
 
 
@@ -485,13 +492,14 @@ ALIKE = {  # what costs the same, and does not do the same
 
 
 @kills("sampling.py", 'facts={"public": public}', "facts={}", case="whose order")
-@kills("mechanism/description.py", "            **self.clipping.facts,\n", "")
-@kills("mechanism/description.py", "if isinstance(groups, tuple) else {}", "if False else {}")
+@kills("mechanism/card.py", "                **rule.facts,\n", "")
+@kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None")
+@kills("mechanism/description.py", '"drawn by": self.sampling.fingerprint', '"drawn by": None')
 @pytest.mark.parametrize("name", ALIKE)
-def test_what_runs_otherwise_has_other_facts(name):
-    """So that a run does not go on in another's folder."""
+def test_mechanisms_that_run_differently_have_different_identities(name):
+    """So that a run does not continue in another's folder."""
     small = {"sampling": sampling.poisson(10, 2), "steps": 3}
-    one, other = (make(**{**small, **settings}).facts for settings in ALIKE[name])
+    one, other = (make(**{**small, **settings}).identity for settings in ALIKE[name])
     assert one != other
     assert json.loads(json.dumps([one, other])) == [one, other]
 
@@ -501,5 +509,5 @@ def test_a_delta_that_protects_no_record_is_noticed(caplog):
     assert not caplog.text
     make().calibrate(1.0, 1e-3)
     assert "publishes one whole record" in caplog.text
-    with pytest.raises(ValueError, match="expected one number"):
+    with pytest.raises(TypeError, match="expected a number"):
         make().calibrate("3", 1e-5)

@@ -334,8 +334,8 @@ def test_the_card_is_complete_and_strict_json():
     )
     again = json.loads(json.dumps(card, allow_nan=False))
     assert again == card
-    assert card["noise"]["multiplier_and_steps"] == [[5, 2], [4, 2], [3, 2], [2, 2], [1, 1]]
-    assert card["clipping"]["sensitivity"] == 2.0
+    assert card["mechanism"]["multiplier_and_steps"] == [[5, 2], [4, 2], [3, 2], [2, 2], [1, 1]]
+    assert card["mechanism"]["clipping"]["bounds"] == [1.0] * 4
     assert card["epsilon"]["gdp"]["proven"] is False
     assert card["epsilon"]["pld"]["proven"] is True
     assert card["seed_published"] == 3
@@ -353,9 +353,9 @@ def test_infinite_noise_is_a_word_on_the_card(tmp_path):
     )
     card = json.loads(json.dumps(reports.card(mechanism, 1e-5), allow_nan=False))
     assert card == reports.card(mechanism, 1e-5)
-    assert card["noise"]["multiplier_and_steps"] == [[2.0, 1], ["inf", 1]]
-    assert card["preparation"] == {"gaussian_multipliers": ["inf", 9.0]}
-    assert card["before"][0]["noise"]["multiplier_and_steps"] == [["inf", 3], [1.5, 2]]
+    assert card["mechanism"]["multiplier_and_steps"] == [[2.0, 1], ["inf", 1]]
+    assert card["mechanism"]["preparation"] == ["inf", 9.0]
+    assert card["mechanism"]["before"][0]["multiplier_and_steps"] == [["inf", 3], [1.5, 2]]
     assert verdicts(card, tmp_path) == (3, 0)
     words = dpjax.statement(mechanism, 1e-5)
     assert "multiplier 2 to inf (2 values, by a schedule) x sensitivity" in words
@@ -371,21 +371,25 @@ def verdicts(card, folder):
     return out.count(": holds"), out.count("DOES NOT HOLD")
 
 
-@pytest.mark.parametrize("where", ["the run", "the run before"])
-def test_a_card_whose_rate_is_not_that_of_its_batches_is_not_verified(where, tmp_path):
-    """It says 100 of 1,000 a step, and what was recomputed, and held, was for 1 of 1,000."""
-    drawn, rule = sampling.poisson(1000, 100), clipping.flat(1.0)
-    options = {"sampling": drawn, "clipping": rule, "noise_multiplier": 2.0, "steps": 20}
-    before = [Spent(sampling=drawn, runs=((2.0, 20),))] if where == "the run before" else []
-    card = reports.card(dpjax.Mechanism(**options, before=before), 1e-5)
+@kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps')
+def test_a_card_counts_the_steps_that_ran(tmp_path):
+    """The mechanism on the card is the plan; `verify.py` counts its first steps."""
+    mechanism = make(
+        sampling=sampling.poisson(1000, 10),
+        noise_multiplier=lambda step: jnp.where(step < 30, 2.0, 0.5),
+        steps=60,
+    )
+    book = dpjax.ledger.admit(dpjax.ledger.empty(), mechanism, steps=30)
+    card = reports.card(mechanism, 1e-5, ledger=book)
+    assert card["steps"] == 30
+    assert card["mechanism"] == mechanism.facts == reports.card(mechanism, 1e-5)["mechanism"]
+    assert card["epsilon"]["rdp"]["value"] == mechanism.epsilon_of(book.expand(), 1e-5)
     assert verdicts(card, tmp_path) == (3, 0)
-    altered = card["before"][0] if before else card
-    altered["sampling"]["sampling_rate"] = 0.001
-    assert verdicts(card, tmp_path) == (0, 0)
+    assert verdicts({**card, "steps": 60}, tmp_path) == (0, 3)
 
 
 @kills(
-    "reports/card.py",
+    "mechanism/card.py",
     '"before": [_spent(spent) for spent in mechanism.before]',
     '"before": []',
     slow=True,

@@ -26,13 +26,17 @@ from mutation import kills
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
 from dpjax.accounting.rounding import upwards
-from dpjax.mechanism import Spent
+from dpjax.mechanism import Spent, card
 from dpjax.reports import curves, figure_output, figures, layers, load_run, page, predictions, style
 
 DELTA = 1e-5
 CARD = {
-    "noise": {"multiplier_and_steps": [[2.0, 6], [1.5, 4]]},
-    "clipping": {"bounds": [0.5]},
+    "mechanism": {
+        "format": card.FORMAT,
+        "multiplier_and_steps": [[2.0, 6], [1.5, 4]],
+        "clipping": {"bounds": [0.5]},
+    },
+    "steps": 10,
     "delta": DELTA,
     "epsilon": {
         "rdp": {"value": 2.5, "proven": True},
@@ -264,7 +268,7 @@ def test_the_report_tells_what_is_bare_from_what_is_unproved(
     assert ("NOT differentially" in words) == ("Not differentially" in head)
 
 
-@kills("reports/load_run.py", "if len(ran) != steps:", "if False:")
+@kills("reports/load_run.py", 'if card.get("steps") != steps:', "if False:")
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     """One that was overwritten and killed: its epsilon is not of the accuracy that is shown."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
@@ -279,53 +283,6 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     assert "(15, 10−5)-differentially private" in text(page.find(".//header"))
     assert "it counts 10 steps" in text(page.find(".//header"))
     assert "2.25" not in text(page)
-
-
-@kills(
-    "reports/load_run.py", "if not np.array_equal(ran, ", "if ran is None and np.array_equal(ran, "
-)
-@kills(
-    "reports/load_run.py",
-    "if list(drawn.values()) != ",
-    "if drawn is None and list(drawn.values()) != ",
-)
-@kills(
-    "reports/load_run.py",
-    'if [*map(float, queries)] != [*map(float, identity["preparation"])] or before != planned:',
-    "if before != planned:",
-)
-@kills("reports/load_run.py", " or before != planned:", ":")
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({}, ""),
-        ({"noise_multiplier": 2.5}, "other noise"),
-        ({"sampling": sampling.poisson(1000, 20)}, "in another way"),
-        ({"sampling": sampling.fixed(1000, 10)}, "in another way"),
-        ({"preparation": (8.0,)}, "something else ran before"),
-        (
-            {"before": [Spent(sampling=sampling.poisson(1000, 10), runs=((1.0, 5),))]},
-            "something else ran before",
-        ),
-    ],
-    ids=["the same", "noise", "batches", "sampler", "queries", "an earlier run"],
-)
-def test_a_card_fits_what_run_json_plans(changes, why, tmp_path):
-    """Of which as many steps as the log has may have run."""
-    facts = {
-        "sampling": sampling.poisson(1000, 10),
-        "clipping": clipping.flat(1.0),
-        "noise_multiplier": 2.0,
-        "steps": 10,
-    }
-    card = reports.card(dpjax.Mechanism(**{**facts, **changes}), DELTA)
-    write(tmp_path, card=card)
-    planned = dpjax.Mechanism(**{**facts, "steps": 30}).facts
-    (tmp_path / "run.json").write_text(json.dumps(planned))
-    found = load_run.read(tmp_path)
-    assert why in found.foreign
-    assert bool(found.foreign) == bool(why)
-    assert (found.card is None) == bool(why)
 
 
 def test_whatever_comes_from_outside_is_escaped(whole):
@@ -404,52 +361,84 @@ def ran(size, **facts):
     return [Spent(sampling=sampling.poisson(1000, size), runs=((2.0, 5),), **facts)]
 
 
+# What ran there, what the card is of, and the fields of the description that tell them apart.
+OTHERS = {
+    "noise": ({}, {"noise_multiplier": 2.5}, "multiplier_and_steps"),
+    "steps": ({}, {"steps": 20}, "multiplier_and_steps"),
+    "batches": ({}, {"sampling": sampling.poisson(1000, 20)}, "sampling"),
+    "sampler": ({}, {"sampling": sampling.fixed(1000, 10)}, "sampling"),
+    "rates": ({"sampling": rates(0.001)}, {"sampling": rates(0.5)}, "sampling"),
+    "queries": ({}, {"preparation": (8.0,)}, "preparation"),
+    "an earlier run": ({}, {"before": ran(10)}, "before"),
+    "earlier batches": ({"before": ran(10)}, {"before": ran(500)}, "before"),
+    "earlier queries": ({"before": ran(10)}, {"before": ran(10, preparation=[0.5])}, "before"),
+    "earlier norms": ({"before": ran(10)}, {"before": ran(10, projections=10)}, "before"),
+    "projections": ({"clipping": jl(200)}, {"clipping": jl(10)}, "projections"),
+    "bound": ({}, {"clipping": clipping.flat(2.0)}, "clipping"),
+    "neighbours": ({}, {"neighbours": "replace-one"}, "neighbours"),
+    "unit": ({}, {"unit": "client"}, "unit"),
+}
+
+
+@kills("reports/load_run.py", "if there.get(name) != here.get(name)]", "if False]", case="noise")
+@kills("mechanism/card.py", "[[float(multiplier), steps] for", "[[1.0, steps] for", case="noise")
+@kills("mechanism/card.py", "            **sampler.facts,\n", "", case="rates")
+@kills("mechanism/card.py", '            "name": sampler.name,\n', "", case="sampler")
 @kills(
-    "reports/load_run.py",
-    'if list(drawn.values()) != list(_planned(identity)["drawn"].values()):',
-    'if list(drawn.values())[:3] != list(_planned(identity)["drawn"].values())[:3]:',
+    "mechanism/card.py", '"batch_size": sampler.batch_size', '"batch_size": 10.0', case="batches"
 )
 @kills(
-    "reports/load_run.py",
-    "or before != planned:",
-    'or [x["noise"] for x in before] != [x["noise"] for x in planned]:',
+    "mechanism/card.py",
+    "[float(multiplier) for multiplier in",
+    "[8.0 for _ in () and",
+    case="queries",
 )
 @kills(
-    "reports/load_run.py",
-    '[*map(float, rule["bounds"])], card.get("projections")]',
-    '[*map(float, rule["bounds"])], identity.get("projections")]',
+    "mechanism/card.py",
+    "[_spent(spent) for spent in mechanism.before]",
+    "[]",
+    case="an earlier run",
 )
-@kills("reports/load_run.py", '[*map(float, rule["bounds"])], card', 'identity.get("bounds"), card')
-@kills("reports/load_run.py", 'for name in ("unit", "neighbours")):', 'for name in ("unit",)):')
 @kills(
-    "reports/load_run.py", 'for name in ("unit", "neighbours")):', 'for name in ("neighbours",)):'
+    "mechanism/card.py",
+    '"projections": spent.projections',
+    '"projections": None',
+    case="projections",
 )
-@pytest.mark.parametrize(
-    ("there", "now", "why"),
-    [
-        ({"sampling": rates(0.001)}, {"sampling": rates(0.5)}, "in another way"),
-        ({"before": ran(10)}, {"before": ran(500)}, "something else ran before"),
-        ({"before": ran(10)}, {"before": ran(10, preparation=[0.5])}, "something else ran before"),
-        ({"before": ran(10)}, {"before": ran(10, projections=10)}, "something else ran before"),
-        ({"clipping": jl(200)}, {"clipping": jl(10)}, "was clipped in another way"),
-        ({}, {"clipping": clipping.flat(2.0)}, "was clipped in another way"),
-        ({}, {"neighbours": "replace-one"}, "protects something else"),
-        ({}, {"unit": "client"}, "protects something else"),
-    ],
-    ids=["rates", "batches", "queries", "norms", "projections", "bound", "neighbours", "unit"],
+@kills("mechanism/card.py", "[float(bound) for bound in rule.bounds]", "[1.0]", case="bound")
+@kills(
+    "mechanism/card.py",
+    '"neighbours": mechanism.relation.value',
+    '"neighbours": ""',
+    case="neighbours",
 )
-def test_a_card_of_cheaper_steps_with_the_same_noise_is_not_believed(there, now, why, tmp_path):
-    """Multipliers and steps are not all that a run costs by, nor what ran before it."""
-    facts = {"sampling": sampling.poisson(1000, 10), "clipping": clipping.flat(1.0)}
-    cheap, dear = (
-        dpjax.Mechanism(**{**facts, **changes}, noise_multiplier=2.0, steps=10)
-        for changes in (there, now)
-    )
-    write(tmp_path, card=reports.card(cheap, DELTA))
-    (tmp_path / "run.json").write_text(json.dumps(dear.facts))
-    assert why in load_run.read(tmp_path).foreign
-    write(tmp_path, card=reports.card(dear, DELTA))
-    assert not load_run.read(tmp_path).foreign
+@kills("mechanism/card.py", '"unit": spent.unit', '"unit": "example"', case="unit")
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_card_of_another_mechanism_is_not_believed(case, tmp_path):
+    """Such as of cheaper steps with the same noise, in a folder that another run overwrote."""
+    there, now, field = OTHERS[case]
+    facts = {
+        "sampling": sampling.poisson(1000, 10),
+        "clipping": clipping.flat(1.0),
+        "noise_multiplier": 2.0,
+        "steps": 10,
+    }
+    earlier, own = (dpjax.Mechanism(**{**facts, **changes}) for changes in (there, now))
+    (tmp_path / "run.json").write_text(json.dumps(own.identity))
+    ledger = dpjax.ledger.admit(dpjax.ledger.empty(), own, steps=10)
+    found = load_run.read(write(tmp_path, card=reports.card(own, DELTA, ledger=ledger)))
+    assert not found.foreign
+    assert found.card is not None
+    found = load_run.read(write(tmp_path, card=reports.card(earlier, DELTA)))
+    assert found.foreign.startswith("run.json describes another mechanism: ")
+    assert field in found.foreign
+    assert found.card is None
+
+
+def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
+    path = write(tmp_path, card={"format": "dpjax privacy card 1", "noise": {}})
+    with pytest.raises(ValueError, match=r"privacy.json: .* format 1; .*with that version"):
+        load_run.read(path)
 
 
 @kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else")
@@ -529,7 +518,7 @@ def test_damaged_files_are_refused_in_words(tmp_path):
     flipped[flipped.index(b"PK\x01\x02") + 10] ^= 0x40  # a way of packing that does not exist
     for damaged in (b"", raw[:10], raw[:200], raw[:-1], bytes(flipped)):
         (tmp_path / "evaluation.npz").write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"evaluation.npz: expected arrays .* writes it anew"):
+        with pytest.raises(ValueError, match=r"evaluation.npz: expected arrays .* writes it again"):
             reports.report(tmp_path)
         assert load_run.read(tmp_path, arrays=False).card == CARD, "whoever asks for less gets it"
 
@@ -539,8 +528,8 @@ def test_nulls_leave_gaps(tmp_path):
     rows[0]["private"]["norm"] = [1.0, 3.0]
     rows[1]["private"]["norm"] = None
     rows[2]["private"]["norm"] = [2.0, None]
-    card = {"noise": {"multiplier_and_steps": [[2.0, 3]]}, "clipping": {"bounds": [0.5, 0.5]}}
-    run = load_run.read(write(tmp_path, rows, card={**CARD, **card}))
+    mechanism = {**CARD["mechanism"], "clipping": {"bounds": [0.5, 0.5]}}
+    run = load_run.read(write(tmp_path, rows, card={**CARD, "mechanism": mechanism, "steps": 3}))
     figure, seen = drawn(curves.accuracy, run)
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_ydata(), [25, np.nan, 75])
     assert seen == "75.0 % at the end, 75.0 % at best."
@@ -571,7 +560,8 @@ def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):
     ids=["one", "one for all groups", "several", "infinite", "scheduled"],
 )
 def test_the_bound_is_a_line_where_it_is_one_number(bounds, identity, lines, tmp_path):
-    write(tmp_path, card={**CARD, "clipping": {"bounds": bounds}})
+    mechanism = {**CARD["mechanism"], "clipping": {"bounds": bounds}}
+    write(tmp_path, card={**CARD, "mechanism": mechanism})
     (tmp_path / "run.json").write_text(json.dumps(identity))
     figure, _ = drawn(curves.norms, load_run.read(tmp_path))
     assert len(figure.axes[0].lines) == lines
@@ -588,7 +578,7 @@ def test_an_adapted_bound_is_the_one_that_was_released(tmp_path):
 
 def test_clients_are_not_called_examples(tmp_path):
     path = write(tmp_path, [row(1, clients_per_second=7.0)])
-    (path / "run.json").write_text(json.dumps({"unit": "client"}))
+    (path / "run.json").write_text(json.dumps({"mechanism": {"unit": "client"}}))
     page = text(parsed(reports.report(path)))
     assert "clients per second7" in page
     assert "examples per second" not in page
@@ -640,8 +630,11 @@ def test_each_group_has_its_histogram(tmp_path):
     draw = np.random.default_rng(0)
     norms, bounds = draw.lognormal(size=(50, 14)), np.linspace(0.1, 1, 14)
     norms[3, 2] = np.inf
-    card = {**CARD, "clipping": {"groups": ["$first$", "the/very/long/name/of/a/layer/kernel"]}}
-    run = load_run.read(write(tmp_path, card=card, norms=norms, bounds=bounds))
+    groups = {"groups": ["$first$", "the/very/long/name/of/a/layer/kernel"]}
+    mechanism = {**CARD["mechanism"], "clipping": groups}
+    run = load_run.read(
+        write(tmp_path, card={**CARD, "mechanism": mechanism}, norms=norms, bounds=bounds)
+    )
     figure, seen = drawn(layers.gradients, run)
     lines = [np.max(np.asarray(axes.lines[0].get_xdata())) for axes in figure.axes if axes.lines]
     np.testing.assert_allclose(lines, bounds[:12])

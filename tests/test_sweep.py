@@ -20,7 +20,8 @@ import pytest
 import run_binary
 from absl import app
 
-from dpjax import accounting
+import dpjax
+from dpjax import accounting, clipping, sampling
 
 STAND_IN = """
 import json, os, pathlib, sys, time
@@ -34,11 +35,21 @@ if "gate" in given and float(given["x"]) >= float(given.get("waits", 0)):
         time.sleep(0.01)
 if "fails" in given and given["x"] == given["fails"] and not os.path.exists(given["gate"]):
     sys.exit("the data have a hole")
-sampling = {"name": "poisson", "examples": 100, "batch_size": 10, "sampling_rate": 0.1}
-card = {
+sampling = {"name": "poisson", "examples": 100, "batch_size": 10}
+mechanism = {
+    "format": 2,
+    "unit": "example",
     "neighbours": "add-or-remove",
-    "sampling": {**sampling, "claim": "Poisson"},
-    "noise": {"multiplier_and_steps": [[z, 50]]},
+    "sampling": sampling,
+    "multiplier_and_steps": [[z, 50]],
+    "preparation": [],
+    "projections": None,
+    "clipping": {"bounds": [1.0]},
+    "before": [],
+}
+card = {
+    "mechanism": mechanism,
+    "steps": 50,
     "delta": 1e-5,
     "epsilon": {"rdp": {"value": 4 / z, "proven": True}},
 }
@@ -103,8 +114,9 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
     assert means == sorted(means, reverse=True)
     cards = [json.loads(path.read_text()) for path in tmp_path.glob("*/privacy.json")]
     assert len(cards) == 2
-    z, steps = cards[0]["noise"]["multiplier_and_steps"][0]
-    one = accounting.subsampled_gaussian(z, cards[0]["sampling"]["sampling_rate"], steps)
+    ((z, steps),) = cards[0]["mechanism"]["multiplier_and_steps"]
+    drawn = cards[0]["mechanism"]["sampling"]
+    one = accounting.subsampled_gaussian(z, drawn["batch_size"] / drawn["examples"], steps)
     every = accounting.epsilon(accounting.compose(*[one] * 2), 1e-5)
     assert prices(tmp_path) == pytest.approx([accounting.epsilon(one, 1e-5), every])
     assert "These seeds are published" in said
@@ -265,15 +277,14 @@ def test_what_cannot_be_read_is_refused_with_an_example(modules, text, flag):
 # --- prices ---
 
 
-def card(z=2.0, **changes):
-    sampling = {"name": "poisson", "examples": 100, "batch_size": 10, "sampling_rate": 0.1}
-    return {
-        "neighbours": "add-or-remove",
-        "sampling": {**sampling, "claim": "Poisson"},
-        "noise": {"multiplier_and_steps": [[z, 50]]},
-        "delta": 1e-5,
-        **changes,
-    }
+def card(z=2.0, delta=1e-5, **changes):
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(100, 10),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=z,
+        **{"steps": 50, **changes},
+    )
+    return {"mechanism": mechanism.facts, "steps": 50, "delta": delta}
 
 
 def test_the_dearest_run_and_all_of_them_and_the_smallest_delta(modules):
@@ -288,8 +299,8 @@ def test_the_dearest_run_and_all_of_them_and_the_smallest_delta(modules):
     ]
     assert [price.epsilon for price in found] == pytest.approx(want)
     assert (delta, relation) == (1e-6, "add-or-remove")
-    with pytest.raises(ValueError, match="add-or-remove and zero-out neighbours"):
-        pricing.prices([card(), card(neighbours="zero-out")], [], None, "")
+    with pytest.raises(ValueError, match="add-or-remove and replace-one neighbours"):
+        pricing.prices([card(), card(neighbours="replace-one")], [], None, "")
 
 
 def test_what_might_have_been_drawn_counts_unless_it_changes_no_price(modules):
@@ -313,13 +324,13 @@ def test_what_might_have_been_drawn_counts_unless_it_changes_no_price(modules):
 def test_a_run_that_has_not_finished_has_spent_its_steps(modules, tmp_path):
     _, pricing = modules
     assert accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5) == 0
-    run = {"sampling": "poisson", "examples": 100, "batch_size": 10, "preparation": []}
-    run |= {"multiplier_and_steps": [[2.0, 80]], "before": [], "bounds": [1.0]}
+    run = {"mechanism": card(steps=80)["mechanism"]}
     (tmp_path / "run.json").write_text(json.dumps(run))
     (tmp_path / "metrics.jsonl").write_text('{"step": 50}\n')
     spent = accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5)
     assert spent == pytest.approx(accounting.epsilon(ONE, 1e-5))
-    (tmp_path / "run.json").write_text(json.dumps({**run, "bounds": [math.inf]}))
+    run["mechanism"]["clipping"]["bounds"] = ["inf"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
     assert accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5) == math.inf
     with pytest.raises(ValueError, match="expected the privacy card"):
         pricing.card_of(tmp_path)

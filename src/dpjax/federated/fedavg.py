@@ -194,7 +194,7 @@ def _algorithm(
         held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
         data = {"weights": held, "data": trees.fingerprint(clients)}
         size = None if microbatch_size is None else int(microbatch_size)
-        return {**name, **mechanism.facts, **data, "numerics": {"microbatch_size": size}}
+        return {**name, **mechanism.identity, **data, "numerics": {"microbatch_size": size}}
 
     return Algorithm(init, step, mechanism, budget, identity=identity)
 

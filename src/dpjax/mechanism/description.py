@@ -12,8 +12,6 @@ This file must never know a model, a loss or a data set.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from dpjax import accounting, clipping, noise, trees
+from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import adapted, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
@@ -184,39 +183,25 @@ class Mechanism:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it is, as JSON has it: equal for mechanisms that run and cost the same.
+        """The JSON description of the plan, as cards and run folders hold it.
 
-        Not for publication: how examples were drawn may say something of each.
+        See `dpjax.mechanism.card` for its fields. It may be published.
         """
-        groups, drawn = self.noise_multiplier, self.sampling.fingerprint
-        return {
-            **self.clipping.facts,
-            **self.spent(self.multipliers).facts,
-            **({"drawn by": drawn} if drawn else {}),
-            "neighbours": self.relation.value,
-            "clipping": self.clipping.name,
-            "groups": list(self.clipping.partition.names),
-            "bounds": [float(bound) for bound in self.clipping.bounds],
-            **({"multipliers by group": list(groups)} if isinstance(groups, tuple) else {}),
-            "steps": self.steps,
-            "before": [spent.facts for spent in self.before],
-            **({} if self.adaptive is None else {"adaptive": self._adaptive_facts}),
-        }
+        return card.described(self)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What ``run.json`` holds of the mechanism: runs with different ones share no folder.
+
+        Privacy:
+          Not for publication. A sampler's fingerprint confirms a guess of who is in which bin.
+        """
+        return {"mechanism": self.facts, "drawn by": self.sampling.fingerprint}
 
     @property
     def accounted(self) -> str:
-        """A hash of all that a step costs by, but multipliers: who is drawn, and how."""
-        facts = {
-            **self.spent(np.zeros(0)).facts,
-            "drawn by": self.sampling.fingerprint,
-            "before": [spent.facts for spent in self.before],
-            "clipped": bool(np.isfinite(self.clipping.sensitivity)),
-        }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def _adaptive_facts(self) -> dict[str, Any]:
-        return {**vars(self.adaptive), "count_multiplier": self.count_multiplier}
+        """A hash of what a step costs by, except multipliers: which examples are drawn, and how."""
+        return card.accounted(self)
 
     def spent(self, multipliers: np.ndarray) -> Spent:
         """What this run alone has spent after steps with these multipliers, in this order."""

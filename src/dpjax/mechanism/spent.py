@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, sampling
+from dpjax import accounting
 from dpjax.types import Sampler
 
 
@@ -61,38 +61,6 @@ class Spent:
         steps = steps_event(self.sampling, np.asarray(each, np.float64), self.projections)
         return accounting.compose(*queries, steps)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What it is, as JSON has it; `of` reads it."""
-        return {
-            "sampling": self.sampling.name,
-            "examples": self.sampling.examples,
-            "batch_size": self.sampling.batch_size,
-            **self.sampling.facts,
-            "multiplier_and_steps": [list(run) for run in self.runs],
-            "preparation": list(self.preparation),
-            "unit": self.unit,
-            **({} if self.projections is None else {"projections": self.projections}),
-        }
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any], steps: int | None = None) -> Spent:
-        """From `facts`, or those of a mechanism of which so many steps ran."""
-        runs, left = (
-            [],
-            sum(n for _, n in facts["multiplier_and_steps"]) if steps is None else steps,
-        )
-        for multiplier, planned in facts["multiplier_and_steps"]:
-            runs.append((float(multiplier), min(left, planned)))
-            left -= runs[-1][1]
-        return cls(
-            sampling=sampling.by_name(facts["sampling"], facts["examples"], facts["batch_size"]),
-            runs=tuple(run for run in runs if run[1]),
-            preparation=tuple(facts["preparation"]),
-            unit=facts.get("unit", "example"),
-            projections=facts.get("projections"),
-        )
-
 
 def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
     with contextlib.suppress(TypeError, ValueError):  # no pairs, or not of numbers
@@ -121,7 +89,7 @@ def checked_queries(preparation: Iterable[Any], who: str) -> tuple[float, ...]:
 
 
 def _numbers(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Scalars of any library as Python's numbers; an int stays one: `accounted` hashes it."""
+    """Scalars of any library as Python's numbers."""
     return tuple(np.asarray(value).item() for value in values)
 
 

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy card: the facts of a computation as a JSON object.
 
-Whoever has the card can recompute its epsilon without dpjax, as `experiments/verify.py`
-does.  It is strict JSON, where infinity is a word wherever it stands, and holds numbers as
-they were accounted, never rounded.
+A reader of the card can recompute its epsilon without dpjax, as `experiments/verify.py` does.
+Numbers are those that were accounted, never rounded.
+
+| field | holds |
+|---|---|
+| ``mechanism`` | the plan, as `dpjax.mechanism.card` describes it and ``run.json`` holds it |
+| ``steps`` | how many of the planned steps ran: the first ones |
+| ``claim`` | in words, what is proved for the sampler |
+| ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
+| ``not_private`` | what was released without noise, in words, or null |
+| ``seed_published`` | the fixed seed of the run, or null |
+| ``versions`` | the versions of the packages that ran and accounted |
 """
 
 from __future__ import annotations
 
-import math
 from importlib import metadata
 from typing import Any
 
 from dpjax import accounting
 from dpjax.ledger import Ledger
-from dpjax.mechanism import Mechanism, Spent
+from dpjax.mechanism import Mechanism
+from dpjax.mechanism.card import strict
 from dpjax.reports.epsilons import epsilons, multipliers
 from dpjax.reports.statement import why_infinite
 
@@ -45,27 +54,14 @@ def card(
       ...     noise_multiplier=4.0,
       ...     steps=2,
       ... )
-      >>> card(mechanism, delta=1e-5)["noise"]["multiplier_and_steps"]
+      >>> card(mechanism, delta=1e-5)["mechanism"]["multiplier_and_steps"]
       [[4.0, 2]]
     """
     ran = multipliers(mechanism, ledger)
-    rule = mechanism.clipping
     facts = {
-        "format": "dpjax privacy card 1",
-        "unit": mechanism.unit,
-        "neighbours": mechanism.relation.value,
-        **_spent(mechanism.spent(ran)),
-        "clipping": {
-            **rule.facts,
-            "name": rule.name,
-            "groups": list(rule.partition.names),
-            "bounds": [float(bound) for bound in rule.bounds],
-            "sensitivity": float(rule.sensitivity),
-            "adaptive": mechanism.facts.get("adaptive"),
-        },
-        "before": [_spent(spent) for spent in mechanism.before],
+        "mechanism": mechanism.facts,
         "steps": len(ran),
-        "planned_steps": mechanism.steps,
+        "claim": mechanism.sampling.claim,
         "delta": delta,
         "epsilon": {
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
@@ -77,28 +73,7 @@ def card(
             name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
     }
-    return _strict(facts)
-
-
-def _spent(spent: Spent) -> dict[str, Any]:
-    """What is needed to account for steps and for the queries before them."""
-    sampling = spent.sampling
-    return {
-        "sampling": {
-            **sampling.facts,
-            "name": sampling.name,
-            "examples": sampling.examples,
-            "batch_size": sampling.batch_size,
-            "sampling_rate": sampling.sampling_rate,
-            "claim": sampling.claim,
-        },
-        "noise": {
-            "distribution": "gaussian",
-            "multiplier_and_steps": [list(run) for run in spent.runs],
-        },
-        "preparation": {"gaussian_multipliers": list(spent.preparation)},
-        "projections": spent.projections,
-    }
+    return strict(facts)
 
 
 def _version(package: str) -> str:
@@ -106,12 +81,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed: run from its sources"
-
-
-def _strict(value: Any) -> Any:
-    """The same as strict JSON knows it: infinity is a word."""
-    if isinstance(value, dict):
-        return {name: _strict(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(inner) for inner in value]
-    return "inf" if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
+from dpjax.mechanism.card import begun
 from dpjax.reports.load_run import Missing, Run
 from dpjax.reports.style import DOTS, PALETTE, band, legend, panel
 
@@ -55,7 +56,7 @@ def noise(figure: Figure, run: Run) -> str:
     """The noise multiplier of each step that ran."""
     if run.card is None:
         raise run.missing("privacy.json")
-    runs = run.card["noise"]["multiplier_and_steps"]
+    runs = begun(run.mechanism["multiplier_and_steps"], run.card["steps"])
     if not runs:
         raise Missing("privacy.json says that no step ran")
     z, counts = (np.array(side, float) for side in zip(*runs, strict=True))
@@ -64,7 +65,9 @@ def noise(figure: Figure, run: Run) -> str:
     axes.stairs(z, edges, baseline=None, color=PALETTE["blue"], linewidth=1.6)
     axes.set_ylim(0, 1.2 * z.max() or 1)
     each = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
-    earlier = " What ran before, in other runs, is not drawn." if run.card.get("before") else ""
+    earlier = (
+        " What ran before, in other runs, is not drawn." if run.mechanism.get("before") else ""
+    )
     return f"{each}, over {int(edges[-1]):,} steps.{earlier}"
 
 
@@ -177,7 +180,7 @@ def _draw_bound(axes: Axes, run: Run) -> None:
 
 def _bound(run: Run) -> float:
     """The bound, if it is one line: the same for all groups, and at all steps."""
-    bounds = {float(bound) for bound in (run.card or {}).get("clipping", {}).get("bounds", [])}
+    bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
     scheduled = (run.identity or {}).get("bound schedule") is not None
     return bounds.pop() if len(bounds) == 1 and not scheduled else np.inf
 

@@ -82,7 +82,7 @@ def _header(run: Run) -> Iterator[str]:
     yield f"<h1>{escape(_name(run))}</h1>"
     accuracy = _percent(last.get("accuracy"))
     yield f'<p class="verdict">{_verdict(run, epsilon, accuracy)}</p>'
-    units = f"{(run.identity or run.card or {}).get('unit', 'example')}s"
+    units = f"{run.mechanism.get('unit', 'example')}s"
     if run.seed is not None:
         yield (
             f'<p class="notice">Seed published ({escape(str(run.seed))}): not for release. Whoever '

@@ -77,7 +77,7 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
 
 def _group(run: Run, group: int) -> str:
     """The name that the card has for a group, as far as it fits above a histogram."""
-    names = (run.card or {}).get("clipping", {}).get("groups", [])
+    names = run.mechanism.get("clipping", {}).get("groups", [])
     name = str(names[group]) if group < len(names) else f"group {group}"
     return name if len(name) <= 26 else f"…{name[-25:]}"
 

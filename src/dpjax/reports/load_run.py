@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run left in its folder, read back.
+"""Reads the folder of a run.
 
-`metrics.jsonl` is the only file that has to be there.  A resumed run may have written a step
-twice, and then the last line counts; a run that was interrupted may end in half a line, which
-is no line.  Numbers that were not finite are null in JSON and NaN here.
+Only ``metrics.jsonl`` is required. A resumed run may have written a step twice, and then the
+last line counts; an interrupted run may end in half a line, which is skipped. Numbers that
+were not finite are null in JSON and NaN here.
 
-A card that counts other steps than the log, or other noise than ``run.json`` plans, is of an
-earlier run in this folder.  It is not believed, nor what was written beside it: one run's
-epsilon under another's accuracy would be a claim about neither.
-
-This file must never know what is drawn from the numbers, or who may see them.
+A privacy card whose steps differ from the log's, or whose mechanism differs from the one in
+``run.json``, belongs to an earlier run in the same folder. The card and the files written with
+it are ignored: the epsilon of one run beside the accuracy of another would be a false claim.
 """
 
 from __future__ import annotations
@@ -25,16 +23,17 @@ from jaxtyping import Float
 
 from dpjax import accounting
 from dpjax.data.files import DAMAGED
+from dpjax.mechanism.card import check_format
 
 
 class Missing(LookupError):
-    """What a figure needs is not in the folder; the words say what, and where it would be."""
+    """The folder lacks what a figure needs; the message names it and its file."""
 
 
 class Run(NamedTuple):
-    """The files of a folder; None where a file does not exist, or is of an earlier run.
+    """The files of a folder; None where a file does not exist or belongs to an earlier run.
 
-    ``foreign`` says why the card is not this run's, and is empty if it is.
+    ``foreign`` says why the card belongs to an earlier run; it is empty if the card is this run's.
     """
 
     path: pathlib.Path
@@ -48,8 +47,14 @@ class Run(NamedTuple):
     foreign: str = ""
 
     def series(self, *names: str) -> Float[np.ndarray, "rows width"]:
-        """What each row has under these nested names: a number or one per group, else NaN."""
-        found = [_floats(_inside(row, names)) for row in self.rows]
+        """The value of each row under these nested names: a number, or one per group, or NaN."""
+        found = []
+        for row in self.rows:
+            value: Any = row
+            for name in names:
+                value = value.get(name) if isinstance(value, dict) else None
+            values = np.atleast_1d(np.asarray(value, dtype=np.float64)).ravel()
+            found.append(np.where(np.isfinite(values), values, np.nan))
         width = max((len(values) for values in found), default=1)
         table = np.full((len(found), width), np.nan)
         for line, values in zip(table, found, strict=True):
@@ -68,12 +73,17 @@ class Run(NamedTuple):
         return arrays[name]
 
     def missing(self, file: str) -> Missing:
-        """Why a file of the folder is not here."""
+        """The error for a file of the folder that was not read."""
         return Missing(f"{file} is not of this run" if self.foreign else f"there is no {file}")
 
     @property
+    def mechanism(self) -> dict[str, Any]:
+        """The description of the mechanism, see `dpjax.mechanism.card`; empty if unknown."""
+        return (self.card or self.identity or {}).get("mechanism", {})
+
+    @property
     def seed(self) -> Any:
-        """The published seed: by the card, or while there is none by the run's configuration."""
+        """The published seed: from the card, or without one from the run's configuration."""
         if self.card is not None:
             return self.card.get("seed_published")
         known = self.identity or {}
@@ -81,7 +91,7 @@ class Run(NamedTuple):
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """Epsilon at the end by each proven method, best first; by the log if there is no card."""
+        """The final epsilon by each proven method, best first; without a card, the log's."""
         if self.card is None:
             last = self.rows[-1].get("epsilon")
             if self.rows[-1].get("estimate"):
@@ -113,20 +123,12 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
 
     Raises:
       FileNotFoundError: Without ``metrics.jsonl`` there is no run.
-      ValueError: A file is damaged, or the log has no whole line.
+      ValueError: A file is damaged or of another format, or the log has no whole line.
     """
     path = pathlib.Path(directory)
     rows, identity = _rows(path / "metrics.jsonl"), _json(path / "run.json")
     card = _json(path / "privacy.json")
-    try:
-        why = _foreign(card, identity, int(rows[-1]["step"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: privacy.json or run.json lacks what dpjax.reports.card and dpjax.fit write "
-            f"({type(error).__name__}: {error}). Usually one of them was written by hand or "
-            "altered; without privacy.json the log alone is read."
-        ) from error
-    if why:
+    if card is not None and (why := _foreign(path, card, identity or {}, int(rows[-1]["step"]))):
         return Run(path, rows, identity, None, None, None, None, None, why)
     return Run(
         path,
@@ -140,59 +142,16 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     )
 
 
-def _foreign(card: Mapping[str, Any] | None, identity: Mapping[str, Any] | None, steps: int) -> str:
-    """Why a card is not of the run with this log and this identity, or nothing."""
-    if card is None:
-        return ""
-    ran = _each(card["noise"]["multiplier_and_steps"])
-    if len(ran) != steps:
-        return f"it counts {len(ran):,} steps, and the log ends at step {steps:,}"
-    if identity is None or "multiplier_and_steps" not in identity:
-        return ""
-    if not np.array_equal(ran, _each(identity["multiplier_and_steps"])[:steps]):
-        return "its steps had other noise than run.json says"
-    drawn = _of_card(card)["drawn"]
-    if list(drawn.values()) != list(_planned(identity)["drawn"].values()):
-        return "its batches were drawn in another way than run.json says"
-    queries = card["preparation"]["gaussian_multipliers"]
-    before = [_of_card(spent) for spent in card["before"]]
-    planned = [_planned(spent) for spent in identity["before"]]
-    if [*map(float, queries)] != [*map(float, identity["preparation"])] or before != planned:
-        return "something else ran before it than run.json says"
-    rule = card["clipping"]
-    clipped = [rule.get("name"), [*map(float, rule["bounds"])], card.get("projections")]
-    if clipped != [identity.get(name) for name in ("clipping", "bounds", "projections")]:
-        return "it was clipped in another way than run.json says"
-    if any(card.get(name) != identity.get(name) for name in ("unit", "neighbours")):
-        return "it protects something else than run.json says"
-    return ""
-
-
-def _of_card(spent: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run cost by, as a card has it."""
-    sampling = spent["sampling"]
-    return {
-        "drawn": {name: sampling.get(name) for name in ("name", "examples", "batch_size", "rates")},
-        "noise": _each(spent["noise"]["multiplier_and_steps"]).tolist(),
-        "queries": [*map(float, spent["preparation"]["gaussian_multipliers"])],
-        "projections": spent.get("projections"),
-    }
-
-
-def _planned(spent: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, as ``run.json`` has it."""
-    sizes = {name: spent.get(name) for name in ("examples", "batch_size", "rates")}
-    return {
-        "drawn": {"name": spent["sampling"], **sizes},
-        "noise": _each(spent["multiplier_and_steps"]).tolist(),
-        "queries": [*map(float, spent["preparation"])],
-        "projections": spent.get("projections"),
-    }
-
-
-def _each(runs: list[Any]) -> np.ndarray:
-    """The multiplier of every step."""
-    return np.array([float(z) for z, steps in runs for _ in range(steps)])
+def _foreign(
+    path: pathlib.Path, card: Mapping[str, Any], identity: Mapping[str, Any], steps: int
+) -> str:
+    """Why a card does not belong to the run with this log and this identity, or nothing."""
+    check_format(card.get("mechanism"), str(path / "privacy.json"))
+    if card.get("steps") != steps:
+        return f"it counts {card.get('steps')} steps, and the log ends at step {steps:,}"
+    there, here = card["mechanism"], identity.get("mechanism", card["mechanism"])
+    differ = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    return f"run.json describes another mechanism: {', '.join(differ)} differ" if differ else ""
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -213,7 +172,8 @@ def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
                 continue
             raise ValueError(
                 f"{path}, line {number}: expected a JSON object with a step, got {line[:60]!r}. "
-                "Usually two runs wrote into one folder at once. Remove the line to go on."
+                "Usually two runs wrote into one folder simultaneously. Remove the line to read "
+                "the others."
             ) from error
     if not rows:
         raise ValueError(f"{path}: holds no whole line yet, so there is nothing to show.")
@@ -229,11 +189,11 @@ def _json(path: pathlib.Path) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return dict(json.loads(text))
+    except (json.JSONDecodeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: expected JSON, got {text[:60]!r} ({error}). Usually the run was "
-            "interrupted while it wrote the file; remove it to go on without it."
+            f"{path}: expected a JSON object, got {text[:60]!r} ({error}). Usually the run was "
+            "interrupted while it wrote the file. Remove the file to read the others."
         ) from error
 
 
@@ -243,21 +203,9 @@ def _arrays(path: pathlib.Path) -> Mapping[str, np.ndarray] | None:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
-    except (*DAMAGED, AttributeError) as error:  # a lone array is loaded as what it is
+    except (*DAMAGED, AttributeError) as error:  # np.load returns a lone array without `files`
         raise ValueError(
             f"{path}: expected arrays as np.savez writes them ({error}). Usually the run was "
-            "interrupted while it wrote the file, or the disk was full: run the same command "
-            "again, which writes it anew, or remove the file to go on without it."
+            "interrupted while it wrote the file, or the disk was full. Run the same command "
+            "again, which writes it again, or remove the file to read the others."
         ) from error
-
-
-def _inside(row: Any, names: tuple[str, ...]) -> Any:
-    for name in names:
-        row = row.get(name) if isinstance(row, dict) else None
-    return row
-
-
-def _floats(value: Any) -> np.ndarray:
-    """A number, a list of them or nothing, as floats; null and infinity are NaN."""
-    values = np.atleast_1d(np.asarray(value, dtype=np.float64)).ravel()
-    return np.where(np.isfinite(values), values, np.nan)

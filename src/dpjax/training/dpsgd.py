@@ -165,7 +165,7 @@ def dpsgd(
         size = None if microbatch_size is None else int(microbatch_size)
         return {
             "algorithm": "dpsgd",
-            **mechanism.facts,
+            **mechanism.identity,
             "bound schedule": scales if scales is None else trees.fingerprint(scales),
             "data": _content(data),
             "numerics": {"engine": engine, "microbatch_size": size},

@@ -27,6 +27,7 @@ from absl import logging
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
+from dpjax.mechanism.card import check_format, spent_of
 
 
 class Folder:
@@ -139,22 +140,28 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
     Example:
       >>> import tempfile
       >>> folder = pathlib.Path(tempfile.mkdtemp())
-      >>> facts = {"sampling": "full", "examples": 9, "batch_size": 9, "preparation": []}
-      >>> run = {**facts, "multiplier_and_steps": [[2.0, 50]], "before": []}
-      >>> _ = (folder / "run.json").write_text(json.dumps(run))
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.full(9),
+      ...     clipping=dpjax.clipping.flat(1.0),
+      ...     noise_multiplier=2.0,
+      ...     steps=50,
+      ... )
+      >>> _ = (folder / "run.json").write_text(json.dumps(mechanism.identity))
       >>> _ = (folder / "metrics.jsonl").write_text('{"step": 30}')
       >>> earlier(folder)[0].runs
       ((2.0, 30),)
     """
     folder = pathlib.Path(directory)
     try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"training.earlier({str(directory)!r}): there is no run.json, so no run of dpjax.fit "
             "with this directory; give the folder that holds it."
         ) from error
-    return (*map(Spent.of, facts["before"]), Spent.of(facts, _furthest(folder)))
+    check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
+    return spent_of(run["mechanism"], _furthest(folder))
 
 
 def forget(directory: str | os.PathLike[str]) -> None:
@@ -246,23 +253,18 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         _replace(path, json.dumps(identity, indent=2) + "\n")
         return
     before = json.loads(path.read_text(encoding="utf-8"))
-    # As they are written, because NaN is not equal to itself.
-    there, now = (
-        {
-            name: json.dumps(value, sort_keys=True)
-            for name, value in facts.items()
-            if name != "numerics"  # `Folder.go_on` looks at them
-        }
-        for facts in (before, identity)
-    )
+    if "mechanism" in identity:
+        check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
+    there, now = map(_leaves, (before, identity))
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    if names and not _furthest(folder) and not before.get("preparation"):
+    if names and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
         logging.info("fit: nothing was spent by what was begun in %s; it is begun anew.", folder)
         _remove(folder)
         _replace(path, json.dumps(identity, indent=2) + "\n")
     elif names:
         lines = (
-            f"  {n}: {_short(before.get(n))} there, {_short(identity.get(n))} now" for n in names
+            f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
+            for name in names
         )
         raise Refused(
             f"fit(directory={str(folder)!r}): another run is there:\n" + "\n".join(lines) + "\n"
@@ -272,8 +274,21 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         )
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
+def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+    """Each value of nested mappings as JSON, under its path; without ``numerics``."""
+    leaves = {}
+    for name, value in facts.items():
+        if not path and name == "numerics":  # `Folder.go_on` compares them
+            continue
+        if isinstance(value, Mapping) and value:
+            leaves |= _leaves(value, (*path, name))
+        else:  # as JSON, because NaN is not equal to itself
+            leaves[*path, name] = json.dumps(value, sort_keys=True)
+    return leaves
+
+
+def _short(text: str | None) -> str:
+    text = "null" if text is None else text
     return text if len(text) <= 60 else text[:57] + "..."
 
 

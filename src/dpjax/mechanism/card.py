@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one JSON description of a mechanism.
+
+`described` gives the object that stands under ``"mechanism"`` in a run's ``run.json`` and on
+its privacy card (``privacy.json``), so a card belongs to a run if the two objects are equal.
+The object describes the *plan*; the card adds how many of its steps ran. It is strict JSON:
+an infinite number is the word ``"inf"``.
+
+| field | holds | in ``before`` |
+|---|---|---|
+| ``format`` | the version of this schema, `FORMAT` | |
+| ``unit`` | whose data are protected, ``"example"`` or ``"client"`` | yes |
+| ``neighbours`` | the neighbouring relation, such as ``"add-or-remove"`` | |
+| ``sampling`` | ``name``, ``examples``, ``batch_size``, and the sampler's own facts | yes |
+| ``multiplier_and_steps`` | pairs: a noise multiplier and how many steps in turn have it | yes |
+| ``multipliers_by_group`` | one noise multiplier per group, or null | |
+| ``preparation`` | noise multipliers of the queries before the first step | yes |
+| ``projections`` | how many random projections estimate a norm, or null | yes |
+| ``clipping`` | ``name``, ``groups``, ``bounds``, and the rule's own facts | |
+| ``adaptive`` | the fields of the `dpjax.clipping.Quantile` that the bounds follow, or null | |
+| ``before`` | what each earlier run on the same data spent: the fields marked above | |
+
+The sampling rate is ``batch_size / examples`` and the sensitivity is the Euclidean norm of
+``bounds``: what follows from other fields has no field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dpjax import sampling
+from dpjax.mechanism.spent import Spent
+
+if TYPE_CHECKING:
+    from dpjax.mechanism.description import Mechanism
+
+FORMAT = 2
+
+# What a step costs by, in addition to its own multiplier.
+_COUNTED = ("unit", "sampling", "preparation", "projections", "before")
+
+
+def described(mechanism: Mechanism) -> dict[str, Any]:
+    """The description of a mechanism; equal for mechanisms that run and cost the same.
+
+    Privacy:
+      It may be published. The sampler's fingerprint, which may say something of each example,
+      is not in it.
+    """
+    rule, groups = mechanism.clipping, mechanism.noise_multiplier
+    adaptive = None
+    if mechanism.adaptive is not None:
+        adaptive = {**vars(mechanism.adaptive), "count_multiplier": mechanism.count_multiplier}
+    return strict(
+        {
+            "format": FORMAT,
+            **_spent(mechanism.spent(mechanism.multipliers)),
+            "neighbours": mechanism.relation.value,
+            "multipliers_by_group": groups if isinstance(groups, tuple) else None,
+            "clipping": {
+                **rule.facts,
+                "name": rule.name,
+                "groups": rule.partition.names,
+                "bounds": [float(bound) for bound in rule.bounds],
+            },
+            "adaptive": adaptive,
+            "before": [_spent(spent) for spent in mechanism.before],
+        }
+    )
+
+
+def accounted(mechanism: Mechanism) -> str:
+    """A hash of what a step costs by, except multipliers, which the ledger compares itself.
+
+    It covers the fields ``unit``, ``sampling``, ``preparation``, ``projections`` and ``before``
+    of the description, the sampler's fingerprint, and whether the bounds are finite.
+    """
+    facts = described(mechanism)
+    counted = {
+        **{name: facts[name] for name in _COUNTED},
+        "drawn by": mechanism.sampling.fingerprint,
+        "clipped": math.isfinite(mechanism.clipping.sensitivity),
+    }
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
+
+
+def spent_of(facts: Mapping[str, Any], steps: int) -> tuple[Spent, ...]:
+    """What a run has spent of its description, preceded by what earlier runs spent.
+
+    Args:
+      facts: As `described` writes them.
+      steps: How many of the planned steps ran.
+    """
+    ran = {**facts, "multiplier_and_steps": begun(facts["multiplier_and_steps"], steps)}
+    return tuple(map(_read, (*facts["before"], ran)))
+
+
+def begun(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
+    """The first steps of a plan, as pairs of a noise multiplier and a number of steps.
+
+    Example:
+      >>> begun([("inf", 2), (1.5, 100)], 5)
+      [(inf, 2), (1.5, 3)]
+    """
+    kept = []
+    for multiplier, planned in runs:
+        if steps > 0:
+            kept.append((float(multiplier), min(steps, planned)))
+        steps -= planned
+    return kept
+
+
+def check_format(facts: Any, where: str) -> None:
+    """Refuses a description that another version of dpjax wrote.
+
+    Args:
+      facts: What stands under ``"mechanism"`` in the file, or None.
+      where: The call, or the file, for the error.
+    """
+    found = facts.get("format") if isinstance(facts, Mapping) else 1
+    if found != FORMAT:
+        raise ValueError(
+            f"{where}: the mechanism is described in format {found}; expected format {FORMAT}. "
+            "Another version of dpjax wrote the file. Finish and read that run with that version. "
+            "To continue from what it released with this version, begin in another folder and "
+            "describe what it spent: Mechanism(..., before=[dpjax.mechanism.Spent(sampling=..., "
+            "runs=((noise multiplier, steps),))])."
+        )
+
+
+def strict(value: Any) -> Any:
+    """A value as strict JSON holds it: tuples are lists, and infinity is a word."""
+    if isinstance(value, Mapping):
+        return {name: strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(inner) for inner in value]
+    return "inf" if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _spent(spent: Spent) -> dict[str, Any]:
+    sampler = spent.sampling
+    return {
+        "unit": spent.unit,
+        "sampling": {
+            **sampler.facts,
+            "name": sampler.name,
+            "examples": sampler.examples,
+            "batch_size": sampler.batch_size,
+        },
+        # Floats, so that 2 and 2.0 are written and hashed alike.
+        "multiplier_and_steps": [[float(multiplier), steps] for multiplier, steps in spent.runs],
+        "preparation": [float(multiplier) for multiplier in spent.preparation],
+        "projections": spent.projections,
+    }
+
+
+def _read(facts: Mapping[str, Any]) -> Spent:
+    drawn = facts["sampling"]
+    return Spent(
+        sampling=sampling.by_name(drawn["name"], drawn["examples"], drawn["batch_size"]),
+        runs=tuple(
+            (float(multiplier), steps) for multiplier, steps in facts["multiplier_and_steps"]
+        ),
+        preparation=tuple(map(float, facts["preparation"])),
+        unit=facts["unit"],
+        projections=facts["projections"],
+    )
