@@ -42,7 +42,7 @@ FLOORS = {
     "ledger": 3,
     "gradients": 3,
     "training": 4,
-    "federated": 4,
+    "federated": 5,
     "testing": 4,
     "auditing": 4,
     "reports": 4,

@@ -34,7 +34,7 @@ def same(one, other):
     (state, rows), (again, others) = one, other
     jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
     jax.tree.map(
-        np.testing.assert_array_equal, *(jax.tree.leaves(s.optimizer[1]) for s in (state, again))
+        np.testing.assert_array_equal, *(jax.tree.leaves(s.optimizer) for s in (state, again))
     )
     np.testing.assert_array_equal(state.ledger.expand(), again.ledger.expand())
     assert rows == others
@@ -193,7 +193,7 @@ OTHERS = {
 
 
 @kills("training/run_folder.py", "    elif names:\n", "    elif False:\n", case="multiplier")
-@kills("training/dpsgd.py", '"data": _content(data),', '"data": None,', case="data", slow=True)
+@kills("training/dpsgd.py", '"data": content,', '"data": None,', case="data", slow=True)
 @kills(
     "mechanism/description.py",
     "runs = [(float(multipliers[i]), int(n)) for",
@@ -397,7 +397,7 @@ def test_steps_that_somebody_saw_do_not_run_again_otherwise(tmp_path, change):
     assert _seen(tmp_path).ledger.steps == 4
 
 
-@kills("training/dpsgd.py", '"numerics": {"engine": engine, ', '"numerics": {')
+@kills("training/dpsgd.py", 'numerics = {"engine": recipe.engine, ', "numerics = {")
 def test_steps_that_somebody_saw_do_not_run_again_by_another_engine(tmp_path):
     with pytest.raises(InterruptedError):
         _seen(tmp_path, last=1)

@@ -137,8 +137,8 @@ def test_steps_in_memory_and_from_a_stream_are_the_same_and_their_directions_dif
 
 @kills(
     "training/step.py",
-    "Purpose.PROJECTIONS, at.step)",
-    "Purpose.PROJECTIONS, 0 * at.step)",
+    "Purpose.PROJECTIONS, state.step)",
+    "Purpose.PROJECTIONS, 0 * state.step)",
     slow=True,
 )
 def test_a_step_draws_directions_of_its_own():

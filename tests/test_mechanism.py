@@ -175,8 +175,8 @@ def test_delta_of_epsilon():
 
 @kills(
     "mechanism/description.py",
-    "noisy, after = link.update(updates, state)",
-    "noisy, after = link.update(jax.tree.map(lambda x: x / self.batch_size**2, updates), state)",
+    "noisy = add_noise(total,",
+    "noisy = add_noise(jax.tree.map(lambda x: x / self.batch_size**2, total),",
 )
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
     mechanism = make(

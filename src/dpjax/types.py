@@ -314,18 +314,22 @@ class Sampler:
 class State(NamedTuple):
     """What the next step of an algorithm needs.
 
-    Privacy: ``params`` may be released, and so may anything computed from them.  ``key``
-    (also inside ``optimizer``) may not: who holds it can subtract the noise.
+    Privacy: ``params`` may be released, and so may anything computed from them. ``key`` may
+    not: with it anyone can subtract the noise.
     """
 
     params: PyTree
     """After the noise."""
     optimizer: PyTree
-    """The noise's state, and the optimizer's."""
+    """The optimizer's own state."""
+    bound_scale: Float[Array, ""]
+    """The factor on the rule's bounds that an adapted bound has reached; 1 without one."""
     key: Key
     """The root of all randomness of the run."""
+    step: Int[Array, ""]
+    """How many steps ran: the number of the next one. Draw and noise follow from key and step."""
     ledger: Any
-    """The `dpjax.ledger.Ledger`: what was really spent."""
+    """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
 
 
 class Plan(Protocol):
@@ -334,6 +338,11 @@ class Plan(Protocol):
     @property
     def steps(self) -> int:
         """How many steps are planned."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """Whose data one sampled row holds: ``"example"`` or ``"client"``."""
         ...
 
     @property

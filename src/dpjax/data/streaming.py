@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dpjax import trees
 from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
@@ -106,6 +107,12 @@ class Stream:
                     "Stream(source, example=lambda record: (record['image'], record['label']))."
                 )
         return jax.tree.map(_shape, example)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of 16 examples spread over the stream, and their number."""
+        some = np.linspace(0, len(self) - 1, 16).astype(int)
+        return f"{len(self)} streamed, {trees.fingerprint(self.rows(some))}"
 
     def rows(self, indices: np.ndarray) -> PyTree:
         """Reads examples.

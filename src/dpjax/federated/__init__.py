@@ -16,9 +16,10 @@ room knows how an epsilon is computed.
 
 from dpjax.federated.clients import Clients
 from dpjax.federated.evaluation import evaluate_clients, scores
-from dpjax.federated.fedavg import State, fedavg, fedsgd
+from dpjax.federated.fedavg import fedavg, fedsgd
 from dpjax.federated.rounds import Info
 from dpjax.federated.weights import Weights
+from dpjax.types import State
 
 __all__ = [
     "Clients",

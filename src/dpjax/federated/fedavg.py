@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedAvg and FedSGD: what clients move, averaged privately, moves the server.
+"""FedAvg and FedSGD: DP-SGD on clients.
 
-Read `fedavg` from top to bottom: the ledger admits, then a round is played.  The server's
-optimizer is any of Optax; it receives the private mean of minus the updates, so that
-``optax.sgd(1.0)`` is FedAvg, with momentum FedAvgM, and ``optax.adam`` FedAdam.
+Both hand a recipe to `dpjax.training`: the rows of the data are clients, and the gradient of a
+client's loss is minus its update. The server's optimizer is any of Optax; it receives the private
+mean of minus the updates, so ``optax.sgd(1.0)`` is FedAvg, with momentum FedAvgM, and
+``optax.adam`` FedAdam.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,12 +21,13 @@ import optax
 from dpjax import ledger, trees
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
-from dpjax.federated.rounds import Info, Recipe, observed, played
+from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
-from dpjax.gradients.clipped_grad import check_sizes
+from dpjax.gradients.clipped_grad import check_loss
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.check_sampler import check_draw
-from dpjax.types import Algorithm, Key, LossFn, PyTree, State
+from dpjax.training.dpsgd import assemble
+from dpjax.training.step import Recipe
+from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 
 
 def fedavg(
@@ -64,7 +67,7 @@ def fedavg(
       budget: A `dpjax.ledger.Budget` that no round may pass.
 
     Returns:
-      An `Algorithm` for `dpjax.fit`.  It has no ``run``: a round is long as it is.
+      An `Algorithm` for `dpjax.fit`.
 
     Privacy:
       Of each client with all of its examples.  A round is one step of the mechanism, however
@@ -168,35 +171,67 @@ def _algorithm(
     microbatch_size: int | None,
     budget: ledger.Budget | None,
 ) -> Algorithm:
-    """Rounds of what clients do, as something that runs."""
+    """Rounds as steps of `dpjax.training`, with clients as the rows of the data."""
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
     _check_clients(mechanism, clients, weights)
-    check_draw(mechanism.sampling)
-    check_sizes("federated", microbatch_size=microbatch_size)
-    shares, scale = jnp.asarray(weights.shares), len(clients) / weights.total_share
-    recipe = Recipe(local, server, mechanism, shares, scale, microbatch_size)
-    compiled = jax.jit(lambda *state: played(recipe, *state))
+    scale = len(clients) / weights.total_share
+    recipe = recipe_of(local, server, mechanism, clients, scale, microbatch_size)
+    rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
+    held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
+    identity = {**name, "weights": held}
+    algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
     def init(key: Key, params: PyTree) -> State:
-        trees.check_key(key, "federated: init")
-        trees.check_params(params)
-        noise_state = mechanism.privatize(key).init(params)
-        moved = (noise_state, server.init(trees.widened(params)))
-        return State(params, moved, key, ledger.empty())
+        one = trees.one_row(clients.examples)
+        check_loss(lambda p, x: (local.loss(p, x), None), params, one)
+        return algorithm.init(key, params)
 
-    def step(state: State) -> tuple[State, Info]:
-        ledger.require_untraced(state, "fedavg")
-        spent = ledger.admit(state.ledger, mechanism, budget)
-        params, moved, sums = compiled(state.params, state.optimizer, state.key, clients)
-        return State(params, moved, state.key, spent), observed(sums)
+    return replace(algorithm, init=init, mechanism=mechanism)
 
-    def identity() -> dict[str, Any]:
-        held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
-        data = {"weights": held, "data": trees.fingerprint(clients)}
-        size = None if microbatch_size is None else int(microbatch_size)
-        return {**name, **mechanism.identity, **data, "numerics": {"microbatch_size": size}}
 
-    return Algorithm(init, step, mechanism, budget, identity=identity)
+def recipe_of(
+    local: Local,
+    server: optax.GradientTransformation,
+    mechanism: Mechanism,
+    clients: Clients,
+    scale: float,
+    microbatch_size: int | None,
+) -> Recipe:
+    """One round as a private step, on `Row`s that stand for clients.
+
+    Args:
+      local: What each client does.
+      server: The server's optimizer.
+      mechanism: Its unit is a client.
+      clients: All clients.
+      scale: The number of clients / the public sum of all shares.
+      microbatch_size: How many clients train simultaneously.
+    """
+    return Recipe(
+        loss=client_loss(local),
+        optimizer=_scaled(server, scale),
+        mechanism=replace(mechanism, sampling=by_size(mechanism.sampling, clients)),
+        engine="vmap",
+        entry=lambda key, step: trees.step_key(key, Purpose.LOCAL, step),
+        weights=lambda step, params, example: example[1],
+        microbatch_size=microbatch_size,
+        sizes=lambda rows: rows.size,
+    )
+
+
+def _scaled(
+    server: optax.GradientTransformation, scale: float
+) -> optax.GradientTransformationExtraArgs:
+    """The server's optimizer on means over shares: the mean over clients, times ``scale``."""
+    inner = optax.with_extra_args_support(server)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        mean = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), updates)
+        return inner.update(mean, state, params, **{**extra, "bound_scale": scale})
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _check_kinds(clients: Clients, **optimizers: Any) -> None:

@@ -13,10 +13,11 @@ chooses how many examples are on the chip at once, and `rows` hands them out.  `
 `placement` guard against what XLA gets wrong.  Nothing here knows of noise, sampling or epsilon.
 """
 
+from dpjax.gradients.batching import Layout
 from dpjax.gradients.clipped_grad import clipped_grad
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.explain import explain
-from dpjax.gradients.layout import Layout, layout
+from dpjax.gradients.layout import layout
 from dpjax.gradients.plain_grad import plain_grad
 
 __all__ = ["ENGINES", "Layout", "clipped_grad", "explain", "layout", "plain_grad"]

@@ -1,24 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: the examples that an engine is given, and ways to give them in pieces.
+"""Batching: microbatches and devices, and nothing else in the library knows of either.
 
-`microbatched` and `spread` make engines of engines: over time, and over devices, for which
-`on_each` is all that there is.  What they need of an engine is that the clipped sum of two
-pieces is the sum of theirs.
+`sum_over` sums anything over the microbatches of a draw, on all devices. `microbatched` and
+`spread` do the same for an engine on one batch, whose norms and losses are wanted per example.
+All of them need only that the clipped sum of two pieces is the sum of their clipped sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from dpjax import trees
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax import sampling, trees
+from dpjax.types import ClippedSum, Clipping, Draw, LossFn, PyTree
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Layout(NamedTuple):
+    """How a batch is split.
+
+    Args:
+      microbatch_size: Examples in flight on each device.
+      devices: How many devices share the batch.
+    """
+
+    microbatch_size: int
+    devices: int
+
+
+def sum_over(
+    add: Callable[[S, PyTree, Bool[Array, " size"], T], T],
+    zero: T,
+    layout: Layout,
+    draw: Draw,
+    data: PyTree,
+    state: S,
+) -> T:
+    """Sums over the rows of a draw, microbatch by microbatch, on all devices.
+
+    The loop takes as many trips as the draw needs, so a draw of any size runs in one compiled
+    program, is never truncated, and an empty one leaves ``zero``.
+
+    Args:
+      add: ``(state, rows, mask, total) -> total`` for one microbatch. The mask is False in the
+        padding of the last one.
+      zero: The total over no rows.
+      layout: The microbatch and the devices. Speed and memory only.
+      draw: Which rows; of any size up to its capacity.
+      data: A tree of arrays with one row per example.
+      state: What ``add`` needs on every device, whole.
+
+    Returns:
+      One total per device, stacked; `device_sum` adds them.
+
+    Example:
+      >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
+      >>> add = lambda state, rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
+      >>> zero, layout = jnp.array(0), Layout(microbatch_size=2, devices=1)
+      >>> totals = sum_over(add, zero, layout, draw, jnp.arange(10), state=None)
+      >>> int(device_sum(totals))
+      7
+    """
+    size, devices = layout
+
+    def share(which: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
+        def add_rows(indices: Int[Array, " size"], mask: Bool[Array, " size"], total: T) -> T:
+            return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
+
+        return sampling.fold(draw, size, add_rows, zero, (which, devices))
+
+    return on_each(share, devices)(draw, data, zero, state)
+
+
+def device_sum(totals: T) -> T:
+    """The sum of the totals of all devices, which `sum_over` and `on_each` stack."""
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), totals)
 
 
 class Rows(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.ghost import by_patches
@@ -133,7 +133,7 @@ def clipped_grad(
             microbatch_size=size if name == "vmap" else microbatch_size,
             devices=devices,
         )
-        run = microbatched(_with_key(ENGINES[name], rule, key), micro)
+        run = microbatched(_engine(name, rule, key), micro)
         run = run if count == 1 else spread(run, count)
         start = trees.zeros_wide(params) if start is None else start
         return run(with_aux, rule, params, Rows(batch, real, held), start)
@@ -141,10 +141,43 @@ def clipped_grad(
     return clipped
 
 
-def _with_key(engine: Engine, rule: Clipping, key: Key) -> Engine:
-    """The engine, unless the rule's norms are estimated: those are of no engine."""
+def clipped_sum(
+    loss: LossFn,
+    rule: Clipping,
+    engine: str,
+    params: PyTree,
+    rows: PyTree,
+    mask: Bool[Array, " size"],
+    weights: Any,
+    key: Key,
+    start: PyTree,
+) -> ClippedSum:
+    """The clipped sum of one microbatch, without the checks and the layout of `clipped_grad`.
+
+    Args:
+      loss: ``loss(params, example) -> scalar``.
+      rule: As for `clipped_grad`, and so ``engine``, ``weights`` and ``key``.
+      engine: ``"auto"`` or a name of `ENGINES`.
+      params: Parameters.
+      rows: The examples.
+      mask: Which of them are real.
+      weights: From 0 to 1, or None.
+      key: For estimated norms.
+      start: The sum to which this one is added.
+    """
+    refuse_meshes(rows)
+    held = _held_weights(weights, mask.shape[0], rule.partition.size)
+    run = _engine("ghost" if engine == "auto" else engine, rule, key)
+    return run(lambda p, x: (loss(p, x), None), rule, params, Rows(rows, mask, held), start)
+
+
+def _engine(name: str, rule: Clipping, key: Key) -> Engine:
+    """The engine; or, for rules with estimated norms, the estimator.
+
+    Estimated norms change the guarantee, so the estimator is no engine.
+    """
     if rule.projections is None:
-        return engine
+        return ENGINES[name]
     if key is None:
         raise ValueError(
             "clipped_grad: norms are estimated from random directions, which need a key: "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.extend.core import Jaxpr, Literal
 from dpjax.gradients._bookkeeping.leaf_norms import foresee
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients._xla_cpu.primitives import inner_programs
+from dpjax.gradients.batching import Layout
 from dpjax.types import LossFn, PyTree
 
 _GHOST = ("auto", "ghost")
@@ -43,18 +44,6 @@ _WRITES = {
     "reduce_window_sum",
     "scan",
 }
-
-
-class Layout(NamedTuple):
-    """How a batch is worked on.
-
-    Args:
-      microbatch_size: Examples at once, on each device.
-      devices: How many devices share the batch.
-    """
-
-    microbatch_size: int
-    devices: int
 
 
 def layout(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -24,26 +24,25 @@ class AdaptiveState(NamedTuple):
     """What the rule's bounds, and the noise with them, are multiplied by at this step."""
 
 
-def adapted(state: Any, scale: Float[Array, ""]) -> AdaptiveState:
-    """The noise's state with a scale."""
-    return AdaptiveState(state.key, state.step, scale)
-
-
 def followed(
     quantile: clipping.Quantile,
     multiplier: float,
-    state: AdaptiveState,
     below: Float[Array, ""] | None,
     share: Array,
+    scale: Float[Array, ""],
+    key: Key,
+    step: Int[Array, ""],
 ) -> Float[Array, ""]:
     """The scale of the next step, from a count to which noise is added here, once.
 
     Args:
       quantile: What it follows.
       multiplier: Of the count's noise.
-      state: Of the step.
       below: The count, `dpjax.clipping.Quantile.below`; not private.
-      share: What one example is of a batch; NaN for a step that is not planned.
+      share: 1 / batch size; NaN for a step that is not planned.
+      scale: The scale of this step.
+      key: The root key of the run.
+      step: The number of the step.
     """
     if below is None:
         raise ValueError(
@@ -52,9 +51,9 @@ def followed(
             "same batch. dpjax.dpsgd does all of it; optax chains with clip_and_sum cannot, "
             "for their bound does not move."
         )
-    drawn = noise.standard_normal(trees.step_key(state.key, Purpose.COUNT, state.step), ())
+    drawn = noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
     fraction = (below + multiplier / 2 * drawn) * share + 0.5
-    return quantile.moved(state.scale, fraction)
+    return quantile.moved(scale, fraction)
 
 
 def check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> None:

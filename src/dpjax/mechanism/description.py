@@ -24,13 +24,14 @@ import numpy as np
 import optax
 from absl import logging
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dpjax import accounting, clipping, noise, trees
 from dpjax.mechanism import card
-from dpjax.mechanism.adaptive import adapted, check_adaptive, followed
+from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
+from dpjax.noise.link import add_noise
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
 # A proof for one of these holds, with the conversion that accounting makes, for those after it.
@@ -309,11 +310,15 @@ class Mechanism:
           `AdaptiveState`, sum and mean are relative to the scale, and ``update`` wants
           ``below=``, from `dpjax.clipping.Quantile.below`.
         """
-        link = noise.gaussian(self.gradient_multiplier, self.clipping, key=key)
+        noise.check_multiplier(self.gradient_multiplier, self.clipping)
+        trees.check_key(key, "Mechanism.privatize")
 
         def init(params: PyTree) -> Any:
-            state = link.init(params)
-            return state if self.adaptive is None else adapted(state, jnp.ones((), jnp.float32))
+            del params
+            step = jnp.zeros((), jnp.int32)
+            if self.adaptive is None:
+                return noise.GaussianState(key, step)
+            return AdaptiveState(key, step, jnp.ones((), jnp.float32))
 
         def update(
             updates: PyTree,
@@ -324,21 +329,52 @@ class Mechanism:
             **extra: Any,
         ) -> tuple[PyTree, Any]:
             del params, extra
-            step, beyond = state.step, state.step >= self.steps
-            if not isinstance(beyond, Tracer) and beyond:
-                raise ValueError(
-                    f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned; "
-                    "this step was never accounted. Plan more steps in the Mechanism."
-                )
-            noisy, after = link.update(updates, state)
-            scale = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
-            mean = jax.tree.map(lambda x: x * scale.astype(x.dtype), noisy)
+            scale = getattr(state, "scale", None)
+            mean, scale = self.private_mean(
+                updates, state.key, state.step, bound_scale=scale, below=below
+            )
             if self.adaptive is None:
-                return mean, after
-            moved = followed(self.adaptive, self.count_multiplier, state, below, scale)
-            return mean, adapted(after, moved)
+                return mean, noise.GaussianState(state.key, state.step + 1)
+            return mean, AdaptiveState(state.key, state.step + 1, scale)
 
         return optax.GradientTransformationExtraArgs(init, update)
+
+    def private_mean(
+        self,
+        total: PyTree,
+        key: Key,
+        step: Int[Array, ""],
+        *,
+        bound_scale: Any = None,
+        below: Float[Array, ""] | None = None,
+    ) -> tuple[PyTree, Any]:
+        """The private mean of one step, from its clipped sum: a pure function of its arguments.
+
+        Args:
+          total: The clipped sum.
+          key: The root key of the run.
+          step: The number of the step, from 0.
+          bound_scale: The scale of an adapted bound at this step.
+          below: The count that an adapted bound follows.
+
+        Returns:
+          The mean, and the scale of the next step. `privatize` says what happens past the
+          planned steps.
+        """
+        beyond = step >= self.steps
+        if not isinstance(beyond, Tracer) and beyond:
+            raise ValueError(
+                f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned steps; the "
+                "accounting does not cover this step. Plan more steps in the Mechanism."
+            )
+        deviations = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
+        noisy = add_noise(total, self.clipping.partition, deviations, key, step)
+        share = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
+        mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)
+        if self.adaptive is None:
+            return mean, bound_scale
+        count = self.count_multiplier
+        return mean, followed(self.adaptive, count, below, share, bound_scale, key, step)
 
 
 def _checked_before(before: Any) -> tuple[Spent, ...]:

@@ -4,34 +4,27 @@
 Its scale is a *multiplier* times the rule's sensitivity, so the number that is accounted
 is the number that is drawn.
 
-Keys are explicit.  There is no default key: `secret_key` asks the operating system.  The
-noise of step t comes from ``fold_in(fold_in(root, NOISE), t)``, and a link that was given
-a key is used for one run.
-
-This file must never know how a gradient was made.
+Keys are explicit. There is no default key: `secret_key` reads the operating system's randomness.
+The noise of step t comes from ``fold_in(fold_in(root, NOISE), t)``.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import math
 import os
 import reprlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from dpjax import trees
 from dpjax.noise.normal import standard_normal
-from dpjax.types import Clipping, Key, NoiseMultiplier, Purpose, PyTree
+from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
 
 class GaussianState(NamedTuple):
@@ -61,12 +54,16 @@ def gaussian(
         deviation $m_g C_g$ in group $g$), and is worth $(\sum_g m_g^{-2})^{-1/2}$.
       rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
       key: The root key of this run, consumed by it.
-      replay: Allow the same link to start a second run *with the same noise*.  Two
-        released models with equal noise give away their difference exactly.
+      replay: Without effect, for scripts that name it: every ``init`` replays the noise of the key.
 
     Returns:
-      A link on sums (not means).  One step, one draw: it refuses to sit under
-      `optax.MultiSteps`, which would feed it means of several sums.
+      A link on sums (not means) whose state holds the key and counts the steps.
+
+      Every ``init`` starts the same noise again. Two runs of one link have equal noise, and the
+      difference of what they release has none: build a link with a new key for each run. Under
+      `optax.MultiSteps`, or behind `optax.apply_every`, one update of this link sees the mean of
+      several sums or several sums together, and the noise has the wrong scale. Use microbatches
+      instead. `dpjax.testing.assert_noise` finds a chain with this mistake.
 
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier
@@ -84,23 +81,13 @@ def gaussian(
       >>> link = gaussian(1.1, rule, key=secret_key())
       >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
     """
+    del replay
     noise_multiplier = plain_multiplier(noise_multiplier)
     check_multiplier(noise_multiplier, rule)
     trees.check_key(key, "noise.gaussian")
-    runs: list[Any] = []
 
     def init(params: PyTree) -> GaussianState:
-        _refuse_sums_of_sums()
-        # A traced init (eval_shape, jit) makes no noise of its own, so it does not count.
-        if not any(isinstance(x, Tracer) for x in jax.tree.leaves((params, key))):
-            if runs and not replay:
-                raise ValueError(
-                    "noise.gaussian: this link has already started a run with its key; a "
-                    "second one would draw the same noise, and the difference of the two "
-                    "results would be free of it. Build a new link with a new key "
-                    "(noise.secret_key()), or pass replay=True to repeat a run on purpose."
-                )
-            runs.append(None)
+        del params
         return GaussianState(key, jnp.zeros((), jnp.int32))
 
     def update(
@@ -108,13 +95,28 @@ def gaussian(
     ) -> tuple[PyTree, Any]:
         del params, extra
         deviations = standard_deviations(noise_multiplier, rule, state.step)
-        groups = rule.partition.assign(updates)
-        scales = jax.tree.structure(updates).unflatten([deviations[group] for group in groups])
-        key = trees.step_key(state.key, Purpose.NOISE, state.step)
-        noisy = trees.random_like(standard_normal, key, updates, scales, use=_added)
+        noisy = add_noise(updates, rule.partition, deviations, state.key, state.step)
         return noisy, GaussianState(state.key, state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def add_noise(
+    total: PyTree, partition: Partition, deviations: Sequence[Any], key: Key, step: Any
+) -> PyTree:
+    """The sum plus the Gaussian noise of one step.
+
+    Args:
+      total: The clipped sum.
+      partition: The groups of its leaves.
+      deviations: The standard deviation of each group, from `standard_deviations`.
+      key: The root key of the run.
+      step: The number of the step.
+    """
+    groups = partition.assign(total)
+    scales = jax.tree.structure(total).unflatten([deviations[group] for group in groups])
+    noise_key = trees.step_key(key, Purpose.NOISE, step)
+    return trees.random_like(standard_normal, noise_key, total, scales, use=_added)
 
 
 def _added(noise: Array, leaf: Array, deviation: Any) -> Array:
@@ -191,40 +193,6 @@ def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
             "example. Give the rule a finite bound, or switch the noise off as well "
             "(noise_multiplier=0.0) for a run that is not private."
         )
-
-
-def _refuse_sums_of_sums() -> None:
-    """Raises if a caller puts several sums together before the noise.
-
-    Those are `optax.MultiSteps`, and `optax.apply_every` ahead of the noise in a chain.
-    """
-    frame, called = sys._getframe(), None
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
-            raise ValueError(
-                "noise.gaussian: refused under optax.MultiSteps. It hands on the *mean* of "
-                "several sums, for which this noise is too large, and noise belongs once to "
-                "a whole batch. Use a larger batch with microbatches "
-                "(dpjax.dpsgd or dpjax.clipped_grad(..., microbatch_size=...)) instead: "
-                "the sum is exact and the memory is bounded."
-            )
-        # Optax's chain calls one `fn` of its `init_fns` after the other.
-        called = frame.f_locals.get("fn", called)
-        links = frame.f_locals.get("init_fns", ())
-        ahead = itertools.takewhile(lambda link, own=called: link is not own, links)
-        if any(map(_applies_every, ahead)):
-            raise ValueError(
-                "noise.gaussian: refused behind optax.apply_every. It hands on several sums at "
-                "once, in which one example may be several times: the noise would be too small "
-                "for it. Use a larger batch with microbatches, or put apply_every behind the noise."
-            )
-        frame = frame.f_back
-
-
-def _applies_every(link: Callable[..., Any]) -> bool:
-    """Whether an ``init`` is that of `optax.apply_every`, or of a chain with it."""
-    parts = inspect.getclosurevars(link).nonlocals.get("init_fns", ())
-    return link.__qualname__.startswith("apply_every.") or any(map(_applies_every, parts))
 
 
 def secret_key() -> Key:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run takes for granted, looked at before it begins.
+"""Checks before a run and before a step: arguments, data, optimizer, state.
 
-Arguments in their places, data as many as are accounted, bounds that stay positive, leaves that
-have a gradient, a key of one's own.  What is private is not looked at, only its shape.
+They read shapes and public numbers, never the values of examples.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
@@ -22,10 +22,7 @@ from dpjax.data import Dataset, Stream
 from dpjax.gradients import ENGINES
 from dpjax.gradients.clipped_grad import check_loss
 from dpjax.mechanism import Mechanism
-from dpjax.types import Key, LossFn, PyTree, Schedule
-
-# The hashes of the keys that this process has used, and for which run; None once that was said.
-_used: dict[str, tuple[Any, str] | None] = {}
+from dpjax.types import LossFn, PyTree, Schedule, State
 
 
 def whole(name: str, count: Any, least: int = 1) -> int:
@@ -83,12 +80,34 @@ def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: 
         )
 
 
-def check_public(optimizer_state: Any) -> None:
-    """Refuses an optimizer that clips, or adds the noise, by itself: both would be done twice.
+def check_optimizer(
+    optimizer: optax.GradientTransformation, optimizer_state: Any, params: PyTree
+) -> None:
+    """Refuses an optimizer that is private by itself, and one that needs more than gradients.
 
     Args:
+      optimizer: Receives private mean gradients.
       optimizer_state: What its ``init`` gives.
+      params: Parameters.
     """
+    _check_public(optimizer_state)
+    wide, scale = trees.widened(params), jnp.ones((), jnp.float32)
+    update = optax.with_extra_args_support(optimizer).update
+    try:
+        jax.eval_shape(lambda *x: update(*x, bound_scale=scale), wide, optimizer_state, params)
+    except TypeError as error:
+        raise TypeError(
+            "dpsgd: the optimizer does not run on gradients, state and parameters alone "
+            f"({error}). Usually it looks at the loss, as optax.contrib.reduce_on_plateau and "
+            "optax.lbfgs do: a private step has no loss to give, because the loss of a batch is "
+            "not private. Take an optimizer that follows gradients alone, and a schedule for its "
+            "rate. Or it is a GradientTransformationExtraArgs whose update does not accept "
+            "**extra_args: make it an optax.GradientTransformation."
+        ) from error
+
+
+def _check_public(optimizer_state: Any) -> None:
+    """Refuses an optimizer that clips or adds noise: `dpsgd` would do both a second time."""
     private = (
         clipping.ClipState,
         noise.GaussianState,
@@ -112,7 +131,7 @@ def check_state(name: str, state: Any) -> None:
       name: Of what was given it.
       state: What was given.
     """
-    if not all(hasattr(state, field) for field in ("params", "key", "ledger")):
+    if not all(hasattr(state, field) for field in ("params", "key", "step", "ledger")):
         raise TypeError(
             f"{name}: the state is a {type(state).__name__}; expected what algorithm.init(key, "
             "params) gives. Usually parameters were handed over alone."
@@ -122,6 +141,16 @@ def check_state(name: str, state: Any) -> None:
             f"{name}: this state was used up: its buffers are those of the state that "
             "algorithm.run made of it. Go on with that one, or give run a copy: "
             "algorithm.run(dpjax.trees.copy(state), count). step and fit copy by themselves."
+        )
+
+
+def check_step(name: str, state: State) -> None:
+    """Refuses a state whose step is not the number of steps in its ledger."""
+    if int(state.step) != state.ledger.steps:
+        raise ledger.Refused(
+            f"{name}: the state is at step {int(state.step)} and its ledger at "
+            f"{state.ledger.steps}; expected equal numbers: draw and noise follow from the step, "
+            "epsilon from the ledger. Usually fields of two states were combined."
         )
 
 
@@ -204,27 +233,6 @@ def _no_arrays(given: Any) -> TypeError:
         "Give the arrays of all examples, or dpjax.data.Stream(source, example=...) over what can "
         "be indexed."
     )
-
-
-def tell_of_reuse(key: Key, algorithm: Any, params: PyTree) -> None:
-    """Says once of a key that two runs of this process have it.
-
-    Args:
-      key: The root key of a run that begins.
-      algorithm: Anything that is its algorithm's alone.
-      params: Where the run begins.
-    """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((key, params))):
-        return
-    name, run = trees.fingerprint(key), (algorithm, trees.fingerprint(params))
-    if _used.setdefault(name, run) not in (run, None):
-        _used[name] = None
-        logging.warning(
-            "dpsgd: a key was given to two runs of this process. They have the same draws and the "
-            "same noise, so that the difference of what they release has none: release one of "
-            "them, or give each a dpjax.noise.secret_key(). If the two are the same run, nothing "
-            "is lost."
-        )
 
 
 def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD, for any loss and any Optax optimizer.
 
-Read `run` from top to bottom: the ledger admits, then the steps are taken, by `resident`
-for data on the device and by `streamed` for data on disk.  There the sampler draws,
-microbatches are clipped and summed, noise is added once and the optimizer moves: each is
-one call into the room that owns it.
+`dpsgd` checks its arguments, `assemble` makes an `Algorithm` of them: the ledger admits, then the
+steps run. What a step does stands in `training.step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Int
@@ -25,15 +24,15 @@ from dpjax.mechanism.check_sampler import check_draw
 from dpjax.training.checks import (
     check_data,
     check_kinds,
-    check_public,
+    check_optimizer,
     check_schedule,
     check_state,
+    check_step,
     tell_of_idle,
-    tell_of_reuse,
     whole,
 )
-from dpjax.training.in_memory import resident
-from dpjax.training.step import Info, Recipe, example_of, mean_info
+from dpjax.training.in_memory import bound_to, in_memory
+from dpjax.training.step import Recipe, Sums, example_of, mean_info
 from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 
@@ -126,62 +125,80 @@ def dpsgd(
       ... )
     """
     check_kinds(loss, optimizer, mechanism, engine, budget)
-    options = per_step, bound_schedule, weights, microbatch_size
-    recipe = Recipe(loss, optimizer, mechanism, engine, *options)
     check_schedule(bound_schedule, mechanism)
     check_data(data, mechanism, per_step)
+    entry = None if per_step is None else (lambda key, step: per_step(step))
+    recipe = Recipe(
+        loss, optimizer, mechanism, engine, entry, bound_schedule, weights, microbatch_size
+    )
+    scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else None
+    identity = {
+        "algorithm": "dpsgd",
+        "bound schedule": scales if scales is None else trees.fingerprint(scales),
+    }
+    return assemble(recipe, data, identity, budget=budget)
+
+
+def assemble(
+    recipe: Recipe,
+    data: PyTree,
+    identity: Mapping[str, Any],
+    *,
+    shared: PyTree = None,
+    budget: ledger.Budget | None = None,
+    info: Callable[[Sums], Any] = mean_info,
+) -> Algorithm:
+    """The algorithm of a recipe: what `dpsgd` and the federated algorithms have in common.
+
+    Args:
+      recipe: What every step does.
+      data: A tree of arrays with one row per example (or per client), or a `Stream`.
+      identity: What else tells the run from others, beside mechanism and data.
+      shared: Arrays that ``recipe.loss`` takes before the parameters; see `in_memory`.
+      budget: What no step may pass.
+      info: From the sums of steps to what the observer sees.
+    """
+    mechanism, name = recipe.mechanism, identity["algorithm"]
     check_draw(mechanism.sampling)
-    check_sizes("dpsgd", microbatch_size=microbatch_size)
-    row = data.row if isinstance(data, Stream) else trees.one_row(jax.eval_shape(lambda x: x, data))
-    steps = streamed(recipe, data) if isinstance(data, Stream) else resident(recipe, data)
-    itself = object()
+    check_sizes(name, microbatch_size=recipe.microbatch_size)
+    stream = isinstance(data, Stream)
+    row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
+    steps = streamed(recipe, data) if stream else in_memory(recipe, data, shared)
 
     def init(key: Key, params: PyTree) -> State:
-        trees.check_key(key, "dpsgd: init")
+        trees.check_key(key, f"{name}: init")
         trees.check_params(params)
-        tell_of_idle(recipe.loss, params, example_of(recipe, row))
-        tell_of_reuse(key, itself, params)
-        noise_state = mechanism.privatize(key).init(params)
-        moved = (noise_state, optimizer.init(trees.widened(params)))
-        check_public(moved[1])
-        # No two leaves share a buffer, nor one with the caller: `run` uses them up.
-        return trees.copy(State(params, moved, key, ledger.empty()))
+        tell_of_idle(bound_to(recipe, shared).loss, params, example_of(recipe, row))
+        optimizer = recipe.optimizer.init(trees.widened(params))
+        check_optimizer(recipe.optimizer, optimizer, params)
+        one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
+        # No two leaves share a buffer, nor one with the caller: `run` donates them.
+        return trees.copy(State(params, optimizer, one, key, zero, ledger.empty()))
 
-    def run(state: State, count: int) -> tuple[State, Info]:
-        check_state("dpsgd", state)
-        ledger.require_untraced(state, "dpsgd")
-        count = whole("dpsgd: run(count", count)
+    def run(state: State, count: int) -> tuple[State, Any]:
+        check_state(name, state)
+        ledger.require_untraced(state, name)
+        count = whole(f"{name}: run(count", count)
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
-        params, moved, infos = steps(state.params, state.optimizer, state.key, count)
-        return State(params, moved, state.key, spent), mean_info(infos)
+        check_step(name, state)
+        state, sums = steps(state._replace(ledger=None), count)
+        return state._replace(ledger=spent), info(sums)
 
-    def step(state: State) -> tuple[State, Info]:
-        check_state("dpsgd", state)
+    def step(state: State) -> tuple[State, Any]:
+        check_state(name, state)
         state, infos = run(trees.copy(state), 1)
         return state, jax.tree.map(lambda x: x[0], infos)
 
-    def identity() -> dict[str, Any]:
-        scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else None
-        size = None if microbatch_size is None else int(microbatch_size)
-        return {
-            "algorithm": "dpsgd",
-            **mechanism.identity,
-            "bound schedule": scales if scales is None else trees.fingerprint(scales),
-            "data": _content(data),
-            "numerics": {"engine": engine, "microbatch_size": size},
-        }
+    def identify() -> dict[str, Any]:
+        size = None if recipe.microbatch_size is None else int(recipe.microbatch_size)
+        everything = data if shared is None else (data, shared)
+        content = data.fingerprint if stream else trees.fingerprint(everything)
+        numerics = {"engine": recipe.engine, "microbatch_size": size}
+        return {**identity, **mechanism.identity, "data": content, "numerics": numerics}
 
     def released(state: State) -> dict[str, Any]:
         if mechanism.adaptive is None:
             return {}
-        return {"bound": float(state.optimizer[0].scale) * np.array(mechanism.clipping.bounds)}
+        return {"bound": float(state.bound_scale) * np.array(mechanism.clipping.bounds)}
 
-    return Algorithm(init, step, mechanism, budget, run, identity, released)
-
-
-def _content(data: PyTree) -> str:
-    """What tells a data set from another: its numbers, or some of a stream's."""
-    if not isinstance(data, Stream):
-        return trees.fingerprint(data)
-    some = np.linspace(0, len(data) - 1, 16).astype(int)
-    return f"{len(data)} streamed, {trees.fingerprint(data.rows(some))}"
+    return Algorithm(init, step, mechanism, budget, run, identify, released)

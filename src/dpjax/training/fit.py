@@ -120,7 +120,6 @@ def fit(
     # What accounting cannot answer had better be refused before the first step.
     planned = mechanism.epsilon_of(mechanism.multipliers[:end], delta, method)
     every = evaluate_every or -(-(end - begin) // 20) or 1
-    unit = getattr(mechanism, "unit", "example")  # whoever is drawn; a plan need not say
 
     with contextlib.ExitStack() as stack:
         folder = None
@@ -139,7 +138,7 @@ def fit(
         if run.done > begin:
             _tell_of_going_on(directory, run.done, configuration)
         most = algorithm.budget.epsilon if algorithm.budget else planned
-        show = Progress(run.done, end, most, unit=unit, enabled=progress)
+        show = Progress(run.done, end, most, unit=mechanism.unit, enabled=progress)
         stack.callback(show.close)
         while run.done < end:
             to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
@@ -153,7 +152,7 @@ def fit(
                     "delta": delta,
                     **({} if accounting.METHODS[method].proven else {"estimate": True}),
                     **numbers(algorithm.released(run.state)),
-                    f"{unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
+                    f"{mechanism.unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
                 if evaluate is not None:
                     run.mark()

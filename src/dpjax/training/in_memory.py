@@ -1,86 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on data that fit on the device: one program, several steps a dispatch.
+"""Steps on data in device memory: one compiled program, several steps per dispatch.
 
-The draw, the gathering of its rows, the private gradient, the noise and the update are
-one compiled program, which runs as many steps as it is asked for before it answers, so
-that the host is busy once in many steps.  A draw of any size takes as many microbatches
-as it needs; a step, and the number of steps, never compile anything anew.
+The program runs `private_step` as often as it is asked to before it answers, so the host works
+once in many steps. A draw of any size takes as many microbatches as it needs: neither the size of
+a draw nor the number of steps compiles a second program.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from dpjax import sampling, trees
-from dpjax.gradients.batching import on_each
-from dpjax.training.step import (
-    Recipe,
-    Steps,
-    Sums,
-    microbatches,
-    nothing,
-    release,
-    seen,
-)
-from dpjax.types import Draw, Key, PyTree
+from dpjax.training.step import Recipe, Sums, no_sums, private_step
+from dpjax.types import PyTree, State
 
-_MOST = 512  # steps in one dispatch
+Steps = Callable[[State, int], tuple[State, Sums]]
+"""``(state, count)`` to the state ``count`` steps later and the sums of these steps,
+``[count, ...]`` as NumPy arrays without gradients. The state's buffers are donated."""
+
+# Steps in one dispatch: the sums of all of them have a place in one buffer.
+_MOST = 512
 
 
-def resident(recipe: Recipe, data: PyTree) -> Steps:
-    """Steps on data that lie on the device.
+def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
+    """Steps on data in device memory.
 
     Args:
-      recipe: What is run.
-      data: A tree of arrays with one example a row.
-
-    Returns:
-      ``(params, optimizer state, key, count)`` to the same after ``count`` steps, and the
-      infos of all of them.  The buffers of parameters and optimizer state are reused.
+      recipe: What the run does.
+      data: A tree of arrays with one example per row.
+      shared: What ``recipe.loss`` takes as its first argument, before the parameters, if it
+        needs arrays that are no rows. An argument of the program: a closure would be copied
+        into it as constants.
     """
-    data = jax.tree.map(jnp.asarray, data)
-
-    def one(params: PyTree, moved: Any, key: Key, data: PyTree) -> tuple[PyTree, Any, Sums]:
-        draw = recipe.mechanism.sampling.draw(key, moved[0].step)
-        size, devices, add = microbatches(recipe, params, trees.one_row(data))
-
-        def share(which: Any, draw: Draw, params: PyTree, at: Any, data: PyTree) -> Sums:
-            def taken(rows: Int[Array, " size"], mask: Bool[Array, " size"], sums: Sums) -> Sums:
-                return add(params, at, jax.tree.map(lambda x: x[rows], data), mask, sums)
-
-            return sampling.fold(draw, size, taken, nothing(recipe, params), (which, devices))
-
-        sums = on_each(share, devices)(draw, params, moved[0], data)
-        return release(recipe, key, params, moved, sums)
+    data, shared = jax.tree.map(jnp.asarray, (data, shared))
 
     def several(
-        params: PyTree, moved: Any, key: Key, data: PyTree, count: Int[Array, ""]
-    ) -> tuple[PyTree, Any, Sums]:
-        def body(i: Int[Array, ""], carry: tuple[PyTree, Any, Sums]) -> tuple[PyTree, Any, Sums]:
-            params, moved, infos = carry
-            params, moved, info = one(params, moved, key, data)
-            infos = jax.tree.map(lambda all_, this: all_.at[i].set(this), infos, info)
-            return params, moved, infos
+        state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
+    ) -> tuple[State, Sums]:
+        here = bound_to(recipe, shared)
 
-        infos = jax.tree.map(
-            lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), seen(nothing(recipe, params))
-        )
-        return jax.lax.fori_loop(0, count, body, (params, moved, infos))
+        def body(i: Int[Array, ""], carry: tuple[State, Sums]) -> tuple[State, Sums]:
+            state, seen = carry
+            state, sums = private_step(here, data, state)
+            return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
 
-    compiled = jax.jit(several, donate_argnums=(0, 1))
+        none = no_sums(here, state.params)._replace(gradients=None)
+        seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
+        return jax.lax.fori_loop(0, count, body, (state, seen))
 
-    def steps(params: PyTree, moved: Any, key: Key, count: int) -> tuple[PyTree, Any, Sums]:
+    compiled = jax.jit(several, donate_argnums=0)
+
+    def steps(state: State, count: int) -> tuple[State, Sums]:
         parts = []
         while count > 0:
             some = min(count, _MOST)
-            params, moved, infos = compiled(params, moved, key, data, some)
-            parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(infos)))
+            state, seen = compiled(state, data, shared, some)
+            parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))
             count -= some
-        return params, moved, jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     return steps
+
+
+def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
+    """The recipe with the shared arrays in its loss."""
+    return recipe if shared is None else recipe._replace(loss=partial(recipe.loss, shared))

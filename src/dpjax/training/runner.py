@@ -128,7 +128,7 @@ class Run:
         dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
         if dropped and not self._told:
             self._told = True
-            units = "clients" if "clients" in self.seen[-1] else "examples"
+            units = f"{self.algorithm.mechanism.unit}s" if self.algorithm.mechanism else "examples"
             logging.warning(
                 "fit: of %d %s drawn up to step %d, %d had no finite gradient, and counted "
                 "as nothing. Usually there is a NaN in the data, a label out of range, or a loss "

@@ -23,9 +23,9 @@ from jaxtyping import Array, Int
 
 from dpjax import ledger, noise, schedules, trees
 from dpjax.mechanism import Mechanism, Spent
-from dpjax.training.dpsgd import State, dpsgd
+from dpjax.training.dpsgd import dpsgd
 from dpjax.training.samples import keep_samples
-from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule
+from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule, State
 
 
 def dp_sgld(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on data that stay on disk: rows are read as they are drawn.
+"""Steps on data that stay on disk: the host reads the rows of each draw.
 
-The sampler is the same exact one as for data on the device, and a step has the same draw
-and the same noise: only where rows come from differs.  The next microbatches are read while the
-present one is worked on.  A draw that is larger than memory is added up microbatch by
-microbatch, and noise is added once.
+Draws, microbatches and noise are those of `private_step`; the host only hands the rows over. It
+reads the next microbatches while the device works, and a draw larger than memory is summed
+microbatch by microbatch before the noise is added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,67 +16,72 @@ import numpy as np
 
 from dpjax.data import Stream
 from dpjax.gradients.batching import on_each
-from dpjax.training.step import Recipe, Steps, Sums, microbatches, nothing, release
-from dpjax.types import Key, PyTree
+from dpjax.training.in_memory import Steps
+from dpjax.training.step import (
+    Recipe,
+    Sums,
+    add_clipped,
+    draw_step,
+    layout_of,
+    no_sums,
+    release,
+)
+from dpjax.types import PyTree, State
 
 
 def streamed(recipe: Recipe, stream: Stream) -> Steps:
     """Steps on data that are read by index.
 
     Args:
-      recipe: What is run.
+      recipe: What the run does.
       stream: Where examples are read.
-
-    Returns:
-      What `resident` returns.
     """
-    draw = jax.jit(recipe.mechanism.sampling.draw)
 
-    def start(params: PyTree) -> Sums:
-        devices = microbatches(recipe, params, stream.row).devices
-        return on_each(lambda which, params: nothing(recipe, params), devices)(params)
+    def devices(state: State) -> int:
+        return layout_of(recipe, state.params, stream.row).devices
 
-    def add(params: PyTree, at: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
-        found = microbatches(recipe, params, stream.row)
+    def start(state: State) -> Sums:
+        return on_each(lambda which, p: no_sums(recipe, p), devices(state))(state.params)
 
-        def share(which: Any, params: PyTree, at: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
-            own = jax.tree.map(lambda x: x[0], sums)
-            return found.add(params, at, rows, mask, own)
+    def add(state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
+        def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
+            return add_clipped(recipe, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
 
-        return on_each(share, found.devices, split={2, 3, 4})(params, at, rows, mask, sums)
+        return on_each(share, devices(state), split={1, 2, 3})(state, rows, mask, sums)
 
-    # Only the last one takes the buffers of parameters: microbatches share them.
-    start, add = jax.jit(start), jax.jit(add, donate_argnums=4)
-    finish = jax.jit(
-        lambda key, params, moved, sums: release(recipe, key, params, moved, sums),
-        donate_argnums=(1, 2),
-    )
+    draw = jax.jit(lambda key, step: draw_step(recipe, key, step))
+    # Only the last program of a step may reuse the state's buffers: microbatches share them.
+    start, add = jax.jit(start), jax.jit(add, donate_argnums=3)
+    finish = jax.jit(lambda state, sums: release(recipe, state, sums), donate_argnums=0)
 
-    def steps(params: PyTree, moved: Any, key: Key, count: int) -> tuple[PyTree, Any, Sums]:
-        found = microbatches(recipe, params, stream.row)
-        size, infos, first = found.size * found.devices, [], int(moved[0].step)
-        draws = [_chosen(draw(key, step), size) for step in range(first, first + count)]
+    def steps(state: State, count: int) -> tuple[State, Sums]:
+        chosen = layout_of(recipe, state.params, stream.row)
+        size, first, seen = chosen.microbatch_size * chosen.devices, int(state.step), []
+        draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
         batches = stream.batches(piece for pieces in draws for piece in pieces)
         for pieces in draws:
-            sums = start(params)
-            for rows in (next(batches) for _ in pieces):
-                sums = add(params, moved[0], *_padded(rows, size), sums)
-            params, moved, info = finish(key, params, moved, sums)
-            infos.append(info)
-        return params, moved, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
+            sums = start(state)
+            for rows, mask in _padded(batches, len(pieces), size):
+                sums = add(state, rows, mask, sums)
+            state, sums = finish(state, sums)
+            seen.append(sums)
+        return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
     return steps
 
 
-def _chosen(draw: Any, size: int) -> list[np.ndarray]:
-    """The rows of a draw, a microbatch at a time."""
+def _pieces(draw: Any, size: int) -> list[np.ndarray]:
+    """The indices of a draw, one microbatch after the other."""
     indices = np.asarray(draw.indices)[: int(draw.size)]
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _padded(rows: PyTree, size: int) -> tuple[PyTree, np.ndarray]:
-    """As many rows as a microbatch has, copies of the last one filling it, and their mask."""
-    count = len(jax.tree.leaves(rows)[0])
-    places = np.minimum(np.arange(size), count - 1)
-    whole = rows if count == size else jax.tree.map(lambda x: x[places], rows)
-    return whole, np.arange(size) < count
+def _padded(
+    batches: Iterator[PyTree], count: int, size: int
+) -> Iterator[tuple[PyTree, np.ndarray]]:
+    """The next microbatches with their masks. Copies of the last row fill each up to ``size``."""
+    for rows in (next(batches) for _ in range(count)):
+        found = len(jax.tree.leaves(rows)[0])
+        places = np.minimum(np.arange(size), found - 1)
+        whole = rows if found == size else jax.tree.map(lambda x, p=places: x[p], rows)
+        yield whole, np.arange(size) < found
