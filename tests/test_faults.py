@@ -358,7 +358,7 @@ CHANGES = {
         "jax_default_matmul_precision: None there, highest now",
     ),
     "versions": (
-        lambda: mock.patch.object(training.numerics, "_version", return_value="0"),
+        lambda: mock.patch.object(training.environment, "_version", return_value="0"),
         r"  dpjax: \S+ there, 0 now\n  jax: .*\n  jaxlib: .*\n  optax: ",
     ),
     "devices": (
@@ -623,7 +623,7 @@ def test_signals_are_given_back(tmp_path):
 
 
 def test_a_second_signal_is_obeyed_at_once():
-    with training.stopping.Stop() as stop:
+    with training.signals.Stop() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
