@@ -19,6 +19,7 @@ FLOORS = {
     "types": 0,
     "checks": 0,
     "trees": 1,
+    "_jaxpr": 1,
     "schedules": 1,
     "accounting": 1,
     **dict.fromkeys(

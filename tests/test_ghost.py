@@ -469,13 +469,13 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="tied embedding",
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "    return _added(parts)",
+    "gradients/_bookkeeping/leaf_sums.py",
+    "    return added(parts)",
     "    return parts[0]",
     case="used twice, plainly and scaled",
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/leaf_sums.py",
     "        total = total + part",
     "        total = part",
     case="tied embedding",
@@ -493,7 +493,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="two parameters meet",
 )
 @kills(
-    "gradients/_bookkeeping/trace.py",
+    "gradients/_bookkeeping/scan_trace.py",
     "stacks=(by_round, *site.stacks)",
     "stacks=(True, *site.stacks)",
     case="lstm",
@@ -543,7 +543,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="frozen in a scan",
 )
 @kills(
-    "gradients/_bookkeeping/trace.py",
+    "gradients/_bookkeeping/scan_trace.py",
     "by_round = any(sliced[j] for j in entering)",
     "by_round = sliced[entering[0]]",
     case="shared times sliced in a scan",
@@ -555,7 +555,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="rounded through integers",
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/cost.py",
     "if one_form and positions == 1 and not rows:",
     "if one_form and not rows:",
     case="few outputs, many positions",
@@ -568,7 +568,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/leaf_sums.py",
     'jnp.einsum("b,b...->...", factors, gradients,',
     'jnp.einsum("b,b...->...", jnp.sign(factors), gradients,',
     case="conv same",
@@ -588,14 +588,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
-    "_added([_square(x) for x in gradients])",
-    "_square(gradients[0])",
+    "added([_square(x) for x in kept.gradients])",
+    "_square(kept.gradients[0])",
     case="conv in pieces",
     slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
-    "_added([jnp.sum(x**2, axis=2) for x in form.x])",
+    "added([jnp.sum(x**2, axis=2) for x in form.x])",
     "jnp.sum(form.x[0] ** 2, axis=2)",
     case="conv in pieces, one position",
     slow=True,
@@ -649,7 +649,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="conv dilated",
 )
 @kills(
-    "gradients/_xla_cpu/primitives.py",
+    "gradients/_xla_cpu/tanh.py",
     "g * (1 + y) * (1 - y)",
     "g * (1 - y)",
     case="tanh of few channels",
@@ -662,13 +662,13 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="a frozen scale in bfloat16",
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "rows = entries[0].scaled(factors).wiped(factors != 0).form",
-    "rows = entries[0].wiped(factors != 0).form",
+    "gradients/_bookkeeping/leaf_sums.py",
+    "form_of(*entries[0].scaled(factors).wiped(factors != 0))",
+    "form_of(*entries[0].wiped(factors != 0))",
     case="embedding",
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/leaf_sums.py",
     "total.at[rows.x[0].reshape(-1)].add(taken",
     "total.at[rows.x[0].reshape(-1)].set(taken",
     case="embedding",
@@ -852,21 +852,21 @@ def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
 
 
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/leaf_sums.py",
     "jnp.where(factor != 0, factor * gradient, 0)",
     "jnp.where(factor != 0, gradient, 0)",
     case="conv same-nan",
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "[entry.wiped(factors != 0) for entry in ready] if careful else ready",
-    "ready",
+    "gradients/_bookkeeping/leaf_sums.py",
+    "[entry.wiped(self.factors != 0) for entry in self.scaled]",
+    "self.scaled",
     case="norms and pools-nan",
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/leaf_sums.py",
     "return jnp.where(trees.expand(keep, x), x, filling)",
     "return x",
     slow=True,
@@ -921,7 +921,7 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
     case="as it is",
 )
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/cost.py",
     "leaf.size <= _ROOM * read or not isometric",
     "leaf.size <= _ROOM * read",
     case="scaled",
@@ -951,9 +951,9 @@ def test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound(positions, vi
 
 
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "not (isometric and once and _entire(leaf, sites))",
-    "not (once and _entire(leaf, sites))",
+    "gradients/_bookkeeping/cost.py",
+    "not (isometric and once and entire(leaf, sites))",
+    "not (once and entire(leaf, sites))",
 )
 def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
     """Cotangents times a factor are rounded anew, and what is centred cancels all but that."""
@@ -983,9 +983,9 @@ def in_rounds(w, example):
 
 
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "not (isometric and once and _entire(leaf, sites))",
-    "not (isometric and _entire(leaf, sites))",
+    "gradients/_bookkeeping/cost.py",
+    "not (isometric and once and entire(leaf, sites))",
+    "not (isometric and entire(leaf, sites))",
     case="columns",
 )
 @pytest.mark.parametrize("taken", [in_columns, in_rounds], ids=["columns", "rounds"])

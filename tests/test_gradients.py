@@ -18,6 +18,7 @@ from mutation import kills
 
 import dpjax
 from dpjax import clipped_grad, clipping, gradients, losses, testing
+from dpjax.gradients._bookkeeping import sites
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import bytes_per_example
 from dpjax.gradients.nan_isolation import isolated
@@ -257,7 +258,7 @@ def test_a_sum_is_added_to_what_was_there(engine, size):
 
 
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
+    "gradients/_bookkeeping/leaf_sums.py",
     "entries[0].scaled(factors).wiped(factors != 0)",
     "entries[0].scaled(factors)",
 )
@@ -543,3 +544,47 @@ def test_frozen_leaves_have_no_site():
         "not",
         "dot_general",
     ]
+
+
+def _dense(counter, params, example):
+    counter.append("traced")
+    return jnp.sum(jnp.tanh(example.reshape(-1) @ params["kernel"] + params["bias"]) ** 2)
+
+
+def _convolved(counter, params, example):
+    counter.append("traced")
+    numbers = ("NHWC", "HWIO", "NHWC")
+    kernel = params["kernel"].reshape(3, 3, 1, -1)
+    x = jax.lax.conv_general_dilated(example[None], kernel, (1, 1), "SAME", None, None, numbers)
+    return jnp.sum(jnp.tanh(x + params["bias"]) ** 2)
+
+
+@pytest.mark.parametrize("network", [_dense, _convolved])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "scan"])
+def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
+    counter, programs = [], []
+
+    def counted(*fields):
+        programs.append(fields)
+        return sites.Program(*fields)
+
+    monkeypatch.setattr("dpjax.gradients._bookkeeping.trace.Program", counted)
+    loss = functools.partial(network, counter)
+    params = {"kernel": jnp.ones((9, 4)), "bias": jnp.ones(4)}
+    data = jnp.ones((8, 3, 3, 1))
+    clipped = clipped_grad(loss, clipping.flat(1.0), engine)
+    jax.jit(clipped).lower(params, data)
+    assert len(counter) <= 3
+    # Layout, the guard of convolutions and the engine share one search for sites.
+    assert len(programs) <= 1
+
+    counter.clear()
+    mechanism = dpjax.Mechanism(
+        sampling=dpjax.sampling.poisson(8, 4),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=10,
+    )
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data, engine=engine)
+    algorithm.step(algorithm.init(jax.random.key(0), params))
+    assert len(counter) <= (3 if engine == "ghost" else 5)

@@ -31,10 +31,10 @@ import reporting
 from absl import app, flags
 from agreement import TOLERANCE
 from contestants import Contestant
-from jax.extend.core import Literal
 from steps import configure, start, take_turns
 
-from dpjax.gradients._xla_cpu.primitives import bind, bind_fast
+from dpjax._jaxpr import bind, evaluate
+from dpjax.gradients._xla_cpu.primitives import bind_fast
 
 EXAMPLES, ROUNDS = 32, 8  # at once; in the loop
 
@@ -73,11 +73,7 @@ CASES = {
 def evaluated(case: Case, way: Callable[..., list[Any]], *arguments: Any) -> Any:
     """The case's own equations, each by `bind` or by `bind_fast`."""
     program = jax.make_jaxpr(case.function)(*arguments).jaxpr
-    values = dict(zip(program.invars, arguments, strict=True))
-    for equation in program.eqns:
-        inputs = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
-        values.update(zip(equation.outvars, way(equation, inputs), strict=True))
-    return values[program.outvars[0]]
+    return evaluate(program, (), arguments, way)[0]
 
 
 def looped(case: Case, way: Callable[..., list[Any]], batches: Any, shared: Any) -> Any:

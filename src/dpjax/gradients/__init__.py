@@ -5,12 +5,18 @@
 *partition* (which leaves are clipped together) and the *engine* (how the sum is
 computed).  An engine means speed only: all engines give the same `ClippedSum`.
 
-Engines live in `engines`, a row each in one table.  `ghost` is the fast one: `walk` finds
-where a loss uses its parameters, `forms` writes what happens there as outer products,
-`rules` makes norms and sums of them, and `explain` says what was found.  `primitives`,
-`convolution` and `pooling` keep single equations fast, where need be `apart`.  `layout`
-chooses how many examples are on the chip at once, and `rows` hands them out.  `isolation` and
-`placement` guard against what XLA gets wrong.  Nothing here knows of noise, sampling or epsilon.
+| place | content |
+|---|---|
+| `clipped_grad.py`, `plain_grad.py` | the public functions: checks, then one engine |
+| `engines.py` | the table of engines; ``ghost`` is the fast one |
+| `_bookkeeping/` | ``ghost``: norms and sums without per-example gradients; see `explain` |
+| `layout.py`, `batching.py` | how many examples are differentiated together, and on which devices |
+| `nan_isolation.py`, `sharding_checks.py` | guards against wrong results of XLA |
+| `_xla_cpu/` | primitives that are slow on CPU, in a faster form |
+| `_estimated_norms/` | `dpjax.clipping.jl` |
+
+In `_bookkeeping`, `trace` finds the sites of a loss, `outer_products` brings the gradient at a site
+into one form, `cost` chooses a rule for each leaf, `leaf_norms` and `leaf_sums` apply it.
 """
 
 from dpjax.gradients.batching import Layout

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.ghost import by_patches
+from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding, microbatched, spread
 from dpjax.gradients.engines import ENGINES
@@ -113,8 +114,8 @@ def clipped_grad(
     ) -> ClippedSum:
         size = trees.leading_size(batch)
         refuse_meshes(batch)
-        example = trees.one_row(batch)
-        check_loss(with_aux, params, example)
+        example, traced = trees.one_row(batch), Traced(with_aux)
+        check_loss(traced, params, example)
         real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
         if real.shape != (size,):
             raise ValueError(
@@ -125,7 +126,7 @@ def clipped_grad(
         # Shapes are worked out from examples; where there are none, any engine gives zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
         micro, count = layout(
-            with_aux,
+            traced,
             params,
             example,
             size,
@@ -136,7 +137,7 @@ def clipped_grad(
         run = microbatched(_engine(name, rule, key), micro)
         run = run if count == 1 else spread(run, count)
         start = trees.zeros_wide(params) if start is None else start
-        return run(with_aux, rule, params, Rows(batch, real, held), start)
+        return run(traced, rule, params, Rows(batch, real, held), start)
 
     return clipped
 
@@ -168,7 +169,8 @@ def clipped_sum(
     refuse_meshes(rows)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine("ghost" if engine == "auto" else engine, rule, key)
-    return run(lambda p, x: (loss(p, x), None), rule, params, Rows(rows, mask, held), start)
+    traced = Traced(lambda p, x: (loss(p, x), None))
+    return run(traced, rule, params, Rows(rows, mask, held), start)
 
 
 def _engine(name: str, rule: Clipping, key: Key) -> Engine:
@@ -225,6 +227,12 @@ def check_sizes(who: str, **sizes: int | None) -> None:
 
 def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """Raises unless ``loss(params, example)`` is one real number and params are params."""
+    check_trainable(params)
+    check_scalar(jax.eval_shape(loss, params, example)[0])
+
+
+def check_trainable(params: PyTree) -> None:
+    """Refuses parameters that hold the statistics of batch normalisation."""
     if any("batch_stats" in name.split("/") for name in trees.leaf_names(params)):
         raise ValueError(
             "clipped_grad: the parameters hold a 'batch_stats' collection. Batch "
@@ -232,7 +240,10 @@ def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
             "gradient no longer bounds its influence. Use GroupNorm or LayerNorm, and "
             "pass variables['params'] alone."
         )
-    value, _ = jax.eval_shape(loss, params, example)
+
+
+def check_scalar(value: Any) -> None:
+    """Raises unless the loss of one example is a real scalar."""
     scalar = getattr(value, "shape", None) == ()
     if not scalar or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(

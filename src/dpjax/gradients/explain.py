@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import jax
 
 from dpjax import trees
-from dpjax.gradients._bookkeeping.leaf_norms import foresee
-from dpjax.gradients._bookkeeping.trace import Site, trace
+from dpjax.gradients._bookkeeping.cost import foresee
+from dpjax.gradients._bookkeeping.sites import Site
+from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.types import LossFn, PyTree
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from dpjax.gradients._bookkeeping.leaf_norms import foresee
+from dpjax._jaxpr import evaluate, inner_programs
+from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.trace import trace
-from dpjax.gradients._xla_cpu.primitives import inner_programs
 from dpjax.gradients.batching import Layout
 from dpjax.types import LossFn, PyTree
 
@@ -118,19 +118,22 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
 
 def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
     """Bytes of the values that depend on moving inputs; if fused, of those written down."""
-    moves = {v for v, moved in zip(jaxpr.invars, moving, strict=False) if moved}
     total = 0
-    for equation in jaxpr.eqns:
-        entering = [not isinstance(v, Literal) and v in moves for v in equation.invars]
-        # All branches of a `cond` run where it depends on an example.
+
+    def count(equation: JaxprEqn, entering: list[bool]) -> list[bool]:
+        nonlocal total
         inner = inner_programs(equation)
         for program in inner:
-            size = _program_bytes(program, entering[-len(program.invars) :], fused)
+            # The last inputs are the program's own. Under vmap a `cond` runs all its branches.
+            own = ([False] * len(program.invars) + entering)[len(entering) :]
+            size = _program_bytes(program, own, fused)
             total += size * equation.params.get("length", 1)
         written = not fused or equation.primitive.name in _WRITES
         if not inner and any(entering) and written:
             total += _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
-        moves |= set(equation.outvars) if any(entering) else set()
+        return [any(entering)] * len(equation.outvars)
+
+    evaluate(jaxpr, [False] * len(jaxpr.constvars), moving, count, literal=lambda _: False)
     return total
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from dpjax import trees
-from dpjax.gradients._xla_cpu.primitives import equations
+from dpjax._jaxpr import equations
 from dpjax.gradients.batching import Engine, Rows, microbatched
 from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree

@@ -16,7 +16,8 @@ from jaxtyping import Array
 
 from dpjax import clipping, trees
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
-from dpjax.gradients._bookkeeping.leaf_norms import into_table, scaled, summed
+from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
+from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Rows, microbatched, spread
 from dpjax.gradients.layout import layout
 from dpjax.gradients.nan_isolation import differentiates_kernels
@@ -54,13 +55,13 @@ def plain_grad(
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
         refuse_meshes(batch)
-        example = trees.one_row(batch)
-        micro, count = layout(with_aux, params, example, size, devices=devices)
+        example, traced = trees.one_row(batch), Traced(with_aux)
+        micro, count = layout(traced, params, example, size, devices=devices)
         engine = microbatched(_unclipped, micro)
         engine = engine if count == 1 else spread(engine, count)
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
         nothing = trees.zeros_wide(params)
-        summed = engine(with_aux, clipping.flat(jnp.inf), params, rows, nothing).value
+        summed = engine(traced, clipping.flat(jnp.inf), params, rows, nothing).value
         return jax.tree.map(lambda x: x / size, summed)
 
     return gradient
@@ -81,6 +82,6 @@ def _unclipped(
         part = None if put else summed(i, [entry.scaled(ones) for entry in found], leaves)
         sums[i] = put(sums[i], ones) if put else sums[i] + part
     for i, each in gradients.items():
-        sums[i] = sums[i] + scaled(each, ones, careful=False)
+        sums[i] = sums[i] + weighted_sum(each, ones)
     value = jax.tree.structure(params).unflatten(sums)
     return ClippedSum(value, losses, rows.weights, rows.weights)

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from dpjax import clipping, ledger, noise, schedules, trees
 from dpjax.data import Dataset, Stream
 from dpjax.gradients import ENGINES
-from dpjax.gradients.clipped_grad import check_loss
+from dpjax.gradients.clipped_grad import check_scalar, check_trainable
 from dpjax.mechanism import Mechanism
 from dpjax.types import LossFn, PyTree, Schedule, State
 
@@ -243,16 +243,22 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
       params: Parameters.
       example: Shapes of one example.
     """
+
+    def checked(params: PyTree, example: PyTree) -> Any:
+        value = loss(params, example)
+        check_scalar(value)
+        return value
+
+    check_trainable(params)
     try:
-        check_loss(lambda p, x: (loss(p, x), None), params, example)
+        program = jax.make_jaxpr(jax.grad(checked))(params, example).jaxpr
     except Exception as error:
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
         error.add_note(
             f"dpsgd called loss(params, example), where example is {shapes}: one example, without "
-            "a batch axis. Whatever else the loss needs it closes over."
+            "a batch axis. If the loss needs anything else, it must close over it."
         )
         raise
-    program = jax.make_jaxpr(jax.grad(loss))(params, example).jaxpr
     zeros = [
         equation.outvars[0]
         for equation in program.eqns

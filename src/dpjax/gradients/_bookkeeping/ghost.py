@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The book-keeping engine: clipped sums without per-example gradients.
 
-One forward pass and one backward pass give, for every site, the data and the output's
-cotangent of each example.  Norms follow from those by the rules in `rules`; the rule of
-the mechanism makes factors of them; and the sum is formed once, already scaled.  Leaves
-that the walk could not follow come out of the same backward pass whole.
+One forward and one backward pass give the data and the cotangent of each example at every site.
+`leaf_norms` computes norms from them, the clipping rule turns norms into factors, and `leaf_sums`
+forms each sum once, already weighted. Materialised leaves get per-example gradients from the same
+backward pass.
 
 References:
   Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Bu et al.,
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients._bookkeeping.leaf_norms import Entry, Total, into_table, kept, norms
+from dpjax.gradients._bookkeeping.leaf_norms import norms
+from dpjax.gradients._bookkeeping.leaf_sums import Entry, Kept, Pieces, Recomputed, into_table
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Rows
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -32,13 +33,13 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
 
     squares = [jnp.zeros_like(losses, trees.wide(losses.dtype))] * rule.partition.size
-    totals: dict[int, Total] = {}
+    kept: dict[int, Pieces | None] = {}
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
-        totals[i] = kept([gradient])
+        kept[i] = Pieces([gradient])
     for i, found in entries.items():
-        square, totals[i] = norms(i, found, leaves)
+        square, kept[i] = norms(i, found, leaves)
         squares[groups[i]] = squares[groups[i]] + square
     lengths = jnp.sqrt(jnp.stack(squares, axis=-1))
     real = rows.mask[:, None]
@@ -48,16 +49,24 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, found in entries.items():
         if put := into_table(i, found):
             sums[i] = put(sums[i], factors[:, groups[i]])
-            del totals[i]
+            del kept[i]
 
-    ways = {i: total(factors[:, groups[i]]) for i, total in totals.items()}
-
-    def value(careful: bool) -> dict[int, Array]:
-        return {i: way(careful).astype(sums[i].dtype) for i, way in ways.items()}
-
-    # Wiping out what is not finite costs a pass over all data; nearly always there is none.
+    totals: dict[int, Kept | Recomputed] = {}
+    for i, pieces in kept.items():
+        each = factors[:, groups[i]]
+        if pieces is not None:
+            totals[i] = Kept(pieces, each)
+        else:
+            # Before the `cond`: XLA can scale cotangents in place there, not in the branches.
+            scaled = [entry.scaled(each) for entry in entries[i]]
+            totals[i] = Recomputed(i, scaled, leaves, each)
+    # Masking non-finite examples costs a pass over all data, and few batches contain one.
     broken = ~jnp.all(jnp.isfinite(lengths))
-    parts = jax.lax.cond(broken, lambda: value(careful=True), lambda: value(careful=False))
+    parts = jax.lax.cond(
+        broken,
+        lambda: {i: total.sum_careful().astype(sums[i].dtype) for i, total in totals.items()},
+        lambda: {i: total.sum().astype(sums[i].dtype) for i, total in totals.items()},
+    )
     for i, part in parts.items():
         sums[i] = sums[i] + part
     return ClippedSum(

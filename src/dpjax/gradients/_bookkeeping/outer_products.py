@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dpjax.gradients._bookkeeping.trace import Site
+from dpjax.gradients._bookkeeping.sites import Site
 
 
 class Outer(NamedTuple):
@@ -291,3 +291,8 @@ def _axes(site: Site, *groups: Sequence[int]) -> Any:
     rounds, (_, leaf_axis) = site.axes[: sum(site.stacks)], _view(site)
     blocks, inputs, outputs = (tuple(map(leaf_axis, group)) for group in groups)
     return (*rounds, *blocks), inputs, outputs
+
+
+def product(formula: str, a: Array, b: Array) -> Array:
+    """An `einsum` of two arrays at the highest precision."""
+    return jnp.einsum(formula, a, b, precision=jax.lax.Precision.HIGHEST)

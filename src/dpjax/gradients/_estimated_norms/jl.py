@@ -20,8 +20,8 @@ from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
+from dpjax._jaxpr import equations
 from dpjax.gradients._estimated_norms import jvp_magnitude
-from dpjax.gradients._xla_cpu.primitives import equations
 from dpjax.gradients.batching import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward derivative, and how large its numbers were on the way.
+"""A forward derivative, and the largest tangent from which it was computed.
 
-A derivative that cancels is short, and rounded as what cancelled was, which was long.  Whoever
-trusts its length has to know of the way: so the derivative's program is evaluated equation by
-equation, loops and branches too, and the largest of all tangents is noted.  What a linear solve
-does inside is not seen, only what comes out of it.
-
-This file must never know what the derivative is for.
+A derivative that cancels is small, but its rounding error is relative to the large tangents that
+cancelled. So the program of the derivative is evaluated equation by equation, loops and branches
+included, and the largest tangent is recorded. Of a linear solve only the outputs are seen.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Float
 
-from dpjax.gradients._xla_cpu.primitives import bind, inner_programs
+from dpjax._jaxpr import bind, called, evaluate, outputs_depend, steady
 from dpjax.types import PyTree
 
 Watched = tuple[list[Any], Float[Array, ""]]
@@ -53,43 +50,42 @@ def _evaluate(
     program: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], moving: Sequence[bool]
 ) -> Watched:
     """The outputs of a program, and the largest of its tangents."""
-    values: dict[Any, Any] = dict(zip(program.constvars, constants, strict=True))
-    values.update(zip(program.invars, arguments, strict=True))
-    tangents = {v for v, m in zip(program.invars, moving, strict=True) if m}
     largest = jnp.zeros((), jnp.float32)
-    for equation in program.eqns:
-        inputs = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
-        moved = _among(equation.invars, tangents)
-        if any(moved):
-            outputs, here = _step(equation, inputs, moved)
-            largest = jnp.maximum(largest, here)
-            after = _moving(equation, moved)
-            tangents.update(v for v, m in zip(equation.outvars, after, strict=True) if m)
-        else:
-            outputs = bind(equation, inputs)
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [v.val if isinstance(v, Literal) else values[v] for v in program.outvars], largest
+
+    def step(equation: JaxprEqn, marked: list[tuple[Any, bool]]) -> Iterable[tuple[Any, bool]]:
+        nonlocal largest
+        inputs, moved = [x for x, _ in marked], [m for _, m in marked]
+        if not any(moved):
+            return [(x, False) for x in bind(equation, inputs)]
+        outputs, here = _step(equation, inputs, moved)
+        largest = jnp.maximum(largest, here)
+        return zip(outputs, outputs_depend(equation, moved), strict=True)
+
+    entering = zip(arguments, moving, strict=True)
+    still = [(x, False) for x in constants]
+    found = evaluate(program, still, entering, step, literal=lambda x: (x, False))
+    return [x for x, _ in found], largest
 
 
 def _step(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
     """One equation of tangents: what is inside is looked at too."""
     name, p = equation.primitive.name, equation.params
     if name == "scan":
-        return _scan(equation, inputs, _steady(equation, moving))
+        return _scan(equation, inputs, steady(equation, moving))
     if name == "while":
-        return _while(equation, inputs, _steady(equation, moving))
+        return _while(equation, inputs, steady(equation, moving))
     if name == "cond":
         branches = [
             functools.partial(_evaluate, branch.jaxpr, branch.consts, moving=moving[1:])
             for branch in p["branches"]
         ]
         return jax.lax.switch(inputs[0], [lambda *x, b=b: b(x) for b in branches], *inputs[1:])
-    inner = _called(equation)
+    inner = called(equation)
     if inner is not None:
         return _evaluate(inner, (), inputs, moving)
     outputs = bind(equation, inputs)
     sizes = [_largest(x) for x in outputs]
-    if name in ("dot_general", "conv_general_dilated"):  # what is added up inside
+    if name in ("dot_general", "conv_general_dilated"):  # the terms of the contraction
         (a, b), turned = inputs[:2], moving[1]
         tangent, other = (b, a) if turned else (a, b)
         sizes.append(_largest(tangent) * jnp.linalg.norm(jnp.ravel(other).astype(jnp.float32)))
@@ -132,63 +128,6 @@ def _while(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched
     start = jnp.zeros((), jnp.float32), inputs[first:]
     largest, values = jax.lax.while_loop(goes_on, body, start)
     return values, largest
-
-
-# Which values are tangents ------------------------------------------------------------------
-
-
-def _follow(program: Jaxpr, moving: Sequence[bool]) -> list[bool]:
-    """Which outputs of a program follow from the inputs that do."""
-    tangents = {v for v, m in zip(program.invars, moving, strict=True) if m}
-    for equation in program.eqns:
-        after = _moving(equation, _among(equation.invars, tangents))
-        tangents.update(v for v, m in zip(equation.outvars, after, strict=True) if m)
-    return _among(program.outvars, tangents)
-
-
-def _moving(equation: JaxprEqn, moving: list[bool]) -> list[bool]:
-    """Which outputs of an equation follow from the inputs that do."""
-    p, name = equation.params, equation.primitive.name
-    if not any(moving):
-        return [False] * len(equation.outvars)
-    if name == "scan":
-        return _follow(p["jaxpr"].jaxpr, _steady(equation, moving))
-    if name == "while":
-        return _steady(equation, moving)[p["cond_nconsts"] + p["body_nconsts"] :]
-    if name == "cond":
-        each = [_follow(branch.jaxpr, moving[1:]) for branch in p["branches"]]
-        return [any(some) for some in zip(*each, strict=True)]
-    inner = _called(equation)
-    return [True] * len(equation.outvars) if inner is None else _follow(inner, moving)
-
-
-def _steady(equation: JaxprEqn, moving: list[bool]) -> list[bool]:
-    """Which inputs of a loop are tangents in some round."""
-    p, moving = equation.params, list(moving)
-    if equation.primitive.name == "scan":
-        first, program, skipped = p["num_consts"], p["jaxpr"].jaxpr, 0
-        count = p["num_carry"]
-    else:
-        skipped = p["cond_nconsts"]
-        first, program = skipped + p["body_nconsts"], p["body_jaxpr"].jaxpr
-        count = len(moving) - first
-    while True:
-        after = _follow(program, moving[skipped:])[:count]
-        before = moving[first : first + count]
-        if before == (both := [a or b for a, b in zip(before, after, strict=True)]):
-            return moving
-        moving[first : first + count] = both
-
-
-def _called(equation: JaxprEqn) -> Jaxpr | None:
-    """The program that an equation is a call of."""
-    inner = inner_programs(equation)
-    alone = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)
-    return inner[0] if alone and not inner[0].constvars else None
-
-
-def _among(variables: Sequence[Any], some: set[Any]) -> list[bool]:
-    return [not isinstance(v, Literal) and v in some for v in variables]
 
 
 def _largest(x: Any) -> Float[Array, ""]:

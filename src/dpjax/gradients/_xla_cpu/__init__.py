@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faster versions of single primitives for XLA on CPU.
 
-Each file names the symptom, the jaxlib version, the benchmark command, and when it may go.
+The docstring of each file gives the symptom, the jaxlib version on which it was seen, the
+benchmark command that shows it, and the test that tells when the file may be deleted.
 """

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions whose backward pass is as fast inside a loop as outside.
 
-XLA on CPU rewrites convolutions to its fast form only at the top of a program.  Inside the
-body of a loop the cotangents that autodiff writes are compiled to naive loops, many times
-slower; forward convolutions stay fast there.  So the cotangent of the input is written
-here as one more forward convolution.
+Symptom (jaxlib 0.10.2, CPU): XLA rewrites convolutions to its fast form only at the top level of a
+program. In the body of a loop, where microbatches live, it compiles the input cotangents that JAX
+writes to naive loops; forward convolutions stay fast. So the input cotangent is written here as a
+forward convolution. A forward convolution of few input channels is slow too; it computes several
+neighbouring outputs together, as if they were channels.
 
-Nor is a forward convolution fast if it has few channels, as the first of a network.  There
-several neighbours of the output are computed at once, as if they were channels.
+``make bench BENCH=primitives`` times both ("conv ..."). This file may go when those rows show no
+gain; ``tests/test_ghost.py`` ("conv ...") tests values, norms and cotangents.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# At most so many input channels are few; then so many output channels are enough, set by timing:
-# 8 x 8 kernels on 28 x 28 pixels take half as long, 3 x 3 on 32 x 32 colours less than that.
+# An input of at most 8 channels is slow. Neighbours are added until there are 48 output channels;
+# both numbers were chosen by ``make bench BENCH=primitives``.
 _FEW, _ENOUGH = 8, 48
 
 
@@ -50,7 +51,7 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
 
 def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
-    """Pads beforehand where there are strides: then padding inside was twice as slow."""
+    """Pads before a strided convolution: padding inside it was twice as slow."""
     spec, padding = parameters["dimension_numbers"].lhs_spec, parameters["padding"]
     plain = all(spread == 1 for spread in parameters["lhs_dilation"])
     if not plain or not any(map(any, padding)) or set(parameters["window_strides"]) == {1}:
@@ -63,7 +64,7 @@ def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]
 
 
 def _forward(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
-    """The convolution itself; on CPU in the form that is fast for its channels."""
+    """The forward convolution, on CPU in the form that is fast for its channels."""
     as_written = partial(_as_written, parameters)
     count = _neighbours(parameters, x, kernel)
     if count <= 1:
@@ -77,7 +78,7 @@ def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
 
 def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
-    """How many neighbours of a row of the output are computed at once."""
+    """The number of neighbours of an output row to compute together."""
     numbers = parameters["dimension_numbers"]
     out, channels, *space = numbers.rhs_spec
     spreads = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
@@ -99,10 +100,10 @@ def _columns(parameters: dict[str, Any], x: Array, kernel: Array) -> tuple[int, 
 
 
 def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) -> Array:
-    """Moves the kernel past so many neighbours, and takes all it makes there for channels.
+    """Computes `count` neighbouring outputs together: shifted copies of the kernel as channels.
 
-    It multiplies by more zeros than before, and a pixel that is not finite spreads among the
-    neighbours: to none of another example.
+    The copies are padded with zeros. So a non-finite pixel spreads to neighbours that do not see
+    it, but never to another example.
     """
     numbers, (*others, stride) = parameters["dimension_numbers"], parameters["window_strides"]
     out, along = numbers.rhs_spec[0], numbers.rhs_spec[-1]

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of a program that XLA on CPU is not to merge with what stands around them.
+"""A barrier that XLA's fusion does not cross on CPU.
 
-XLA merges neighbouring equations into one loop over their last result.  Mostly that saves
-time, and a barrier between two equations does not prevent it: barriers are gone by then.
-The branch of a condition is a program of its own and stays one.
+Symptom (jaxlib 0.10.2, CPU): XLA fuses neighbouring equations into one loop over the last result.
+`jax.lax.optimization_barrier` does not prevent it, because XLA removes barriers before fusion. The
+branch of a `jax.lax.cond` is a computation of its own and stays one, so `apart` puts a function
+into such a branch.
+
+`max_pool` needs it for correct gradients, `tanh` for speed (``make bench BENCH=primitives``).
+``test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over`` in ``tests/test_ghost.py`` fails
+without it; this file may go when that test passes with ``apart = lambda function, _: function``.
 """
 
 from __future__ import annotations
@@ -18,15 +23,16 @@ from jaxtyping import Array
 def apart(
     function: Callable[..., Array], elsewhere: Callable[..., Array] | None = None
 ) -> Callable[..., Array]:
-    """The same function of arrays, on CPU as a program of its own.
+    """A function that computes `function`, on CPU in a computation of its own.
 
     Args:
-      function: Its result has the shape and dtype of its first argument.
-      elsewhere: What other devices do instead; by default `function` as it is.
+      function: A function of arrays. Its result has the shape and dtype of its first argument.
+      elsewhere: The function for other devices; by default `function`.
     """
 
     def on_cpu(x: Array, *others: Array) -> Array:
-        # Always true, which XLA cannot know beforehand; else a result of NaN would show it.
+        # Always true, but behind a barrier XLA cannot fold the condition. NaN in the branch that
+        # is never taken would reveal an error.
         always = jax.lax.optimization_barrier(jnp.array(True))
         return jax.lax.cond(always, function, lambda x, *_: jnp.full_like(x, jnp.nan), x, *others)
 

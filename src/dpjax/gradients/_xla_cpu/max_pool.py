@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Max-pools over windows, with a backward pass made of slices and comparisons alone.
 
-The derivative of a max-pool as XLA runs it on CPU looks for each window's winner one
-element after the other.  Here the winner's place in its window is noted as a small number,
-and each input asks the few windows that it lies in whether it won: all element by element.
-Of equal winners the first takes the cotangent, as in JAX.
+Symptom (jaxlib 0.10.2, CPU): XLA's derivative of a max-pool (select-and-scatter) searches the
+winner of each window one element after the other. Here the place of the winner in its window is
+stored as a small integer, and each input compares it for the few windows that contain the input;
+both are elementwise. Of equal winners the first takes the cotangent, as in JAX.
 
-Inputs fall into *phases* by their position modulo the stride.  Inputs of one phase see
-their windows from the same places, so each phase is a few plain slices; at the end the
-phases are woven together.
+Inputs fall into *phases* by their position modulo the stride. All inputs of one phase have the
+same places in their windows, so a phase is a few plain slices. At the end phases are interleaved.
 
-The backward pass is a program of its own.  In one with what surrounds it, XLA on CPU was
-seen to merge it with the derivative of the activation below and to write the result over
-the very input that the next slice reads: gradients were silently wrong.
+``make bench BENCH=primitives`` times it ("max-pool ..."). This file may go when those rows show no
+gain; ``tests/test_ghost.py`` ("a_max_pool") compares it with JAX's derivative.
 """
 
 from __future__ import annotations
@@ -28,17 +26,18 @@ from jaxtyping import Array, Int
 
 from dpjax.gradients._xla_cpu.fusion_barrier import apart
 
-# Windows with more entries than this are left to XLA; a winner's number fits eight bits.
+# Windows with more entries are left to XLA. The place of a winner fits eight bits.
 _LARGEST = 64
-# Windows with at most so many have what their winners take moved, not what they look at: 0.26 ms
-# for 0.46 on 32 images of 14 x 14 x 16, 0.24 of it the loop; with 9 entries three times slower.
+# For windows of at most 4 entries it is faster to shift the cotangents that winners take, for
+# larger ones to shift the winners (``make bench BENCH=primitives``).
 _FEW = 4
 
 Window = tuple[tuple[int, ...], tuple[int, ...]]
 """Dimensions and strides."""
 
 Wins = Callable[[int, Sequence[int]], Array]
-"""What inputs of a phase get as entry so many of the window that begins so far behind."""
+"""``(place, behind) -> cotangents`` for the inputs of a phase that are at that place of the window
+that begins ``behind`` windows earlier."""
 
 
 def pool_max(parameters: dict[str, Any], x: Array) -> Array:
@@ -58,6 +57,8 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
     def fast(x: Array, largest: Array, cotangent: Array) -> Array:
         return _input_cotangent(parameters, x, largest, cotangent)
 
+    # Without the barrier XLA fused the backward pass with the derivative of the activation before
+    # it, and wrote the result over the input that the next slice reads: gradients were wrong.
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
         return (apart(fast, elsewhere=as_written)(*inputs, cotangent),)
 
@@ -69,7 +70,7 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
 
 
 def _unusual(parameters: dict[str, Any], x: Array) -> bool:
-    """Whether the window is left to XLA: dilated, very large, too large, or of no real numbers."""
+    """Whether XLA's own version runs: dilated or large windows, no output, or no real numbers."""
     spread = max(*parameters["base_dilation"], *parameters["window_dilation"])
     large = math.prod(parameters["window_dimensions"]) > _LARGEST
     padding = parameters["padding"]

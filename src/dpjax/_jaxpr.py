@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One interpreter of jaxprs, and one analysis of which values depend on which inputs.
+
+`evaluate` keeps the environment of a program and gives each equation to a *rule*. With `bind`
+as the rule it computes the program. Other rules compute something else of the same program: the
+book-keeping engine finds where parameters meet the data, `clipping.jl` watches the magnitude of
+tangents, and `depends` follows booleans instead of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+__all__ = [
+    "bind",
+    "called",
+    "depends",
+    "equations",
+    "evaluate",
+    "inner_programs",
+    "outputs_depend",
+    "steady",
+]
+
+Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
+"""``(equation, inputs) -> outputs``."""
+
+
+def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation, which may be a call or have a custom derivative."""
+    # As a program of its own, which every version of JAX can run whatever the parameters of its
+    # primitives look like.
+    chosen = {
+        variable: x
+        for variable, x in zip(equation.invars, inputs, strict=True)
+        if not isinstance(variable, Literal)
+    }
+    wanted = [v for v in equation.outvars if not isinstance(v, DropVar)]
+    debug = DebugInfo("dpjax", equation.primitive.name, ("",) * len(chosen), ("",) * len(wanted))
+    alone = Jaxpr([], list(chosen), wanted, [equation], equation.effects, debug)
+    results = dict(zip(wanted, jaxpr_as_fun(ClosedJaxpr(alone, []))(*chosen.values()), strict=True))
+    return [results.get(v, 0) for v in equation.outvars]
+
+
+def evaluate(
+    program: Jaxpr,
+    constants: Iterable[Any],
+    arguments: Iterable[Any],
+    rule: Rule = bind,
+    literal: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Evaluates a program, equation after equation.
+
+    Args:
+      program: The jaxpr.
+      constants: A value for each of its ``constvars``.
+      arguments: A value for each of its ``invars``.
+      rule: Computes the outputs of an equation. Values may be anything that it understands.
+      literal: From a literal number in the program to a value.
+
+    Example:
+      >>> import jax
+      >>> closed = jax.make_jaxpr(lambda x: 2 * x + 1)(3)
+      >>> evaluate(closed.jaxpr, closed.consts, [3])
+      [Array(7, dtype=int32, weak_type=True)]
+    """
+    values: dict[Any, Any] = dict(zip(program.constvars, constants, strict=True))
+    values.update(zip(program.invars, arguments, strict=True))
+
+    def read(variable: Any) -> Any:
+        return literal(variable.val) if isinstance(variable, Literal) else values[variable]
+
+    for equation in program.eqns:
+        outputs = rule(equation, [read(v) for v in equation.invars])
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(v) for v in program.outvars]
+
+
+def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations of a program, those of inner programs included."""
+    for equation in program.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from equations(inner)
+
+
+def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
+    held = [
+        part
+        for value in equation.params.values()
+        for part in (value if isinstance(value, tuple | list) else [value])
+    ]
+    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in held]
+    return [part for part in opened if isinstance(part, Jaxpr)]
+
+
+def called(equation: JaxprEqn) -> Jaxpr | None:
+    """The program that an equation calls with its own inputs, if it is such a call."""
+    inner = inner_programs(equation)
+    alone = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)
+    return inner[0] if alone and not inner[0].constvars else None
+
+
+def depends(program: Jaxpr, moving: Sequence[bool], rule: Rule | None = None) -> list[bool]:
+    """Which outputs of a program depend on the inputs marked True.
+
+    Args:
+      program: The jaxpr.
+      moving: A mark for each input.
+      rule: Marks the outputs of an equation; by default `outputs_depend`.
+
+    Example:
+      >>> import jax
+      >>> program = jax.make_jaxpr(lambda x, y: (x + 1, x * y, 3))(1, 2).jaxpr
+      >>> depends(program, [False, True])
+      [False, True, False]
+    """
+    still = [False] * len(program.constvars)
+    return evaluate(program, still, moving, rule or outputs_depend, literal=lambda _: False)
+
+
+def outputs_depend(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
+    """Which outputs of an equation depend on the inputs marked True."""
+    p, name, every = equation.params, equation.primitive.name, len(equation.outvars)
+    if not any(moving):
+        return [False] * every
+    if name == "scan":
+        return depends(p["jaxpr"].jaxpr, steady(equation, moving))
+    if name == "while":
+        moving, asks = steady(equation, moving), p["cond_nconsts"]
+        carried = moving[asks + p["body_nconsts"] :]
+        # The number of rounds decides every output.
+        endless = depends(p["cond_jaxpr"].jaxpr, [*moving[:asks], *carried])[0]
+        return [endless or moved for moved in carried]
+    if name == "cond":
+        each = [depends(branch.jaxpr, moving[1:]) for branch in p["branches"]]
+        return [moving[0] or any(some) for some in zip(*each, strict=True)]
+    inner = called(equation)
+    return [True] * every if inner is None else depends(inner, moving)
+
+
+def steady(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
+    """Which inputs of a loop depend on the marked ones in some round.
+
+    Args:
+      equation: A scan or a while loop.
+      moving: A mark for each of its inputs in the first round.
+    """
+    p, moving = equation.params, list(moving)
+    if equation.primitive.name == "scan":
+        skipped, program, count = 0, p["jaxpr"].jaxpr, p["num_carry"]
+        first = p["num_consts"]
+    else:
+        skipped, program = p["cond_nconsts"], p["body_jaxpr"].jaxpr
+        first = skipped + p["body_nconsts"]
+        count = len(moving) - first
+    while True:
+        after = depends(program, moving[skipped:])[:count]
+        before = moving[first : first + count]
+        if before == (both := [a or b for a, b in zip(before, after, strict=True)]):
+            return moving
+        moving[first : first + count] = both

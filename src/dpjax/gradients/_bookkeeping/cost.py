@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs: which rule computes the norms of a leaf, chosen by shapes alone.
+
+A cost is a number of multiplications of a large matrix product; other work is converted to it by
+measured ratios. `choose` takes the cheapest rule that is exact for the sites of a leaf, and
+`foresee` tells the choice before any data exist, for `dpjax.gradients.layout` and `explain`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dpjax.gradients._bookkeeping.outer_products import Outer, form_of
+from dpjax.gradients._bookkeeping.sites import Site
+
+Shape = jax.ShapeDtypeStruct
+
+# Writing and squaring one number, or scaling it, in multiplications of a matrix product.
+_TRAFFIC = 8
+# Inner products between positions are summed in blocks of this many terms, so that rounding errors
+# do not add up over all terms. One of their multiplications then costs as much as ten.
+BLOCK, _SLOWER = 16, 10
+# The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
+_MANY = 6
+# VJPs of these primitives are elementwise, so they add no rounding error beyond the cotangent's.
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}
+# Instantiated gradients are kept if they have at most this many times the numbers that the product
+# reads: a second product for the sum would cost more than the memory.
+_ROOM = 4
+
+
+class Choice(NamedTuple):
+    """How the gradient of a leaf is dealt with.
+
+    Args:
+      rule: "product", "gram", "rows", "instantiate" or "derivative".
+      keep: Whether per-example gradients are kept for the sum.
+      operations: What one example's norm costs, in multiplications of a large product.
+      numbers: How many are written for it, beside the data and cotangents themselves.
+    """
+
+    rule: str
+    keep: bool
+    operations: int
+    numbers: int
+
+
+def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> Choice:
+    """Takes the cheapest rule that fits; by shapes alone."""
+    outers = [form for form in forms if form is not None]
+    isometric = all(site.isometry for site in sites)
+    if len(outers) < len(sites):
+        once = len(sites) == 1 and sites[0].equation.primitive.name in _ENTRYWISE
+        keep = not (isometric and once and entire(leaf, sites))
+        return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
+    blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
+    width = max(1 if o.chosen else o.width for o in outers)
+    depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
+    read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
+    keep = leaf.size <= _ROOM * read or not isometric
+    product = 0 if rows else blocks * positions * width * depth
+    copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
+    again = product + _TRAFFIC * copied
+    by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
+    gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
+    instantiate = product + _TRAFFIC * leaf.size
+    after = _TRAFFIC * leaf.size if rows or keep else again
+    one_form = isometric and alike(outers) is not None
+    if one_form and positions == 1 and not rows:
+        return Choice("product", False, blocks * (width + depth), copied)
+    if one_form and len(outers) <= _MANY and gram + again < instantiate + after:
+        written = pairs * (2 if by_rows else paired(width) + paired(depth))
+        return Choice("rows" if by_rows else "gram", False, gram, copied + written)
+    rule = "derivative" if rows else "instantiate"
+    return Choice(rule, keep, instantiate, copied + leaf.size)
+
+
+def foresee(leaf: Shape, sites: Sequence[Site]) -> Choice:
+    """The choice for a leaf, from shapes alone.
+
+    Args:
+      leaf: Shape and dtype of the leaf.
+      sites: All its sites.
+    """
+    found: list[Choice] = []
+
+    def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
+        found.append(choose(leaf, sites, list(map(form_of, sites, data, cotangents))))
+
+    def batched(x: Shape) -> Shape:
+        return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+
+    data = [[batched(x) for x in site.data] for site in sites]
+    jax.eval_shape(on_shapes, data, [batched(site.output) for site in sites])
+    return found[0]
+
+
+def alike(forms: Sequence[Outer]) -> list[Outer] | None:
+    """The forms of one leaf, turned so that inputs meet inputs; None if they do not."""
+    first = forms[0] if forms else None
+    if first is None or len(forms) == 1:
+        return list(forms)
+    turned = []
+    for form in forms:
+        if first.axes is None or form.axes is None or form.axes[0] != first.axes[0]:
+            return None
+        if form.axes == first.axes:
+            turned.append(form)
+        elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
+            x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
+            turned.append(form._replace(x=(x,), g=g))
+        else:
+            return None
+    return turned
+
+
+def entire(leaf: Array | Shape, sites: Sequence[Site]) -> bool:
+    """Whether one example's gradient of a leaf is as large as what it is made of.
+
+    Then it is not kept: scaled cotangents take its place, and perhaps that of others too.
+    """
+    return leaf.size == sum(math.prod(site.output.shape) for site in sites)
+
+
+def paired(terms: int) -> int:
+    """How many blocks so many terms take: a power of two, to be added in pairs."""
+    return 2 ** math.ceil(math.log2(max(1, -(-terms // BLOCK))))

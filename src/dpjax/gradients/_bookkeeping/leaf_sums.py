@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
+
+Where per-example gradients of the leaf exist, `Kept` sums them. Elsewhere `Recomputed` forms the
+sum in one product from the data and scaled cotangents of each site. Both have a careful variant
+for batches in which some example is not finite. A table, of which a batch uses few rows, is
+updated in place by `into_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dpjax import trees
+from dpjax.gradients._bookkeeping.cost import entire
+from dpjax.gradients._bookkeeping.outer_products import Outer, form_of, product
+from dpjax.gradients._bookkeeping.sites import Site
+
+Squares = Float[Array, " batch"]
+
+
+class Entry(NamedTuple):
+    """A site with what one backward pass recorded there for a batch.
+
+    Args:
+      site: Where a view meets the data.
+      data: The other inputs of the site, with a batch axis.
+      cotangent: Of the output of the site, with a batch axis.
+    """
+
+    site: Site
+    data: Sequence[Array]
+    cotangent: Array
+
+    def scaled(self, factors: Squares) -> Entry:
+        """Each example's cotangent times its factor."""
+        return self._replace(cotangent=self.cotangent * trees.expand(factors, self.cotangent))
+
+    def wiped(self, keep: Array) -> Entry:
+        """Data and cotangents with constants for the examples that are not to be kept."""
+        # With a cotangent of 0 any finite data give 0. The data are 1 because some divide by them.
+        data = [_wiped(x, keep, 1) for x in self.data]
+        return self._replace(data=data, cotangent=_wiped(self.cotangent, keep, 0))
+
+
+class Pieces(NamedTuple):
+    """Per-example gradients of a leaf, kept for the sum.
+
+    Args:
+      gradients: In one or several pieces.
+      place: From a sum of each piece to the layout of the leaf.
+    """
+
+    gradients: Sequence[Array]
+    place: Callable[[Sequence[Array]], Array] = lambda pieces: pieces[0]
+
+
+class Kept(NamedTuple):
+    """The clipped sum of a leaf from its per-example gradients."""
+
+    pieces: Pieces
+    factors: Squares
+
+    def sum(self) -> Array:
+        """The sum; NaN if a gradient with factor 0 is not finite."""
+        found = [weighted_sum(x, self.factors) for x in self.pieces.gradients]
+        return self.pieces.place(found)
+
+    def sum_careful(self) -> Array:
+        """The sum, to which an example with factor 0 contributes exactly 0."""
+        found = [_careful_sum(x, self.factors) for x in self.pieces.gradients]
+        return self.pieces.place(found)
+
+
+class Recomputed(NamedTuple):
+    """The clipped sum of a leaf from the data and scaled cotangents of its sites.
+
+    Args:
+      leaf: Which leaf.
+      scaled: Its sites, with each example's cotangent times its factor.
+      leaves: All leaves, in full precision.
+      factors: One for each example.
+    """
+
+    leaf: int
+    scaled: Sequence[Entry]
+    leaves: Sequence[Array]
+    factors: Squares
+
+    def sum(self) -> Array:
+        """The sum; NaN if data or cotangents of an example with factor 0 are not finite."""
+        return summed(self.leaf, self.scaled, self.leaves)
+
+    def sum_careful(self) -> Array:
+        """The sum, to which an example with factor 0 contributes exactly 0."""
+        wiped = [entry.wiped(self.factors != 0) for entry in self.scaled]
+        return summed(self.leaf, wiped, self.leaves)
+
+
+def weighted_sum(gradients: Array, factors: Squares) -> Array:
+    """The sum of per-example gradients, each times its factor."""
+    return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
+
+
+def _careful_sum(gradients: Array, factors: Squares) -> Array:
+    """As `weighted_sum`, but an example with factor 0 contributes exactly 0."""
+
+    # One example after the other: a product would need a masked copy of all gradients.
+    def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
+        factor, gradient = one
+        return total + jnp.where(factor != 0, factor * gradient, 0), None
+
+    start = jnp.zeros(gradients.shape[1:], jnp.result_type(factors, gradients))
+    return jax.lax.scan(add, start, (factors, gradients))[0]
+
+
+def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Array:
+    """The sum of the examples' gradients of a leaf, site by site."""
+    total = jnp.zeros_like(leaves[leaf])
+    for entry in entries:
+        form = form_of(*entry)
+        if form is not None and not form.chosen:
+            part = _pulled(leaf, leaves, entry.site.of)(form.joined(_over_all(form)))
+        elif form is None and entire(leaves[leaf], [entry.site]):
+            part = _ones_times(instantiated(leaf, [entry], [None], leaves))
+        else:
+            run = jax.vmap(entry.site.apply, (None, 0))
+            part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
+        total = total + part
+    return total
+
+
+def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
+    """A function that adds the clipped sum of a table to a total in place; None for other leaves.
+
+    A batch uses few rows of a table. To write the sum out first would be a pass over zeros.
+
+    Args:
+      leaf: Which leaf.
+      entries: All its sites.
+    """
+    site, form = entries[0].site, form_of(*entries[0])
+    if len(entries) > 1 or form is None or not form.chosen or site.stacks:
+        return None
+    if not site.isometry or site.leaves != {leaf} or site.axes != tuple(range(len(site.shape))):
+        return None
+
+    def put(total: Array, factors: Squares) -> Array:
+        rows = form_of(*entries[0].scaled(factors).wiped(factors != 0))
+        assert rows is not None
+        taken = rows.g.reshape(-1, *total.shape[1:])
+        return total.at[rows.x[0].reshape(-1)].add(taken.astype(total.dtype))
+
+    return put
+
+
+def _over_all(form: Outer) -> list[Array]:
+    """The outer products of all examples and positions, summed: ``[blocks, inputs, outputs]``."""
+
+    def one(x: Array) -> Array:
+        if form.g.shape[1] > 1:
+            return product("bhks,bhsd->hkd", x, form.g)
+        # As a product of two matrices, for which XLA need not copy the inputs into its layout.
+        x = jnp.swapaxes(x, 2, 3).reshape(-1, x.shape[2])
+        return product("nk,nd->kd", x, form.g.reshape(-1, form.g.shape[3]))[None]
+
+    return [one(x) for x in form.x]
+
+
+def placed(
+    leaf: int, entry: Entry, form: Outer | None, leaves: Sequence[Array]
+) -> tuple[Callable[[Sequence[Array]], Array], list[Array]]:
+    """Each example's gradient in the pieces of its form, and the map from pieces to the leaf."""
+    assert form is not None
+    pull = _pulled(leaf, leaves, entry.site.of)
+    gradients = [product("bhks,bhsd->bhkd", x, form.g) for x in form.x]
+    return lambda parts: pull(form.joined(parts)), gradients
+
+
+def instantiated(
+    leaf: int, entries: Sequence[Entry], forms: Sequence[Outer | None], leaves: Sequence[Array]
+) -> Float[Array, "batch ..."]:
+    """Each example's gradient of a leaf, from all its sites."""
+
+    def one(entry: Entry, form: Outer | None) -> Array:
+        if form is not None and not form.chosen:
+            place, gradients = placed(leaf, entry, form, leaves)
+            return jax.vmap(place)(gradients)
+
+        def derivative(data: Sequence[Array], cotangent: Array) -> Array:
+            return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
+
+        return jax.vmap(derivative)(entry.data, entry.cotangent)
+
+    parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
+    return added(parts)
+
+
+def _pulled(
+    leaf: int, leaves: Sequence[Array], function: Callable[[Sequence[Array]], Array]
+) -> Callable[[Array], Array]:
+    """The VJP of a function of all leaves with respect to one leaf."""
+
+    def of_one(chosen: Array) -> Array:
+        return function([*leaves[:leaf], chosen, *leaves[leaf + 1 :]])
+
+    output, pull = jax.vjp(of_one, leaves[leaf])
+    return lambda cotangent: pull(cotangent.astype(output.dtype))[0]
+
+
+def _ones_times(x: Array) -> Array:
+    """The sum over the first axis, as a product: XLA's reduction over rows is slower on CPU."""
+    return product("b,b...->...", jnp.ones(len(x), x.dtype), x)
+
+
+def added(parts: Sequence[Array]) -> Array:
+    """The sum of arrays of one shape."""
+    return sum(parts[1:], parts[0])
+
+
+def _wiped(x: Array, keep: Array, filling: float) -> Array:
+    """Fills examples that are not kept with a constant; integers are left as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jnp.where(trees.expand(keep, x), x, filling)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scans: the body of a loop over layers or time is traced, and its sites are stacked.
+
+Views that the scan slices, and views that are the same in every round, enter the body as leaves
+of its own. A view that the rounds carry along is materialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+from jaxtyping import Array
+
+from dpjax import trees
+from dpjax.gradients._bookkeeping.sites import Book, Leaves, Memo, Site, View, dtype, plain, union
+
+Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
+
+
+def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) -> list[Any]:
+    """Evaluates a scan, and records its sites with a leading axis for the rounds.
+
+    Args:
+      equation: The scan.
+      inputs: Its inputs, of which some are views.
+      book: Of the program around it.
+      walk: Evaluates the body, ``(program, constants, arguments, book) -> outputs``.
+    """
+    p, inner = equation.params, equation.params["jaxpr"]
+    first, last = p["num_consts"], p["num_consts"] + p["num_carry"]
+    inputs = [
+        *inputs[:first],
+        *plain(inputs[first:last], book, "the carry of a scan"),
+        *inputs[last:],
+    ]
+    entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
+    views, sliced = list(entering.values()), [i >= last for i in entering]
+    values = [jnp.asarray(x, dtype(v)) for x, v in zip(plain(inputs), equation.invars, strict=True)]
+    # Constants stay constants inside.
+    constants = [
+        x if isinstance(x, View) and not x.reads else value
+        for x, value in zip(inputs[:first], values[:first], strict=True)
+    ]
+    carry, slices = values[first:last], values[last:]
+
+    def body(child: Book, carry: Sequence[Array], slices: Sequence[Array]) -> list[Array]:
+        arguments: list[Any] = [*constants, *carry, *slices]
+        for j, (i, view) in enumerate(entering.items()):
+            arguments[i] = child.enter(j, arguments[i], trained=bool(view.leaves))
+        outputs = walk(inner.jaxpr, inner.consts, arguments, child)
+        return plain(outputs, child, "the carry of a scan")
+
+    probe, known = Book({}), None
+    while known != probe.materialised.keys():
+        known = set(probe.materialised)
+        probe = Book(probe.materialised)
+        rows = trees.one_row(slices)
+        jax.eval_shape(lambda c, s, probe=probe: body(probe, c, s), carry, rows)
+    for local, why in probe.materialised.items():
+        book.materialise(views[local].leaves, f"{why}, in a scan")
+
+    start, count = len(book.sites), len(probe.sites)
+    taps = None if book.taps is None else list(book.taps[start : start + count])
+
+    def round_(carry: Any, xs: Any) -> tuple[Any, Any]:
+        child = Book(probe.materialised, xs[1])
+        outputs = body(child, carry, xs[0])
+        split = p["num_carry"]
+        return outputs[:split], (outputs[split:], tuple(child.data))
+
+    ended, (stacked, data) = jax.lax.scan(
+        round_, carry, (slices, taps), p["length"], p["reverse"], p["unroll"]
+    )
+    for site, noted in zip(probe.sites, data, strict=True):
+        book.record(_stacked(site, views, sliced, p["length"]), noted)
+    return [*ended, *stacked]
+
+
+def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> Site:
+    """A site inside a scan, as a site of the program around it."""
+    entering = sorted(site.reads)
+    axis = {j: 0 if sliced[j] else None for j in entering}
+    by_round = any(sliced[j] for j in entering)
+    alone = views[entering[0]] if len(entering) == 1 else None
+
+    def over_rounds(function: Callable[..., Array], leaves: Leaves, *data: Any) -> Array:
+        memo: Memo = {}
+        chosen = {j: views[j].of(leaves, memo) for j in entering}
+        if not data and not by_round:
+            return function(_Sparse(chosen))
+        each = jax.vmap(lambda c, *d: function(_Sparse(c), *d), (axis, *(0 for _ in data)))
+        return each(chosen, *data)
+
+    axes = None
+    if alone and alone.axes is not None and site.axes is not None:
+        axes = tuple(alone.axes[a + by_round] for a in site.axes)
+        axes = (alone.axes[0], *axes) if by_round else axes
+    return site._replace(
+        leaves=union(views[j].leaves for j in site.leaves),
+        reads=union(views[j].reads for j in entering),
+        of=lambda leaves: over_rounds(site.of, leaves),
+        isometry=site.isometry and alone is not None and alone.isometry,
+        axes=axes,
+        apply=lambda leaves, data: over_rounds(site.apply, leaves, data),
+        data=tuple(jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in site.data),
+        output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
+        stacks=(by_round, *site.stacks),
+    )
+
+
+class _Sparse(dict):
+    """Leaves by number, with only those that a site reads."""

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views and sites: what the trace of a loss finds, and the book in which it is recorded.
+
+A *view* is a value that depends on parameters alone. A *site* is an equation in which a view
+meets the data, and which is linear in the view. A leaf that meets the data in any other way is
+*materialised*: differentiated like any argument of `jax.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jaxtyping import Array
+
+Leaves = Sequence[Array]
+Memo = dict[int, list[Array]]
+
+
+class View(NamedTuple):
+    """A value that depends on parameters alone; a constant depends on none.
+
+    Args:
+      leaves: Parameter leaves by which the value is differentiated.
+      reads: Leaves from which it is computed; some may be behind a `stop_gradient`.
+      of: From all leaves to this value, in full precision. The memo holds values that several
+        views share.
+      value: The value, as the loss computes it.
+      isometry: Whether it only rearranges the entries of one leaf.
+      axes: For each axis of the value the axis of the leaf, if it is a transpose of one leaf.
+      depth: Number of equations between the value and a leaf in `leaves`.
+    """
+
+    leaves: frozenset[int]
+    reads: frozenset[int]
+    of: Callable[[Leaves, Memo], Array]
+    value: Any
+    isometry: bool = False
+    axes: tuple[int, ...] | None = None
+    depth: int = 0
+
+
+class Site(NamedTuple):
+    """An equation in which a view meets the data, and which is linear in the view.
+
+    Args:
+      leaves: Leaves by which it is differentiated.
+      reads: Leaves from which its views are computed.
+      equation: The equation, with its parameters.
+      operand: The index of the input that is the view; of the first, if several are.
+      shape: The shape of that input, in one round of the scans around it.
+      of: From all leaves to that input.
+      isometry: Whether that input rearranges the entries of one leaf, and is the only view.
+      axes: For each axis of that input the axis of the leaf, if it is a transpose of one.
+      apply: ``(leaves, data) -> output`` in full precision.
+      data: Shapes and dtypes of the other inputs, for one example.
+      output: Shape and dtype of the output, for one example.
+      stacks: For each scan around the equation, outermost first: whether the view is sliced
+        by it (layer after layer) or is the same in every round.  Data, output and a sliced
+        view have a leading axis for it.
+    """
+
+    leaves: frozenset[int]
+    reads: frozenset[int]
+    equation: JaxprEqn
+    operand: int
+    shape: tuple[int, ...]
+    of: Callable[[Leaves], Array]
+    isometry: bool
+    axes: tuple[int, ...] | None
+    apply: Callable[[Leaves, Sequence[Array]], Array]
+    data: tuple[jax.ShapeDtypeStruct, ...]
+    output: jax.ShapeDtypeStruct
+    stacks: tuple[bool, ...] = ()
+
+
+class Program(NamedTuple):
+    """A traced loss that can be run with taps.
+
+    Args:
+      sites: The sites, in the order of the program.
+      materialised: For each materialised leaf, why.
+      run: ``(taps, materialised leaves, leaves, example) -> (loss, (aux, data of each
+        site))``.
+    """
+
+    sites: tuple[Site, ...]
+    materialised: dict[int, str]
+    run: Callable[..., tuple[Array, Any]]
+
+
+class Book:
+    """The findings of one evaluation: sites with their data, and leaves to materialise."""
+
+    def __init__(self, materialised: dict[int, str], taps: Sequence[Array] | None = None) -> None:
+        self.materialised = dict(materialised)
+        self.taps = taps
+        self.sites: list[Site] = []
+        self.data: list[tuple[Array, ...]] = []
+
+    def materialise(self, leaves: Iterable[int], why: str) -> None:
+        for leaf in leaves:
+            self.materialised.setdefault(leaf, why)
+
+    def record(self, site: Site, data: tuple[Array, ...]) -> None:
+        self.sites.append(site)
+        self.data.append(data)
+
+    def tap(self, output: Array) -> Array:
+        return output if self.taps is None else output + self.taps[len(self.sites)]
+
+    def enter(self, leaf: int, value: Array, trained: bool = True) -> Any:
+        """A leaf as an input of a program: a view, unless it is materialised."""
+        if leaf in self.materialised:
+            return value
+        alone, axes = frozenset([leaf]), tuple(range(value.ndim))
+        trained_by = alone if trained else frozenset[int]()
+        return View(trained_by, alone, lambda leaves, _: leaves[leaf], value, True, axes)
+
+
+def constant(value: Any) -> View:
+    """A view of no leaf."""
+    return View(frozenset(), frozenset(), lambda *_: jnp.asarray(value), value)
+
+
+def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    """The union of sets of leaves."""
+    return frozenset[int]().union(*sets)
+
+
+def plain(values: Sequence[Any], book: Book | None = None, name: str = "") -> list[Any]:
+    """Plain values. With a book, views among them are materialised: their use is not linear."""
+    for x in values:
+        if isinstance(x, View) and book is not None:
+            book.materialise(x.leaves, f"enters {name}")
+    return [x.value if isinstance(x, View) else x for x in values]
+
+
+def dtype(variable: Any) -> Any:
+    """The dtype of a variable of a jaxpr."""
+    return variable.aval.dtype
