@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from commands import only_flags
+from common.flag_checks import only_flags
 
 import dpjax
 from dpjax import clipping, data, federated, losses, metrics, models, noise, reports, sampling

@@ -26,13 +26,10 @@ import subprocess
 import sys
 from typing import Any
 
-import children
 import jax
 import numpy as np
-import pricing
-import ranking
-import searching
 from absl import app, flags
+from common import child_processes, search_cost, search_results, search_space
 
 from dpjax import accounting, noise
 from dpjax.reports.load_run import read
@@ -88,7 +85,7 @@ def number_of_runs() -> tuple[str, float] | None:
         ) from error
 
 
-def candidates_from_flags() -> searching.Candidates:
+def candidates_from_flags() -> search_space.Candidates:
     """What may be tried; refuses flags that do not go together."""
     number = number_of_runs()
     if (_GRID.value is None) == (_RANGES.value is None):
@@ -98,31 +95,31 @@ def candidates_from_flags() -> searching.Candidates:
     if number is not None and _SEEDS.value > 1:
         raise app.UsageError("--random_runs accounts for single runs; leave --seeds out.")
     name = "grid" if _RANGES.value is None else "ranges"
-    found = searching.candidates(_RANGES.value or _GRID.value or "", name)
-    if both := sorted(found.keys() & searching.pairs(_FIXED.value, "fixed").keys()):
+    found = search_space.candidates(_RANGES.value or _GRID.value or "", name)
+    if both := sorted(found.keys() & search_space.pairs(_FIXED.value, "fixed").keys()):
         raise app.UsageError(f"--fixed and --{name} both say what {', '.join(both)} is.")
     return found
 
 
-def draw(candidates: searching.Candidates) -> list[searching.Trial]:
+def draw(candidates: search_space.Candidates) -> list[search_space.Trial]:
     """The runs of the search, all of them, before the first has begun."""
     number, numbers = number_of_runs(), np.random.default_rng(_SEED.value)
     if number is not None:
         key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
         count = accounting.draw_runs(key, number[1], number[0])
-        return searching.trials(searching.drawn(candidates, count, numbers), _SEED.value)
+        return search_space.trials(search_space.drawn(candidates, count, numbers), _SEED.value)
     if _RANDOM.value is not None:
-        chosen = searching.drawn(candidates, _RANDOM.value, numbers)
+        chosen = search_space.drawn(candidates, _RANDOM.value, numbers)
     else:
-        chosen = searching.every(candidates)
-    return searching.trials([one for one in chosen for _ in range(_SEEDS.value)], _SEED.value)
+        chosen = search_space.every(candidates)
+    return search_space.trials([one for one in chosen for _ in range(_SEEDS.value)], _SEED.value)
 
 
-def planned(folder: pathlib.Path, candidates: searching.Candidates) -> list[searching.Trial]:
+def planned(folder: pathlib.Path, candidates: search_space.Candidates) -> list[search_space.Trial]:
     """The runs that were drawn when the search began, which is now if there is none."""
     path, now = folder / "sweep.json", settings()
     if not path.exists():
-        plan = {"search": now, "trials": searching.stored(draw(candidates))}
+        plan = {"search": now, "trials": search_space.stored(draw(candidates))}
         beside = path.with_suffix(".part")
         beside.touch(mode=0o600)
         beside.write_text(json.dumps(plan, indent=2) + "\n")
@@ -134,24 +131,24 @@ def planned(folder: pathlib.Path, candidates: searching.Candidates) -> list[sear
             f"another search is in {folder}:\n" + "\n".join(lines) + "\nChoose another --out; what "
             "both cost together is the price of all their runs."
         )
-    return [searching.Trial(**trial) for trial in plan["trials"]]
+    return [search_space.Trial(**trial) for trial in plan["trials"]]
 
 
-def command(trial: searching.Trial, folder: pathlib.Path) -> list[str]:
-    given = {**searching.pairs(_FIXED.value, "fixed"), **trial.settings}
+def command(trial: search_space.Trial, folder: pathlib.Path) -> list[str]:
+    given = {**search_space.pairs(_FIXED.value, "fixed"), **trial.settings}
     seed = [] if trial.seed is None else [f"--seed={trial.seed}"]
     listed = [f"--{name}={value}" for name, value in given.items()]
     return [sys.executable, _BINARY.value, f"--out={folder}", *listed, *seed]
 
 
-def run_missing(trials: dict[pathlib.Path, searching.Trial]) -> int:
+def run_missing(trials: dict[pathlib.Path, search_space.Trial]) -> int:
     """Runs what has not finished; returns how many failed."""
     done = finished(trials)
     left = {f: command(trial, f) for f, trial in trials.items() if f not in done}
     print(f"{len(trials)} runs, of which {len(done)} have finished", flush=True)
     failed = 0
     with Stop() as stop:
-        for count, end in enumerate(children.run_all(left, _JOBS.value, stop), 1):
+        for count, end in enumerate(child_processes.run_all(left, _JOBS.value, stop), 1):
             failed += bool(end.status) and not end.asked
             name = f"[{count}/{len(left)}] {end.folder.name}"
             print(f"{name}  {end.seconds:.1f} s  {outcome(end)}", flush=True)
@@ -161,33 +158,33 @@ def run_missing(trials: dict[pathlib.Path, searching.Trial]) -> int:
     return failed
 
 
-def outcome(end: children.Ended) -> str:
+def outcome(end: child_processes.Ended) -> str:
     """How a run ended, in words."""
     if end.status:
-        failed = f"FAILED with status {end.status}: {children.last_line(end.folder)}"
+        failed = f"FAILED with status {end.status}: {child_processes.last_line(end.folder)}"
         return "stopped" if end.asked else failed
     try:
-        return f"{ranking.accuracy(read(end.folder, arrays=False)):.2f} %"
+        return f"{search_results.accuracy(read(end.folder, arrays=False)):.2f} %"
     except (OSError, ValueError):  # said again, with what to do, when all have run
         return "no results"
 
 
 def finished(
-    trials: dict[pathlib.Path, searching.Trial],
-) -> dict[pathlib.Path, searching.Trial]:
-    return {f: trial for f, trial in trials.items() if (f / children.FINISHED).exists()}
+    trials: dict[pathlib.Path, search_space.Trial],
+) -> dict[pathlib.Path, search_space.Trial]:
+    return {f: trial for f, trial in trials.items() if (f / child_processes.FINISHED).exists()}
 
 
 def costs(
-    candidates: searching.Candidates, trials: dict[pathlib.Path, searching.Trial]
+    candidates: search_space.Candidates, trials: dict[pathlib.Path, search_space.Trial]
 ) -> tuple[dict[str, Any], str]:
     """What the search costs, as JSON has it and in words."""
     done = finished(trials)
-    prices, delta, relation = pricing.prices(
-        [pricing.card_of(folder) for folder in done],
-        [pricing.spent_so_far(folder) for folder in trials if folder not in done],
+    prices, delta, relation = search_cost.prices(
+        [search_cost.card_of(folder) for folder in done],
+        [search_cost.spent_so_far(folder) for folder in trials if folder not in done],
         number_of_runs(),
-        pricing.uncovered(candidates, done.values(), _FREE.value),
+        search_cost.uncovered(candidates, done.values(), _FREE.value),
     )
     lines = [f"What this search costs at delta={delta:g} for {relation} neighbours, by RDP:"]
     lines += [f"  {price}" for price in prices]
@@ -198,22 +195,24 @@ def costs(
     if _SEED.value is not None:
         lines.append("These seeds are published: a search with secret keys would cost this.")
     said = {"delta": delta, "neighbours": relation, "seed_published": _SEED.value}
-    listed = [{**price._asdict(), "epsilon": ranking.number(price.epsilon)} for price in prices]
+    listed = [
+        {**price._asdict(), "epsilon": search_results.number(price.epsilon)} for price in prices
+    ]
     return {**said, "prices": listed}, "\n".join(lines)
 
 
 def conclude(
     out: pathlib.Path,
-    candidates: searching.Candidates,
-    trials: dict[pathlib.Path, searching.Trial],
+    candidates: search_space.Candidates,
+    trials: dict[pathlib.Path, search_space.Trial],
 ) -> None:
     """Prints and writes what the search found, and what it cost."""
     done = finished(trials)
-    rows = ranking.results(done)
+    rows = search_results.results(done)
     (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spent, said = costs(candidates, trials)
     (out / "costs.json").write_text(json.dumps(spent, indent=2) + "\n")
-    print(f"\n{ranking.table(rows)}\n\n{said}", flush=True)
+    print(f"\n{search_results.table(rows)}\n\n{said}", flush=True)
     if _PAGE.value:
         page = [sys.executable, HERE / "compare.py", *done, f"--out={out / 'comparison.html'}"]
         if subprocess.run(list(map(str, page)), check=False).returncode:
@@ -226,7 +225,7 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # the accelerator is for the runs
     candidates, out = candidates_from_flags(), pathlib.Path(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
-    if children.locked(out / "lock") is None:
+    if child_processes.locked(out / "lock") is None:
         raise app.UsageError(f"another search is running in {out}; wait for it.")
     trials = {out / trial.name: trial for trial in planned(out, candidates)}
     failed = run_missing(trials)

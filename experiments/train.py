@@ -40,8 +40,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from classifying import cleared, describe, rehearse, released, train
-from commands import in_range, only_flags, whole_and_positive
+from common.classifier import cleared, describe, rehearse, released, train
+from common.flag_checks import in_range, only_flags, whole_and_positive
 
 import dpjax
 from dpjax import (

@@ -13,7 +13,7 @@ import dpjax
 
 
 def run(*asked, status=0):
-    return run_binary.run("bu2023_calibration.py", *asked, status=status)
+    return run_binary.run("papers/bu2023_calibration.py", *asked, status=status)
 
 
 def rows(text):
@@ -25,11 +25,12 @@ def rows(text):
 @pytest.fixture(scope="module")
 def paper():
     """The settings, imported as the binary does."""
-    sys.path.insert(0, str(run_binary.EXPERIMENTS))
+    folders = [str(run_binary.EXPERIMENTS), str(run_binary.EXPERIMENTS / "papers")]
+    sys.path[:0] = folders
     try:
         return importlib.import_module("bu2023_settings")
     finally:
-        sys.path.remove(str(run_binary.EXPERIMENTS))
+        del sys.path[: len(folders)]
 
 
 ASKED = {"--table=1": 6, "--figure=1": 2, "--figure=10": 4}  # and how many rows there are

@@ -501,10 +501,10 @@ def test_an_unknown_data_set_is_refused_by_name(tmp_path):
 
 def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
     kept = tmp_path / "results.json"
-    first = run("tramer2021_scatternet.py", "--smoke", "--out", kept)
+    first = run("papers/tramer2021_scatternet.py", "--smoke", "--out", kept)
     rows = json.loads(kept.read_text())["rows"]
     assert set(rows) == {"smoke: digits pixels", "smoke: digits wavelets"}
-    again = run("tramer2021_scatternet.py", "--smoke", "--out", kept)
+    again = run("papers/tramer2021_scatternet.py", "--smoke", "--out", kept)
     assert again.stdout == first.stdout
     assert json.loads(kept.read_text())["rows"] == rows, "nothing was run again"
     assert "| 3.11             | 2.60 | 2.26 |" in first.stdout
@@ -514,6 +514,7 @@ def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
 def imported(monkeypatch):
     """Imports a binary, and takes its flags away again: two of them may have one of a name."""
     monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.syspath_prepend(EXPERIMENTS / "papers")
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
@@ -521,6 +522,9 @@ def imported(monkeypatch):
             FLAGS.remove_flag_values(
                 [flag.name for flag in FLAGS.get_flags_for_module(sys.modules[name])]
             )
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:  # `from parent import child` would find it there
+                vars(sys.modules[parent]).pop(child, None)
             del sys.modules[name]
 
 
@@ -552,7 +556,7 @@ def test_the_published_epsilons_are_reproduced(imported):
 def test_noise_curricula_have_the_printed_epsilons(tmp_path):
     """Every row of table 3: the paper's epsilon, to its last digit, and the equal constants."""
     asked = ["--smoke", "--table=3", "--out", tmp_path / "results.json"]
-    out = run("an2021_noise_curricula.py", *asked).stdout
+    out = run("papers/an2021_noise_curricula.py", *asked).stdout
     rows = [
         [cell.strip() for cell in line.split("|")]
         for line in out.splitlines()
@@ -585,7 +589,9 @@ PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 2, "--figure=3": 2, "-
 )
 def test_tempered_sigmoids_smoke(asked, tmp_path):
     picture = tmp_path / "figure.png"
-    out = run("papernot2021_tempered_sigmoids.py", "--smoke", asked, "--plot", picture).stdout
+    out = run(
+        "papers/papernot2021_tempered_sigmoids.py", "--smoke", asked, "--plot", picture
+    ).stdout
     assert out.count("| digits |") == PAPERNOT[asked]
     assert out.count(" inf ") == 3 * out.count("not private")
     if asked in ("--figure=3", "--figure=5"):
@@ -617,14 +623,15 @@ def test_tempered_sigmoids_have_the_printed_epsilons(imported):
 )
 def test_grouped_clipping_smoke(asked, tmp_path):
     picture = tmp_path / "figure.png"
-    out = run("liu2021_grouped_clipping.py", "--smoke", asked, "--plot", picture).stdout
+    out = run("papers/liu2021_grouped_clipping.py", "--smoke", asked, "--plot", picture).stdout
     assert out.count("| digits ") == 4
     assert ("organsmnist: skipped" in out) == (asked == "--table=4")
     assert picture.exists() == asked.startswith("--figure")
 
 
 def test_noise_by_smooth_sensitivity_is_refused():
-    assert "--smooth: refused" in run("liu2021_grouped_clipping.py", "--smooth", status=1).stderr
+    refused = run("papers/liu2021_grouped_clipping.py", "--smooth", status=1).stderr
+    assert "--smooth: refused" in refused
 
 
 def test_grouped_clipping_costs_what_it_costs(imported):
@@ -667,7 +674,7 @@ def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
 
 
 def test_an_order_made_from_private_losses_is_not_private():
-    out = run("an2021_noise_curricula.py", "--smoke", "--table=4").stdout
+    out = run("papers/an2021_noise_curricula.py", "--smoke", "--table=4").stdout
     ordered = [line for line in out.splitlines() if "easy first" in line]
     assert len(ordered) == 6
     assert all(line.count("inf") == 3 for line in ordered)
@@ -675,7 +682,7 @@ def test_an_order_made_from_private_losses_is_not_private():
 
 def test_sound_curricula_cost_what_they_must():
     """Weights nothing, a public scorer by its largest rate, a private one what it spent."""
-    out = run("an2021_noise_curricula.py", "--smoke", "--table=sound").stdout
+    out = run("papers/an2021_noise_curricula.py", "--smoke", "--table=sound").stdout
     rows = [line.split("|")[1:-1] for line in out.splitlines() if "1.38" in line]
     found = [float(row[-1]) for row in rows]
     assert found == pytest.approx([1.4938, 1.4938, 1.4938, 4.6323, 1.5703], rel=2e-3)
@@ -683,7 +690,7 @@ def test_sound_curricula_cost_what_they_must():
 
 
 def test_two_processes_keep_their_results_in_one_file(imported, tmp_path):
-    papers, file = imported("papers"), tmp_path / "results.json"
+    papers, file = imported("common.paper_runs"), tmp_path / "results.json"
     one, other = papers.Results(file), papers.Results(file)
     asked = []
 
@@ -699,7 +706,7 @@ def test_two_processes_keep_their_results_in_one_file(imported, tmp_path):
 
 
 def test_results_are_strict_json_and_come_back_as_numbers(imported, tmp_path):
-    papers, file = imported("papers"), tmp_path / "results.json"
+    papers, file = imported("common.paper_runs"), tmp_path / "results.json"
 
     def run(seed, folder):
         way = [{"epsilon": None, "nll": np.inf, "norms": [1.0, np.nan]}]
@@ -725,7 +732,8 @@ ROW = f"""
 import os, sys, jax, optax
 
 sys.path.append({str(EXPERIMENTS)!r})
-import papers, dpjax
+from common import paper_runs as papers
+import dpjax
 from dpjax import clipping, data, models, sampling
 
 file, folder, dies = sys.argv[1:]

@@ -19,13 +19,14 @@ LOGITS = jnp.array([0.3, -1.2, 2.0, 0.05])
 
 
 def run(*flags):
-    return run_binary.run("losing_less2022_loss.py", *flags).stdout
+    return run_binary.run("papers/losing_less2022_loss.py", *flags).stdout
 
 
 @pytest.fixture
 def module(monkeypatch):
     """Imports what defines no flags that another paper's binary defines too."""
     monkeypatch.syspath_prepend(run_binary.EXPERIMENTS)
+    monkeypatch.syspath_prepend(run_binary.EXPERIMENTS / "papers")
     return importlib.import_module
 
 
@@ -151,7 +152,7 @@ def test_huber_is_the_equation_of_the_paper(module, beta):
 
 def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
     """A loss that is the epoch times another bends not at all in epoch 0, then twice as much."""
-    watching, dataset = module("watching"), dpjax.data.load("digits")
+    watching, dataset = module("common.epoch_probes"), dpjax.data.load("digits")
     model = models.MLP(features=(8,))
     params = model.init(jax.random.key(0), jnp.asarray(dataset.train[0][0]))["params"]
 

@@ -73,7 +73,7 @@ def stand_in(tmp_path):
 def modules(monkeypatch):
     """The modules beside the binary, which are imported by their names there."""
     monkeypatch.syspath_prepend(str(run_binary.EXPERIMENTS))
-    return importlib.import_module("searching"), importlib.import_module("pricing")
+    return tuple(map(importlib.import_module, ["common.search_space", "common.search_cost"]))
 
 
 def command(*flags):

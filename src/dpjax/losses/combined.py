@@ -49,7 +49,7 @@ def composite(
     =====================  ============  =============  ============
 
     On MNIST and Fashion-MNIST the two errors beat cross-entropy early and equal it at the end, but
-    the penalty cost accuracy at every beta tried (``experiments/losing_less2022_loss.py``).
+    the penalty cost accuracy at every beta tried (``experiments/papers/losing_less2022_loss.py``).
 
     Args:
       gamma: Of the focal loss.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import papers
+from common import paper_runs
 
 import dpjax
 from dpjax import accounting, clipping, sampling
@@ -122,8 +122,8 @@ def epsilons(setting: Setting, name: str, params: Any) -> list[str]:
     if name == PLAIN:
         return ["", "inf", "inf", "inf"]
     mechanism = mechanism_of(setting, name, params)
-    two = papers.epsilons(mechanism, claimed(setting), setting.delta, "gdp")
-    return [f"{setting.printed:.2f}", *papers.figures(two)]
+    two = paper_runs.epsilons(mechanism, claimed(setting), setting.delta, "gdp")
+    return [f"{setting.printed:.2f}", *paper_runs.figures(two)]
 
 
 def moves(setting: Setting, name: str, bound: float) -> tuple[optax.GradientTransformation, Any]:

@@ -18,7 +18,7 @@
            hand).  CIFAR-10, one run each by hand: exact moments 64.5, so private ones cost
            nothing, and with them but without noise 67.7; the copy is JPEG of quality 75, colours
            at half size
-  command  python experiments/tramer2021_scatternet.py --rows=mnist --seeds=3 --data_dir=...
+  command  python experiments/papers/tramer2021_scatternet.py --rows=mnist --seeds=3 --data_dir=...
 
 Settings are the published ones: batch, rate, epochs, noise, normalisation, PyTorch's initial
 weights, SGD with momentum 0.9, every gradient clipped to 0.1; the MNIST CNN pads by "SAME",
@@ -32,6 +32,8 @@ runs.  CIFAR-10 is what the folder has; JPEG copies are lossy, and the table say
 
 from __future__ import annotations
 
+import pathlib
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,12 +41,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import papers
 from absl import app, flags, logging
-from commands import only_flags
 
 import dpjax
 from dpjax import accounting, clipping, data, features, models, sampling
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from common import paper_runs
+from common.flag_checks import only_flags
 
 _ROWS = flags.DEFINE_list("rows", None, "Rows whose names hold one of these words; else all.")
 _CACHE = flags.DEFINE_string("cache_dir", None, "Where features are kept; as secret as the data.")
@@ -113,7 +118,7 @@ def normalization(examples: int) -> features.Normalization:
 
 def prepared(row: Row, dataset: data.Dataset, key: Any) -> data.Dataset:
     """Pixels as the paper has them, or scaled wavelet features."""
-    dataset = papers.standardized(dataset)
+    dataset = paper_runs.standardized(dataset)
     (x, y), (x_test, y_test) = dataset.train, dataset.test
     if row.scaled:
         x, x_test = (
@@ -134,26 +139,28 @@ def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str,
     mechanism = mechanism_of(row, dataset.examples)
     model = models.by_name(row.model, dataset.classes, torch_init=True)
     moves = optax.sgd(row.rate, momentum=0.9)
-    return papers.trained(ready, model, mechanism, moves, seed, folder)
+    return paper_runs.trained(ready, model, mechanism, moves, seed, folder)
 
 
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
-    rows = SMALL if papers.SMOKE.value else ROWS
+    rows = SMALL if paper_runs.SMOKE.value else ROWS
     chosen = {n: r for n, r in rows.items() if any(w in n for w in _ROWS.value or [""])}
-    results, lines = papers.results(), []
+    results, lines = paper_runs.results(), []
     for name, row in chosen.items():
-        dataset = data.load(row.dataset, papers.DATA_DIR.value)
-        seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+        dataset = data.load(row.dataset, paper_runs.DATA_DIR.value)
+        seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
         found = [results.of(name, seed, partial(run, row, dataset)) for seed in seeds]
-        two = papers.epsilons(mechanism_of(row, dataset.examples), claimed(row, dataset.examples))
-        accuracy = papers.spread([each["accuracy"] for each in found])
+        two = paper_runs.epsilons(
+            mechanism_of(row, dataset.examples), claimed(row, dataset.examples)
+        )
+        accuracy = paper_runs.spread([each["accuracy"] for each in found])
         note = " JPEG copy" * ("JPEG" in dataset.note)
-        figures = papers.figures(two, ".2f")
+        figures = paper_runs.figures(two, ".2f")
         lines.append([name + note, accuracy, f"{row.published:.1f}", *figures])
         print(*lines[-1], sep="  ", flush=True)
-    print(papers.table(["row", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
+    print(paper_runs.table(["row", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
     print(
         "The paper's epsilon is of shuffled batches accounted as Poisson, by the older conversion, "
         "and without the thresholds; rdp and pld are bounds for all that ran here."

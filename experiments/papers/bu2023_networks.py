@@ -17,8 +17,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import papers
 from absl import flags
+from common import paper_runs
 from flax import traverse_util
 
 from dpjax import data, models
@@ -66,9 +66,9 @@ def prepared(task: str, seed: int) -> tuple[data.Dataset, Any]:
 
 def _cnn(seed: int) -> tuple[data.Dataset, Any]:
     del seed
-    if papers.SMOKE.value:
+    if paper_runs.SMOKE.value:
         return data.load("digits"), models.MLP(features=(32,), activation=nn.relu)
-    dataset = data.load("mnist", papers.DATA_DIR.value)
+    dataset = data.load("mnist", paper_runs.DATA_DIR.value)
     # By the constants of the example that the paper follows, Opacus' mnist.py.
     train, test = (
         (data.standardize(x, mean=0.1307, scale=0.3081), y)
@@ -79,25 +79,27 @@ def _cnn(seed: int) -> tuple[data.Dataset, Any]:
 
 
 def _vit(seed: int) -> tuple[data.Dataset, Any]:
-    dataset = data.load("digits" if papers.SMOKE.value else "cifar10", papers.DATA_DIR.value)
-    side = 16 if papers.SMOKE.value else 224
+    dataset = data.load(
+        "digits" if paper_runs.SMOKE.value else "cifar10", paper_runs.DATA_DIR.value
+    )
+    side = 16 if paper_runs.SMOKE.value else 224
     small: dict[str, Any] = {"patch": 8, "width": 16, "depth": 1, "heads": 2}
 
     def prepare(x: Any) -> Any:
         # To [-1, 1], as the published weights have it: a mean of these data would not be public.
         return 2 * jax.image.resize(x, (*x.shape[:-3], side, side, x.shape[-1]), "bilinear") - 1
 
-    network = models.ViT(classes=10, **(small if papers.SMOKE.value else {}))
+    network = models.ViT(classes=10, **(small if paper_runs.SMOKE.value else {}))
     return dataset, _tuned(network, prepare, dataset, seed, VIT, models.load_vit)
 
 
 def _bert(seed: int) -> tuple[data.Dataset, Any]:
     small: dict[str, Any] = {"vocabulary": 50, "length": 12, "width": 16, "depth": 1, "heads": 2}
     full: dict[str, Any] = {"width": 768, "depth": 12, "heads": 12}
-    shape = small if papers.SMOKE.value else full
+    shape = small if paper_runs.SMOKE.value else full
     network = models.TextTransformer(classes=3, segments=SEGMENTS, layout="bert", **shape)
     dataset = _sentences()
-    part = r"^pooler/|^head/" if papers.SMOKE.value else LAST
+    part = r"^pooler/|^head/" if paper_runs.SMOKE.value else LAST
 
     def prepare(x: Any) -> Any:
         return x[..., 0, :], x[..., 1, :]
@@ -117,13 +119,13 @@ def _tuned(
     (x,), _ = dataset.rows(np.array([0]))
     ready = prepare(jnp.asarray(x))
     weights = jax.jit(network.init)(jax.random.key(seed), ready)["params"]
-    if not papers.SMOKE.value:
+    if not paper_runs.SMOKE.value:
         weights = load(_given(path), weights)
     return Tuned(network, weights, prepare, part)
 
 
 def _sentences() -> data.Dataset:
-    if papers.SMOKE.value:
+    if paper_runs.SMOKE.value:
         draw = np.random.default_rng(0)
         x, y = draw.integers(1, 50, (96, 2, 12)), draw.integers(0, 3, 96)
         x[:, 1] = np.arange(12) > 5

@@ -22,7 +22,7 @@
            of a public scorer 91.8 (91.7 to 92.1) at 1.50 or 92.3 (92.1 to 92.4) at 4.64, of a
            private one 93.6 (93.5 to 93.8) at 1.58.  No order of examples helps
            (experiments/results/an2021.json)
-  command  python experiments/an2021_noise_curricula.py --table=2 --seeds=3 --data_dir=...
+  command  python experiments/papers/an2021_noise_curricula.py --table=2 --seeds=3 --data_dir=...
 
 MNIST, the CNN of 26,010 parameters with ReLU, 20 epochs of 100 batches of 600, SGD at 0.15.
 The paper names no bound.  It cannot be 1: without any noise that ends at 92.1, where the paper
@@ -42,21 +42,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import an2021_scorers as scorers
 import flax.linen as nn
 import numpy as np
 import optax
-import papers
 import scipy.stats
 from absl import app, flags, logging
-from commands import only_flags
 
 import dpjax
 from dpjax import clipping, data, models, sampling, schedules
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import an2021_scorers as scorers
+from common import paper_runs
+from common.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum(
     "table", None, ["2", "3", "4", "sound"], "Which; sound is what 4 might be. By default 2, 3."
@@ -118,8 +123,8 @@ def rows_of(table: str, dataset: data.Dataset | None = None) -> Iterator[tuple[s
         if table == "2" or name.endswith("down"):
             yield name, Row(scheduled(name), epsilon, accuracy)
         if table == "3" and name.endswith("down"):
-            target = scheduled(name).epsilon(papers.DELTA)
-            equal = mechanism_of(1.0).calibrate(target, papers.DELTA)
+            target = scheduled(name).epsilon(paper_runs.DELTA)
+            equal = mechanism_of(1.0).calibrate(target, paper_runs.DELTA)
             row = Row(equal, epsilon, CONSTANT[name.removesuffix("-down")])
             yield f"constant {equal.noise_multiplier:.4f}", row
 
@@ -139,7 +144,7 @@ def sound(dataset: data.Dataset) -> Iterator[tuple[str, Row]]:
 
 def network() -> nn.Module:
     """The paper's; a smaller one for a first look."""
-    if papers.SMOKE.value:
+    if paper_runs.SMOKE.value:
         return models.by_name("mlp", 10)
     return models.TemperedCNN(activation=nn.relu)
 
@@ -147,7 +152,7 @@ def network() -> nn.Module:
 def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str, Any]:
     """One training run."""
     moves, options = optax.sgd(0.15), {"weights": row.weights}
-    return papers.trained(dataset, network(), row.mechanism, moves, seed, folder, **options)
+    return paper_runs.trained(dataset, network(), row.mechanism, moves, seed, folder, **options)
 
 
 def smaller(row: Row, dataset: data.Dataset) -> Row:
@@ -160,33 +165,35 @@ def smaller(row: Row, dataset: data.Dataset) -> Row:
     return row._replace(mechanism=dataclasses.replace(row.mechanism, sampling=sampler, steps=5))
 
 
-def show(table: str, dataset: data.Dataset, results: papers.Results) -> list[tuple[float, float]]:
+def show(
+    table: str, dataset: data.Dataset, results: paper_runs.Results
+) -> list[tuple[float, float]]:
     """Prints a table; returns (epsilon, accuracy) of its rows."""
     lines, points = [], []
     rows = list(rows_of(table, dataset))
     for name, row in rows:
-        seeds, ran = range(papers.SEEDS.value), row
-        if papers.SMOKE.value:  # what all cost, and runs of some
+        seeds, ran = range(paper_runs.SEEDS.value), row
+        if paper_runs.SMOKE.value:  # what all cost, and runs of some
             some = {rows[i][0] for i in (0, 1, -1)}
             seeds, ran = range(name in some), smaller(row, dataset)
         found = [results.of(name, seed, partial(run, ran, dataset)) for seed in seeds]
         accuracies = [each["accuracy"] for each in found]
-        two = papers.epsilons(row.mechanism)
-        shown = papers.figures(two)
+        two = paper_runs.epsilons(row.mechanism)
+        shown = paper_runs.figures(two)
         printed = ("" if math.isnan(x) else f"{x:g}" for x in (row.accuracy, row.epsilon))
-        lines.append([name, papers.spread(accuracies), *printed, *shown])
+        lines.append([name, paper_runs.spread(accuracies), *printed, *shown])
         if accuracies:
             points.append((two["rdp"], float(np.mean(accuracies))))
     head = ["noise", "here", "paper", "its epsilon", "rdp-classic", "rdp", "pld"]
-    print(f"Table {table}\n{papers.table(head, lines)}\n", flush=True)
+    print(f"Table {table}\n{paper_runs.table(head, lines)}\n", flush=True)
     return points
 
 
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
-    dataset = data.load("digits" if papers.SMOKE.value else "mnist", papers.DATA_DIR.value)
-    results = papers.results()
+    dataset = data.load("digits" if paper_runs.SMOKE.value else "mnist", paper_runs.DATA_DIR.value)
+    results = paper_runs.results()
     wanted = [_TABLE.value] if _TABLE.value else ["3"] if _FIGURE.value else ["2", "3"]
     points = [point for table in wanted for point in show(table, dataset, results)]
     finite = [(math.log(e), a) for e, a in points if math.isfinite(e)]

@@ -20,7 +20,8 @@
            CIFAR-10 (JPEG copy), one seed: tanh 56.6 (66.2), ReLU 53.6 (61.6); 80 to 95 min a run
            on a busy core, so rates were not searched.  All else: not run here
            (experiments/results/papernot2021.json)
-  command  python experiments/papernot2021_tempered_sigmoids.py --table=3 --seeds=3 --data_dir=...
+  command  python experiments/papers/papernot2021_tempered_sigmoids.py \\
+               --table=3 --seeds=3 --data_dir=...
            ... --figure=3 --plot=curves.png
 
 Bound 1; the paper names epsilon but neither noise nor rates for most rows, so the noise is what
@@ -34,6 +35,8 @@ ones; here they are Poisson.  CIFAR-10 is what the folder has; JPEG copies are l
 from __future__ import annotations
 
 import itertools
+import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,12 +45,15 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
-import papers
 from absl import app, flags, logging
-from commands import only_flags
 
 import dpjax
 from dpjax import activations, clipping, data, diagnostics, models, sampling
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from common import paper_runs
+from common.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum("table", None, ["3", "4"], "Which table; 3 if nothing is asked for.")
 _FIGURE = flags.DEFINE_enum("figure", None, ["2", "3", "4", "5"], "Which figure.")
@@ -104,10 +110,10 @@ def mechanism_of(setting: Setting, examples: int, private: bool = True) -> dpjax
 class Job:
     """One data set: runs with whatever activation and optimizer, kept by name."""
 
-    def __init__(self, name: str, results: papers.Results) -> None:
+    def __init__(self, name: str, results: paper_runs.Results) -> None:
         self.name, self.setting, self.results = name, SETTINGS[name], results
-        self.dataset = papers.standardized(data.load(name, papers.DATA_DIR.value))
-        self.seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+        self.dataset = paper_runs.standardized(data.load(name, paper_runs.DATA_DIR.value))
+        self.seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
         note = " (JPEG copy)" * ("JPEG" in self.dataset.note)
         self.title = name + note
 
@@ -130,7 +136,7 @@ class Job:
 
         moves = optax.sgd(self.setting.rate) if optimizer is None else optimizer
         options: Any = {"evaluations": 20, "look": look}
-        run = partial(papers.trained, self.dataset, model, mechanism, moves, **options)
+        run = partial(paper_runs.trained, self.dataset, model, mechanism, moves, **options)
         row = f"{self.name} {word}, {mechanism.steps} steps"
         return [self.results.of(row, seed, run) for seed in self.seeds]
 
@@ -138,11 +144,11 @@ class Job:
         self, word: str, found: list[Mapping[str, Any]], printed: float | None, private: bool = True
     ) -> list[str]:
         """A row of a table."""
-        two = papers.epsilons(mechanism_of(self.setting, self.dataset.examples, private))
-        accuracy = papers.spread([each["accuracy"] for each in found])
+        two = paper_runs.epsilons(mechanism_of(self.setting, self.dataset.examples, private))
+        accuracy = paper_runs.spread([each["accuracy"] for each in found])
         deviations = [each["deviation"] for each in found if "deviation" in each]
         deviation = f"{np.mean(deviations):.2f}" if deviations else ""
-        figures = papers.figures(two, ".3f")
+        figures = paper_runs.figures(two, ".3f")
         published = "" if printed is None else f"{printed:.1f}"
         return [self.title, word, accuracy, published, deviation, *figures]
 
@@ -181,7 +187,7 @@ def table_4(jobs: list[Job]) -> list[list[str]]:
 def figure_2(jobs: list[Job]) -> list[list[str]]:
     """The family around tanh, the best first."""
     lines = []
-    for job, (s, t, o) in itertools.product(jobs, FAMILY[:2] if papers.SMOKE.value else FAMILY):
+    for job, (s, t, o) in itertools.product(jobs, FAMILY[:2] if paper_runs.SMOKE.value else FAMILY):
         words = f"s={s:g} T={t:g} o={o:g}" + " (tanh)" * ((s, t, o) == (2, 2, 1))
         found = job.runs(words, activations.tempered_sigmoid(s, t, o))
         lines.append(job.line(words, found, None))
@@ -202,22 +208,22 @@ def curves(jobs: list[Job], figure: str) -> list[list[str]]:
         values = [[row[y] for row in way] for way in ways]
         drawn[f"{job.name} {words}"] = [row[x] for row in ways[0]], np.transpose(values)
         lines.append(job.line(words, found, None, private))
-    if papers.PLOT.value:
-        papers.plot(papers.PLOT.value, x, y, drawn)
+    if paper_runs.PLOT.value:
+        paper_runs.plot(paper_runs.PLOT.value, x, y, drawn)
     return lines
 
 
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
-    names = ["digits"] if papers.SMOKE.value else _DATASETS.value
-    jobs = [Job(name, papers.results()) for name in names]
+    names = ["digits"] if paper_runs.SMOKE.value else _DATASETS.value
+    jobs = [Job(name, paper_runs.results()) for name in names]
     if _FIGURE.value:
         lines = figure_2(jobs) if _FIGURE.value == "2" else curves(jobs, _FIGURE.value)
     else:
         lines = table_4(jobs) if _TABLE.value == "4" else table_3(jobs)
     head = ["data", "what", "here", "paper", "by class", "epsilon, paper's", "rdp", "pld"]
-    print(papers.table(head, lines))
+    print(paper_runs.table(head, lines))
     print(
         "By class is the standard deviation of the classes' accuracies, in points (the paper names "
         "0.16 for tanh and 0.27 for ReLU, of 10 runs averaged, without its unit or data set).\n"

@@ -17,9 +17,9 @@ import bu2023_settings as settings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import papers
 from absl import flags
 from bu2023_settings import LARGE, PLAIN, SMALL
+from common import paper_runs
 
 import dpjax
 from dpjax import data, losses, models
@@ -49,11 +49,11 @@ def _squared(prediction: Any, target: Any) -> Any:
 def prepared(name: str) -> data.Dataset:
     """Scaled features and targets; with --smoke as many random ones as take a second."""
     center, width, unit = SCALES[name]
-    if papers.SMOKE.value:
+    if paper_runs.SMOKE.value:
         x = np.random.default_rng(0).normal(size=(96, len(center))).astype(np.float32)
         y = x[:, 0] + 5
         return data.Dataset(name, (x[:64], y[:64]), (x[64:], y[64:]), None)
-    dataset = data.load(name, papers.DATA_DIR.value)
+    dataset = data.load(name, paper_runs.DATA_DIR.value)
     train, test = (
         (data.standardize(x, center, width), np.asarray(y / unit, np.float32))
         for x, y in (dataset.train, dataset.test)
@@ -64,7 +64,7 @@ def prepared(name: str) -> data.Dataset:
 def run(name: str, way: str, seed: int, folder: Any) -> Mapping[str, Any]:
     """One run: mean squared errors over the steps."""
     dataset, setting = prepared(name), settings.SETTINGS[name]
-    if papers.SMOKE.value:
+    if paper_runs.SMOKE.value:
         whole = setting.batch == setting.examples
         size = dataset.examples
         setting = setting._replace(examples=size, batch=size if whole else 32, steps=4)
@@ -95,14 +95,14 @@ def run(name: str, way: str, seed: int, folder: Any) -> Mapping[str, Any]:
     return {"mse": history[-1]["mse"], "way": [[row["step"], row["mse"]] for row in history]}
 
 
-def figure_10(results: papers.Results) -> str:
+def figure_10(results: paper_runs.Results) -> str:
     """Test errors by step under a small bound, a large one and none."""
-    seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
     lines, drawn = [], {}
     for name, setting in settings.SETTINGS.items():
         if name not in SCALES:
             continue
-        for way in (SMALL, LARGE) if papers.SMOKE.value else (PLAIN, SMALL, LARGE):
+        for way in (SMALL, LARGE) if paper_runs.SMOKE.value else (PLAIN, SMALL, LARGE):
             row = f"{name} {way} {_LOSS.value}"
             runs = [results.of(row, seed, partial(run, name, way)) for seed in seeds]
             errors = [each["mse"] for each in runs]
@@ -114,6 +114,6 @@ def figure_10(results: papers.Results) -> str:
                 ways[0, :, 0] / setting.steps,
                 ways[:, :, 1].T,
             )
-    if papers.PLOT.value:
-        papers.plot(papers.PLOT.value, "part of the steps", "test error", drawn)
-    return papers.table(["data", "clipping", "squared error", *settings.EPSILONS], lines)
+    if paper_runs.PLOT.value:
+        paper_runs.plot(paper_runs.PLOT.value, "part of the steps", "test error", drawn)
+    return paper_runs.table(["data", "clipping", "squared error", *settings.EPSILONS], lines)

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from panels import Panel
 
+from common.multi_panel_figure import Panel
 from dpjax import data, diagnostics, losses, metrics, types
 
 Found = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
-from classifying import train
-from searching import file_name
 
 import dpjax
+from common.classifier import train
+from common.search_space import file_name
 from dpjax import accounting, data, losses, metrics, training
 from dpjax.accounting.rounding import upwards
 from dpjax.reports import style
@@ -184,7 +184,7 @@ def trained(
     state at each evaluation, which may be in another process than the one before; what it finds
     is in ``way`` too, and so is what the log holds apart as private: these data are public.
     In a ``directory`` a run that was killed goes on.
-    ``more`` is for `classifying.train`: a schedule of the bound, for example.
+    ``more`` is for `classifier.train`: a schedule of the bound, for example.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))
     key = jax.random.key(seed)

@@ -24,7 +24,7 @@
            0.440 ± 0.014; the paper calls the large bound comparable if not better
            (experiments/results/bu2023.json); of random small networks' kernels see
            BUILD_NOTES.  All else: not run here
-  command  python experiments/bu2023_calibration.py --table=2 --seeds=5 --data_dir=...
+  command  python experiments/papers/bu2023_calibration.py --table=2 --seeds=5 --data_dir=...
            ... --figure=10 --seeds=30 --plot=regressions.png
            ... --table=2 --tasks=cifar10,snli --vit=... --bert=... --snli=...
 
@@ -39,25 +39,30 @@ paper ("mixed").  CIFAR-10 is what the folder has; JPEG copies are lossy.
 
 from __future__ import annotations
 
+import pathlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+
+from dpjax import metrics
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import bu2023_limits
 import bu2023_networks as networks
 import bu2023_pictures as pictures
 import bu2023_regressions as regressions
 import bu2023_settings as settings
-import jax
-import jax.numpy as jnp
-import numpy as np
-import papers
-from absl import app, flags, logging
 from bu2023_pictures import BINS
 from bu2023_settings import LARGE, MIXED, PLAIN, SMALL, SWEEP
-from commands import only_flags
-
-from dpjax import metrics
+from common import paper_runs
+from common.flag_checks import only_flags
 
 FIGURES = {  # figure: task and what is drawn
     "2": ("", "confidence"),
@@ -107,7 +112,7 @@ def run(task: str, name: str, seed: int, folder: Any) -> Mapping[str, Any]:
     """One run: its numbers over the steps, and the bins of the last ones."""
     dataset, model = networks.prepared(task, seed)
     setting = published = settings.SETTINGS[task]
-    if papers.SMOKE.value:
+    if paper_runs.SMOKE.value:
         setting = published._replace(examples=dataset.examples, batch=32, steps=4, switch=0.5)
     (x,), _ = dataset.rows(np.array([0]))
     params = settings.shapes(model, x)
@@ -120,14 +125,14 @@ def run(task: str, name: str, seed: int, folder: Any) -> Mapping[str, Any]:
     def logits_of(params: Any) -> Any:
         return jax.lax.map(partial(model.apply, {"params": params}), x_test, batch_size=500)
 
-    found = papers.trained(
+    found = paper_runs.trained(
         dataset,
         model,
         mechanism,
         optimizer,
         seed,
         folder,
-        evaluations=2 if papers.SMOKE.value else 20,
+        evaluations=2 if paper_runs.SMOKE.value else 20,
         look=partial(looked, logits_of, y_test),
         bound_schedule=schedule,
     )
@@ -138,22 +143,22 @@ def run(task: str, name: str, seed: int, folder: Any) -> Mapping[str, Any]:
 
 
 def lines_of(
-    task: str, names: Iterable[str], results: papers.Results
+    task: str, names: Iterable[str], results: paper_runs.Results
 ) -> tuple[list[list[str]], dict[str, list[Mapping[str, Any]]]]:
     """A row for each clipping, and the runs behind it."""
-    seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
     lines, found = [], {}
     for name in names:
         row = f"{task} {name}"
         runs = [results.of(row, seed, partial(run, task, name)) for seed in seeds]
         scaled = {k: [100 * each[k] for each in runs] for k in ("ece", "mce")}
-        shown = [papers.spread(scaled[k]) for k in ("ece", "mce")]
+        shown = [paper_runs.spread(scaled[k]) for k in ("ece", "mce")]
         two = PRINTED[task].get(name)
         lines.append(
             [
                 runs[0]["data"],
                 name,
-                papers.spread([each["accuracy"] for each in runs]),
+                paper_runs.spread([each["accuracy"] for each in runs]),
                 f"{np.mean([each['nll'] for each in runs]):.3f}",
                 *shown,
                 "" if two is None else f"{two[0]}, {two[1]}",
@@ -164,13 +169,13 @@ def lines_of(
     return lines, found
 
 
-def show(results: papers.Results) -> str:
+def show(results: paper_runs.Results) -> str:
     """The table or figure of classifiers that was asked for."""
     task, what = FIGURES[_FIGURE.value] if _FIGURE.value else ("", "")
     names = RULES if _TABLE.value == "clippings" else FOUR
     if what == "bounds":
         names = tuple(f"R = {bound:g}" for bound in SWEEP)
-    if papers.SMOKE.value:
+    if paper_runs.SMOKE.value:
         names = names[-2:]
     lines, drawn = [], {}
     tasks = [task] if task else _TASKS.value
@@ -178,16 +183,16 @@ def show(results: papers.Results) -> str:
         more, found = lines_of(each, names, results)
         lines += more
         drawn |= {f"{each} {n}" if len(tasks) > 1 else n: runs for n, runs in found.items()}
-    if what and papers.PLOT.value:
-        pictures.draw(papers.PLOT.value, what, drawn)
+    if what and paper_runs.PLOT.value:
+        pictures.draw(paper_runs.PLOT.value, what, drawn)
     head = ["data", "clipping", "accuracy", "NLL", "ECE %", "MCE %", "paper's ECE, MCE"]
-    return papers.table([*head, *settings.EPSILONS], lines)
+    return paper_runs.table([*head, *settings.EPSILONS], lines)
 
 
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
-    results = papers.results()
+    results = paper_runs.results()
     if _TABLE.value == "1":
         print(bu2023_limits.table_1())
         print("Found in how many random networks; (yes) and (no): whether it is guaranteed.")

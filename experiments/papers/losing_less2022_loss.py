@@ -24,7 +24,8 @@
            Errors (figure 15), MNIST, one seed: absolute 94.7 (60.4), Huber 0.1 to 1.0 between
            97.1 and 97.5 (95.2 to 95.9), squared as above.
            All else: not run here (experiments/results/losing_less2022.json)
-  command  python experiments/losing_less2022_loss.py --figure=3 --plot=curves.png --data_dir=...
+  command  python experiments/papers/losing_less2022_loss.py \\
+               --figure=3 --plot=curves.png --data_dir=...
            ... --table=5; without either, figures 3 and 4 as numbers
 
 Everything but the loss is Tramèr and Boneh's, whose binary is imported: networks with tanh
@@ -45,23 +46,26 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import losing_less2022_settings as settings
 import optax
-import panels
-import papers
-import tramer2021_scatternet as baseline
-import watching
 from absl import app, flags, logging
-from commands import only_flags
-from losing_less2022_settings import BOTH, ERRORS, PARTS, ROWS, SWEPT, UNPRIVATE, Choice, claimed
-from watching import accuracy, confusion, cosines, gradients, layers, sharpness, swept
 
 from dpjax import accounting, clipping, data, models
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import losing_less2022_settings as settings
+import tramer2021_scatternet as baseline
+from common import epoch_probes, multi_panel_figure, paper_runs
+from common.epoch_probes import accuracy, confusion, cosines, gradients, layers, sharpness, swept
+from common.flag_checks import only_flags
+from losing_less2022_settings import BOTH, ERRORS, PARTS, ROWS, SWEPT, UNPRIVATE, Choice, claimed
 
 _TABLE = flags.DEFINE_enum("table", None, ["5"], "All settings (tables 5, 6), and what they cost.")
 
@@ -71,7 +75,7 @@ ENDS = (layers(HIDDEN, -1), layers(WEIGHTS, -1), gradients(1), cosines)
 INNER = (layers(WEIGHTS, 1, -1), layers(HIDDEN, 1, -1))
 NORMS = gradients(1, 5, 10, 29, 39)
 THREE = (*BOTH, UNPRIVATE)
-FIGURES: dict[str, tuple[str, Sequence[str], Sequence[watching.Draw]]] = {
+FIGURES: dict[str, tuple[str, Sequence[str], Sequence[epoch_probes.Draw]]] = {
     # Which rows are run, with which losses, and how what is found is drawn.
     "": ("", BOTH, [accuracy]),
     "1": (CIFAR, BOTH, ENDS),
@@ -96,17 +100,17 @@ _FIGURE = flags.DEFINE_enum("figure", None, list(FIGURES)[1:], "Which figure.")
 class Job:
     """A row, its data, and its runs."""
 
-    def __init__(self, name: str, row: baseline.Row, results: papers.Results) -> None:
+    def __init__(self, name: str, row: baseline.Row, results: paper_runs.Results) -> None:
         self.name, self.row, self.results = name, row, results
-        self.dataset = data.load(row.dataset, papers.DATA_DIR.value)
+        self.dataset = data.load(row.dataset, paper_runs.DATA_DIR.value)
         self.mechanism = baseline.mechanism_of(row, self.dataset.examples)
         self.ready = functools.lru_cache(maxsize=1)(
             lambda seed: baseline.prepared(row, self.dataset, jax.random.key(seed))
         )
 
-    def found(self, kinds: Sequence[str]) -> watching.Found:
+    def found(self, kinds: Sequence[str]) -> epoch_probes.Found:
         """The results of all kinds and seeds; a seed's features serve all kinds."""
-        seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+        seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
         found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in kinds}
         for seed, kind in itertools.product(seeds, kinds):
             words = f"{self.name} {kind}"
@@ -128,7 +132,7 @@ class Job:
         watched = seed == 0 and not row.scaled and kind in THREE
         epoch = mechanism.steps // row.epochs
         parts = (model, loss, mechanism.clipping, dataset, epoch)
-        return papers.trained(
+        return paper_runs.trained(
             dataset,
             model,
             mechanism,
@@ -137,8 +141,8 @@ class Job:
             folder,
             loss=loss,
             evaluations=row.epochs,
-            look=watching.Watch(*parts) if watched else None,
-            per_step=(lambda step: step // epoch) if watching.asks_epoch(loss) else None,
+            look=epoch_probes.Watch(*parts) if watched else None,
+            per_step=(lambda step: step // epoch) if epoch_probes.asks_epoch(loss) else None,
         )
 
     def early(self) -> tuple[float, int]:
@@ -146,12 +150,12 @@ class Job:
         most = 1.5 if "pixels" in self.name else 2.0
         rows = (self.row._replace(epochs=n) for n in range(1, self.row.epochs + 1))
         events = (claimed(row, self.dataset.examples) for row in rows)
-        spent = [accounting.epsilon(event, papers.DELTA, "rdp-classic") for event in events]
+        spent = [accounting.epsilon(event, paper_runs.DELTA, "rdp-classic") for event in events]
         return most, sum(epsilon < most for epsilon in spent)
 
-    def lines(self, found: watching.Found) -> Iterator[list[str]]:
+    def lines(self, found: epoch_probes.Found) -> Iterator[list[str]]:
         """Rows of the table that every figure is printed with."""
-        costs = papers.epsilons(self.mechanism, claimed(self.row, self.dataset.examples))
+        costs = paper_runs.epsilons(self.mechanism, claimed(self.row, self.dataset.examples))
         most, epochs = self.early()
         for kind, runs in found.items():
             free = kind == UNPRIVATE
@@ -159,10 +163,10 @@ class Job:
             yield [
                 self.name + " (JPEG copy)" * ("JPEG" in self.dataset.note),
                 kind,
-                papers.spread([each["accuracy"] for each in runs]),
-                "" if free or not epochs else f"{papers.spread(early)} below {most:g}",
+                paper_runs.spread([each["accuracy"] for each in runs]),
+                "" if free or not epochs else f"{paper_runs.spread(early)} below {most:g}",
                 settings.PRINTED.get((self.name, kind), ""),
-                *(["inf"] * 3 if free else papers.figures(costs, ".3f")),
+                *(["inf"] * 3 if free else paper_runs.figures(costs, ".3f")),
             ]
 
 
@@ -174,19 +178,19 @@ def table_5() -> str:
     lines = []
     for name, row in ROWS.items():
         size = settings.EXAMPLES[row.dataset]
-        costs = papers.epsilons(baseline.mechanism_of(row, size), claimed(row, size))
+        costs = paper_runs.epsilons(baseline.mechanism_of(row, size), claimed(row, size))
         facts = (row.batch, row.rate, row.epochs, row.noise, *settings.CHOSEN[name])
-        figures = papers.figures(costs, ".4f")
+        figures = paper_runs.figures(costs, ".4f")
         lines.append([name, *map(str, facts), *figures])
     head = ["row", "batch", "rate", "epochs", "noise", *Choice._fields, *COSTS]
-    return papers.table(head, lines)
+    return paper_runs.table(head, lines)
 
 
 def show(figure: str) -> str:
     """Runs what a figure needs, draws it, and tells its accuracies."""
     which, kinds, draws = FIGURES[figure]
-    rows, results = baseline.SMALL if papers.SMOKE.value else ROWS, papers.results()
-    if papers.SMOKE.value:  # the first of each family that is swept
+    rows, results = baseline.SMALL if paper_runs.SMOKE.value else ROWS, paper_runs.results()
+    if paper_runs.SMOKE.value:  # the first of each family that is swept
         kinds = [next(of) for _, of in itertools.groupby(kinds, lambda k: k.rstrip(".0123456789"))]
     lines, drawn = [], []
     for name, row in rows.items():
@@ -195,9 +199,9 @@ def show(figure: str) -> str:
             found = job.found(kinds)
             lines += job.lines(found)
             drawn += [panel for draw in draws for panel in draw(name, found)]
-    if papers.PLOT.value:
-        panels.draw(papers.PLOT.value, drawn)
-    return papers.table(["row", "loss", "here", "here, early", "paper", *COSTS], lines)
+    if paper_runs.PLOT.value:
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
+    return paper_runs.table(["row", "loss", "here", "here, early", "paper", *COSTS], lines)
 
 
 def main(argv: list[str]) -> None:

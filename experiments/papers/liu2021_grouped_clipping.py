@@ -20,7 +20,7 @@
            84.9 (84.6-85.2), paper 85.5 (85.3-85.6; 86.28 printed; really 49.1 by PLD), full 78.3
            (78.0-78.5).  There, too, what groups gain is noise that is not counted.
            All else: not run here (experiments/results/liu2021.json)
-  command  python experiments/liu2021_grouped_clipping.py --table=1 --seeds=3 --data_dir=...
+  command  python experiments/papers/liu2021_grouped_clipping.py --table=1 --seeds=3 --data_dir=...
            ... --epsilons=0.94 --rate=0.5 --ways=flat,paper,full; FashionMNIST: --table=2
            ... --epsilons=0.94 --rate=0.5 --ways=paper --groups=2,4 --seeds=1
 
@@ -44,18 +44,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import pathlib
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import optax
-import papers
 from absl import app, flags, logging
-from commands import only_flags
 
 import dpjax
 from dpjax import clipping, data, models, sampling
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from common import paper_runs
+from common.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4"], "Which table; 1 by default.")
 _FIGURE = flags.DEFINE_enum("figure", None, ["2", "3", "4"], "Loss, accuracy by step; by epsilon.")
@@ -119,12 +124,12 @@ def mechanism_of(
     return dpjax.Mechanism(sampling=sampler, clipping=rule, noise_multiplier=noise, steps=steps)
 
 
-def rows_of(name: str, results: papers.Results) -> list[dict[str, Any]]:
+def rows_of(name: str, results: paper_runs.Results) -> list[dict[str, Any]]:
     """Every way, number of groups and printed epsilon of a data set, run with all seeds."""
-    setting, dataset = SETTINGS[name], data.load(name, papers.DATA_DIR.value)
+    setting, dataset = SETTINGS[name], data.load(name, paper_runs.DATA_DIR.value)
     rate = setting.rate if _RATE.value is None else _RATE.value
     model = setting.model(classes=dataset.classes)
-    seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
     sweep = [int(k) for k in _GROUPS.value or [setting.groups]]
     asked = [float(epsilon) for epsilon in _EPSILONS.value or setting.steps]
     lengths = {epsilon: steps for epsilon, steps in setting.steps.items() if epsilon in asked}
@@ -138,10 +143,10 @@ def rows_of(name: str, results: papers.Results) -> list[dict[str, Any]]:
         row = f"{words}, {steps} steps"
 
         moves = optax.sgd(rate)
-        run = partial(papers.trained, dataset, model, mechanism, moves, evaluations=20)
+        run = partial(paper_runs.trained, dataset, model, mechanism, moves, evaluations=20)
         found = [results.of(row, seed, run) for seed in seeds]
         nominal = mechanism_of(setting, "flat", 1, dataset.examples, steps).event
-        two = papers.epsilons(mechanism, nominal)
+        two = paper_runs.epsilons(mechanism, nominal)
         note = " (JPEG copy)" * ("JPEG" in dataset.note)
         rows.append({"words": words + note, "printed": printed, "found": found, **two, "way": way})
     return rows
@@ -149,10 +154,10 @@ def rows_of(name: str, results: papers.Results) -> list[dict[str, Any]]:
 
 def line(row: Mapping[str, Any], setting: Setting) -> list[str]:
     """A row of a table."""
-    accuracy = papers.spread([each["accuracy"] for each in row["found"]])
+    accuracy = paper_runs.spread([each["accuracy"] for each in row["found"]])
     published = setting.printed.get(row["printed"]) if row["way"] == "paper" else None
     published = "" if published is None else f"{published:.2f}"
-    return [row["words"], accuracy, published, *papers.figures(row)]
+    return [row["words"], accuracy, published, *paper_runs.figures(row)]
 
 
 def main(argv: list[str]) -> None:
@@ -165,10 +170,10 @@ def main(argv: list[str]) -> None:
             "itself depends on the data, and epsilon is infinite. The paper's figure is the "
             'column "epsilon, paper\'s"; --ways=equal is what holds at it.'
         )
-    names = TABLES[_TABLE.value or "1"] if not papers.SMOKE.value else ["digits"]
-    if papers.SMOKE.value and _TABLE.value == "4":
+    names = TABLES[_TABLE.value or "1"] if not paper_runs.SMOKE.value else ["digits"]
+    if paper_runs.SMOKE.value and _TABLE.value == "4":
         names = ["digits", "organsmnist"]  # the second is not there, and that is said
-    results, lines, drawn = papers.results(), [], {}
+    results, lines, drawn = paper_runs.results(), [], {}
     for name in names:
         try:
             rows = rows_of(name, results)
@@ -182,14 +187,14 @@ def main(argv: list[str]) -> None:
             ways = [each["way"] for each in row["found"]]
             values = [[at[y] for at in way] for way in ways]
             drawn[row["words"]] = [at[x] for at in ways[0]], np.transpose(values)
-    print(papers.table(["way", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
+    print(paper_runs.table(["way", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
     print(
         "The paper's epsilon takes one example to move the sum by the bound, as for flat clipping; "
         "rdp and pld are bounds for what ran, with sqrt(groups) counted. The printed 0.94 is by "
         "the improved conversion; this table has it by the older one, as all others."
     )
-    if _FIGURE.value and papers.PLOT.value:
-        papers.plot(papers.PLOT.value, x, y, drawn)
+    if _FIGURE.value and paper_runs.PLOT.value:
+        paper_runs.plot(paper_runs.PLOT.value, x, y, drawn)
 
 
 if __name__ == "__main__":

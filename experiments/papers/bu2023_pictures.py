@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import papers
+from common import paper_runs
 
 BINS = 15  # of confidence
 
@@ -43,4 +43,4 @@ def draw(path: str, what: str, found: Mapping[str, list[Mapping[str, Any]]]) -> 
         }
         if what == "reliability":
             drawn["as sure as right"] = (middles, middles[:, None])
-    papers.plot(path, x, y, drawn)
+    paper_runs.plot(path, x, y, drawn)

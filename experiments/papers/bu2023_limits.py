@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import papers
+from common import paper_runs
 
 import dpjax
 from dpjax import clipping, data, diagnostics, models, sampling
@@ -103,7 +103,7 @@ def measured(row: Row, trials: int, steps: int) -> list[int]:
 
 def table_1() -> str:
     """How often each property was found, and whether it is guaranteed."""
-    trials, steps = (10, 200) if papers.SMOKE.value else (TRIALS, STEPS)
+    trials, steps = (10, 200) if paper_runs.SMOKE.value else (TRIALS, STEPS)
     lines = []
     for name, row in TABLE_1.items():
         counts = measured(row, trials, steps)
@@ -112,14 +112,14 @@ def table_1() -> str:
             for count, sure in zip(counts, row.guaranteed, strict=True)
         ]
         lines.append([name, *words])
-    return papers.table(["clipping", *COLUMNS], lines)
+    return paper_runs.table(["clipping", *COLUMNS], lines)
 
 
-def figure_1(results: papers.Results) -> str:
+def figure_1(results: paper_runs.Results) -> str:
     """How far noise, and how far clipping, moves the test loss at one time, by step size."""
-    time, rates = (4.0, RATES[:1]) if papers.SMOKE.value else (TIME, RATES)
-    noises = NOISES[-1:] if papers.SMOKE.value else NOISES
-    seeds = range(1 if papers.SMOKE.value else papers.SEEDS.value)
+    time, rates = (4.0, RATES[:1]) if paper_runs.SMOKE.value else (TIME, RATES)
+    noises = NOISES[-1:] if paper_runs.SMOKE.value else NOISES
+    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
     dataset = data.load("digits")
     model = models.MLP(features=(32,), activation=nn.relu)
     sampler = sampling.full(dataset.examples)
@@ -129,7 +129,7 @@ def figure_1(results: papers.Results) -> str:
         ran = dpjax.Mechanism(
             sampling=sampler, clipping=clipping.flat(bound), noise_multiplier=noise, steps=steps
         )
-        train = partial(papers.trained, dataset, model, ran, optax.sgd(rate), evaluations=2)
+        train = partial(paper_runs.trained, dataset, model, ran, optax.sgd(rate), evaluations=2)
         return results.of(f"digits R={bound} {noise} at {rate} over {steps}", seed, train)["way"][
             -1
         ]["nll"]
@@ -141,8 +141,8 @@ def figure_1(results: papers.Results) -> str:
         gaps["clipping"] = abs(loss(math.inf, 0.0, rate, seed) - still)
         for name, gap in gaps.items():
             drawn.setdefault(name, {}).setdefault(rate, []).append(gap)
-    if papers.PLOT.value:
+    if paper_runs.PLOT.value:
         lines = {n: (list(rates), [by[r] for r in rates]) for n, by in drawn.items()}
-        papers.plot(papers.PLOT.value, "step size", "change of the test loss", lines)
+        paper_runs.plot(paper_runs.PLOT.value, "step size", "change of the test loss", lines)
     rows = [[n, *(f"{np.mean(by[r]):.4f}" for r in rates)] for n, by in drawn.items()]
-    return papers.table(["what moves the test loss", *(f"step {r:g}" for r in rates)], rows)
+    return paper_runs.table(["what moves the test loss", *(f"step {r:g}" for r in rates)], rows)

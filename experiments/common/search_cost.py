@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
-import searching
 from verify import event_of
 
+from common import search_space
 from dpjax import accounting, training
 from dpjax.accounting.rounding import upwards
 
@@ -114,7 +114,7 @@ def _best(
 
 
 def uncovered(
-    candidates: searching.Candidates, done: Iterable[searching.Trial], free: Collection[str]
+    candidates: search_space.Candidates, done: Iterable[search_space.Trial], free: Collection[str]
 ) -> str:
     """Why the cards of these runs do not say what any run that could be drawn would have cost.
 
@@ -126,8 +126,8 @@ def uncovered(
         for name, values in candidates.items()
         if name not in free or (isinstance(values, list) and "inf" in " ".join(values).lower())
     }
-    tried = {searching.words({name: trial.settings[name] for name in dear}) for trial in done}
-    ranges = any(isinstance(values, searching.Range) for values in dear.values())
-    if not ranges and tried.issuperset(map(searching.words, searching.every(dear))):
+    tried = {search_space.words({name: trial.settings[name] for name in dear}) for trial in done}
+    ranges = any(isinstance(values, search_space.Range) for values in dear.values())
+    if not ranges and tried.issuperset(map(search_space.words, search_space.every(dear))):
         return ""
     return f"settings of {', '.join(dear)} that were not run may cost more"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import searching
 
+from common import search_space
 from dpjax.accounting.rounding import upwards
 from dpjax.reports.load_run import Run, read
 
@@ -26,11 +26,11 @@ def epsilon(run: Run) -> float:
     return run.epsilons.get("rdp", min(run.epsilons.values()))
 
 
-def results(trials: Mapping[pathlib.Path, searching.Trial]) -> list[dict[str, Any]]:
+def results(trials: Mapping[pathlib.Path, search_space.Trial]) -> list[dict[str, Any]]:
     """A row for each setting, the best mean first."""
     groups: dict[str, list[pathlib.Path]] = {}
     for folder, trial in trials.items():
-        groups.setdefault(searching.words(trial.settings), []).append(folder)
+        groups.setdefault(search_space.words(trial.settings), []).append(folder)
     rows = [row(folders, trials[folders[0]].settings) for folders in groups.values()]
     return sorted(rows, key=lambda row: math.inf if row["mean"] is None else -row["mean"])
 
@@ -62,6 +62,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"
         mean = "none" if row["mean"] is None else f"{row['mean']:.2f} %{spread}"
-        spent, name = float(row["epsilon"]), searching.words(row["settings"])
+        spent, name = float(row["epsilon"]), search_space.words(row["settings"])
         lines.append(f"{mean:>17}  {row['runs']:>4}  {upwards(spent, '.3f'):>7}  {name}")
     return "\n".join(lines)
