@@ -635,7 +635,7 @@ def test_the_statement_and_the_card_say_one_client():
         "data sets that differ by one client added or removed",
         "poisson: 100 of 1,000 clients a step (rate 0.1)",
         "one client moves the sum by at most 1",
-        "whoever sees one client's update",
+        "anyone who sees one client's update",
         "mcmahan2018learning",
     ):
         assert line in words

@@ -63,8 +63,8 @@ def ran_with(mechanism, step):
 )
 @kills(
     "mechanism/multipliers.py",
-    "return Planned(asked, (multiplier.values * np.float32(factor)).tobytes())",
-    "return asked",
+    "return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())",
+    "return schedule",
 )
 @kills(
     "mechanism/multipliers.py",
@@ -261,16 +261,16 @@ def test_replace_one_is_asked_for_and_doubled():
 
 
 TEACHES = [
-    ({"steps": 1.5}, "whole number of steps"),
-    ({"steps": -1}, "whole number of steps"),
-    ({"steps": "100"}, r"steps=.100.\): expected one number"),
+    ({"steps": 1.5}, "expected a whole number"),
+    ({"steps": -1}, "expected a whole number"),
+    ({"steps": "100"}, r"steps='100'\): expected a number"),
     ({"noise_multiplier": "1.1"}, r"noise_multiplier='1.1'\): expected a number"),
     ({"noise_multiplier": -1.0}, "standard deviation divided by the sensitivity"),
     ({"noise_multiplier": lambda t: 1.0 - t}, "negative or NaN at step 2"),
     ({"noise_multiplier": (1.0, 2.0)}, "2 multipliers"),
     ({"clipping": clipping.flat(math.inf)}, "no finite noise"),
     ({"neighbours": "someone"}, "someone"),
-    ({"steps": math.nan}, "whole number of steps"),
+    ({"steps": math.nan}, r"steps=nan\): expected a number"),
     ({"unit": "client", "preparation": (5.0,)}, "one client may have many"),
     ({"preparation": 8.0}, r"preparation=8\.0\).*such as \[8\.0\]"),
     ({"preparation": "8"}, "a list of the noise multipliers"),
@@ -285,13 +285,13 @@ TEACHES = [
 )
 @pytest.mark.parametrize(("changes", "message"), TEACHES)
 def test_errors_teach(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make(**changes)
 
 
 @pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}, {"adaptive": True}])
 def test_what_is_no_sampler_rule_or_quantile_is_refused(changes):
-    with pytest.raises(TypeError, match="such as"):
+    with pytest.raises(TypeError, match=r"expected a .* Such as"):
         make(**changes)
 
 

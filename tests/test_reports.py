@@ -136,7 +136,7 @@ def before(*noise, sampler=None, preparation=()):
     }
 
 
-@kills("reports/statement.py", "if any(map(_bare, mechanism.before)):", "if False:")
+@kills("reports/statement.py", "if any(map(_not_private, mechanism.before)):", "if False:")
 @pytest.mark.parametrize(
     "earlier",
     [
@@ -172,7 +172,7 @@ def test_what_no_method_proves_is_not_said_to_be_infinite():
     )
     words = dpjax.statement(mechanism, 1e-5)
     assert "NOT PROVED to be differentially private" in words
-    assert "No method proves a number for all of it together" in words
+    assert "No method proves a number for the whole" in words
     assert "epsilon           none   no method has a number for this" in words
     assert "infinite" not in words
     assert "-differentially private, as proved" not in words
@@ -245,8 +245,8 @@ def test_a_schedule_is_described():
 
 @kills(
     "reports/statement.py",
-    "if mechanism.adaptive is None:  # and of these two a mechanism does not know",
-    "if False:",
+    "may scale both.\n        if mechanism.adaptive is None:",
+    "may scale both.\n        if False:",
 )
 def test_what_may_scale_the_noise_unknown_to_the_mechanism_is_said():
     small = {"sampling": sampling.poisson(1000, 10), "noise_multiplier": 2.0, "steps": 5}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a run: every figure, who may see it, and what became of broken files."""
+"""The page of a run: every figure, its badge, and the errors for damaged files."""
 
 import ast
 import json
@@ -94,7 +94,7 @@ def row(step, **changes):
 
 
 def write(path, rows=None, *, card=CARD, config=CONFIG, statement=STATEMENT, **diagnostics):
-    """The folder of a run, by hand."""
+    """Writes the folder of a run."""
     path.mkdir(parents=True, exist_ok=True)
     rows = [row(step) for step in range(1, 11)] if rows is None else rows
     (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -189,7 +189,7 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
 @kills("reports/figures.py", "return RELEASED if run.seed is None else SEEDED", "return RELEASED")
 @kills("reports/load_run.py", 'return known.get("--seed", known.get("seed"))', "return None")
 def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
-    """Whoever knows it subtracts the noise: by the card, or while there is none by run.json."""
+    """The seed is read from the card, or while there is no card from run.json."""
     (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", [plot])
     seeded = load_run.read(write(tmp_path, card={**CARD, "seed_published": 0}))
@@ -270,7 +270,7 @@ def test_the_report_tells_what_is_bare_from_what_is_unproved(
 
 @kills("reports/load_run.py", 'if card.get("steps") != steps:', "if False:")
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
-    """One that was overwritten and killed: its epsilon is not of the accuracy that is shown."""
+    """The new run was killed, so the card beside its log is of the run that it overwrote."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
     rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
     run = load_run.read(write(tmp_path, rows))
@@ -443,7 +443,7 @@ def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
 
 @kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else")
 def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
-    """A log says no method; one that proves nothing says so in every row."""
+    """A log names no method; with one that proves no bound, every row is an estimate."""
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(20, 5),
         clipping=clipping.flat(1.0),
@@ -520,7 +520,9 @@ def test_damaged_files_are_refused_in_words(tmp_path):
         (tmp_path / "evaluation.npz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"evaluation.npz: expected arrays .* writes it again"):
             reports.report(tmp_path)
-        assert load_run.read(tmp_path, arrays=False).card == CARD, "whoever asks for less gets it"
+        assert load_run.read(tmp_path, arrays=False).card == CARD, (
+            "without arrays, the damaged file is not read"
+        )
 
 
 def test_nulls_leave_gaps(tmp_path):

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mechanism: the private computation, described once.
 
-`Mechanism` holds the sampler, the rule, the noise multiplier and the number of steps, and
-from it comes all that is run, accounted, calibrated and printed.  `Spent` is what earlier
-runs on the same data have cost, `AdaptiveState` what noise needs to go on where the bound
-is adapted.
-
-This room must never know a model, a loss or a data set.
+`Mechanism` holds the sampler, the rule, the noise multiplier and the number of steps; it runs,
+accounts, calibrates and describes them. `Spent` is the cost of an earlier run on the same
+data. `AdaptiveState` is the state of the noise where bounds are adapted. `mechanism/card.py`
+documents the JSON description that run folders and privacy cards share.
 """
 
 from dpjax.mechanism.adaptive import AdaptiveState

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mechanism: the private computation, described once.
 
-`Mechanism` holds the sampler, the rule, the noise multiplier and the number of steps.
-From that one description comes the Optax link that is run (`privatize`), the event that
-is accounted (`event`, `epsilon`), the scale that meets a budget (`calibrate`) and the
-words that are printed (`dpjax.statement`).  There is no second place to type a number.
-
-This file must never know a model, a loss or a data set.
+`Mechanism` holds the sampler, the clipping rule, the noise multiplier and the number of steps.
+The Optax link that runs (`privatize`), the event that is accounted (`event`, `epsilon`), the
+noise that meets a budget (`calibrate`), the printed words (`dpjax.statement`) and the JSON
+description (`facts`) all derive from it, so no number is given twice.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from absl import logging
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from dpjax import accounting, clipping, noise, trees
+from dpjax import accounting, checks, clipping, noise
 from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
@@ -34,14 +32,9 @@ from dpjax.mechanism.spent import Spent, checked_queries, steps_event
 from dpjax.noise.link import add_noise
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
-# A proof for one of these holds, with the conversion that accounting makes, for those after it.
+# A proof for one relation also holds for the later ones, with the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
 _UNITS = ("example", "client")
-_PARTS = (
-    ("sampling", Sampler, "a Sampler, such as sampling.poisson(examples, batch_size)"),
-    ("clipping", Clipping, "a Clipping, such as clipping.flat(bound)"),
-    ("adaptive", clipping.Quantile | None, "a Quantile, such as clipping.Quantile(), or None"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +45,23 @@ class Mechanism:
       sampling: Which examples each step sees; a `dpjax.sampling` sampler.
       clipping: How much each may contribute; a `dpjax.clipping` rule.
       noise_multiplier: Noise standard deviation / sensitivity: a number, an Optax
-        schedule of the step, or one number per group of the rule.  Always the total: what
-        is accounted.  A schedule is asked once, here, for all planned steps.
-      steps: How many steps are planned; none runs beyond them.
-      neighbours: ``"replace-one"`` asks for the stronger relation.  By default the one
+        schedule of the step, or one number per group of the rule. It is the total that is
+        accounted. A schedule is evaluated once, here, for all planned steps.
+      steps: The number of planned steps; no step runs beyond them.
+      neighbours: ``"replace-one"`` selects the stronger relation. The default is the relation
         for which the sampler's event is proved (add-or-remove for Poisson).
       preparation: Noise multipliers of Gaussian queries that were made on all the data
-        before the first step, such as `dpjax.features.Normalization.multipliers`.  They
-        are paid for in full, however few steps run, and no sampling amplifies them.  They
-        bound what one example moves, so they do not go with ``unit="client"``.
-      adaptive: A `dpjax.clipping.Quantile` that the bounds follow, beginning at those of the
-        rule.  Its count takes a share of the noise multiplier, so that gradients get more
-        noise and the two together cost what ``noise_multiplier`` says.
-      before: What earlier runs have spent on these data, if this one goes on from what they
+        before the first step, such as `dpjax.features.Normalization.multipliers`. They
+        are paid for in full, however few steps run, and no sampling amplifies them. They
+        bound what one example moves, so ``unit="client"`` refuses them.
+      adaptive: A `dpjax.clipping.Quantile` that the bounds follow; they start at the rule's
+        bounds. Its noised count uses part of ``noise_multiplier``: gradients get more noise,
+        and gradients and count together cost what ``noise_multiplier`` says.
+      before: What earlier runs on the same data have spent, if this run starts from what they
         released; see `dpjax.training.earlier`.
-      unit: Whose data are protected.  With ``"client"``, as `dpjax.federated` asks for,
-        whatever is said of one example here holds for one client with all of its examples:
-        sampling, bound, noise, neighbours and epsilon.
+      unit: Whose data are protected. With ``"client"``, for `dpjax.federated`, every statement
+        about one example (sampling, bound, noise, neighbours and epsilon) holds for one client
+        with all of its examples.
 
     Example:
       >>> import dpjax
@@ -93,22 +86,19 @@ class Mechanism:
     unit: str = "example"
 
     def __post_init__(self) -> None:
-        """Refuses descriptions that mean nothing or claim too much."""
-        for name, wanted, words in _PARTS:
-            if not isinstance(given := getattr(self, name), wanted):
-                raise TypeError(f"Mechanism({name}={reprlib.repr(given)}): expected {words}.")
-        if self.neighbours not in (None, *Neighbours):
-            raise ValueError(
-                f"Mechanism(neighbours={self.neighbours!r}): expected one of "
-                f"{', '.join(Neighbours)}, or None for what the sampler is proved for."
-            )
-        steps = trees.number(self.steps, "Mechanism(steps")
-        if not steps >= 0 or steps % 1:
-            raise ValueError(
-                f"Mechanism(steps={steps}): expected a whole number of steps. For epochs: "
-                "round(epochs * examples / batch_size)."
-            )
-        object.__setattr__(self, "steps", int(steps))
+        """Refuses descriptions without a meaning, or with a claim that is not proved."""
+        hint = "Such as sampling.poisson(examples, batch_size)."
+        checks.instance("Mechanism", "sampling", self.sampling, Sampler, hint)
+        hint = "Such as clipping.flat(bound)."
+        checks.instance("Mechanism", "clipping", self.clipping, Clipping, hint)
+        if self.adaptive is not None:
+            hint = "Such as clipping.Quantile(), or None for fixed bounds."
+            checks.instance("Mechanism", "adaptive", self.adaptive, clipping.Quantile, hint)
+        hint = "None selects the relation that is proved for the sampler."
+        checks.one_of("Mechanism", "neighbours", self.neighbours, (*Neighbours, None), hint)
+        hint = "For epochs: round(epochs * examples / batch_size)."
+        steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0)
+        object.__setattr__(self, "steps", steps)
         multiplier = planned(noise.plain_multiplier(self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
         queries = checked_queries(self.preparation, "Mechanism")
@@ -119,7 +109,7 @@ class Mechanism:
                 raise ValueError(
                     f"Mechanism(neighbours={self.relation.value!r}): {sampler.name} batches are "
                     f"proved for {sampler.neighbours.value!r} neighbours only. Leave neighbours "
-                    "out or ask for that relation, or sample with sampling.poisson."
+                    "out, or give that relation, or sample with sampling.poisson."
                 )
         _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
         noise.check_multiplier(self.noise_multiplier, self.clipping)
@@ -139,9 +129,10 @@ class Mechanism:
 
     @property
     def multipliers(self) -> np.ndarray:
-        """The (effective) noise multiplier of each planned step, ``[steps]``.
+        r"""The effective noise multiplier of each planned step, ``[steps]``.
 
-        One multiplier per group is worth ``(sum m_g^-2)^-1/2``, before any sampling.
+        Multipliers $m_g$ of groups are worth $(\sum_g m_g^{-2})^{-1/2}$ together, before any
+        sampling.
         """
         multiplier = self.noise_multiplier
         if isinstance(multiplier, Sequence):
@@ -159,12 +150,13 @@ class Mechanism:
         return self.batch_size / 10 if given is None else given
 
     def gradient_multipliers(self, totals: np.ndarray) -> np.ndarray:
-        """What is left for the sums of steps with these (effective) multipliers."""
+        """The multipliers of the sums alone, for steps with these effective multipliers."""
         return totals * growth(totals, self.count_multiplier)
 
     @property
     def gradient_multiplier(self) -> NoiseMultiplier:
-        """The noise multiplier of the sums alone: with what the count takes, the total."""
+        """The noise multiplier of the sums alone; with the count's it joins to the total."""
+        # Derived, and not a field: no caller can overwrite the total that is accounted.
         if self.adaptive is None:
             return self.noise_multiplier
         return left_for_gradients(self.noise_multiplier, self.count_multiplier)
@@ -172,7 +164,7 @@ class Mechanism:
     def deviations(self, step: Any) -> list[Any]:
         """The noise's standard deviation on the mean, in each group, at a step.
 
-        Where bounds are adapted, relative to their scale.
+        If bounds are adapted, it is relative to their scale.
         """
         each = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
         return [deviation / self.batch_size for deviation in each]
@@ -205,7 +197,7 @@ class Mechanism:
         return card.accounted(self)
 
     def spent(self, multipliers: np.ndarray) -> Spent:
-        """What this run alone has spent after steps with these multipliers, in this order."""
+        """The cost of this run alone, after steps with these multipliers, in this order."""
         starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
         counts = np.diff(starts, append=len(multipliers))
         runs = [(float(multipliers[i]), int(n)) for i, n in zip(starts, counts, strict=True)]
@@ -219,17 +211,17 @@ class Mechanism:
 
     @property
     def prepared(self) -> dp.DpEvent:
-        """The privacy event of all that came before the first step."""
+        """The privacy event of earlier runs and of the queries before the first step."""
         queries = map(accounting.gaussian, self.preparation)
         return accounting.compose(*(spent.event for spent in self.before), *queries)
 
     @property
     def event(self) -> dp.DpEvent:
-        """The privacy event of preparation and all planned steps, as proved for this sampler."""
+        """The privacy event of `prepared` and all planned steps, as proved for this sampler."""
         return self.event_of(self.multipliers)
 
     def event_of(self, multipliers: np.ndarray) -> dp.DpEvent:
-        """The privacy event of preparation and of steps with these multipliers, in this order."""
+        """The privacy event of `prepared` and of steps with these multipliers, in this order."""
         if np.isinf(self.clipping.sensitivity) and len(multipliers):
             return dp.NonPrivateDpEvent()
         steps = steps_event(self.sampling, multipliers, self.clipping.projections)
@@ -239,7 +231,7 @@ class Mechanism:
         """The epsilon of the whole computation at ``delta``.
 
         Args:
-          delta: The probability of more; smaller than 1 / examples.
+          delta: The probability of a larger loss; choose it below 1 / examples.
           method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp".
         """
         return self.epsilon_of(self.multipliers, delta, method)
@@ -255,14 +247,14 @@ class Mechanism:
     def calibrate(self, epsilon: float, delta: float, method: str = "rdp") -> Mechanism:
         """This mechanism with its noise scaled so that it costs at most ``epsilon``.
 
-        A number is scaled, and so is a whole schedule or every group's multiplier: its
-        shape stays and one factor is found.
+        One factor multiplies the number, every value of the schedule, or every group's
+        multiplier.
 
         Args:
           epsilon: The most that all planned steps may cost.
-          delta: Below one over the number of examples.
-          method: "pld" takes seconds, and finds the least noise: for one epoch of MNIST in
-            batches of 256 at epsilon 3 a multiplier of 0.59, where "rdp" wants 0.65.
+          delta: Choose it below 1 / examples.
+          method: "pld" takes seconds and finds the least noise: for one epoch of MNIST in
+            batches of 256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
 
         Returns:
           A new mechanism; its epsilon is at most the target and within about 1e-4 of it.
@@ -270,18 +262,18 @@ class Mechanism:
         if not np.all(self.multipliers > 0):
             raise ValueError(
                 "Mechanism.calibrate: the noise multiplier is 0 at some step, and no "
-                "factor makes that private. Start from any positive multiplier or schedule."
+                "factor makes that private. Start from a positive multiplier or schedule."
             )
         if delta >= 1 / self.sampling.examples:
             logging.warning(
-                "Mechanism.calibrate(delta=%g): not below 1/%d. A mechanism that publishes one "
-                "whole record would satisfy it; choose delta well below one over the number of "
-                "examples.",
+                "Mechanism.calibrate(delta=%g): delta is not below 1/%d. A mechanism that "
+                "publishes one whole record would satisfy it. Choose delta well below one over "
+                "the number of examples.",
                 delta,
                 self.sampling.examples,
             )
 
-        # On the way, factors may be tried that leave nothing for the count.
+        # Without the count: bisection tries factors that `check_adaptive` refuses.
         bare = dataclasses.replace(self, adaptive=None)
 
         def event(factor: float) -> dp.DpEvent:
@@ -382,27 +374,25 @@ def _checked_before(before: Any) -> tuple[Spent, ...]:
     if not all(isinstance(spent, Spent) for spent in each):
         raise TypeError(
             f"Mechanism(before={reprlib.repr(before)}): expected a list of mechanism.Spent. "
-            "Usually: before=training.earlier(folder), of the run that this one goes on from. Of "
-            "a Mechanism m that ran to its end: before=[*m.before, m.spent(m.multipliers)]."
+            "Usually: before=training.earlier(folder), with the folder of the run that this one "
+            "starts from. For a Mechanism m that ran all its steps: before=[*m.before, "
+            "m.spent(m.multipliers)]."
         )
     return each
 
 
 def _check_unit(unit: str, preparation: Sequence[float], before: Sequence[str]) -> None:
-    if unit not in _UNITS:
-        raise ValueError(
-            f"Mechanism(unit={unit!r}): expected one of {', '.join(_UNITS)}: whose data one row "
-            "of what is sampled holds."
-        )
+    hint = "It is the owner of the data in one sampled row."
+    checks.one_of("Mechanism", "unit", unit, _UNITS, hint)
     if preparation and unit != "example":
         raise ValueError(
             f"Mechanism(unit={unit!r}, preparation={preparation}): these queries bound what one "
-            f"example moves, and one {unit} may have many. Leave them out, or ask queries that "
-            f"bound each {unit}'s, and count them: before=[Spent(unit={unit!r}, ...)]."
+            f"example moves, and one {unit} may have many. Leave them out; or make queries that "
+            f"bound what one {unit} moves, and count them: before=[Spent(unit={unit!r}, ...)]."
         )
     if set(before) - {unit}:
         raise ValueError(
-            f"Mechanism(unit={unit!r}, before=...): what was spent before protects one "
+            f"Mechanism(unit={unit!r}, before=...): the earlier runs protect one "
             f"{', one '.join(sorted(set(before)))}, and epsilons of different units do not add. "
-            "Account for both runs in one unit."
+            "Account for all runs in one unit."
         )

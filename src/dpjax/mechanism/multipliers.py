@@ -19,14 +19,14 @@ from dpjax.types import NoiseMultiplier
 
 @dataclass(frozen=True)
 class Planned:
-    """A schedule that was asked once, for every planned step; what it said then is what it is.
+    """A schedule as the table of its values at every planned step.
 
-    A function may answer otherwise when it is compiled, in another precision, or because what
-    it closes over has changed.  Here what is accounted, written down and run is one table.
+    The same table is accounted, written down and run. A second evaluation of the function could
+    differ: compiled, in another dtype, or after a variable that it closes over has changed.
 
     Args:
-      schedule: What was asked, and is asked again if more steps are planned.
-      table: Its answers, float32.
+      schedule: The function, evaluated again only if more steps are planned.
+      table: Its values, as the bytes of a float32 array.
     """
 
     schedule: optax.Schedule
@@ -38,15 +38,15 @@ class Planned:
         return np.frombuffer(self.table, np.float32)
 
     def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
-        """The multiplier of a step, or of several; of those beyond the plan, NaN."""
+        """The multiplier of a step or of several steps; NaN beyond the plan."""
         step = jnp.asarray(step)
-        # The last entry is for whatever lies outside.
+        # Steps outside the plan read the appended last entry.
         answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
         return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
 
 
 def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
-    """The same, where a schedule has answered for so many steps."""
+    """A multiplier whose schedule, if it is one, is a table of this many steps."""
     if not callable(multiplier):
         return multiplier
     if not isinstance(multiplier, Planned):
@@ -57,10 +57,10 @@ def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
 
 
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
-    """The same noise, ``factor`` times as large."""
+    """A multiplier with all its noise ``factor`` times as large."""
     if isinstance(multiplier, Planned):
-        asked = _times(multiplier.schedule, factor)
-        return Planned(asked, (multiplier.values * np.float32(factor)).tobytes())
+        schedule = _times(multiplier.schedule, factor)
+        return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())
     if callable(multiplier):
         return _times(multiplier, factor)
     if isinstance(multiplier, Sequence):
@@ -73,12 +73,12 @@ def _times(schedule: optax.Schedule, factor: float) -> optax.Schedule:
 
 
 def growth(total: Any, count: float) -> Any:
-    """By how much the gradients' multiplier is above the total: $(1 - z^2 / z_c^2)^{-1/2}$."""
+    """The gradients' multiplier divided by the total: $(1 - z^2 / z_c^2)^{-1/2}$."""
     return 1.0 if count == 0 else (1 - (total / count) ** 2) ** -0.5
 
 
 def left_for_gradients(total: NoiseMultiplier, count: float) -> NoiseMultiplier:
-    """The multiplier of the sums alone: with what the count takes, the total."""
+    """The multiplier of the sums alone; with the count's it joins to ``total``."""
     if callable(total):
         return lambda step: total(step) * growth(total(step), count)
     joint = accounting.effective_multiplier(np.ravel(total))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an earlier run has spent: enough to account for it again, and nothing else.
 
-It is read back from what a run left in its folder, and a `dpjax.Mechanism` that begins
-where that run ended pays for both.
+`dpjax.training.earlier` reads it from the folder of a run. A `dpjax.Mechanism` with
+``before=`` pays for earlier runs and for its own steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting
+from dpjax import accounting, checks
 from dpjax.types import Sampler
 
 
@@ -25,11 +25,12 @@ class Spent:
     """What an earlier run on the same data has spent.
 
     Args:
-      sampling: How it drew.
+      sampling: The sampler of its batches.
       runs: The multipliers of its steps, in order: pairs ``(multiplier, steps)``.
       preparation: The multipliers of its queries before the first step.
-      unit: Whose data it protected: those of one example, or of one client.
-      projections: From how many norms were estimated, if they were.
+      unit: Whose data it protected: ``"example"`` or ``"client"``.
+      projections: The number of random projections that estimated each norm, if norms were
+        estimated.
     """
 
     sampling: Sampler
@@ -39,12 +40,9 @@ class Spent:
     projections: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what has no price; lists become tuples, and numbers Python's own."""
-        if not isinstance(self.sampling, Sampler):
-            raise TypeError(
-                f"Spent(sampling={reprlib.repr(self.sampling)}): expected a Sampler, such as "
-                "sampling.poisson(examples, batch_size): how the earlier run drew its batches."
-            )
+        """Refuses values that cannot be accounted; lists become tuples of Python numbers."""
+        hint = "It is how the earlier run drew, such as sampling.poisson(examples, batch_size)."
+        checks.instance("Spent", "sampling", self.sampling, Sampler, hint)
         object.__setattr__(self, "runs", _checked_runs(self.runs))
         object.__setattr__(self, "preparation", checked_queries(self.preparation, "Spent"))
 
@@ -69,22 +67,22 @@ def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
             return tuple((multiplier, int(n)) for multiplier, n in pairs)
     raise ValueError(
         f"Spent(runs={reprlib.repr(runs)}): expected pairs (noise multiplier, steps), such as "
-        "((1.1, 1000),): a number that is at least 0, and how many steps had it. Usually the two "
-        "are swapped, or a single pair lacks its outer brackets. The multipliers of groups are "
-        "worth one together: accounting.effective_multiplier(them)."
+        "((1.1, 1000),): a multiplier of at least 0, and how many steps had it. Usually the two "
+        "are swapped, or a single pair lacks its outer brackets. For one multiplier per group, "
+        "give accounting.effective_multiplier(multipliers)."
     )
 
 
 def checked_queries(preparation: Iterable[Any], who: str) -> tuple[float, ...]:
-    """The multipliers of queries before the first step, if that is what they are."""
+    """The multipliers of queries before the first step, checked."""
     with contextlib.suppress(TypeError, ValueError):
         multipliers = _numbers(preparation)
         if all(multiplier >= 0 for multiplier in multipliers):
             return multipliers
     raise ValueError(
         f"{who}(preparation={reprlib.repr(preparation)}): expected a list of the noise "
-        "multipliers of the queries, each at least 0, such as [8.0]; features.Normalization lists "
-        "its own."
+        "multipliers of the queries, each at least 0, such as [8.0]. "
+        "features.Normalization.multipliers is such a list."
     )
 
 
@@ -94,6 +92,6 @@ def _numbers(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def steps_event(sampler: Sampler, multipliers: np.ndarray, projections: int | None) -> dp.DpEvent:
-    """The event of steps, as their norms were: known, or estimated."""
+    """The event of steps whose norms were known, or estimated from random projections."""
     event = sampler.event(multipliers)
     return event if projections is None else accounting.with_projections(event, projections)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a private computation promises, in words and in a file that machines can check.
+"""What a private computation promises: in words, as JSON, and as a page with figures.
 
 `statement` says who is protected, against which neighbours, by which sampler, rule and
 noise, for how many steps, at which epsilon by each accountant, and what is *not* covered.
-`card` holds the same facts as a JSON object, complete enough that somebody else can
-recompute the epsilon without dpjax.
+`card` holds these facts as a JSON object, from which epsilon can be recomputed without dpjax.
+Both take every number from the mechanism and the ledger, except delta.
 
-Both read the mechanism that ran and the ledger of what was spent; neither takes a number
-from its caller except the delta.
-
-`report` sets what a run left in its folder as a page to look at, with a figure for whatever
-was written down, and a badge on each that says who may see it; `norm_counts` makes of
-gradient norms what it draws over time.
+`report` turns the folder of a run into one HTML page. Each figure has a badge that says
+whether it may be published. `norm_counts` makes the histograms of gradient norms that the
+page draws over time.
 """
 
 from dpjax.reports.card import card

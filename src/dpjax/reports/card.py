@@ -38,13 +38,13 @@ def card(
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
     Args:
-      mechanism: What is (or was) run.
+      mechanism: The computation.
       delta: The delta at which epsilon is stated.
-      ledger: What really ran; by default all planned steps.
+      ledger: The steps that ran; by default all planned steps.
       seed: The fixed seed of the run, if it had one instead of a secret key.
 
     Returns:
-      What ``json.dumps`` takes as it is; an infinite number is the word ``"inf"``.
+      An object for ``json.dumps``; an infinite number is the word ``"inf"``.
 
     Example:
       >>> import dpjax

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a run went: accuracy, loss, noise and gradient norms, evaluation by evaluation.
 
-Each function draws one figure from a `folder.Run` and returns what is to be seen in it, in a
-sentence, or raises `folder.Missing`.  Lines have gaps where numbers were not finite; where
-there are several groups, a line is their mean and a band their range.
-
-This file must never know which figures may be published.
+Each function draws one figure from a `load_run.Run` and returns a sentence that says what the
+figure shows, or raises `load_run.Missing`. Lines have gaps where numbers were not finite. With
+several groups, the line is their mean and the band their range.
 """
 
 from __future__ import annotations
@@ -25,18 +23,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLUMNS = 60  # of shades: more would be thinner than a pixel
+_COLUMNS = 60  # a column of `shades` would otherwise be thinner than a pixel
 
 
 def accuracy(figure: Figure, run: Run) -> str:
-    """Test accuracy against what had been spent."""
+    """Test accuracy against the epsilon spent."""
     y = 100 * run.series("accuracy")
     _against_epsilon(figure, run, y, "test accuracy (%)", "blue")
     return f"{_last(y):.1f} % at the end, {np.nanmax(y):.1f} % at best."
 
 
 def test_loss(figure: Figure, run: Run) -> str:
-    """The loss on test examples, under either of its names, against what had been spent."""
+    """The loss on test examples (logged as ``nll`` or ``test_loss``) against the epsilon spent."""
     try:
         y = run.series("nll")
     except Missing:
@@ -46,7 +44,7 @@ def test_loss(figure: Figure, run: Run) -> str:
 
 
 def training_loss(figure: Figure, run: Run) -> str:
-    """The mean loss of the examples that were drawn, against what had been spent."""
+    """The mean loss of the drawn examples against the epsilon spent."""
     y = run.series("private", "loss")
     _against_epsilon(figure, run, y, "mean loss of drawn examples", "clay")
     return f"{_last(y):.3g} at the end."
@@ -65,14 +63,12 @@ def noise(figure: Figure, run: Run) -> str:
     axes.stairs(z, edges, baseline=None, color=PALETTE["blue"], linewidth=1.6)
     axes.set_ylim(0, 1.2 * z.max() or 1)
     each = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
-    earlier = (
-        " What ran before, in other runs, is not drawn." if run.mechanism.get("before") else ""
-    )
+    earlier = " Earlier runs are not drawn." if run.mechanism.get("before") else ""
     return f"{each}, over {int(edges[-1]):,} steps.{earlier}"
 
 
 def clipping(figure: Figure, run: Run) -> str:
-    """Which part of the examples was cut, and how far that turned their mean."""
+    """The fraction of clipped examples, and how far clipping turned their mean gradient."""
     cut = run.series("private", "clipped")
     axes = panel(figure, "step", "")
     band(axes, _steps(run), cut, "blue", "fraction above the bound")
@@ -90,7 +86,7 @@ def clipping(figure: Figure, run: Run) -> str:
 
 
 def norms(figure: Figure, run: Run) -> str:
-    """The mean norm of the drawn examples' gradients, before clipping, and the bound."""
+    """The mean gradient norm of the drawn examples before clipping, and the bound."""
     y = run.series("private", "norm")
     axes = panel(figure, "step", "mean gradient norm")
     band(axes, _steps(run), y, "blue", "mean norm")
@@ -100,7 +96,7 @@ def norms(figure: Figure, run: Run) -> str:
 
 
 def shades(figure: Figure, run: Run) -> str:
-    """The histogram of gradient norms at each evaluation, as a column of shades."""
+    """A histogram of gradient norms per evaluation, as a column of shades."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -133,13 +129,13 @@ def shades(figure: Figure, run: Run) -> str:
 def norm_counts(
     norms: Float[ArrayLike, "batch groups"], bounds: Sequence[float], bins: int = 40
 ) -> np.ndarray:
-    """How many norms are how long, in bounds: what `shades` draws of each evaluation.
+    """A histogram of gradient norms in units of their bounds, as `shades` draws it.
 
     Args:
-      norms: Of each example's gradient in each group, before clipping.
-      bounds: Of each group; a group without a finite one is left out.
-      bins: Equal steps of the logarithm from a hundredth of the bound to a hundred times it;
-        what lies beyond is in the outer ones.
+      norms: The norm of each example's gradient in each group, before clipping.
+      bounds: The bound of each group; a group without a positive, finite bound is left out.
+      bins: The number of bins, equally wide in the logarithm, from 0.01 to 100 bounds. The
+        outer bins also count the norms beyond.
 
     Example:
       >>> norm_counts([[0.5], [3.0], [1e9]], bounds=[1.0], bins=4).tolist()
@@ -156,7 +152,7 @@ def _edges(bins: int) -> np.ndarray:
 
 
 def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: str) -> None:
-    """One number of each evaluation; against steps where nothing finite was spent."""
+    """One number per evaluation against epsilon; against steps if epsilon is not finite."""
     try:
         x, label = run.series("epsilon")[:, 0], "epsilon spent"
     except Missing:
@@ -166,7 +162,7 @@ def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: 
 
 
 def _draw_bound(axes: Axes, run: Run) -> None:
-    """The bound as it was adapted and released, or else the one that there was, if one."""
+    """The adapted bounds from the log, or else the fixed bound, if one line can show it."""
     dashed = {"linewidth": 1.2, "linestyle": "--", "label": "bound"}
     try:
         band(axes, _steps(run), run.series("bound"), "clay", **dashed)
@@ -179,7 +175,7 @@ def _draw_bound(axes: Axes, run: Run) -> None:
 
 
 def _bound(run: Run) -> float:
-    """The bound, if it is one line: the same for all groups, and at all steps."""
+    """The bound, if all groups and all steps have the same one; otherwise infinity."""
     bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
     scheduled = (run.identity or {}).get("bound schedule") is not None
     return bounds.pop() if len(bounds) == 1 and not scheduled else np.inf

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was spent: the multipliers that ran, and their epsilon by every method.
+"""The multipliers of the steps that ran, and their epsilon by every method.
 
-The statement and the card both read this page, so they cannot name different numbers.
-It must never round, choose or describe.
+The statement and the card both call these functions, so their numbers are equal. Nothing is
+rounded here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def epsilons(
     mechanism: Mechanism, multipliers: np.ndarray, delta: float
 ) -> Iterator[tuple[str, float]]:
     """Epsilon by every method that has an answer for this sampler and relation."""
-    accounting.epsilon(accounting.compose(), delta)  # a bad delta is the caller's mistake
+    # An invalid delta raises here; the loop below takes a ValueError for "no answer".
+    accounting.epsilon(accounting.compose(), delta)
     event = mechanism.event_of(multipliers)
     for method in accounting.METHODS:
         try:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one drawing becomes an SVG for a page and a PNG for everything else.
+"""Writes a figure as SVG for the page, and as PNG for use elsewhere.
 
-In the SVG every color of the palette is a CSS variable, so the page that holds it decides
-what ink and paper are, by day and by night.  Text stays text, and every id begins with the
-figure's name, because the ids of all figures share one page.
-
-This file must never know what is drawn, nor load anything from elsewhere.
+In the SVG every color of the palette is a CSS variable, so the page can show the figure in
+light and dark mode. Text stays text. Every id begins with the figure's name, because the
+figures share one page.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ _OPENING = (
 
 
 def svg(figure: Figure, name: str, label: str) -> str:
-    """A figure as an element of a page, as wide as the page lets it be.
+    """A figure as an SVG element that fills the width of its container.
 
     Args:
-      figure: Drawn with the colors of `drawing.PALETTE`.
-      name: Its ids begin with this; different for each figure of a page.
-      label: What is read to those who do not see it.
+      figure: Drawn with the colors of `style.PALETTE`.
+      name: The prefix of its ids; unique on the page.
+      label: The description for screen readers.
     """
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -40,7 +38,7 @@ def svg(figure: Figure, name: str, label: str) -> str:
     text = file.getvalue()
     box = re.search(r'viewBox="([^"]*)"', text)
     opening = _OPENING.format(box=box.group(1) if box else "", label=escape(label))
-    # The page has one rule for the lines of all figures, in place of each figure's own.
+    # Matplotlib writes a style sheet into each SVG; the page has one for all figures.
     text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
@@ -50,7 +48,7 @@ def svg(figure: Figure, name: str, label: str) -> str:
 
 
 def png(figure: Figure, note: str = "") -> bytes:
-    """A figure as a picture; ``note`` stands in it, where it cannot be lost."""
+    """A figure as PNG, with ``note`` drawn into the image, so that copies keep it."""
     if note:
         figure.suptitle(note, fontsize=7, color=PALETTE["clay"])
     file = io.BytesIO()

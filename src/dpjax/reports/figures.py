@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run: what each is called, how to read it, and who may see it.
+"""The table of figures: their titles, captions, drawing functions and badges.
 
-The table says of each figure whether it was computed from private data before any noise was
-added.  Such a figure is for those who may see the data; its badge says so, and so does a line
-in its PNG.  All others are computed from what the mechanism released, which protects nobody
-where there was no noise, or noise from a seed that is published: then they have such a badge too.
+A badge says whether a figure may be published. A figure that was computed from private data
+before the noise must not be, and its badge and its PNG say so. All other figures are computed
+from what the mechanism released; they may be published unless epsilon is infinite or the seed
+of the noise is published, and then their badges say so too.
 
 A figure whose data are not in the folder is left out, with a reason.
 """
@@ -22,11 +22,11 @@ from dpjax.reports.style import canvas, style
 
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
-SEEDED = "its noise is of a published seed, and can be subtracted: do not publish"
+SEEDED = "the seed of its noise is published, so the noise can be subtracted: do not publish"
 
 
 class Plot(NamedTuple):
-    """A figure that a run may have."""
+    """A figure that a run can have; ``draw`` and ``badge`` take the `Run`."""
 
     name: str
     title: str
@@ -36,7 +36,7 @@ class Plot(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A figure that a run has."""
+    """A figure of one run, drawn; ``seen`` is the sentence about this run."""
 
     plot: Plot
     badge: str
@@ -46,10 +46,10 @@ class Drawn(NamedTuple):
 
 
 def draw(plot: Plot, run: Run) -> Drawn:
-    """Draws a figure of a run, once, for both forms.
+    """Draws a figure of a run as SVG and PNG.
 
     Raises:
-      Missing: The run did not leave what it needs.
+      Missing: The folder of the run lacks the data of the figure.
     """
     badge = plot.badge(run)
     with style():
@@ -60,7 +60,7 @@ def draw(plot: Plot, run: Run) -> Drawn:
 
 
 def of_what_was_released(run: Run) -> str:
-    """The badge of what the model shows: the noise of its training protects it, if any does."""
+    """The badge of a figure that is computed from the trained model, protected by its noise."""
     if math.isinf(min(run.epsilons.values())):
         return PRIVATE
     return RELEASED if run.seed is None else SEEDED
@@ -83,48 +83,48 @@ PLOTS = (
     Plot(
         "accuracy",
         "Test accuracy against epsilon",
-        "What each unit of privacy bought: a dot is an evaluation, and further to the right more "
-        "had been spent. Where the curve is flat, more spending bought nothing.",
+        "A dot is an evaluation; the epsilon spent grows to the right. Where the curve is flat, "
+        "more epsilon did not improve accuracy.",
         curves.accuracy,
         of_what_was_released,
     ),
     Plot(
         "test_loss",
         "Test loss against epsilon",
-        "The same for the loss, which also counts how sure the model was. If it rises while "
-        "accuracy holds, the model grows too sure of itself.",
+        "The loss on test examples also depends on how confident the model is. If it rises while "
+        "accuracy stays, the model becomes overconfident.",
         curves.test_loss,
         of_what_was_released,
     ),
     Plot(
         "training_loss",
         "Training loss against epsilon",
-        "The mean loss of the examples that were drawn since the evaluation before. Below the "
-        "test loss by much, the model has learnt its examples by heart.",
+        "The mean loss of the examples that were drawn since the previous evaluation. A value far "
+        "below the test loss means that the model overfits.",
         curves.training_loss,
         _private,
     ),
     Plot(
         "noise",
         "Noise schedule",
-        "The standard deviation of the noise on the sum, divided by what one example can move "
-        "the sum. It follows from the mechanism alone, and is part of what is accounted.",
+        "The standard deviation of the noise on the sum, divided by the sensitivity of the sum. "
+        "It follows from the mechanism alone and is accounted.",
         curves.noise,
         _of_the_mechanism,
     ),
     Plot(
         "clipping",
         "What clipping does",
-        "Near 1, nearly every example is cut and the bound is the only length left. The cosine "
-        "says how far cutting turned the mean gradient: 1 is not at all.",
+        "If the fraction is near 1, nearly every gradient is clipped to the bound. The cosine says "
+        "how far clipping turned the mean gradient: 1 is not at all.",
         curves.clipping,
         _private,
     ),
     Plot(
         "norms",
         "Gradient norms over time",
-        "The mean length of the examples' gradients before they are clipped. The bound should "
-        "stay within reach of it: far below, direction is lost; far above, noise is wasted.",
+        "The mean norm of the examples' gradients before clipping. A bound far below it distorts "
+        "the direction of the sum; a bound far above it adds more noise than necessary.",
         curves.norms,
         _private,
     ),
@@ -139,49 +139,49 @@ PLOTS = (
     Plot(
         "gradients",
         "Gradient norms at the end",
-        "How long the gradients of single examples are in the trained model, on a logarithmic "
-        "axis. What is to the right of the bound is shortened to it.",
+        "The gradient norms of single examples in the trained model, on a logarithmic axis. "
+        "Gradients to the right of the bound are clipped to it.",
         layers.gradients,
         _private,
     ),
     Plot(
         "classes",
         "Accuracy by class",
-        "Privacy costs rare and hard classes the most, which the total hides. A dot is a class, "
-        "its line the distance from the accuracy of all.",
+        "Privacy costs rare and hard classes the most, and the total hides it. A dot is a class; "
+        "its line is the distance from the total accuracy.",
         predictions.classes,
         of_what_was_released,
     ),
     Plot(
         "confusion",
         "Confusion matrix",
-        "Rows are right classes, columns what was predicted. Numbers count test examples; shades "
-        "are parts of the row.",
+        "Rows are true classes, columns are predictions. Numbers count test examples; shades are "
+        "fractions of the row.",
         predictions.confusion,
         of_what_was_released,
     ),
     Plot(
         "calibration",
         "Reliability diagram",
-        "Whether the model knows how sure it may be. Where dots are below the dashed line, it is "
-        "right less often than it claims. The larger a dot, the more predictions it stands for; "
-        "the lower panel counts them.",
+        "Accuracy against confidence. Dots below the dashed line are predictions that are correct "
+        "less often than the model claims. Larger dots stand for more predictions; the lower "
+        "panel counts them.",
         predictions.calibration,
         of_what_was_released,
     ),
     Plot(
         "weights",
         "Weight norms",
-        "The length of each layer's weights. Noise makes all of them grow; a layer that is much "
-        "longer than the others saturates what comes after it.",
+        "The norm of each layer's weights. Noise makes all of them grow. A layer with a much "
+        "larger norm than the others saturates the next activation.",
         layers.weights,
         of_what_was_released,
     ),
     Plot(
         "activations",
         "Pre-activation norms",
-        "The length of what each layer hands to its activation. The larger, the more units are "
-        "saturated, and the longer the gradients that clipping has to cut.",
+        "The norm of each layer's output before its activation. The larger it is, the more units "
+        "are saturated, and the larger are the gradients that are clipped.",
         layers.activations,
         _of_activations,
     ),

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that can be looked at: its folder, read and set as one page.
+"""The HTML page of a run.
 
 The page begins with the verdict and the privacy statement, because a figure means little
-without them.  Then come the figures, each with a badge that says who may see it, and what
-the run was made with.  What the folder does not hold is named at the end, not passed over.
-
-Every number is read from the folder: this file must never compute one.
+without them. The figures follow, each with a badge that says whether it may be published,
+then the settings of the run. The last lines name the figures that the folder has no data for.
 """
 
 from __future__ import annotations
@@ -23,24 +21,24 @@ from dpjax.reports.page import badge, page, power, section, table
 
 _SEEN_BY = (
     "Figures with the badge “released” are computed from what the mechanism released and from test "
-    "examples, of which they tell, and which the guarantee does not cover. All others show private "
-    "training data without noise, or with noise that anyone can subtract, so this page as a whole "
-    "is for those who may see these data. To publish, take single figures from the folder figures."
+    "examples; the guarantee does not cover test examples. All other figures show private training "
+    "data without noise, or with noise that anyone can subtract, so only people who may see the "
+    "data may see this page. To publish, take single figures from the folder figures."
 )
 
 
 def report(directory: str | pathlib.Path) -> pathlib.Path:
-    """Writes ``report.html`` and ``figures/*.png`` from what a run left in its folder.
+    """Writes ``report.html`` and ``figures/*.png`` into the folder of a run.
 
     Args:
-      directory: Where `dpjax.fit` wrote ``metrics.jsonl``.  It may also hold ``privacy.json``,
+      directory: Where `dpjax.fit` wrote ``metrics.jsonl``. It may also hold ``privacy.json``,
         ``statement.txt``, ``config.json``, ``evaluation.npz`` and ``diagnostics.npz``.
 
     Returns:
-      The path of the page: one file that loads nothing else.
+      The path of the page: one file that loads no other file.
 
     Privacy:
-      Figures of what was computed before the noise say so, in their badge and in the picture.
+      Figures that were computed before the noise say so, in their badge and in their PNG.
 
     Example:
       >>> import json, tempfile
@@ -56,7 +54,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     folder.mkdir(exist_ok=True)
     for figure in figures:
         (folder / f"{figure.plot.name}.png").write_bytes(figure.png)
-    for plot, _ in absent:  # of an earlier page, perhaps of other data
+    for plot, _ in absent:  # an earlier page may have written it, perhaps from other data
         (folder / f"{plot.name}.png").unlink(missing_ok=True)
     path = run.path / "report.html"
     body = [*_header(run), *_promise(run), *_figures(figures), *_made_with(run), *_left_out(absent)]
@@ -65,7 +63,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
 
 
 def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
-    """The figures that the folder has data for; and of the others, why not."""
+    """The figures that the folder has data for, and the other figures with the reason."""
     figures, absent = [], []
     for plot in PLOTS:
         try:
@@ -85,14 +83,14 @@ def _header(run: Run) -> Iterator[str]:
     units = f"{run.mechanism.get('unit', 'example')}s"
     if run.seed is not None:
         yield (
-            f'<p class="notice">Seed published ({escape(str(run.seed))}): not for release. Whoever '
-            "knows the seed can subtract the noise.</p>"
+            f'<p class="notice">Seed published ({escape(str(run.seed))}): not for release. Anyone '
+            "who knows the seed can subtract the noise.</p>"
         )
     if run.foreign:
         yield (
             f'<p class="notice">privacy.json is of an earlier run in this folder: {run.foreign}. '
-            "So it is left out here, and all that was written with it. When this run has ended, "
-            "its own will be there.</p>"
+            "This page leaves out the card and the files written with it. This run writes its own "
+            "when it ends.</p>"
         )
     numbers = [
         ("epsilon", upwards(epsilon, ".3g"), _methods(run)),
@@ -111,7 +109,7 @@ def _header(run: Run) -> Iterator[str]:
 
 
 def _verdict(run: Run, epsilon: float, accuracy: str) -> str:
-    """As in the statement: what is proved, what is bare, and what is neither."""
+    """As in the statement: proved, not private, or neither."""
     right = f", with {accuracy} test accuracy" if accuracy else ""
     if not math.isinf(epsilon):
         return f"({upwards(epsilon)}, {power(run.delta)})-differentially private{right}."
@@ -135,8 +133,8 @@ def _promise(run: Run) -> Iterator[str]:
             f"<pre>{escape(references.strip())}</pre></details>"
         )
     note = (
-        "<h3>Privacy statement</h3><p>Who is protected, by what, how much, and from what not. "
-        "Publish it beside the model.</p>"
+        "<h3>Privacy statement</h3><p>Who is protected, how, how much, and what is not covered. "
+        "Publish it with the model.</p>"
     )
     yield section(note, plate)
 
@@ -175,7 +173,7 @@ def _left_out(absent: list[tuple[Plot, str]]) -> Iterator[str]:
 
 
 def _name(run: Run) -> str:
-    """What was trained on what, or else the folder's name."""
+    """The model and its data set, or else the folder's name."""
     config = run.config or {}
     model, dataset = config.get("model"), config.get("dataset")
     return f"{model} on {dataset}" if model and dataset else run.path.resolve().name

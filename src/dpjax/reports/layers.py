@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run ended with: norms of gradients beside the bound, and norms layer by layer.
+"""Figures of the trained model: gradient norms with the bound, and norms layer by layer.
 
-The histogram says whether the bound fits the gradients; weights and pre-activations say
-whether the network stayed small, which bounded activations and the penalties of the papers
-are for.  Each function draws one figure and says what is to be seen in it.
-
-This file must never know which figures may be published.
+The histogram says whether the bound fits the gradients. The norms of weights and of
+pre-activations say whether the network stayed small. Each function draws one figure and
+returns a sentence that says what it shows.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _GROUPS = 12  # more histograms would be too small to read
-_DECADES = 1e-4  # shorter than this part of the longest counts as this long
+_DECADES = 1e-4  # shorter norms, relative to the longest, share the first bin
 
 
 def gradients(figure: Figure, run: Run) -> str:
@@ -56,7 +54,7 @@ def weights(figure: Figure, run: Run) -> str:
 
 
 def activations(figure: Figure, run: Run) -> str:
-    """The mean norm of what each layer hands to its activation, at the end."""
+    """The mean norm of each layer's pre-activations at the end."""
     names, values = _layers(run, "activation")
     _lollipops(figure, names, values, "norm of the pre-activations", "green")
     return _largest(names, values)
@@ -76,14 +74,14 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
 
 
 def _group(run: Run, group: int) -> str:
-    """The name that the card has for a group, as far as it fits above a histogram."""
+    """The name of a group, cut to the width of its histogram."""
     names = run.mechanism.get("clipping", {}).get("groups", [])
     name = str(names[group]) if group < len(names) else f"group {group}"
     return name if len(name) <= 26 else f"…{name[-25:]}"
 
 
 def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int) -> str:
-    """What the histograms show, and what they leave out."""
+    """A sentence: what the histograms show, and what they leave out."""
     finite = np.isfinite(norms)
     above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
     middle = np.median(norms[finite]) if finite.any() else np.nan
@@ -106,7 +104,7 @@ def _layers(run: Run, what: str) -> tuple[list[str], np.ndarray]:
 def _lollipops(
     figure: Figure, names: list[str], values: np.ndarray, label: str, color: str
 ) -> None:
-    """A line and a dot for each layer, from the first at the top to the last."""
+    """A line and a dot for each layer, the first layer at the top."""
     figure.set_size_inches(6.4, 0.9 + 0.22 * max(3, len(names)))
     axes, rows = panel(figure, label, ""), np.arange(len(names))
     axes.hlines(rows, 0, values, color=PALETTE[color], linewidth=1.6)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page: one HTML file that loads nothing, runs nothing, and reads well by day and by night.
+"""The parts of an HTML page that loads no other file and runs no script.
 
-Whatever comes from outside passes through `escape`; what is already HTML is handed on by
-functions of this file alone.  Text and notes stand on the left, plates on the right; on a
-narrow screen and on paper they stand below each other.
-
-This file must never know what a run is.
+All text from a run passes through `escape`. Notes are on the left and figures on the right; on
+a narrow screen and on paper they are stacked. Colors follow the light or dark mode of the
+reader's browser.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dpjax.reports.style import DARK, PALETTE
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A whole page from its parts, which are HTML already; it is well-formed XML as well."""
+    """A whole page from parts that are HTML already; it is also well-formed XML."""
     light, dark = (
         "".join(f"--{name}:{color};" for name, color in colors.items())
         for colors in (PALETTE, DARK)
@@ -37,7 +35,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def section(note: str, plate: str, *, tag: str = "section", name: str = "") -> str:
-    """A note beside what it is about; both are HTML."""
+    """A note and the figure or text that it explains; both are HTML."""
     inner = {"figure": "figcaption", "section": "div"}[tag]
     identity = f' id="{escape(name)}"' if name else ""
     return (
@@ -47,12 +45,12 @@ def section(note: str, plate: str, *, tag: str = "section", name: str = "") -> s
 
 
 def badge(words: str, *, warns: bool) -> str:
-    """A few words that say who may see what stands beside them."""
+    """A label that says whether a figure may be published."""
     return f'<p class="badge {"private" if warns else "open"}">{escape(words)}</p>'
 
 
 def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
-    """Names and values, both escaped."""
+    """A table of names and values, both escaped."""
     lines = (
         f'<tr><th scope="row">{escape(str(name))}</th><td>{escape(value(entry))}</td></tr>'
         for name, entry in rows.items()
@@ -61,7 +59,7 @@ def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
 
 
 def grid(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table with a line for each thing compared; all entries are escaped."""
+    """A table with column names and one row per compared item; all entries are escaped."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     lines = (
         f'<tr><th scope="row">{escape(first)}</th>'
@@ -74,7 +72,7 @@ def grid(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def value(entry: Any) -> str:
-    """A value as a reader would write it: words as they are, all else as in JSON."""
+    """A value as text: strings as they are, other values as JSON."""
     if entry is None:
         return "not set"
     if isinstance(entry, str):
@@ -85,7 +83,7 @@ def value(entry: Any) -> str:
 
 
 def power(number: float) -> str:
-    """A small number as HTML, rounded up; delta has no unit to make it readable."""
+    """A small number, such as delta, as HTML with a power of ten, rounded up."""
     mantissa, _, exponent = upwards(number, ".3g").partition("e")
     if not exponent:
         return escape(mantissa)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the released model says about test examples: by class, mistaken for what, how sure.
+"""Figures of test predictions: accuracy by class, confusion matrix, reliability diagram.
 
-All three figures come from the labels and probabilities of `evaluation.npz`, by way of
-`dpjax.metrics`, so a figure and a number of the same name agree.  Each function draws one
-figure and says what is to be seen in it.
-
-This file must never know which figures may be published.
+All three use the labels and probabilities of ``evaluation.npz`` and the functions of
+`dpjax.metrics`, so figures and logged numbers agree. Each function draws one figure and returns
+a sentence that says what it shows.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from dpjax.reports.style import PALETTE, legend, panel
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FEW = 16  # classes: with more, numbers in cells could not be read
+_FEW = 16  # with more classes, the numbers in the cells are too small to read
 
 
 def classes(figure: Figure, run: Run) -> str:
-    """The accuracy of each class, as its distance from the accuracy of all."""
+    """The accuracy of each class, and its distance from the total accuracy."""
     logits, labels = _predictions(run)
     each = 100 * np.asarray(metrics.per_class_accuracy(logits, labels))
     total = 100 * float(metrics.accuracy(logits, labels))
@@ -46,7 +44,7 @@ def classes(figure: Figure, run: Run) -> str:
 
 
 def confusion(figure: Figure, run: Run) -> str:
-    """How often each class was taken for each other, as parts of its examples."""
+    """How often each class was predicted for each true class, as a fraction of its examples."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -96,7 +94,7 @@ def calibration(figure: Figure, run: Run) -> str:
 
 
 def _predictions(run: Run) -> tuple[Array, Array]:
-    """Logits and labels: logarithms of the probabilities, which softmax turns back."""
+    """Logits and labels; the logits are log probabilities, which softmax inverts."""
     labels, p = run.array("evaluation", "labels"), run.array("evaluation", "probabilities")
     if not np.isfinite(p).all():
         raise Missing("evaluation.npz holds probabilities that are not finite")
@@ -105,7 +103,7 @@ def _predictions(run: Run) -> tuple[Array, Array]:
 
 
 def _shade(part: float) -> float:
-    """Never so pale that one mistake in a hundred cannot be seen."""
+    """An opacity at which even a small fraction stays visible."""
     return 0.1 + 0.9 * float(part)
 
 

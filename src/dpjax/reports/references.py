@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a computation stands on, as BibTeX: the algorithm, the accountants, the rule.
+"""The papers behind a computation, as BibTeX: the algorithm, the accountants, the rule.
 
-Only works that were used are cited.  This page must never compute anything.
+Only the works that the mechanism and its accountants use are cited.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _REFERENCES = {
 
 
 def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
-    """BibTeX of what was used: the algorithm, the accountants, the rule."""
+    """BibTeX of the works that a mechanism and these accounting methods use."""
     prepared = ["preparation"] * bool(mechanism.preparation)
     adapted = ["adaptive"] * (mechanism.adaptive is not None)
     for key in ("dpsgd", mechanism.unit, *methods, mechanism.clipping.name, *adapted, *prepared):

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy statement: who is protected, how, how much, and from what not.
 
-It is read by people who did not run the computation, so it begins with the verdict, calls
-a bound a bound and an estimate an estimate, and ends with what no epsilon covers.
-
-Every line is made from the mechanism and the ledger.  This page must never take a number
-from anywhere else.
+Its readers did not run the computation, so it begins with the verdict, distinguishes bounds
+from estimates, and ends with what no epsilon covers. Every number comes from the mechanism and
+the ledger, except delta.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _NOT_COVERED = """\
 
 _TOGETHER = {
     "example": "examples that belong together: the unit is one example, not one person",
-    "client": "whoever sees one client's update: the noise is added to the sum of them\n"
+    "client": "anyone who sees one client's update: noise is added to the sum of updates\n"
     "  - clients that belong together: the unit is one client, with all of its examples",
 }
 
@@ -56,13 +54,13 @@ def statement(
     """The privacy statement of a computation, in words.
 
     Args:
-      mechanism: What is (or was) run.
+      mechanism: The computation.
       delta: The delta at which epsilon is stated.
-      ledger: What really ran; by default all planned steps.
+      ledger: The steps that ran; by default all planned steps.
       seed: The fixed seed of the run, if it had one instead of a secret key.
 
     Returns:
-      A text to print, and to publish beside the model.
+      A text to print, and to publish with the model.
 
     Example:
       >>> import dpjax
@@ -118,7 +116,7 @@ def _verdict(
         yield f"  {_why_unproved(mechanism, proven)}"
     if seed is not None:
         yield (
-            f"  Seed published ({seed}): not for release. Whoever knows the seed can "
+            f"  Seed published ({seed}): not for release. Anyone who knows the seed can "
             "subtract the noise."
         )
     examples, unit = mechanism.sampling.examples, mechanism.unit
@@ -130,10 +128,13 @@ def _verdict(
 
 
 def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
-    """What was released bare; None if nothing was, and then a missing epsilon is only unproved.
+    """What was released without protection, as a sentence, or None.
+
+    With None, an infinite or missing epsilon means that nothing is proved, not that the
+    computation is not private.
 
     Args:
-      mechanism: What was run.
+      mechanism: The computation.
       ran: The multipliers of the steps that ran.
     """
     if math.isinf(mechanism.clipping.sensitivity) and len(ran):
@@ -142,19 +143,19 @@ def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
         return "The noise multiplier is 0 at some step."
     if not all(mechanism.preparation):
         return "A query before the first step had no noise."
-    if any(map(_bare, mechanism.before)):
-        return "An earlier run on these data was not private, nor is then what goes on from it."
-    return mechanism.sampling.claim if _tells(mechanism.sampling) else None
+    if any(map(_not_private, mechanism.before)):
+        return "An earlier run on these data was not private, so no run that uses its result is."
+    return mechanism.sampling.claim if _draws_reveal_data(mechanism.sampling) else None
 
 
-def _bare(spent: Spent) -> bool:
+def _not_private(spent: Spent) -> bool:
     """Whether an earlier run released anything without noise."""
     noise = (*(multiplier for multiplier, _ in spent.runs), *spent.preparation)
-    return not all(noise) or _tells(spent.sampling)
+    return not all(noise) or _draws_reveal_data(spent.sampling)
 
 
-def _tells(sampling: Sampler) -> bool:
-    """Whether which examples a step sees is itself a release, whatever the noise."""
+def _draws_reveal_data(sampling: Sampler) -> bool:
+    """Whether the choice of examples is itself a release, whatever the noise."""
     return isinstance(sampling.event(np.ones(1)), dp.NonPrivateDpEvent)
 
 
@@ -162,7 +163,7 @@ def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
     """Why no epsilon is finite although everything had noise."""
     if not proven:
         return (
-            "No method proves a number for all of it together: each refuses a part of it.\n"
+            "No method proves a number for the whole: each method refuses a part of it.\n"
             "  Usually an earlier run drew its batches in another way, or norms are estimated\n"
             "  and the neighbours are replace-one."
         )
@@ -214,8 +215,8 @@ def _facts(
 
 
 def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
-    """How many a step sees, and at which rate that is counted."""
-    rows = sampling.facts.get("rates")  # by bins: the largest of each row, and its steps
+    """The expected batch, and the sampling rate that is accounted."""
+    rows = sampling.facts.get("rates")  # of `scored`: the largest rate of each row, and its steps
     rate = "rates go by bins" if rows else f"rate {sampling.sampling_rate:.3g}"
     yield (
         f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
@@ -250,7 +251,8 @@ def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
         each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean
         start = ", at first" * bool(mechanism.adaptive)
         yield f"                = standard deviation {each} on the mean{start}"
-        if mechanism.adaptive is None:  # and of these two a mechanism does not know
+        # Arguments of the training loop, which a mechanism does not hold, may scale both.
+        if mechanism.adaptive is None:
             yield (
                 "                unless a bound schedule or a total of weights "
                 "scales sum and noise alike"
@@ -272,12 +274,12 @@ def _figures(
 
 
 def _as_if_poisson(mechanism: Mechanism, ran: np.ndarray, delta: float) -> Iterator[str]:
-    """The papers' figure; nothing where it has none, for what ran before say."""
+    """The epsilon that papers print for shuffled batches; nothing if it has no value."""
     steps = accounting.scheduled_gaussian(ran, mechanism.sampling.sampling_rate)
     event = accounting.compose(mechanism.prepared, steps)
     try:
         value = accounting.epsilon(event, delta, "rdp-classic")
-    except ValueError:  # a comparison only, which must not cost the statement
+    except ValueError:  # for example because of earlier runs; it is a comparison only
         return
     yield (
         f"  as if Poisson {upwards(value):>8}   rdp-classic: the papers' figure for such "

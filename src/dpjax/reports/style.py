@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How figures look: ink and paper, and the few marks that all of them are made of.
+"""The look of all figures: colors, Matplotlib settings, axes, lines and legends.
 
-The colors have names, and each has one value for a light page and one for a dark one; figures
-are drawn with the first, and `rendering` lets the page choose.  Matplotlib is an optional
-extra, used without pyplot and without keeping or leaving behind any setting.
-
-This file must never know what is drawn.
+Each color has a name, a value for light mode and one for dark mode. Figures are drawn with the
+light values; `figure_output` replaces them by CSS variables. Matplotlib is an optional extra,
+used without pyplot; the user's settings are neither read nor changed.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ _STYLE: dict[Any, Any] = {
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """Within it, figures are drawn and saved in the house style, whatever the user's settings."""
+    """A context in which figures are drawn and saved in the style of the page."""
     try:
         import matplotlib
     except ImportError as error:
@@ -92,14 +90,14 @@ def style() -> Iterator[None]:
 
 
 def canvas(width: float = 6.4, height: float = 3.1) -> Figure:
-    """An empty figure, in inches, that belongs to no window."""
+    """An empty figure without a window; sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def panel(figure: Figure, x: str, y: str) -> Axes:
-    """The only axes of a figure, with the names of what they measure."""
+    """The only axes of a figure, with their labels."""
     axes = figure.subplots()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -109,7 +107,7 @@ def panel(figure: Figure, x: str, y: str) -> Axes:
 def band(
     axes: Axes, x: np.ndarray, table: np.ndarray, color: str, label: str = "", **look: Any
 ) -> None:
-    """A line through the mean of each row ``[rows, width]``, a band over its range; NaN: a gap."""
+    """A line through the mean of each row, a band over its range, and gaps for NaN."""
     some = ~np.isnan(table).all(axis=1)
     parts = table[some]
     middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
@@ -121,7 +119,7 @@ def band(
 
 
 def legend(axes: Axes) -> None:
-    """What the lines are, above the axes, where no line can run through it."""
+    """A legend above the axes, where it hides no line."""
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
         handles,
