@@ -84,7 +84,7 @@ def test_a_schedule_is_asked_once():
     shorter = dataclasses.replace(mechanism, steps=4)
     assert shorter.multipliers.tolist() == 4 * [4.0]
     longer = dataclasses.replace(mechanism.scaled(2.0), steps=11)
-    assert longer.multipliers.tolist() == 11 * [1.0], "steps that were not planned ask anew"
+    assert longer.multipliers.tolist() == 11 * [1.0], "a longer plan evaluates the schedule again"
 
 
 def test_a_schedule_that_overflows_does_so_for_the_accountant_too():

@@ -270,7 +270,7 @@ def test_the_report_tells_what_is_bare_from_what_is_unproved(
 
 @kills("reports/load_run.py", 'if card.get("steps") != steps:', "if False:")
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
-    """The new run was killed, so the card beside its log is of the run that it overwrote."""
+    """The new run was killed, so the card next to its log is of the run that it overwrote."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
     rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
     run = load_run.read(write(tmp_path, rows))

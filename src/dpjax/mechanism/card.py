@@ -79,6 +79,8 @@ def accounted(mechanism: Mechanism) -> str:
     It covers the fields ``unit``, ``sampling``, ``preparation``, ``projections`` and ``before``
     of the description, the sampler's fingerprint, and whether the bounds are finite.
     """
+    # Neither neighbours nor steps: a ledger may be read under a stronger relation, and a plan may
+    # grow. The fingerprint enters because samplers of one name and price may draw others.
     facts = described(mechanism)
     counted = {
         **{name: facts[name] for name in _COUNTED},
@@ -95,15 +97,15 @@ def spent_of(facts: Mapping[str, Any], steps: int) -> tuple[Spent, ...]:
       facts: As `described` writes them.
       steps: How many of the planned steps ran.
     """
-    ran = {**facts, "multiplier_and_steps": begun(facts["multiplier_and_steps"], steps)}
+    ran = {**facts, "multiplier_and_steps": first_steps(facts["multiplier_and_steps"], steps)}
     return tuple(map(_read, (*facts["before"], ran)))
 
 
-def begun(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
+def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
     """The first steps of a plan, as pairs of a noise multiplier and a number of steps.
 
     Example:
-      >>> begun([("inf", 2), (1.5, 100)], 5)
+      >>> first_steps([("inf", 2), (1.5, 100)], 5)
       [(inf, 2), (1.5, 3)]
     """
     kept = []

@@ -24,7 +24,7 @@ from absl import logging
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from dpjax import accounting, checks, clipping, noise
+from dpjax import accounting, checks, clipping, noise, trees
 from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
@@ -101,6 +101,7 @@ class Mechanism:
         object.__setattr__(self, "steps", steps)
         multiplier = planned(noise.plain_multiplier(self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
+        # Multipliers, not an event: a card holds them, and verify.py recomputes what they cost.
         queries = checked_queries(self.preparation, "Mechanism")
         object.__setattr__(self, "preparation", tuple(map(float, queries)))
         object.__setattr__(self, "before", _checked_before(self.before))
@@ -222,6 +223,7 @@ class Mechanism:
 
     def event_of(self, multipliers: np.ndarray) -> dp.DpEvent:
         """The privacy event of `prepared` and of steps with these multipliers, in this order."""
+        # No noise hides an unbounded example, whatever multiplier a ledger holds.
         if np.isinf(self.clipping.sensitivity) and len(multipliers):
             return dp.NonPrivateDpEvent()
         steps = steps_event(self.sampling, multipliers, self.clipping.projections)

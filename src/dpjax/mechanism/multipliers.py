@@ -51,6 +51,7 @@ def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
         return multiplier
     if not isinstance(multiplier, Planned):
         return Planned(multiplier, schedules.values(multiplier, steps).tobytes())
+    # A shorter plan keeps the values; only new steps evaluate the function again.
     if steps > multiplier.values.size:
         return planned(multiplier.schedule, steps)
     return Planned(multiplier.schedule, multiplier.values[:steps].tobytes())

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from dpjax.mechanism.card import begun
+from dpjax.mechanism.card import first_steps
 from dpjax.reports.load_run import Missing, Run
 from dpjax.reports.style import DOTS, PALETTE, band, legend, panel
 
@@ -54,7 +54,7 @@ def noise(figure: Figure, run: Run) -> str:
     """The noise multiplier of each step that ran."""
     if run.card is None:
         raise run.missing("privacy.json")
-    runs = begun(run.mechanism["multiplier_and_steps"], run.card["steps"])
+    runs = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
     if not runs:
         raise Missing("privacy.json says that no step ran")
     z, counts = (np.array(side, float) for side in zip(*runs, strict=True))

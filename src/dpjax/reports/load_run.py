@@ -7,7 +7,7 @@ were not finite are null in JSON and NaN here.
 
 A privacy card whose steps differ from the log's, or whose mechanism differs from the one in
 ``run.json``, belongs to an earlier run in the same folder. The card and the files written with
-it are ignored: the epsilon of one run beside the accuracy of another would be a false claim.
+it are ignored: the epsilon of one run with the accuracy of another would be a false claim.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def _foreign(
     check_format(card.get("mechanism"), str(path / "privacy.json"))
     if card.get("steps") != steps:
         return f"it counts {card.get('steps')} steps, and the log ends at step {steps:,}"
+    # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.
     there, here = card["mechanism"], identity.get("mechanism", card["mechanism"])
     differ = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     return f"run.json describes another mechanism: {', '.join(differ)} differ" if differ else ""
