@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared set-up: deterministic property tests, and proof of which sources are tested."""
 
+import collections
 import os
 import pathlib
 import tempfile
@@ -45,8 +46,22 @@ entries = [f"ignore:Error {doing} persistent compilation cache" for doing in ("r
 os.environ["PYTHONWARNINGS"] = ",".join(["error", *entries])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mutants last: what they ask of the tests means little before the tests have passed."""
+    """Marks the cases that `sample` leaves out as slow, and puts mutants last.
+
+    Mutants mean little before the tests that kill them have passed.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            cases[item.parent, item.originalname].append((item, mark.args[0]))
+    for found in cases.values():
+        few = found[0][1]
+        kept = {round(i * (len(found) - 1) / max(1, few - 1)) for i in range(few)}
+        for number, (item, _) in enumerate(found):
+            if number not in kept:
+                item.add_marker("slow")
     items.sort(key=lambda item: item.path.stem == "test_mutants")
 
 

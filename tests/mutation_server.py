@@ -16,7 +16,7 @@ import sys
 import traceback
 
 # What makes reports good to read, and looks for leaks at the end, costs more than most killers.
-OPTIONS = ["-q", "-x", "--no-header", "--assert=plain", "-p", "no:cacheprovider"]
+OPTIONS = ["-q", "-x", "-m", "", "--no-header", "--assert=plain", "-p", "no:cacheprovider"]
 OPTIONS += ["-p", "no:unraisableexception", "-p", "no:threadexception"]
 # A mutant that hangs ends before the test that waits for it, and is not taken for killed.
 OPTIONS += ["-o", "faulthandler_timeout=400"]

@@ -38,8 +38,8 @@ def test_a_program_is_evaluated_as_jax_does(function):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@kills("_jaxpr.py", "endless or moved for", "moved for")
-@kills("_jaxpr.py", "moving[0] or any(some)", "any(some)")
+@kills("_jaxpr.py", "endless or moved for", "moved for", slow=True)
+@kills("_jaxpr.py", "moving[0] or any(some)", "any(some)", slow=True)
 @pytest.mark.parametrize(
     ("function", "by_x", "by_y"),
     [

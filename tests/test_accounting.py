@@ -169,6 +169,7 @@ FIGURES = [
 ]
 
 
+@pytest.mark.sample(16)
 @kills(
     "accounting/rdp_accountant.py",
     "counts @ curves(list(parts.sampled))",
@@ -350,6 +351,7 @@ def test_singletons_equal_grouped(method):
 # --- neighbours and samplers ---
 
 
+@pytest.mark.sample(8)
 @kills("accounting/rdp_accountant.py", "(4 if swap else 1)", "(1 if swap else 1)")
 @kills(
     "accounting/rdp_accountant.py",
@@ -398,7 +400,7 @@ def test_neighbours(event, method, neighbours, expected):
     agrees(event, 1e-5, method, expected, neighbours)
 
 
-@kills("accounting/rdp_accountant.py", "if swap and parts.sampled:", "if False:")
+@kills("accounting/rdp_accountant.py", "if swap and parts.sampled:", "if False:", slow=True)
 @kills(
     "accounting/rdp_accountant.py",
     "event.sample_size, _exchanged(inner)\n            )\n",
@@ -442,6 +444,7 @@ def test_several_records_of_one_person(event, expected):
     agrees(event, 1e-5, "pld", expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cap", "expected"),
     [
@@ -492,6 +495,7 @@ def test_prv_lies_between(z, q, n, prv):
     assert prv - pld < 0.012
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("event", "epsilon", "delta"),
     [
@@ -536,6 +540,7 @@ def test_never_above_the_library(q, z, n):
     assert accounting.epsilon(steps((q, z, n)), 1e-5) <= theirs * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_never_prints():
     code = (
         "from dpjax import accounting as a\n"
@@ -592,6 +597,7 @@ def test_calibrate_rdp(run, target, rdp, pld):
     calibrated(lambda z: steps((q, z, n)), target, 1e-5, "rdp", rdp, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "target", "rdp", "pld"),
     [
@@ -685,6 +691,7 @@ def test_equal_constant(name):
     calibrated(lambda z: steps((0.01, z, 2_000)), target, 1e-5, "rdp", EQUAL[name][0], 1e-3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("q", "z", "delta", "target", "method", "expected"),
     [
@@ -744,6 +751,7 @@ def test_monotone(z, q, n, delta, more):
     assert cost(delta=min(0.5, delta * more)) <= here
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.floats(0.7, 5.0), st.floats(1e-3, 0.3), st.integers(1, 1_000), delta_of)
 def test_pld_is_at_most_rdp_which_is_at_most_classic(z, q, n, delta):

@@ -94,6 +94,7 @@ def test_names_below_zero(name, expected):
     assert activations.by_name(name)(jnp.float32(-2)) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_every_name_is_differentiable_everywhere_and_keeps_the_dtype():
     for name in activations._NAMED:
         slopes = jax.vmap(jax.grad(activations.by_name(name)))(jnp.asarray(POINTS, jnp.float32))

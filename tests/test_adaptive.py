@@ -66,6 +66,7 @@ TRAJECTORIES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("bound", "records", "settings", "want"), TRAJECTORIES)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_bound_takes_the_published_ways(bound, records, settings, want, streamed):
@@ -83,7 +84,7 @@ def test_the_bound_takes_the_published_ways(bound, records, settings, want, stre
     np.testing.assert_allclose(found, want, rtol=1e-4)
 
 
-@kills("training/step.py", "return state.bound_scale if", "return 1.0 if")
+@kills("training/step.py", "return state.bound_scale if", "return 1.0 if", slow=True)
 def test_sums_are_clipped_to_the_bound_of_their_step():
     """Records 8.5 and -7.25 at the bounds 10, 9, 8, 7.5 and 7."""
     quantile = silent(target=0.0, rate=0.1, geometric=False)
@@ -96,6 +97,7 @@ def test_sums_are_clipped_to_the_bound_of_their_step():
     np.testing.assert_allclose(sums, [1.25, 1.25, 0.75, 0.25, 0], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
 def test_it_finds_the_quantile_wherever_it_begins(target):
     rng = np.random.default_rng(0)
@@ -151,6 +153,7 @@ VALUES = st.one_of(
     "clipping/quantile.py",
     "jnp.sum(jnp.where(mask, under, 0)",
     "jnp.sum(jnp.where(mask, under, under)",
+    slow=True,
 )
 @pytest.mark.parametrize("rule", [clipping.flat(1.0), clipping.per_group((0.5, 1.0, 2.0), 3)])
 @hypothesis.given(data=st.data())
@@ -180,17 +183,20 @@ def beside(total, count):
     return 1 / math.sqrt(total**-2 - count**-2)
 
 
+@pytest.mark.sample(1)
 @kills(
     "mechanism/description.py",
     "deviations = noise.standard_deviations(self.gradient_multiplier,",
     "deviations = noise.standard_deviations(self.noise_multiplier,",
     case="False",
+    slow=True,
 )
 @kills(
     "mechanism/multipliers.py",
     "return lambda step: total(step) * growth(total(step), count)",
     "return total",
     case="True",
+    slow=True,
 )
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(scheduled):
@@ -253,7 +259,7 @@ def fractions(mechanism, below, seeds, steps=1):
     return np.asarray(jax.jit(lambda keys: jax.lax.map(run, keys))(keys), np.float64)
 
 
-@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "0 * drawn")
+@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "0 * drawn", slow=True)
 def test_the_noise_of_the_count_is_its_multiplier_times_a_half():
     mechanism = make(jnp.zeros((100, 1)), quantile=Quantile(count_multiplier=8.0)).mechanism
     seen = fractions(mechanism, jnp.float32(30.0), 20_000)
@@ -267,7 +273,7 @@ def test_by_default_a_fraction_is_known_to_a_twentieth():
     assert fractions(mechanism, jnp.float32(0), 5000).std() == pytest.approx(0.05, rel=0.04)
 
 
-@kills("mechanism/adaptive.py", "Purpose.COUNT", "Purpose.NOISE")
+@kills("mechanism/adaptive.py", "Purpose.COUNT", "Purpose.NOISE", slow=True)
 def test_the_count_draws_from_a_stream_of_its_own():
     """That of (key, its own purpose, step), so that a resumed run goes on alike."""
     mechanism = make(jnp.zeros((100, 1))).mechanism
@@ -292,7 +298,7 @@ def test_the_noises_of_steps_and_of_the_gradients_are_independent():
     assert np.max(np.abs(correlations)) < 5 / math.sqrt(4000)
 
 
-@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "multiplier / 4 * drawn")
+@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "multiplier / 4 * drawn", slow=True)
 def test_what_a_step_releases_tells_as_much_as_its_multiplier_says():
     """White box: one example more moves mean and bound, in units of their noise, by 1 / z."""
     size, rule, total = 400_000, clipping.flat(0.3), 0.8
@@ -320,6 +326,7 @@ def test_what_a_step_releases_tells_as_much_as_its_multiplier_says():
     "mechanism/description.py",
     "followed(self.adaptive, count, below, share,",
     "followed(self.adaptive, count, below, jnp.float32(1 / self.batch_size),",
+    slow=True,
 )
 def test_a_step_that_is_not_planned_moves_no_bound():
     mechanism = make(jnp.zeros((10, 1)), steps=1, multiplier=0.5).mechanism
@@ -389,6 +396,7 @@ X = np.random.default_rng(1).normal(size=(60, 3)).astype(np.float32)
 ORDINARY = {"sampler": sampling.poisson(60, 30), "multiplier": 0.5, "bound": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [None, 7])
 def test_a_stream_takes_the_steps_of_data_in_memory(microbatch_size):
     found = []

@@ -149,7 +149,8 @@ def test_nothing_right_of_nothing_refutes_nothing():
     assert BOUND(100, 100, canaries=100, delta=1.0) == 0.0
 
 
-@kills("auditing.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]")
+@pytest.mark.sample(1)
+@kills("auditing.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
 @pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
 def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     """A bias of one number has noise too, though a single draw does not show how much."""

@@ -18,6 +18,7 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS / "benchmarks")
 
 
+@pytest.mark.slow
 def test_steps_run_and_say_which_peers_are_missing():
     # This interpreter stands for a peers' environment in which nothing was installed.
     outcome = run("benchmarks/steps.py", "--smoke", f"--peers_python={sys.executable}")
@@ -52,6 +53,7 @@ def test_accountants_run_without_peers(tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("benchmarks")
 def test_gradients_are_held_to_their_definitions_where_rounding_does_not_decide(monkeypatch):
     import agreement
@@ -97,6 +99,7 @@ def test_scattering_runs(tmp_path):
     assert json.loads(path.read_text())["shapes"]["28x28x1"]["dpjax"]["images_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_operations_are_timed_beside_themselves_as_written(tmp_path):
     path = tmp_path / "primitives.json"
     cases = "--cases=conv 8x8,max-pool 2x2 / 1,tanh"
@@ -106,6 +109,7 @@ def test_operations_are_timed_beside_themselves_as_written(tmp_path):
     assert all(each["disagreement"] < 1e-4 for each in found)
 
 
+@pytest.mark.slow
 def test_layouts_are_tried_around_the_choice():
     outcome = run("benchmarks/layouts.py", "--smoke")
     assert outcome.stdout.count("chosen") == 1
@@ -123,6 +127,7 @@ def test_large_runs_and_adapters_are_all_that_is_trained(tmp_path):
     assert trained["plain"] == trained["private"] == cases["private adapters"]["parameters"]
 
 
+@pytest.mark.slow
 def test_adapters_add_their_product_to_the_kernels(benchmarks):
     import large_cases
 

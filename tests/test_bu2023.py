@@ -40,6 +40,7 @@ TWO = ["--table=clippings", *TASKS, *(f"--figure={n}" for n in FIGURES)]
 ASKED |= dict.fromkeys(TWO, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", [pytest.param(a, marks=() if a == TASKS[0] else pytest.mark.slow) for a in ASKED]
 )
@@ -92,6 +93,7 @@ PUBLISHED = {  # printed, estimate of its own event, and for what runs here: RDP
 LAYERS = {f"layer {i}": {"kernel": jnp.zeros(1)} for i in range(4)}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("task", PUBLISHED)
 def test_the_published_epsilons_are_estimates_beside_proofs(task, paper):
     printed, estimate, rdp, pld = PUBLISHED[task]

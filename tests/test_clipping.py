@@ -59,6 +59,7 @@ SUMS = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize(("name", "rule", "want"), SUMS)
 def test_sums_of_the_quadratic(name, rule, want, engine):
@@ -107,6 +108,7 @@ def test_a_large_clip_leaves_the_plain_mean():
     np.testing.assert_allclose(np.concatenate(result.value) / 4, [-2.5, -2.5, -0.5])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("jit", [False, True])
 def test_scalar_regression(microbatch, jit):
@@ -168,6 +170,7 @@ def test_a_bound_of_0_silences_whatever_the_rule(rule):
     "clipping/rules.py",
     "jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)",
     "bound / length",
+    slow=True,
 )
 def test_a_zero_gradient_stays_zero_without_gamma():
     rule = clipping.automatic(1.0, 0.0)
@@ -188,7 +191,7 @@ def test_examples_of_all_i():
         np.testing.assert_allclose(leaf, np.full(leaf.shape, want), rtol=1e-5)
 
 
-@kills("trees.py", "for group in range(size)", "for group in [*range(size - 1), 0]")
+@kills("trees.py", "for group in range(size)", "for group in [*range(size - 1), 0]", slow=True)
 def test_groups_of_the_worked_example():
     params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     rule = clipping.per_group({"a": 1.0, "b": 15.0}, clipping.by_leaf(params))
@@ -218,6 +221,7 @@ def test_groups_of_the_worked_example():
     "trees.py",
     "leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]",
     "leaves = jax.tree.leaves(gradients)",
+    slow=True,
 )
 def test_float16_gradients_do_not_underflow():
     gradients = {"w": jnp.full((1, 1_000_000), 1e-4, jnp.float16)}
@@ -225,6 +229,7 @@ def test_float16_gradients_do_not_underflow():
     assert float(jnp.linalg.norm(summed["w"])) <= 0.01 * (1 + 1e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("microbatch", [1, 32, None])
 def test_bfloat16_sums_do_not_saturate(microbatch):
     clipped = dpjax.clipped_grad(
@@ -305,7 +310,7 @@ def test_a_leaf_in_no_group_is_refused(groups):
         clipping.clip(rule, [jnp.ones((3, 2)), jnp.ones((3, 4))])
 
 
-@kills("types.py", "jnp.clip(wished, 0, limit)", "wished")
+@kills("types.py", "jnp.clip(wished, 0, limit)", "wished", slow=True)
 def test_a_rule_of_ones_own_cannot_break_its_bound():
     greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)
     norms = jnp.array([[0.0], [1e-20], [0.5], [1.0], [1e10]])
@@ -338,13 +343,21 @@ def test_what_squares_to_nothing_is_not_made_longer_than_the_bound(rule, entry):
     testing.assert_sensitivity(rule, jnp.asarray(gradients))
 
 
+@pytest.mark.sample(1)
 @kills(
     "types.py",
     "jax.vmap(self._alone)(norms)",
     "jnp.broadcast_to(self.wish(norms), norms.shape)",
     case="mean",
+    slow=True,
 )
-@kills("types.py", "jnp.where(finite & ~jnp.isnan(wished), ", "jnp.where(finite, ", case="NaN")
+@kills(
+    "types.py",
+    "jnp.where(finite & ~jnp.isnan(wished), ",
+    "jnp.where(finite, ",
+    case="NaN",
+    slow=True,
+)
 @pytest.mark.parametrize(
     "wish",
     [
@@ -418,14 +431,19 @@ TEACHES = [
 ]
 
 
-@kills("types.py", "if self.projections is not None and self.partition.size != 1:", "if False:")
+@kills(
+    "types.py",
+    "if self.projections is not None and self.partition.size != 1:",
+    "if False:",
+    slow=True,
+)
 @kills(
     "types.py",
     "if 0 < bound < _LEAST:",
     "if 0 < bound < 0:",
     case="<lambda>-would read as 0 and slip past",
 )
-@kills("clipping/rules.py", "if bound == math.inf:", "if False:")
+@kills("clipping/rules.py", "if bound == math.inf:", "if False:", slow=True)
 @pytest.mark.parametrize(("call", "message"), TEACHES)
 def test_errors_teach(call, message):
     with pytest.raises(ValueError, match=message):
@@ -465,7 +483,7 @@ class TestClipAndSum:
         out, _ = link.update(BATCH, link.init(PARAMS), PARAMS, mask=jnp.array([1, 0]))
         np.testing.assert_allclose(out["w"], [2.0, 2.0, 2.0])
 
-    @kills("clipping/application.py", "jnp.where(real, factors, 0)", "factors")
+    @kills("clipping/application.py", "jnp.where(real, factors, 0)", "factors", slow=True)
     def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing(self):
         link = dpjax.clip_and_sum(clipping.flat(1.0))
         gradients = jax.tree.map(lambda g: g.at[1].set(100.0), BATCH)

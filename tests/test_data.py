@@ -607,6 +607,7 @@ def test_tfds_without_the_data_is_answered_with_what_to_do(monkeypatch):
         data.load("california_housing")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
     import tensorflow_datasets as tfds  # some seconds

@@ -61,6 +61,7 @@ def test_a_broken_example_is_in_neither_mean():
     assert bias.shrinkage == pytest.approx(float(want.shrinkage), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_histogram_and_fraction_count_what_clipped_grad_returns():
     rule = clipping.flat(1.0)
     norms = clipped_grad(quadratic, rule, "vmap")({"w": W}, (X, Y)).norms
@@ -265,6 +266,7 @@ def bowl(w, x):
     return 0.5 * x * jnp.sum(w**2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
 def test_every_width(dtype):
     with jax.enable_x64(dtype == jnp.float64):

@@ -28,6 +28,7 @@ def demo(tmp_path_factory):
     return folder, Outcome(done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_the_demo_keeps_its_promise(demo):
     folder, outcome = demo
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -61,6 +62,7 @@ def test_the_demo_ends_with_a_report_in_which_no_figure_is_missing(demo):
     assert "There is no " not in page
 
 
+@pytest.mark.slow
 def test_the_same_command_shows_a_finished_run_again_and_another_is_refused(demo, tmp_path):
     folder, outcome = demo
     before = (folder / "params.msgpack").read_bytes()
@@ -74,6 +76,7 @@ def test_the_same_command_shows_a_finished_run_again_and_another_is_refused(demo
         assert word in refused
 
 
+@pytest.mark.slow
 def test_a_killed_binary_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
     """SIGKILL in the middle; the private scales of the data are not asked for again."""
     flags = ["--epochs=30", "--save_every=4", "--evaluations=10", "--noreport", "--seed=1"]
@@ -103,6 +106,7 @@ def test_a_killed_binary_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
     assert cards[0] == cards[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_another_and_its_card_counts_both(demo, tmp_path):
     folder, _ = demo
     flags = ["--continue_from", folder, "--steps=5", "--noise_multiplier=8", "--noreport"]
@@ -114,6 +118,7 @@ def test_a_run_goes_on_from_another_and_its_card_counts_both(demo, tmp_path):
     assert run("verify.py", tmp_path / "privacy.json").stdout.count("holds") == 3
 
 
+@pytest.mark.slow
 def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
     budget = ["--max_epsilon=2", "--noise_multiplier=6", "--evaluations=1", "--noreport"]
     outcome = run("train.py", "--out", tmp_path / "used", *budget)
@@ -141,6 +146,7 @@ def test_a_run_without_one_step_is_refused_and_leaves_nothing(flags, words, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_not_forgotten_by_one_that_goes_on_from_it(tmp_path):
     """In the same folder, by whatever name, or where the earlier run cannot be found."""
     run("train.py", "--out", tmp_path / "a", "--steps=2", "--hidden=8", "--noreport")
@@ -168,6 +174,7 @@ def run_and_log(folder):
     return found[0] if all(found) else ""
 
 
+@pytest.mark.slow
 def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path):
     """Neither its card under the new run's accuracy, nor its parameters under the new spending."""
     folder = tmp_path / "run"
@@ -191,6 +198,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
     assert not (tmp_path / "next").exists()
 
 
+@pytest.mark.slow
 def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
     """Those of another run, or of one that has not ended, are refused."""
     for name, steps in [("a", 2), ("b", 3)]:
@@ -211,6 +219,7 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
     assert not (tmp_path / "next").exists()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -267,6 +276,7 @@ def test_a_mistaken_flag_is_told_before_a_folder_is_emptied(flags, words, demo):
     assert files_of(folder) == before
 
 
+@pytest.mark.slow
 def test_a_curriculum_is_spread_over_the_steps_that_run(tmp_path):
     """Three steps an epoch: the last epoch may be cut off, and is the curriculum's last."""
     flags = ["--noise_schedule=linear-down", "--noise_multiplier=1", "--noreport"]
@@ -319,6 +329,7 @@ def test_words_without_dashes_are_not_passed_over(binary):
     assert "steps=2: expected flags alone" in outcome.stdout + outcome.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -371,6 +382,7 @@ def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
     assert "claims epsilon by nothing" in verify(1, epsilon={})
 
 
+@pytest.mark.slow
 @kills(
     "sampling.py",
     '        facts={"rates": [[float(rate), steps_per_row] for rate in largest]},\n',
@@ -398,6 +410,7 @@ def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
     assert "DOES NOT HOLD" in run("verify.py", tmp_path / "false.json", status=1).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -434,6 +447,7 @@ SHORT = ["--dataset=mnist", "--epochs=1", "--batch_size=64", "--evaluations=1"]
 SHORT += ["--noise_multiplier=4", "--noreport"]
 
 
+@pytest.mark.slow
 def test_a_published_loss_is_told_the_epoch(small_mnist, tmp_path):
     published = ["--loss=composite", "--loss_options=threshold=7,beta=11,gamma=5"]
     run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *published)
@@ -443,6 +457,7 @@ def test_a_published_loss_is_told_the_epoch(small_mnist, tmp_path):
     assert 0.4 < rows[0]["private"]["loss"] < 1.5
 
 
+@pytest.mark.slow
 def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tmp_path):
     scattered = ["--model=scatter_linear", "--features=scattering", "--normalization=data"]
     cache = ["--cache_dir", tmp_path / "features"]
@@ -488,6 +503,7 @@ def test_what_does_not_fit_is_refused_in_words(flags, words, tmp_path):
     assert words in run("train.py", "--out", tmp_path, "--epochs=1", *flags, status=1).stderr
 
 
+@pytest.mark.slow
 def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):
     run("train.py", "--out", tmp_path, "--noise_multiplier=1000", "--epochs=5", "--noreport")
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -499,6 +515,7 @@ def test_an_unknown_data_set_is_refused_by_name(tmp_path):
     assert "digits" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
     kept = tmp_path / "results.json"
     first = run("papers/tramer2021_scatternet.py", "--smoke", "--out", kept)
@@ -553,6 +570,7 @@ def test_the_published_epsilons_are_reproduced(imported):
         assert (sound > improved * 1.003) == (row.scaled == "data"), "thresholds are paid for"
 
 
+@pytest.mark.slow
 def test_noise_curricula_have_the_printed_epsilons(tmp_path):
     """Every row of table 3: the paper's epsilon, to its last digit, and the equal constants."""
     asked = ["--smoke", "--table=3", "--out", tmp_path / "results.json"]
@@ -583,6 +601,7 @@ def test_noise_curricula_have_the_printed_epsilons(tmp_path):
 PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 2, "--figure=3": 2, "--figure=5": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [pytest.param(a, marks=() if a.endswith("=3") else pytest.mark.slow) for a in PAPERNOT],
@@ -611,6 +630,7 @@ def test_tempered_sigmoids_have_the_printed_epsilons(imported):
         assert mechanism.epsilon(1e-5, "pld") < mechanism.epsilon(1e-5) < printed - 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -662,6 +682,7 @@ def test_grouped_clipping_costs_what_it_costs(imported):
     assert ran.epsilon(1e-5, "pld") == pytest.approx(54.50, rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--concentration=0.3", "--largest_weight=90"]])
 def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
     out = run("federated.py", "--smoke", "--out", tmp_path, *flags).stdout
@@ -673,6 +694,7 @@ def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
     assert verified.count("for one client") == verified.count("holds") == 3
 
 
+@pytest.mark.slow
 def test_an_order_made_from_private_losses_is_not_private():
     out = run("papers/an2021_noise_curricula.py", "--smoke", "--table=4").stdout
     ordered = [line for line in out.splitlines() if "easy first" in line]
@@ -680,6 +702,7 @@ def test_an_order_made_from_private_losses_is_not_private():
     assert all(line.count("inf") == 3 for line in ordered)
 
 
+@pytest.mark.slow
 def test_sound_curricula_cost_what_they_must():
     """Weights nothing, a public scorer by its largest rate, a private one what it spent."""
     out = run("papers/an2021_noise_curricula.py", "--smoke", "--table=sound").stdout
@@ -760,6 +783,7 @@ papers.Results(file, folder).of("a row, of hours", 3, run)
 """
 
 
+@pytest.mark.slow
 def test_a_row_of_a_paper_goes_on_where_it_was_killed(tmp_path):
     (tmp_path / "row.py").write_text(ROW)
 

@@ -50,6 +50,7 @@ def uninterrupted(folder, directory):
     return killable_runs.read(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.slow)])
 def test_kills_change_nothing(server, tmp_path, kills):
     """SIGKILL at random moments: in a step, in a save, between a row and its checkpoint."""
@@ -93,6 +94,7 @@ def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
     assert saved == rows[-1] < killable_runs.STEPS, "nothing that ran was lost"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_survived_and_reported(server, tmp_path):
     """No file can grow for a while, whoever writes it."""
     run, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
@@ -113,6 +115,7 @@ def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hurt", ["cut off", "a bit changed", "a file gone"])
 def test_a_damaged_checkpoint_is_set_aside(tmp_path, hurt):
     with pytest.raises(InterruptedError):
@@ -132,6 +135,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, hurt):
     same(end, uninterrupted(tmp_path / "run", tmp_path / "whole"))
 
 
+@pytest.mark.slow
 @kills("checkpoints.py", "if trees.fingerprint(numbers) != digest:", "if False:", slow=True)
 def test_numbers_of_another_checkpoint_are_noticed(tmp_path):
     """Every file is whole, and still it is not what was saved."""
@@ -192,13 +196,16 @@ OTHERS = {
 }
 
 
-@kills("training/run_folder.py", "    elif names:\n", "    elif False:\n", case="multiplier")
+@kills(
+    "training/run_folder.py", "    elif names:\n", "    elif False:\n", case="multiplier", slow=True
+)
 @kills("training/dpsgd.py", '"data": content,', '"data": None,', case="data", slow=True)
 @kills(
     "mechanism/description.py",
     "runs = [(float(multipliers[i]), int(n)) for",
     "runs = [(1.0, int(n)) for",
     case="multiplier",
+    slow=True,
 )
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_is_refused_by_name(tmp_path, other):
@@ -251,7 +258,7 @@ def test_a_log_of_nobody_is_refused(tmp_path):
         killable_runs.fit(tmp_path)
 
 
-@kills("training/run_folder.py", ' if row["step"] <= until]', "]")
+@kills("training/run_folder.py", ' if row["step"] <= until]', "]", slow=True)
 def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
     options = {"evaluate_every": 3, "save_every": 10}
     with pytest.raises(InterruptedError):
@@ -270,8 +277,9 @@ UNSEEN = {"evaluate": None, "evaluate_every": 3, "save_every": 20}
     "training/run_folder.py",
     '    steps += [row["step"] for row in _rows(folder / "metrics.jsonl")]\n',
     "",
+    slow=True,
 )
-@kills("mechanism/card.py", '(*facts["before"], ran)', "(ran,)")
+@kills("mechanism/card.py", '(*facts["before"], ran)', "(ran,)", slow=True)
 def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
     """Other settings, another folder, another key: the earlier steps are added up, twice over."""
     with pytest.raises(InterruptedError):
@@ -316,7 +324,7 @@ def test_what_was_released_is_spent_though_the_run_goes_on_from_before(tmp_path)
     assert _spent(tmp_path) == [killable_runs.STEPS]
 
 
-@kills("training/run_folder.py", "(?:damaged-)?", "")
+@kills("training/run_folder.py", "(?:damaged-)?", "", slow=True)
 @kills("training/runner.py", "if folder.furthest() > self.done:", "if False:", slow=True)
 def test_what_was_released_is_spent_though_its_checkpoints_are_damaged_or_gone(tmp_path):
     quiet = {"evaluate_every": 100, "save_every": 10}
@@ -368,9 +376,14 @@ CHANGES = {
 }
 
 
-@kills("training/fit.py", "                    run.mark()\n", "", case="versions")
+@pytest.mark.sample(2)
+@kills("training/fit.py", "                    run.mark()\n", "", case="versions", slow=True)
 @kills(
-    "training/run_folder.py", "if changed and self.furthest() > done:", "if False:", case="versions"
+    "training/run_folder.py",
+    "if changed and self.furthest() > done:",
+    "if False:",
+    case="versions",
+    slow=True,
 )
 @kills(
     "training/environment.py",
@@ -378,11 +391,17 @@ CHANGES = {
     "",
     case="versions",
 )
-@kills("training/environment.py", '"jax_threefry_partitionable", ', "", case="draws")
+@kills("training/environment.py", '"jax_threefry_partitionable", ', "", case="draws", slow=True)
 @kills("training/environment.py", '"jax_enable_x64", ', "", case="width", slow=True)
-@kills("training/environment.py", ', "jax_default_matmul_precision")', ")", case="products")
 @kills(
-    "training/environment.py", '        "platform": jax.default_backend(),\n', "", case="devices"
+    "training/environment.py", ', "jax_default_matmul_precision")', ")", case="products", slow=True
+)
+@kills(
+    "training/environment.py",
+    '        "platform": jax.default_backend(),\n',
+    "",
+    case="devices",
+    slow=True,
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_steps_that_somebody_saw_do_not_run_again_otherwise(tmp_path, change):
@@ -397,7 +416,7 @@ def test_steps_that_somebody_saw_do_not_run_again_otherwise(tmp_path, change):
     assert _seen(tmp_path).ledger.steps == 4
 
 
-@kills("training/dpsgd.py", 'numerics = {"engine": recipe.engine, ', "numerics = {")
+@kills("training/dpsgd.py", 'numerics = {"engine": recipe.engine, ', "numerics = {", slow=True)
 def test_steps_that_somebody_saw_do_not_run_again_by_another_engine(tmp_path):
     with pytest.raises(InterruptedError):
         _seen(tmp_path, last=1)
@@ -407,7 +426,7 @@ def test_steps_that_somebody_saw_do_not_run_again_by_another_engine(tmp_path):
             _seen(tmp_path, killable_runs.make(steps=4, **options))
 
 
-@kills("training/run_folder.py", "if step <= self._marked:", "if False:")
+@kills("training/run_folder.py", "if step <= self._marked:", "if False:", slow=True)
 def test_a_mark_stays_where_it_was_furthest(tmp_path):
     for last in (3, 1):
         with pytest.raises(InterruptedError):
@@ -419,6 +438,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
     "training/run_folder.py",
     '            _replace(path, json.dumps(self.identity, indent=2) + "\\n")\n        return',
     "        return",
+    slow=True,
 )
 def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     _seen(tmp_path, steps=2)
@@ -434,7 +454,7 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
         assert _seen(tmp_path).ledger.steps == 4
 
 
-@kills("training/run_folder.py", '.get("numerics", {})\n', '.get("numerics", now)\n')
+@kills("training/run_folder.py", '.get("numerics", {})\n', '.get("numerics", now)\n', slow=True)
 def test_runs_whose_numerics_nobody_wrote_down_go_on_where_nothing_runs_again(tmp_path):
     def forgotten():
         known = json.loads(path.read_text())
@@ -450,7 +470,12 @@ def test_runs_whose_numerics_nobody_wrote_down_go_on_where_nothing_runs_again(tm
         _seen(tmp_path)
 
 
-@kills("training/runner.py", "if not given and not changed and began != self.began:", "if False:")
+@kills(
+    "training/runner.py",
+    "if not given and not changed and began != self.began:",
+    "if False:",
+    slow=True,
+)
 def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     algorithm = killable_runs.make(steps=4)
     _seen(tmp_path, algorithm, steps=2)
@@ -463,7 +488,7 @@ def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     assert _seen(tmp_path, algorithm, state=last).ledger.steps == 4
 
 
-@kills("training/fit.py", "if run.done > begin:", "if False:")
+@kills("training/fit.py", "if run.done > begin:", "if False:", slow=True)
 def test_a_state_that_is_given_in_vain_is_told_of(tmp_path, caplog):
     algorithm = killable_runs.make(steps=4)
     with caplog.at_level("WARNING"):
@@ -487,7 +512,7 @@ def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
     assert found[0] == found[1]
 
 
-@kills("training/run_folder.py", "if number == len(lines):", "if True:")
+@kills("training/run_folder.py", "if number == len(lines):", "if True:", slow=True)
 def test_a_log_that_was_altered_is_left_as_it_is(tmp_path):
     killable_runs.fit(tmp_path, steps=30)
     log = tmp_path / "metrics.jsonl"
@@ -521,6 +546,7 @@ for name, parts in {"whole": [60], "in parts": [20, 60]}.items():
 """
 
 
+@pytest.mark.slow
 @kills("checkpoints.py", " if old.committed else jnp.asarray(new)", "", case="memory", slow=True)
 @pytest.mark.parametrize("kind", ["memory", pytest.param("stream", marks=pytest.mark.slow)])
 def test_a_run_on_two_devices_goes_on_to_the_last_bit(tmp_path, kind):
@@ -552,7 +578,7 @@ def test_a_running_run_is_not_forgotten(server, tmp_path):
     assert (tmp_path / "run.json").exists()
 
 
-@kills("training/fit.py", "if run.done > end:", "if False:")
+@kills("training/fit.py", "if run.done > end:", "if False:", slow=True)
 def test_parts_of_a_run_share_its_folder(tmp_path):
     """Fit after fit in one process, with the state handed on or not."""
     algorithm = killable_runs.make()
@@ -567,14 +593,14 @@ def test_parts_of_a_run_share_its_folder(tmp_path):
         killable_runs.fit(tmp_path, algorithm, steps=10)
 
 
-@kills("training/runner.py", "if found.state.ledger.steps >= self.done:", "if False:")
+@kills("training/runner.py", "if found.state.ledger.steps >= self.done:", "if False:", slow=True)
 @kills(
     "training/runner.py",
     'self.state, self.seen = found.state, list(found.facts["seen"])',
     "self.state, self.seen = found.state._replace(key=self.state.key), []",
     slow=True,
 )
-@kills("training/runner.py", "if not self.save(wait=True):", "if False:")
+@kills("training/runner.py", "if not self.save(wait=True):", "if False:", slow=True)
 def test_the_root_key_is_on_disk_before_the_first_step(tmp_path):
     class Died(Exception):
         pass
@@ -593,6 +619,7 @@ def test_the_root_key_is_on_disk_before_the_first_step(tmp_path):
     np.testing.assert_array_equal(*map(jax.random.key_data, (key, end.key)))
 
 
+@pytest.mark.slow
 def test_an_algorithm_without_run_takes_single_steps(tmp_path):
     algorithm = killable_runs.make()
     key = jax.random.key(3)
@@ -630,6 +657,7 @@ def test_a_second_signal_is_obeyed_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 @kills("training/runner.py", '"seen": list(self.seen)', '"seen": []')
 def test_rules_with_several_groups_resume(tmp_path):
     """Infos that are lists survive the checkpoint between two rows."""

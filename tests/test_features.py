@@ -303,12 +303,14 @@ def test_one_example_moves_a_query_by_no_more_than_its_threshold(monkeypatch, sc
     "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)",
     "counts = votes.sum(axis=0)",
     case="1.0",
+    slow=True,
 )
 @kills(
     "features/normalization.py",
     "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)",
     "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier / 2)",
     case="1.0",
+    slow=True,
 )
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e9, math.inf, math.nan])
 def test_one_example_moves_a_histogram_by_no_more_than_one(monkeypatch, scale):
@@ -516,7 +518,9 @@ def test_searches_that_find_nothing_are_refused():
         describe(thresholds=features.Search(noise_multiplier=-1.0))
 
 
-@kills("features/normalization.py", "if features.shape[0] != self.examples:", "if False:")
+@kills(
+    "features/normalization.py", "if features.shape[0] != self.examples:", "if False:", slow=True
+)
 def test_another_data_set_is_refused():
     with pytest.raises(ValueError, match="got 41 examples"):
         describe().release(KEY, some(examples=41))

@@ -122,11 +122,13 @@ def influences(sum_of, examples):
         yield length(jax.tree.map(np.subtract, whole, without)), length(whole)
 
 
+@pytest.mark.sample(2)
 @kills(
     "training/step.py",
     "        scaled,\n        rule,\n",
     '        scaled,\n        __import__("dpjax").clipping.flat(jnp.inf),\n',
     case="flat-False",
+    slow=True,
 )
 @pytest.mark.parametrize("project", [False, True])
 @pytest.mark.parametrize("name", RULES)
@@ -174,6 +176,7 @@ def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
     assert moved(algorithm, jnp.zeros(1))[0] == pytest.approx(0.5 * 1.7 / 1.5, rel=1e-6)
 
 
+@pytest.mark.sample(1)
 @kills("federated/weights.py", "return sigma / self.largest", "return sigma", case="2-31.371")
 @pytest.mark.parametrize(("largest", "want"), [(1, 7.0466), (2, 31.3710), (5, 271.9903)])
 def test_noise_as_papers_state_it_is_worth_less_by_the_largest_weight(largest, want):
@@ -201,6 +204,7 @@ def test_clients_of_size_0_1_and_500_train_in_one_round():
     assert (int(info.clients), int(info.examples)) == (3, 501)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 10])
 def test_an_epoch_sees_each_example_of_a_client_once(size):
     clients = federated.Clients.of([np.eye(6, dtype=np.float32)[:4], np.eye(6)[4:5] * 0])
@@ -216,6 +220,7 @@ def test_an_epoch_sees_each_example_of_a_client_once(size):
         np.testing.assert_allclose(change * 2, [*each, 0, 0], rtol=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_local_steps_go_on_over_epochs(steps):
     clients = federated.Clients.of([np.eye(3, dtype=np.float32)])
@@ -243,6 +248,7 @@ def test_the_whole_round_is_what_a_loop_in_python_does():
     np.testing.assert_allclose(found, total / 6, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @kills("federated/local.py", "real = slots < count", "real = slots < clients.capacity", slow=True)
 def test_padding_and_other_clients_rows_contribute_nothing():
     """A batch is longer than the client, and the rows behind it are broken ones."""
@@ -264,6 +270,7 @@ def test_the_order_of_clients_does_not_matter():
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @kills(
     "sampling.py",
     "lambda carry: carry[0] < draw.size",
@@ -294,6 +301,7 @@ def test_microbatches_of_clients_change_nothing(size):
     "federated/fedavg.py",
     "trees.step_key(key, Purpose.LOCAL, step)",
     "trees.step_key(key, Purpose.LOCAL, 0)",
+    slow=True,
 )
 def test_each_client_and_round_has_an_order_of_its_own():
     """One example is seen; who sees which differs between clients, rounds and runs."""
@@ -315,6 +323,7 @@ def test_each_client_and_round_has_an_order_of_its_own():
     assert len(set(seen)) > 3, "keys differ"
 
 
+@pytest.mark.slow
 @kills(
     "federated/local.py",
     "clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]",
@@ -330,6 +339,7 @@ def test_a_projected_client_never_leaves_the_bound_however_long_it_trains():
     assert 0.4999 < length(inside) <= 0.5
 
 
+@pytest.mark.slow
 def test_a_client_with_one_broken_example_contributes_exactly_nothing():
     good = np.ones((4, 3), np.float32)
     bad = good * np.array([[1], [math.nan], [1], [1]], np.float32)
@@ -341,6 +351,7 @@ def test_a_client_with_one_broken_example_contributes_exactly_nothing():
     np.testing.assert_array_equal(with_bad, without)
 
 
+@pytest.mark.slow
 @kills(
     "gradients/engines.py",
     '"vmap": isolated(adding(vmap))',
@@ -374,6 +385,7 @@ def test_what_is_broken_in_one_client_stays_there_through_convolutions(wiped):
     np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_client_whose_loss_is_not_finite_spoils_no_mean():
     """It counts all the same: its optimizer wiped out what was broken."""
     rows = [np.full((2, 3), value, np.float32) for value in (1.0, math.nan, 3.0)]
@@ -387,6 +399,7 @@ def test_a_client_whose_loss_is_not_finite_spoils_no_mean():
     np.testing.assert_allclose(found.loss, want.loss, rtol=1e-6)
 
 
+@pytest.mark.slow
 @kills("training/step.py", "real & ~finite", "real & ~real", slow=True)
 def test_clients_that_diverge_are_counted_and_spoil_no_mean(caplog):
     """Clients without examples are drawn too, and are neither counted nor dropped."""
@@ -411,6 +424,7 @@ def test_clients_that_diverge_are_counted_and_spoil_no_mean(caplog):
 # FedSGD and servers --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fedsgd_with_one_example_a_client_is_dpsgd():
     data = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     loss = lambda w, x: jnp.sum(jnp.tanh(w @ x) ** 2) + 0.1 * jnp.sum(w * w)  # noqa: E731
@@ -430,6 +444,7 @@ def test_fedsgd_with_one_example_a_client_is_dpsgd():
     np.testing.assert_allclose(states[0].params, states[1].params, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "server", [optax.adam(0.1), optax.sgd(0.5, momentum=0.9), optax.adagrad(0.1)]
 )
@@ -456,11 +471,13 @@ def test_parameters_in_half_precision_do_not_lose_small_steps():
 # Noise and sampling --------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @kills(
     "training/step.py",
     "        part.value,\n",
     "        part.value + jax.random.normal(jax.random.key(rows[0][0]), part.value.shape),\n",
     case="7",
+    slow=True,
 )
 @pytest.mark.parametrize("size", [1, 7, 40])
 def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(size):
@@ -474,6 +491,7 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
     assert np.std(change) * 15 == pytest.approx(1.1 * 2.0, rel=0.005)
 
 
+@pytest.mark.sample(1)
 @kills(
     "federated/fedavg.py", '**{**extra, "bound_scale": scale}', "**extra", case="10.0", slow=True
 )
@@ -498,6 +516,7 @@ def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(t
     "    if recipe.rescales:\n        mean =",
     "    mean = jax.tree.map(lambda x: x * recipe.mechanism.batch_size / "
     "sums.drawn, mean)\n    if recipe.rescales:\n        mean =",
+    slow=True,
 )
 def test_the_divisor_does_not_depend_on_who_was_drawn():
     clients = federated.Clients.of([np.full((1, 3), 0.1, np.float32)] * 40)
@@ -569,6 +588,7 @@ def long_run(**options):
     return fedavg(some_clients(*range(30)), plan, server=optax.adam(0.1), **work)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_as_if_nothing_had_been(tmp_path):
     options = {"evaluate_every": 4, "save_every": 3, "progress": False}
     state = long_run().init(jax.random.key(5), jnp.zeros(3))
@@ -607,7 +627,7 @@ def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
     assert "data:" in str(refused.value)
 
 
-@kills("federated/fedavg.py", "shared=clients, budget=budget,", "shared=clients,")
+@kills("federated/fedavg.py", "shared=clients, budget=budget,", "shared=clients,", slow=True)
 def test_a_budget_stops_rounds_before_they_begin():
     clients = some_clients(*[2] * 50)
     plan = mechanism(50, sampler=sampling.poisson(50, 5), multiplier=1.5, steps=50)
@@ -621,12 +641,14 @@ def test_a_budget_stops_rounds_before_they_begin():
         algorithm.step(state)
 
 
+@pytest.mark.slow
 @kills(
     "reports/statement.py",
     'yield f"  unit          one {unit}"',
     'yield "  unit          one example"',
+    slow=True,
 )
-@kills("mechanism/card.py", '"unit": spent.unit,', '"unit": "example",')
+@kills("mechanism/card.py", '"unit": spent.unit,', '"unit": "example",', slow=True)
 def test_the_statement_and_the_card_say_one_client():
     plan = mechanism(1000, sampler=sampling.poisson(1000, 100), multiplier=1.0, steps=100)
     words = dpjax.statement(plan, 1e-5)
@@ -646,7 +668,7 @@ def test_the_statement_and_the_card_say_one_client():
     assert "1/clients=0.001: publishing one client outright" in too_large
 
 
-@kills("mechanism/description.py", "if set(before) - {unit}:", "if False:")
+@kills("mechanism/description.py", "if set(before) - {unit}:", "if False:", slow=True)
 def test_what_was_spent_in_another_unit_is_not_added():
     before = mechanism(30, multiplier=1.0)
     spent = before.spent(before.multipliers)
@@ -659,14 +681,14 @@ def test_what_was_spent_in_another_unit_is_not_added():
 # What it refuses ------------------------------------------------------------------------
 
 
-@kills("federated/fedavg.py", "if sizes != (expected, expected):", "if False:")
+@kills("federated/fedavg.py", "if sizes != (expected, expected):", "if False:", slow=True)
 def test_a_sampler_that_counts_examples_is_refused():
     clients = some_clients(*[5] * 20)
     with pytest.raises(ValueError, match=r"20 clients and 20 weights.*draws from 100"):
         fedavg(clients, mechanism(100, sampler=sampling.poisson(100, 10)))
 
 
-@kills("federated/fedavg.py", 'if mechanism.unit != "client":', "if False:")
+@kills("federated/fedavg.py", 'if mechanism.unit != "client":', "if False:", slow=True)
 def test_a_mechanism_for_examples_is_refused():
     plan = dataclasses.replace(mechanism(3), unit="example")
     with pytest.raises(ValueError, match=r"Mechanism\(unit='client'"):
@@ -799,6 +821,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_examples_may_hold_keys():
     """For a loss with randomness of its own, as for `dpsgd`."""
 
@@ -833,12 +856,14 @@ def test_a_draw_that_is_made_once_is_refused():
     "if mechanism.adaptive is not None:",
     "if False:",
     case="a bound that moves",
+    slow=True,
 )
 @kills(
     "federated/fedavg.py",
     "if mechanism.clipping.projections is not None:",
     "if False:",
     case="norms that are estimated",
+    slow=True,
 )
 @kills(
     "federated/clients.py",
@@ -846,7 +871,7 @@ def test_a_draw_that_is_made_once_is_refused():
     "if False:",
     case="more rows than indices can name",
 )
-@kills("federated/fedavg.py", "if not isinstance(weights, Weights):", "if False:")
+@kills("federated/fedavg.py", "if not isinstance(weights, Weights):", "if False:", slow=True)
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     make, kind, message = BAD[name]

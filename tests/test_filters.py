@@ -48,6 +48,7 @@ def test_at_the_best_order_it_lets_as_much_through_as_the_ledger(epsilon, order,
     "after = self._after(self.cost(noise_multiplier, sampling_rate), steps)",
     "after = self._after(self.cost(noise_multiplier, sampling_rate), steps - 1)",
     case="rdp",
+    slow=True,
 )
 @pytest.mark.parametrize(
     "budget",
@@ -135,6 +136,7 @@ def test_the_best_order_of_a_plan_does_not_depend_on_how_long_it_is():
     assert max(counts, key=counts.__getitem__) == order
 
 
+@pytest.mark.slow
 def test_noise_that_follows_what_was_released():
     """A run whose noise is chosen on the way: less of it as released gradients get small."""
     data = np.random.default_rng(0).normal(1.0, 0.2, (200, 3)).astype(np.float32)
@@ -184,7 +186,7 @@ def test_what_no_theorem_covers_is_refused(case):
         Filter(**{"epsilon": 1.0, "delta": 1e-5, "order": 12.0, **settings})
 
 
-@kills("accounting/filters.py", "if sampling_rate != 1:", "if False:")
+@kills("accounting/filters.py", "if sampling_rate != 1:", "if False:", slow=True)
 def test_steps_that_no_theorem_covers_are_refused():
     budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
     with pytest.raises(ValueError, match=r"rate 1.*method='rdp'"):

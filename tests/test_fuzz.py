@@ -902,16 +902,19 @@ SHUFFLED = list(map(str, np.random.default_rng(0).permutation(USUAL)))
 PAIRS = [SHUFFLED[i : i + 2] for i in range(0, len(SHUFFLED), 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(len(PAIRS)), ids=map("+".join, PAIRS))
 def test_every_part_beside_another(seed):
     hunt(seed, PAIRS[seed], "float32" if seed % 4 == 3 else "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_bfloat16_inside(seed):
     hunt(seed, ["dense", "narrow"], "bfloat16")
 
 
+@pytest.mark.slow
 def test_a_batch_of_nobody():
     with jax.enable_x64(True):
         case = network(0, [(0, "dense"), (1, "norm")], "float64")
@@ -923,6 +926,7 @@ def test_a_batch_of_nobody():
                 np.testing.assert_array_equal(x, np.zeros_like(leaf))
 
 
+@pytest.mark.slow
 def test_a_failing_network_is_told_as_a_recipe(monkeypatch):
     """The tests can fail: an engine that forgets a tenth of a leaf is found, and shortly told."""
 

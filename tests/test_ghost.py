@@ -456,17 +456,20 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     )
 
 
+@pytest.mark.sample(1)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(1 if a == b else 2) * jnp.sum(x * g",
     "(1 if a == b else 0) * jnp.sum(x * g",
     case="tied embedding",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(1 if a == b else 2) * jnp.sum(x * g",
     "jnp.sum(x * g",
     case="tied embedding",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
@@ -479,12 +482,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "        total = total + part",
     "        total = part",
     case="tied embedding",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
     'isometry = isometry and name in {"convert_element_type", *_REARRANGE}',
     "pass",
     case="broadcast matrix",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -510,26 +515,36 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "x, g = _inner(p, q), _dots(p.g, q.g)",
     "x, g = _inner(p, q), jnp.ones(())",
     case="wide, few positions",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "same = ids[..., :, None] == ids[..., None, :]",
     "same = jnp.eye(ids.shape[2], dtype=bool) & (ids == ids)[..., None]",
     case="embedding",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(x[:, :, :, None] == y[:, :, None, :])",
     "jnp.eye(x.shape[2], dtype=bool)[None, None]",
     case="two embeddings of one table",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "jnp.where(first, (rows + doubt) ** 2, 0)",
     "(rows + doubt) ** 2",
     case="embedding",
+    slow=True,
 )
-@kills("gradients/_bookkeeping/trace.py", 'mode="clip"', 'mode="fill"', case="rows by a number")
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    'mode="clip"',
+    'mode="fill"',
+    case="rows by a number",
+    slow=True,
+)
 @kills(
     "gradients/_bookkeeping/outer_products.py",
     "g = jnp.where(inside[..., None], g, 0)",
@@ -579,12 +594,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "order = [0, *range(3, 3 + 2 * rank, 2),",
     "order = [0, *reversed(range(3, 3 + 2 * rank, 2)),",
     case="conv of patches",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/outer_products.py",
     "jax.lax.fori_loop(0, len(starts)",
     "jax.lax.fori_loop(1, len(starts)",
     case="conv of many entries",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
@@ -605,12 +622,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "jnp.concatenate(parts, axis=1)",
     "jnp.concatenate(parts[::-1], axis=1)",
     case="conv in pieces",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
     "if leaves and _bends(equation):",
     "if False:",
     case="a derivative of the user's own in a scan",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -623,12 +642,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "if ids.dtype.itemsize < 4:",
     "if False:",
     case="ids of a byte",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/outer_products.py",
     "if not jnp.issubdtype(x.dtype, jnp.floating):",
     "if False:",
     case="integers of a byte",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/ghost.py",
@@ -641,12 +662,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights",
     "factors = rule.factors(lengths) * rows.weights",
     case="wide, few positions",
+    slow=True,
 )
 @kills(
     "gradients/_xla_cpu/convolution.py",
     "low = reach - parameters",
     "low = reach - 1 - parameters",
     case="conv dilated",
+    slow=True,
 )
 @kills(
     "gradients/_xla_cpu/tanh.py",
@@ -660,18 +683,21 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "_narrow(outputs[0]) and bool(leaves)",
     "_narrow(outputs[0])",
     case="a frozen scale in bfloat16",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "form_of(*entries[0].scaled(factors).wiped(factors != 0))",
     "form_of(*entries[0].wiped(factors != 0))",
     case="embedding",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "total.at[rows.x[0].reshape(-1)].add(taken",
     "total.at[rows.x[0].reshape(-1)].set(taken",
     case="embedding",
+    slow=True,
 )
 @pytest.mark.parametrize("name", CASES)
 def test_ghost_is_the_definition(name):
@@ -733,6 +759,7 @@ def test_batches_that_lie_on_two_devices_are_right_or_refused():
     subprocess.run(script, check=True, timeout=850, cwd=here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "norms and pools", "conv dilated"])
 def test_ghost_is_the_definition_in_float64(name):
     with jax.enable_x64(True):
@@ -752,6 +779,7 @@ def test_ghost_is_the_definition_in_float64(name):
         )
 
 
+@pytest.mark.sample(19)
 @kills(
     "gradients/_xla_cpu/convolution.py",
     "for places in range(count)]",
@@ -774,6 +802,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pixel", [math.nan, math.inf])
 @pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked by the loss"])
 def test_a_broken_pixel_of_few_channels_stays_in_its_image(pixel, masked):
@@ -804,6 +833,7 @@ POOLS = {
 }
 
 
+@pytest.mark.sample(2)
 @kills(
     "gradients/_xla_cpu/max_pool.py",
     "jax.lax.slice(winner, start, end) == number",
@@ -831,6 +861,7 @@ def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @kills("gradients/_xla_cpu/max_pool.py", "apart(fast, elsewhere=as_written)(", "fast(", slow=True)
 def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
     """XLA on CPU let tanh's derivative write over the pool's input, between two windows."""
@@ -851,6 +882,7 @@ def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
         np.testing.assert_allclose(a, b.reshape(a.shape), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "jnp.where(factor != 0, factor * gradient, 0)",
@@ -889,6 +921,7 @@ def test_a_broken_example_contributes_nothing(name, bad):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sample(4)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "jnp.sum(x * g + doubt, axis",
@@ -914,11 +947,13 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
         assert float(jnp.linalg.norm(moved)) <= bound * 1.001
 
 
+@pytest.mark.sample(2)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "jnp.sqrt(squares) + _doubt(forms)",
     "jnp.sqrt(squares)",
     case="as it is",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/cost.py",
@@ -954,6 +989,7 @@ def test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound(positions, vi
     "gradients/_bookkeeping/cost.py",
     "not (isometric and once and entire(leaf, sites))",
     "not (once and entire(leaf, sites))",
+    slow=True,
 )
 def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
     """Cotangents times a factor are rounded anew, and what is centred cancels all but that."""
@@ -987,6 +1023,7 @@ def in_rounds(w, example):
     "not (isometric and once and entire(leaf, sites))",
     "not (isometric and entire(leaf, sites))",
     case="columns",
+    slow=True,
 )
 @pytest.mark.parametrize("taken", [in_columns, in_rounds], ids=["columns", "rounds"])
 def test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound(taken):
@@ -1025,6 +1062,7 @@ def test_a_parameter_in_a_reference_is_materialised(inside):
     assert "a mutable reference" in gradients.explain(loss, jnp.ones(2), jnp.ones(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -1062,6 +1100,7 @@ def test_many_uses_of_a_leaf_are_no_quadratic_program():
     assert "gram" not in gradients.explain(loss, array(512, 512), array(512))
 
 
+@pytest.mark.sample(1)
 @kills("gradients/_bookkeeping/leaf_norms.py", "(rows + doubt) ** 2", "rows**2", slow=True)
 @pytest.mark.parametrize("left_over", [0.0, 1e-4, 1.0])
 def test_rows_that_cancel_do_not_slip_past_the_bound(left_over):
@@ -1085,6 +1124,7 @@ def test_rows_that_cancel_do_not_slip_past_the_bound(left_over):
         assert float(jnp.linalg.norm(moved)) <= bound * 1.001
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("width", [128, 1024])
 def test_constant_positions_that_cancel_do_not_slip_past_the_bound(width):
     """Where all terms are equal, so are their rounding errors: they add up with the width."""
@@ -1162,17 +1202,20 @@ def test_a_key_in_the_example_may_be_typed():
         )
 
 
+@pytest.mark.sample(4)
 @kills(
     "gradients/nan_isolation.py",
     "            return alone(loss, rule, params, rows, start)\n        together",
     "            pass\n        together",
     case="kernel of a cond-ghost",
+    slow=True,
 )
 @kills(
     "gradients/nan_isolation.py",
     "any(x.dtype.itemsize > 4 for x in arrays)",
     "not arrays",
     case="kernel-scan",
+    slow=True,
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize("kernel", ["kernel", "kernel of a cond"])
@@ -1200,6 +1243,7 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
     "if _mixes(lambda some: engine(loss, rule, params, some, start), rows):",
     "if False:",
     case="vmap",
+    slow=True,
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 def test_a_broken_image_stays_alone_where_the_loss_wipes_it_out(engine):
@@ -1236,11 +1280,13 @@ def test_a_broken_image_stays_alone_among_groups_of_channels():
     assert found.factors[others].all()
 
 
+@pytest.mark.sample(1)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(x + inputs * tiny) * (g + outputs * tiny)",
     "x * g",
     case="1",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
@@ -1262,6 +1308,7 @@ def test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound(positions):
         assert jnp.linalg.norm(result.value) <= 2 * bound * (1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_models_keep_float32_norms_and_sums():
     module = nn.Sequential([nn.Dense(16, dtype=jnp.bfloat16), jnp.tanh, nn.Dense(3)])
     loss, params, batch = linen(module, (6,))
@@ -1339,6 +1386,7 @@ def test_a_remat_is_walked_through():
     testing.assert_engines_agree(loss, clipping.flat(0.3), params, batch, engines=("ghost",))
 
 
+@pytest.mark.slow
 def test_explain_names_every_leaf():
     model = nn.Sequential([nn.Conv(4, (3, 3)), lambda x: x.reshape(-1), nn.Dense(3)])
     params = model.init(KEY, jnp.zeros((8, 8, 1)))["params"]

@@ -88,6 +88,7 @@ def test_programs_inside_a_program_are_counted():
     assert both - 8 * w.size > 1.9 * (once - 8 * w.size)
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_grad_compose_with_it():
     clipped = dpjax.clipped_grad(loss, RULE)
     batch = jnp.arange(12.0).reshape(4, 3)
@@ -193,6 +194,7 @@ def equinox_case():
     return per_example, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [linen_case, nnx_case, equinox_case])
 def test_models_of_any_library_train_privately(case):
     per_example, params = case()
@@ -207,7 +209,9 @@ def test_models_of_any_library_train_privately(case):
     assert info.norm.shape == (1,)
 
 
-@kills("gradients/clipped_grad.py", "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)", "rows")
+@kills(
+    "gradients/clipped_grad.py", "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)", "rows", slow=True
+)
 def test_weights_are_held_to_one():
     """Weights scale what is already clipped, per example or per group, and never up."""
     params, batch = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, jnp.arange(1.0, 6.0)
@@ -231,10 +235,12 @@ def test_weights_are_held_to_one():
         clipped_grad(loss, rule)(params, batch, weights=jnp.ones(4))
 
 
+@pytest.mark.sample(3)
 @kills(
     "gradients/batching.py",
     "jax.lax.scan(body, start, folded)",
     "jax.lax.scan(body, trees.zeros_wide(start), folded)",
+    slow=True,
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize("size", [2, 5])
@@ -261,6 +267,7 @@ def test_a_sum_is_added_to_what_was_there(engine, size):
     "gradients/_bookkeeping/leaf_sums.py",
     "entries[0].scaled(factors).wiped(factors != 0)",
     "entries[0].scaled(factors)",
+    slow=True,
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 def test_what_is_broken_does_not_get_into_a_table(engine):
@@ -299,6 +306,7 @@ np.testing.assert_allclose(plain_grad(loss, devices=2)(w, x), mean, rtol=1e-5)
 """
 
 
+@pytest.mark.slow
 @kills("gradients/batching.py", "jnp.sum(x, axis=0), parts.value", "x[0], parts.value", slow=True)
 def test_two_devices_are_one():
     subprocess.run([sys.executable, "-c", TWO_DEVICES], check=True, timeout=120)
@@ -370,6 +378,7 @@ for jitted, devices in [(True, 2), (True, None), (False, None)]:
 """
 
 
+@pytest.mark.slow
 @kills("gradients/sharding_checks.py", "if kind.manual_axis_type.varying:", "if False:", slow=True)
 def test_a_shard_map_that_sums_gradients_by_itself_is_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -400,6 +409,7 @@ def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
     assert found == [2, 1]
 
 
+@pytest.mark.slow
 @kills("gradients/nan_isolation.py", "        refuse_split(rows.batch)\n", "", slow=True)
 @kills(
     "gradients/clipped_grad.py",
@@ -430,6 +440,7 @@ def images(broken=None):
     return x, jnp.ones((2, 2, 3))
 
 
+@pytest.mark.slow
 @kills(
     "gradients/nan_isolation.py",
     "jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)",
@@ -456,7 +467,12 @@ def test_a_broken_image_takes_no_weight_from_others():
         np.testing.assert_allclose(w - sums.value / 5, released(1), rtol=1e-9)
 
 
-@kills("gradients/clipped_grad.py", "return isolated(estimated, by_patches)", "return estimated")
+@kills(
+    "gradients/clipped_grad.py",
+    "return isolated(estimated, by_patches)",
+    "return estimated",
+    slow=True,
+)
 def test_a_broken_image_leaves_estimated_norms_of_others_alone():
     def loss(w, x):
         step = jnp.nan_to_num(jax.lax.stop_gradient(jax.grad(convolved)(w, x)))
@@ -516,6 +532,7 @@ def test_an_example_without_a_finite_loss_spoils_no_mean_and_is_told(monkeypatch
     assert told[0][3:] == (1, 4)
 
 
+@pytest.mark.slow
 def test_plain_grad_is_the_gradient_of_the_mean():
     module = linen.Sequential([linen.Conv(4, (3, 3)), linen.tanh, jnp.ravel, linen.Dense(3)])
     batch = jax.random.normal(jax.random.key(0), (5, 6, 6, 1))

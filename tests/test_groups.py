@@ -18,11 +18,13 @@ from dpjax import accounting, clipping, sampling
 STEP = accounting.subsampled_gaussian(1.0, 0.01, 200)
 
 
+@pytest.mark.sample(1)
 @kills(
     "accounting/user_level.py",
     "odds = stats.binom.pmf(drawn, records, rate)",
     "odds = stats.binom.pmf(drawn, 1, rate)",
     case="2-1.9466",
+    slow=True,
 )
 @pytest.mark.parametrize(("records", "expected"), [(1, 0.9125), (2, 1.9466), (4, 4.1482)])
 def test_what_users_pay(records, expected):
@@ -48,6 +50,7 @@ def lost(rate, multiplier, records, epsilon):
     return max(joins, leaves)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rate", "multiplier", "records", "epsilon"),
     [(0.1, 1.0, 3, 0.5), (0.3, 2.0, 2, 0.2), (0.05, 1.0, 4, 1.0), (0.5, 1.5, 1, 0.3)],
@@ -62,7 +65,8 @@ def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, ep
     assert got == pytest.approx(expected, rel=0.01)
 
 
-@kills("accounting/event_parts.py", "                leaf = _listed(leaf)\n", "")
+@pytest.mark.slow
+@kills("accounting/event_parts.py", "                leaf = _listed(leaf)\n", "", slow=True)
 def test_mixtures_that_print_alike_are_not_one():
     """NumPy prints a long array without its middle: the dear one counted as a cheap one more."""
     signals, odds = np.linspace(0, 1e-3, 1500), np.full(1500, 1 / 1500)
@@ -95,6 +99,7 @@ def test_one_record_is_what_it_was():
     assert accounting.for_groups(shuffled, 1) is shuffled
 
 
+@pytest.mark.slow
 def test_more_records_cost_more_and_less_than_all_of_them_always():
     step = accounting.subsampled_gaussian(1.0, 0.1, 10)
     costs = [accounting.epsilon_for_users(step, 1e-5, records) for records in (1, 2, 3)]
@@ -103,6 +108,7 @@ def test_more_records_cost_more_and_less_than_all_of_them_always():
         assert cost < accounting.epsilon(accounting.gaussian(1 / records, 10), 1e-5, "pld")
 
 
+@pytest.mark.slow
 def test_a_mechanism_with_preparation_and_a_schedule():
     """Each part is enlarged; nothing is lost on the way."""
     mechanism = dpjax.Mechanism(
@@ -135,7 +141,7 @@ def test_large_losses_get_a_coarse_grid_and_not_all_memory(records, rate, multip
     assert 1000 < accounting.epsilon_for_users(event, 1e-5, records) < math.inf
 
 
-@kills("accounting/user_level.py", "    _refuse_foreign(parts)\n", "")
+@kills("accounting/user_level.py", "    _refuse_foreign(parts)\n", "", slow=True)
 def test_what_has_no_proof_is_refused():
     fixed = dpjax.Mechanism(
         sampling=sampling.fixed(100, 10),

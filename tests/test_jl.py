@@ -57,11 +57,13 @@ def definition(rule, key, x):
     return norms, factors, jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), gradients)
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_estimated_norms/jl.py",
     "jax.random.fold_in(key, j)",
     "jax.random.fold_in(key, 0 * j)",
     case="None",
+    slow=True,
 )
 @pytest.mark.parametrize("microbatch_size", [None, 5])
 def test_the_sum_is_that_of_the_definition(microbatch_size):
@@ -81,6 +83,7 @@ def test_the_sum_is_that_of_the_definition(microbatch_size):
     "gradients/_estimated_norms/jl.py",
     "jnp.mean(jnp.square(x), axis=0)",
     "jnp.square(jnp.mean(jnp.abs(x), axis=0))",
+    slow=True,
 )
 def test_estimates_follow_the_law_that_is_accounted():
     """M / |g| is sqrt(chi2_r / r), whatever the gradient."""
@@ -105,6 +108,7 @@ def broken_backward(w, x):
     return jnp.vdot(w["a"], x) / 1000 + jnp.where(far, 0.0, jnp.sqrt(length))
 
 
+@pytest.mark.sample(1)
 @kills(
     "gradients/_estimated_norms/jl.py",
     "sound = jnp.all(",
@@ -126,6 +130,7 @@ def test_a_broken_example_leaves_the_others_as_they_are(broken):
         np.testing.assert_allclose(one, three, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_in_memory_and_from_a_stream_are_the_same_and_their_directions_differ():
     found = []
     for data, size in ((X, None), (X, 5), (Stream(X), 5)):
@@ -135,6 +140,7 @@ def test_steps_in_memory_and_from_a_stream_are_the_same_and_their_directions_dif
     jax.tree.map(lambda *x: [np.testing.assert_allclose(x[0], y, rtol=1e-4) for y in x[1:]], *found)
 
 
+@pytest.mark.slow
 @kills(
     "training/step.py",
     "Purpose.PROJECTIONS, state.step)",
@@ -164,7 +170,7 @@ def in_bfloat16(w, x):
     return jnp.vdot(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-@kills("_jaxpr.py", "for inner in inner_programs(equation):", "for inner in ():")
+@kills("_jaxpr.py", "for inner in inner_programs(equation):", "for inner in ():", slow=True)
 def test_a_model_that_would_round_the_sum_is_refused():
     """In bfloat16 a sum near 256 moves by 2 or not at all, whatever an example's bound is."""
     clipped = dpjax.clipped_grad(in_bfloat16, clipping.jl(1.0, 3))
@@ -176,6 +182,7 @@ def test_a_model_that_would_round_the_sum_is_refused():
     narrow_data(jnp.zeros(3), jnp.ones((4, 3), jnp.int8), key=jax.random.key(0))
 
 
+@pytest.mark.sample(3)
 @kills(
     "gradients/_estimated_norms/jl.py",
     "products + roundings * jnp.finfo(products.dtype).eps * largest",
@@ -234,6 +241,7 @@ HIDDEN = {
     "gradients/_estimated_norms/jvp_magnitude.py",
     "return (jnp.maximum(largest, here), outputs[:split]), outputs[split:]",
     "return (largest, outputs[:split]), outputs[split:]",
+    slow=True,
 )
 @kills(
     "gradients/_estimated_norms/jvp_magnitude.py",
@@ -251,6 +259,7 @@ HIDDEN = {
     "gradients/_estimated_norms/jvp_magnitude.py",
     'if name in ("dot_general", "conv_general_dilated"):',
     "if False:",
+    slow=True,
 )
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_largest_tangent_is_seen_wherever_it_is(name):
@@ -287,6 +296,7 @@ def test_wide_data_leave_narrower_parameters_as_they_are():
         assert clipped(w, x, key=jax.random.key(0)).value.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_the_same_to_the_last_bit(tmp_path):
     def fit(directory, steps=None):
         algorithm = dpjax.dpsgd(loss, optax.adam(0.1), mechanism_for(multiplier=8.0), X)
@@ -312,6 +322,7 @@ def published(projections):
 TABLE = [(10, 16.2888), (20, 3.4979), (30, 2.7292), (50, 2.5535), (100, 2.4677)]
 
 
+@pytest.mark.slow
 def test_the_published_run():
     assert published(200) == pytest.approx(2.4300, rel=0.005)
     assert published(200) > 2.3818  # exact norms
@@ -342,6 +353,7 @@ def test_without_sampling_few_projections_prove_nothing(projections):
     assert accounting.delta(event, 1.0, "pld") == 1.0
 
 
+@pytest.mark.slow
 @kills("accounting/random_projections.py", "zip(values[:0:-1], ", "zip(values[-2::-1], ", slow=True)
 def test_one_step_costs_the_mean_over_the_scale():
     """delta = E_s delta_Gauss(z / s), by an integral over the density of chi2."""
@@ -376,6 +388,7 @@ def test_no_other_method_has_a_number(method):
     "mechanism/spent.py",
     "return event if projections is None else accounting.with_projections(event, projections)",
     "return event",
+    slow=True,
 )
 def test_the_event_says_how_norms_were_known():
     mechanism = mechanism_for(multiplier=2.0, sampler=sampling.full(12))
@@ -386,6 +399,7 @@ def test_the_event_says_how_norms_were_known():
     assert mechanism_for(multiplier=0.0).epsilon(1e-5, "pld") == math.inf
 
 
+@pytest.mark.slow
 def test_statement_and_card_say_what_is_proved(tmp_path):
     mechanism = mechanism_for(40, multiplier=8.0, steps=1)
     text = dpjax.statement(mechanism, 1e-5)
@@ -403,6 +417,7 @@ def test_statement_and_card_say_what_is_proved(tmp_path):
     assert "nothing is recomputed" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_holds():
     mechanism = mechanism_for(40, multiplier=3.0, steps=30)
     budget = ledger.Budget(epsilon=2.0, delta=1e-5, method="pld")

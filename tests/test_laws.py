@@ -127,6 +127,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rule", EVERY_RULE)
 @hypothesis.given(values=hnp.arrays(np.float32, (4, 23), elements=VALUES))
 @hypothesis.settings(max_examples=15)
@@ -134,6 +135,7 @@ def test_no_example_moves_the_sum_by_more_than_the_sensitivity(rule, values):
     testing.assert_sensitivity(rule, hostile_gradients(values))
 
 
+@pytest.mark.sample(35)
 @pytest.mark.parametrize("rule", EVERY_RULE)
 @hypothesis.given(values=hnp.arrays(np.float32, (4, 23), elements=VALUES))
 @hypothesis.settings(max_examples=5)
@@ -150,6 +152,7 @@ def test_replacing_an_example_moves_the_sum_by_at_most_twice_the_sensitivity(rul
     assert moved <= 2 * rule.sensitivity * (1 + 1e-5)
 
 
+@pytest.mark.sample(39)
 @pytest.mark.parametrize("rule", EVERY_RULE)
 def test_the_sensitivity_is_attained(rule):
     """Some example moves the sum that far: the stated number is not merely an upper bound."""
@@ -173,12 +176,14 @@ def test_the_sensitivity_is_attained(rule):
     "jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)",
     "jnp.clip(wished, 0, limit)",
     case="nan-flat-one group",
+    slow=True,
 )
 @kills(
     "trees.py",
     "jnp.where(expand(scale, leaf) != 0, leaf.astype(scale.dtype), 0)",
     "leaf.astype(scale.dtype)",
     case="nan-flat-one group",
+    slow=True,
 )
 @pytest.mark.parametrize("rule", EVERY_RULE)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -193,6 +198,7 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
 # Law 2: engines agree; order, padding and emptiness ------------------------------------
 
 
+@pytest.mark.sample(4)
 @kills(
     "gradients/batching.py",
     "trips = -(-count // size)",
@@ -204,30 +210,35 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
     "grown.mask & (jnp.arange(size) < count)",
     "grown.mask",
     case="flat-one group",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "jnp.ones(len(x), x.dtype), x)",
     "jnp.full(len(x), 0.5, x.dtype), x)",
     case="flat-one group",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "cotangent=self.cotangent * trees.expand(factors, self.cotangent)",
     "cotangent=self.cotangent",
     case="flat-one group",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/ghost.py",
     "        each = factors[:, groups[i]]\n",
     "        each = factors[:, 0]\n",
     case="per_group-by layer",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/ghost.py",
     "squares[groups[i]] = squares[groups[i]] + square\n    lengths",
     "squares[0] = squares[0] + square\n    lengths",
     case="per_group-by layer",
+    slow=True,
 )
 @pytest.mark.parametrize("rule", ON_ONE_GROUP + BY_LAYER)
 def test_engines_agree(rule):
@@ -235,6 +246,7 @@ def test_engines_agree(rule):
     testing.assert_engines_agree(network, rule, some_params(), some_batch(7), mask=mask)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_engines_agree_on_batches_of_any_size(size):
     testing.assert_engines_agree(
@@ -246,6 +258,7 @@ def test_engines_agree_on_batches_of_any_size(size):
     )
 
 
+@pytest.mark.slow
 def test_engines_agree_in_float64():
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: x.astype(jnp.float64), some_params())
@@ -257,6 +270,7 @@ def test_engines_agree_in_float64():
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
 def test_order_padding_and_emptiness(rule, engine):
@@ -342,12 +356,13 @@ NOISES = [
 ]
 
 
-@kills("noise/link.py", "deviation * noise", "0.9 * deviation * noise", case="constant")
+@kills("noise/link.py", "deviation * noise", "0.9 * deviation * noise", case="constant", slow=True)
 @kills(
     "noise/link.py",
     "leaf.astype(noise.dtype) + deviation * noise",
     "leaf.astype(noise.dtype)",
     case="constant",
+    slow=True,
 )
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation):
@@ -362,7 +377,7 @@ def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation)
     assert found * 256 == pytest.approx(deviation, rel=0.005)
 
 
-@kills("mechanism/description.py", "1 / self.batch_size", "1.0", case="constant")
+@kills("mechanism/description.py", "1 / self.batch_size", "1.0", case="constant", slow=True)
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
     mechanism = mechanism_for(
@@ -376,6 +391,7 @@ def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
     "noise/link.py",
     "[deviations[group] for group in groups]",
     "[deviations[0] for group in groups]",
+    slow=True,
 )
 @kills(
     "noise/link.py",
@@ -437,6 +453,7 @@ def test_multiplier_zero_is_the_identity():
     "        jax.tree.map(lambda p: p + "
     "jax.random.normal(jax.random.key(0), p.shape), part.value),\n",
     case="5",
+    slow=True,
 )
 @pytest.mark.parametrize("size", [1, 5, 30])
 def test_noise_is_added_once_whatever_the_microbatches(size):
@@ -454,6 +471,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 # Law 5: without clipping and noise it is plain SGD -------------------------------------
 
 
+@pytest.mark.sample(3)
 @kills(
     "sampling.py",
     "lambda carry: carry[0] < draw.size",
@@ -473,6 +491,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     "mask = start + jnp.arange(size) < draw.size",
     "mask = jnp.ones(size, bool)",
     case="3-poisson",
+    slow=True,
 )
 @kills(
     "training/step.py",
@@ -494,6 +513,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     "        sums.gradients,\n    )\n    finite",
     "        jax.tree.map(jnp.zeros_like, sums.gradients),\n    )\n    finite",
     case="3-poisson",
+    slow=True,
 )
 @pytest.mark.parametrize(
     ("size", "sampler"),
@@ -561,6 +581,7 @@ def test_poisson_draws_are_poisson():
     "sampling.py",
     "largest = math.floor(rate * _WORDS) - 1",
     "largest = math.floor(2 * rate * _WORDS) - 1",
+    slow=True,
 )
 def test_poisson_draws_of_a_small_set():
     found = draws(sampling.poisson(100, 5), 20_000)
@@ -589,6 +610,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
     "trees.step_key(key, Purpose.SAMPLING, step), below, True)",
     "trees.step_key(key, Purpose.SAMPLING, 0), below, True)",
     case="poisson",
+    slow=True,
 )
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
 def test_draws_differ_between_steps_and_keys(name):
@@ -680,6 +702,7 @@ CALIBRATED = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("method", ["rdp", "pld"])
 @pytest.mark.parametrize(("multiplier", "rule"), CALIBRATED)
 def test_calibration_meets_its_target_from_below(multiplier, rule, method):
@@ -704,6 +727,7 @@ def test_calibrate_after_epsilon_is_the_identity():
     "    if recipe.rescales:\n        mean =",
     "    mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, "
     "sums.gradients)\n    if recipe.rescales:\n        mean =",
+    slow=True,
 )
 def test_what_ran_is_what_is_accounted():
     """The noise that really moved the parameters, step by step, is the ledger's."""
@@ -785,6 +809,7 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
     "training/dpsgd.py",
     "spent = ledger.admit(state.ledger, mechanism, budget, steps=count)",
     "spent = state.ledger",
+    slow=True,
 )
 def test_no_step_runs_beyond_the_plan():
     mechanism = mechanism_for(clipping.flat(1.0), sampler=sampling.poisson(100, 10), steps=3)
@@ -818,6 +843,7 @@ AUDITED = [
     "_product(multiplier, rule.sensitivity)",
     "_product(multiplier, rule.bounds[0])",
     case="grouped bound-1.0",
+    slow=True,
 )
 @pytest.mark.parametrize("bound", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("make", AUDITED)

@@ -45,6 +45,7 @@ FIGURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", FIGURES)
 def test_every_figure_is_drawn_and_tells_two_epsilons(figure, kept, tmp_path):
     asked = [f"--figure={figure}"] if figure else []
@@ -150,6 +151,7 @@ def test_huber_is_the_equation_of_the_paper(module, beta):
     assert loss(LOGITS, jnp.array(1)) == pytest.approx(float(each.sum()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
     """A loss that is the epoch times another bends not at all in epoch 0, then twice as much."""
     watching, dataset = module("common.epoch_probes"), dpjax.data.load("digits")

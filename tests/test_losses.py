@@ -174,7 +174,7 @@ class Normalised(nn.Module):
         return nn.BatchNorm(use_running_average=average)(nn.Dense(3)(x))
 
 
-@kills("losses/modules.py", 'if "batch_stats" in params:', "if False:")
+@kills("losses/modules.py", 'if "batch_stats" in params:', "if False:", slow=True)
 @pytest.mark.parametrize("average", [False, True])
 def test_of_refuses_batch_statistics(average):
     shapes = jax.eval_shape(lambda x: Normalised().init(KEY, x, average=average), np.zeros(5))
@@ -339,6 +339,7 @@ class TestAugmented:
         plain = losses.of(self.MODEL, losses.cross_entropy)
         return plain, losses.augmented(plain, shifted, views, key=KEY)
 
+    @pytest.mark.slow
     def test_it_is_the_mean_over_views_and_clipped_as_one_example(self):
         plain, loss = self.losses()
         params = some_params(self.MODEL, self.BATCH[0][0])
@@ -351,6 +352,7 @@ class TestAugmented:
         moved = dpjax.clipped_grad(loss, rule)(params, alone).value
         assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-4)
 
+    @pytest.mark.slow
     def test_engines_agree(self):
         _, loss = self.losses()
         params = some_params(self.MODEL, self.BATCH[0][0])
@@ -419,6 +421,7 @@ def as_linen(params):
     return clipping.clip(rule, gradients)[0]
 
 
+@pytest.mark.slow
 def test_a_model_of_nnx():
     from flax import nnx
 
@@ -469,6 +472,7 @@ def test_a_model_of_nnx_with_batch_statistics_does_not_split():
         nnx.split(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.Param)
 
 
+@pytest.mark.slow
 def test_a_model_of_equinox():
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(KEY, 2)

@@ -70,6 +70,7 @@ def ran_with(mechanism, step):
     "mechanism/multipliers.py",
     "return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]",
     "return self.schedule(step)",
+    slow=True,
 )
 @kills("mechanism/multipliers.py", "return lambda step: schedule(step) * factor", "return schedule")
 def test_a_schedule_is_asked_once():
@@ -99,6 +100,7 @@ def test_a_schedule_that_overflows_does_so_for_the_accountant_too():
     "jnp.asarray(noise_multiplier(step), jnp.float32)",
     "noise_multiplier(step)",
     case="float16",
+    slow=True,
 )
 @pytest.mark.parametrize("narrow", [jnp.float16, jnp.bfloat16])
 def test_a_narrow_schedule_rounds_no_noise_away(narrow):
@@ -136,6 +138,7 @@ def test_group_multipliers_are_joined_before_sampling():
     assert small.epsilon(1e-5, "pld") == pytest.approx(0.9354, rel=0.005)
 
 
+@pytest.mark.slow
 def test_the_papers_own_grouped_noise_is_reported_honestly():
     """Noise of 1.1 bounds on 8 groups is a multiplier of .3889, whatever it is called."""
     mechanism = make(
@@ -193,6 +196,7 @@ def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
     "mechanism/description.py",
     "jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)",
     "jnp.where(step <= self.steps, 1 / self.batch_size, jnp.nan)",
+    slow=True,
 )
 class TestHorizon:
     def test_a_step_past_the_plan_raises(self):
@@ -236,6 +240,7 @@ def test_nothing_but_noise_costs_nothing(sampler):
     "mechanism/description.py",
     "if np.isinf(self.clipping.sensitivity) and len(multipliers):",
     "if False:",
+    slow=True,
 )
 def test_an_infinite_bound_is_never_private():
     """Whatever multiplier a ledger may hold, no noise hides an unbounded example."""
@@ -282,6 +287,7 @@ TEACHES = [
     'if preparation and unit != "example":',
     "if False:",
     case="changes10-one client may have many",
+    slow=True,
 )
 @pytest.mark.parametrize(("changes", "message"), TEACHES)
 def test_errors_teach(changes, message):
@@ -346,6 +352,7 @@ def spent(steps=40, multiplier=1.5, **options):
     "mechanism/description.py",
     "if not all(isinstance(spent, Spent) for spent in each):",
     "if False:",
+    slow=True,
 )
 @pytest.mark.parametrize("before", [[make()], spent(), "runs/a", [spent(), None], None])
 def test_only_what_was_spent_comes_before(before):
@@ -403,17 +410,25 @@ def test_what_was_spent_is_the_same_however_it_is_written(runs):
     assert hash(one.before) == hash(other.before), "a budget looks mechanisms up"
 
 
-@kills("mechanism/card.py", "[[float(multiplier), steps] for", "[[multiplier, steps] for")
+@kills(
+    "mechanism/card.py", "[[float(multiplier), steps] for", "[[multiplier, steps] for", slow=True
+)
 def test_whole_multipliers_are_hashed_as_floats_are():
     one, other = (make(before=[spent(multiplier=z)]) for z in (2, 2.0))
     assert one.accounted == other.accounted
 
 
-@kills("mechanism/description.py", "*(spent.event for spent in self.before), *queries", "*queries")
+@kills(
+    "mechanism/description.py",
+    "*(spent.event for spent in self.before), *queries",
+    "*queries",
+    slow=True,
+)
 @kills(
     "mechanism/spent.py",
     "return accounting.compose(*queries, steps)",
     "return accounting.compose(*queries)",
+    slow=True,
 )
 def test_what_was_spent_before_is_paid_for():
     def mechanism(steps, **options):
@@ -433,7 +448,7 @@ def test_what_was_spent_before_is_paid_for():
     assert queries == mechanism(100, preparation=(9.0,)).epsilon(1e-5) > parts
 
 
-@kills("mechanism/card.py", "steps -= planned", "steps -= planned + 1")
+@kills("mechanism/card.py", "steps -= planned", "steps -= planned + 1", slow=True)
 def test_what_was_spent_is_cut_at_the_steps_that_ran():
     curriculum = dpjax.Mechanism(
         sampling=sampling.poisson(100, 20),
@@ -491,10 +506,15 @@ ALIKE = {  # what costs the same, and does not do the same
 }
 
 
-@kills("sampling.py", 'facts={"public": public}', "facts={}", case="whose order")
-@kills("mechanism/card.py", "                **rule.facts,\n", "")
-@kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None")
-@kills("mechanism/description.py", '"drawn by": self.sampling.fingerprint', '"drawn by": None')
+@kills("sampling.py", 'facts={"public": public}', "facts={}", case="whose order", slow=True)
+@kills("mechanism/card.py", "                **rule.facts,\n", "", slow=True)
+@kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None", slow=True)
+@kills(
+    "mechanism/description.py",
+    '"drawn by": self.sampling.fingerprint',
+    '"drawn by": None',
+    slow=True,
+)
 @pytest.mark.parametrize("name", ALIKE)
 def test_mechanisms_that_run_differently_have_different_identities(name):
     """So that a run does not continue in another's folder."""

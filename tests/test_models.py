@@ -122,6 +122,7 @@ def first(x):
 SLOW = {"bert", "cifar, dense", "scatter, printed", "wide", "wide, standardized"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
@@ -208,6 +209,7 @@ def test_kernels_begin_as_asked():
     assert all(layer["kernel"].all() and not layer["bias"].any() for layer in params.values())
 
 
+@pytest.mark.slow
 def test_torch_init_is_uniform_in_one_over_the_root_of_the_fan_in():
     params = jax.jit(models.TemperedCNN(torch_init=True).init)(KEY, jnp.zeros((28, 28, 1)))
     for name, fan_in in {"Conv_0": 64, "Conv_1": 256, "Dense_0": 512, "Dense_1": 32}.items():

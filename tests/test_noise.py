@@ -44,6 +44,7 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
     "noise/normal.py",
     "_box_muller(*_threefry(secret, counter), dtype)",
     "_box_muller(*2 * _threefry(secret, counter)[:1], dtype)",
+    slow=True,
 )
 def test_the_distribution_is_normal():
     z = np.asarray(noise.standard_normal(jax.random.key(0), (2_000_001,)), np.float64)
@@ -69,7 +70,7 @@ def test_the_halves_of_a_draw_know_nothing_of_each_other():
 
 
 @kills("noise/normal.py", "_drawn(secret, ready,", "_drawn(secret + ready, ready,")
-@kills("noise/normal.py", "(ready | 1) != 0", "ready != 0")
+@kills("noise/normal.py", "(ready | 1) != 0", "ready != 0", slow=True)
 def test_what_a_draw_waits_for_changes_no_number():
     """Not a number, an empty array, one of another type: whatever there is."""
     key, shape = jax.random.key(0), (5, 3)
@@ -94,7 +95,7 @@ def test_draws_are_used_as_they_come(monkeypatch):
         np.testing.assert_array_equal(found, expected)
 
 
-@kills("trees.py", "jax.random.fold_in(key, len(values))", "jax.random.fold_in(key, 0)")
+@kills("trees.py", "jax.random.fold_in(key, len(values))", "jax.random.fold_in(key, 0)", slow=True)
 def test_leaves_are_cut_from_few_draws_and_share_no_number(monkeypatch):
     sizes = [3, 2, 0, 4, 700, 5]
     tree = {str(i): jnp.zeros((n, 2), jnp.float32) for i, n in enumerate(sizes)}
@@ -236,7 +237,7 @@ class TestKeys:
         with pytest.raises(TypeError, match="expected a key, such as"):
             noise.gaussian(1.0, RULE, key=key)
 
-    @kills("trees.py", 'if "unsafe" in str(jax.random.key_impl(key)):', "if False:")
+    @kills("trees.py", 'if "unsafe" in str(jax.random.key_impl(key)):', "if False:", slow=True)
     def test_keys_whose_folds_meet_are_refused(self):
         """Of this generator fold_in(fold_in(k, a), b) is fold_in(fold_in(k, b), a)."""
         key = jax.random.key(0, impl="unsafe_rbg")

@@ -10,6 +10,7 @@ import pytest
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_print_what_stands_below_their_cells(path):
     notebook = json.loads(path.read_text())

@@ -80,6 +80,7 @@ def test_a_claim_is_rounded_up(value, form, printed):
     assert float(upwards(value, form)) >= value
 
 
+@pytest.mark.sample(2)
 @kills("reports/statement.py", 'claim = f"({upwards(best)}, ', 'claim = f"({best:.4g}, ')
 @pytest.mark.parametrize("noise", [1.0, 1.01, 1.02, 1.03, 1.04, 1.05])
 def test_no_verdict_claims_less_than_is_proved(noise):
@@ -136,7 +137,9 @@ def before(*noise, sampler=None, preparation=()):
     }
 
 
-@kills("reports/statement.py", "if any(map(_not_private, mechanism.before)):", "if False:")
+@kills(
+    "reports/statement.py", "if any(map(_not_private, mechanism.before)):", "if False:", slow=True
+)
 @pytest.mark.parametrize(
     "earlier",
     [
@@ -195,6 +198,7 @@ def test_an_infinite_bound_is_not_said_to_be_a_bare_release(monkeypatch, changes
     assert why in words
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make_sampler", [sampling.shuffled, None], ids=["shuffled", "curriculum"])
 @pytest.mark.parametrize(
     ("earlier", "neighbours", "method"),
@@ -247,6 +251,7 @@ def test_a_schedule_is_described():
     "reports/statement.py",
     "may scale both.\n        if mechanism.adaptive is None:",
     "may scale both.\n        if False:",
+    slow=True,
 )
 def test_what_may_scale_the_noise_unknown_to_the_mechanism_is_said():
     small = {"sampling": sampling.poisson(1000, 10), "noise_multiplier": 2.0, "steps": 5}
@@ -270,6 +275,7 @@ def of_groups(*multipliers, **options):
     "reports/statement.py",
     'each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean',
     "each = on_mean",
+    slow=True,
 )
 def test_each_group_has_its_own_noise_in_the_statement():
     mechanism = of_groups(1.0, 10.0)
@@ -299,7 +305,8 @@ def test_groups_with_an_adapted_bound_have_the_noise_that_the_count_leaves():
     assert f"deviation {growth / 10:.4g}, {growth:.4g} by group, on the mean, at first" in words
 
 
-@kills("reports/statement.py", 'rows = sampling.facts.get("rates")', "rows = None")
+@pytest.mark.slow
+@kills("reports/statement.py", 'rows = sampling.facts.get("rates")', "rows = None", slow=True)
 def test_the_rate_that_is_counted_is_the_one_stated():
     def words(steps, rates):
         sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=4, batch_size=20)
@@ -343,6 +350,7 @@ def test_the_card_is_complete_and_strict_json():
     assert json.loads(json.dumps(infinite, allow_nan=False))["epsilon"]["rdp"]["value"] == "inf"
 
 
+@pytest.mark.slow
 def test_infinite_noise_is_a_word_on_the_card(tmp_path):
     mechanism = make(
         sampling=sampling.poisson(1000, 10),
@@ -371,7 +379,7 @@ def verdicts(card, folder):
     return out.count(": holds"), out.count("DOES NOT HOLD")
 
 
-@kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps')
+@kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps', slow=True)
 def test_a_card_counts_the_steps_that_ran(tmp_path):
     """The mechanism on the card is the plan; `verify.py` counts its first steps."""
     mechanism = make(
@@ -388,6 +396,7 @@ def test_a_card_counts_the_steps_that_ran(tmp_path):
     assert verdicts({**card, "steps": 60}, tmp_path) == (0, 3)
 
 
+@pytest.mark.slow
 @kills(
     "mechanism/card.py",
     '"before": [_spent(spent) for spent in mechanism.before]',

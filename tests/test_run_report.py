@@ -135,6 +135,7 @@ def whole(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_every_figure_is_there_as_svg_and_as_png(whole):
     tree = parsed(whole / "report.html")
     assert [figure.get("id") for figure in tree.iter("figure")] == [p.name for p in figures.PLOTS]
@@ -268,7 +269,7 @@ def test_the_report_tells_what_is_bare_from_what_is_unproved(
     assert ("NOT differentially" in words) == ("Not differentially" in head)
 
 
-@kills("reports/load_run.py", 'if card.get("steps") != steps:', "if False:")
+@kills("reports/load_run.py", 'if card.get("steps") != steps:', "if False:", slow=True)
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     """The new run was killed, so the card next to its log is of the run that it overwrote."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
@@ -380,39 +381,61 @@ OTHERS = {
 }
 
 
-@kills("reports/load_run.py", "if there.get(name) != here.get(name)]", "if False]", case="noise")
-@kills("mechanism/card.py", "[[float(multiplier), steps] for", "[[1.0, steps] for", case="noise")
-@kills("mechanism/card.py", "            **sampler.facts,\n", "", case="rates")
-@kills("mechanism/card.py", '            "name": sampler.name,\n', "", case="sampler")
 @kills(
-    "mechanism/card.py", '"batch_size": sampler.batch_size', '"batch_size": 10.0', case="batches"
+    "reports/load_run.py",
+    "if there.get(name) != here.get(name)]",
+    "if False]",
+    case="noise",
+    slow=True,
+)
+@kills(
+    "mechanism/card.py",
+    "[[float(multiplier), steps] for",
+    "[[1.0, steps] for",
+    case="noise",
+    slow=True,
+)
+@kills("mechanism/card.py", "            **sampler.facts,\n", "", case="rates", slow=True)
+@kills("mechanism/card.py", '            "name": sampler.name,\n', "", case="sampler", slow=True)
+@kills(
+    "mechanism/card.py",
+    '"batch_size": sampler.batch_size',
+    '"batch_size": 10.0',
+    case="batches",
+    slow=True,
 )
 @kills(
     "mechanism/card.py",
     "[float(multiplier) for multiplier in",
     "[8.0 for _ in () and",
     case="queries",
+    slow=True,
 )
 @kills(
     "mechanism/card.py",
     "[_spent(spent) for spent in mechanism.before]",
     "[]",
     case="an earlier run",
+    slow=True,
 )
 @kills(
     "mechanism/card.py",
     '"projections": spent.projections',
     '"projections": None',
     case="projections",
+    slow=True,
 )
-@kills("mechanism/card.py", "[float(bound) for bound in rule.bounds]", "[1.0]", case="bound")
+@kills(
+    "mechanism/card.py", "[float(bound) for bound in rule.bounds]", "[1.0]", case="bound", slow=True
+)
 @kills(
     "mechanism/card.py",
     '"neighbours": mechanism.relation.value',
     '"neighbours": ""',
     case="neighbours",
+    slow=True,
 )
-@kills("mechanism/card.py", '"unit": spent.unit', '"unit": "example"', case="unit")
+@kills("mechanism/card.py", '"unit": spent.unit', '"unit": "example"', case="unit", slow=True)
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_card_of_another_mechanism_is_not_believed(case, tmp_path):
     """Such as of cheaper steps with the same noise, in a folder that another run overwrote."""
@@ -441,7 +464,8 @@ def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
         load_run.read(path)
 
 
-@kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else")
+@pytest.mark.slow
+@kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else", slow=True)
 def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
     """A log names no method; with one that proves no bound, every row is an estimate."""
     mechanism = dpjax.Mechanism(
@@ -689,6 +713,7 @@ def test_pyplot_and_its_windows_are_never_touched():
             assert not any("pyplot" in name for name in [*names, getattr(node, "module", "") or ""])
 
 
+@pytest.mark.slow
 def test_a_real_run_can_be_looked_at(tmp_path):
     digits = data.load("digits")
     model = models.by_name("mlp", 10, features=(16,))

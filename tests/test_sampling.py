@@ -99,6 +99,7 @@ def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
     "mechanism/description.py",
     "if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):",
     "if False:",
+    slow=True,
 )
 @pytest.mark.parametrize("name", ["shuffled", "fixed"])
 def test_no_sampler_claims_more_neighbours_than_are_proved(name):
@@ -124,7 +125,10 @@ def bins(rates, steps_per_row=400):
 OPENED = np.tri(5)
 
 
-@kills("sampling.py", "largest, of = table.max(axis=1)", "largest, of = table.mean(axis=1)")
+@pytest.mark.sample(2)
+@kills(
+    "sampling.py", "largest, of = table.max(axis=1)", "largest, of = table.mean(axis=1)", slow=True
+)
 @kills(
     "sampling.py",
     "rows = np.minimum(np.arange(len(multipliers)) // steps_per_row",
@@ -145,6 +149,7 @@ def test_the_largest_rate_of_any_bin_is_counted(rates, method, expected):
     assert epsilon(sampler, 1.38, 2000, method) == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.slow
 @kills(
     "sampling.py",
     "below[row][of], some[row][of])",
@@ -204,7 +209,7 @@ def test_every_sampler_says_what_is_proved(name):
     assert sampler.draw(jax.random.key(0), jnp.int32(2)).indices.shape == (sampler.capacity,)
 
 
-@kills("sampling.py", "if examples > _MOST:", "if False:")
+@kills("sampling.py", "if examples > _MOST:", "if False:", slow=True)
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "full"])
 def test_more_examples_than_an_index_can_name_are_refused(name):
     """The last size is traced, for it would fill the memory; the next one would wrap."""
@@ -242,7 +247,7 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
     assert "give the number of examples that it draws: 240" in caplog.text
 
 
-@kills("sampling.py", "if not isinstance(public, bool):", "if False:")
+@kills("sampling.py", "if not isinstance(public, bool):", "if False:", slow=True)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

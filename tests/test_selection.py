@@ -100,17 +100,20 @@ def minimum(function, low, high):
     return function(optimize.fminbound(function, low, high, xtol=1e-9))
 
 
+@pytest.mark.sample(2)
 @kills(
     "accounting/selection.py",
     "runs * np.array(delta_hat)",
     "np.array(delta_hat)",
     case="poisson-10-1.0",
+    slow=True,
 )
 @kills(
     "accounting/selection.py",
     "math.log1p(1 / (a - 1))",
     "math.log1p(2 / (a - 1))",
     case="poisson-10-1.0",
+    slow=True,
 )
 @pytest.mark.parametrize("z", [1.0, 4.0])
 @pytest.mark.parametrize("runs", [2, 10, 100])
@@ -246,10 +249,12 @@ def test_the_mean_that_is_named_is_the_mean(distribution, runs):
     assert np.sum(np.arange(500) * masses(distribution, runs)) == pytest.approx(runs, rel=1e-6)
 
 
+@pytest.mark.sample(1)
 @kills(
     "accounting/selection.py",
     "_geometric(math.log(runs), coin)",
     "_geometric(math.log(2 * runs), coin)",
+    slow=True,
 )
 @kills(
     "accounting/selection.py",

@@ -87,6 +87,7 @@ class TestThePosterior:
         assert not np.any(info.clipped)
         return request.param, data, training.samples(state)
 
+    @pytest.mark.sample(1)
     def test_the_mean_is_shrunk_by_the_prior_as_it_should(self, run):
         _, data, draws = run
         mean = data.sum(0) / self.precision
@@ -104,8 +105,13 @@ class TestThePosterior:
 DECAY = optax.exponential_decay(4e-4, 1, 0.5)
 
 
+@pytest.mark.sample(1)
 @kills(
-    "noise/langevin.py", "return scale / math.sqrt(learning_rate)", "return scale", case="constant"
+    "noise/langevin.py",
+    "return scale / math.sqrt(learning_rate)",
+    "return scale",
+    case="constant",
+    slow=True,
 )
 @pytest.mark.parametrize(
     ("rate", "rule", "temperature"),
@@ -147,6 +153,7 @@ GOLDEN = [
 ]
 
 
+@pytest.mark.sample(2)
 @kills(
     "noise/langevin.py",
     "scale = 2 * batch_size",
@@ -179,8 +186,13 @@ def test_a_larger_bound_costs_more_at_the_same_rate():
     assert one == pytest.approx(3 * three)
 
 
-@kills("noise/langevin.py", "math.sqrt(temperature)", "temperature")
-@kills("training/sgld.py", "1 / (sampling.examples * prior_deviation**2)", "1 / prior_deviation**2")
+@kills("noise/langevin.py", "math.sqrt(temperature)", "temperature", slow=True)
+@kills(
+    "training/sgld.py",
+    "1 / (sampling.examples * prior_deviation**2)",
+    "1 / prior_deviation**2",
+    slow=True,
+)
 def test_on_the_mean_gradient_it_is_the_papers():
     reading = training.on_mean_gradient(0.1, examples=60_000)
     assert noise.langevin_multiplier(
@@ -207,6 +219,7 @@ def test_on_the_mean_gradient_it_is_the_papers():
     "noise/langevin.py",
     "jnp.asarray(rate(step), jnp.float32)",
     "jnp.asarray(rate(0 * step), jnp.float32)",
+    slow=True,
 )
 def test_a_rate_that_decays_is_paid_for_step_by_step():
     algorithm = chain(rate=DECAY, rule=clipping.flat(1.0), steps=6)
@@ -218,7 +231,7 @@ def test_a_rate_that_decays_is_paid_for_step_by_step():
     assert spent == pytest.approx(accounting.epsilon(event, 1e-3))
 
 
-@kills("training/sgld.py", "        preparation=preparation,\n", "")
+@kills("training/sgld.py", "        preparation=preparation,\n", "", slow=True)
 @kills("training/sgld.py", "        before=before,\n", "")
 def test_what_came_before_the_first_step_is_paid_for():
     plain, settings = chain(rule=clipping.flat(1.0)), {"rule": clipping.flat(1.0)}
@@ -249,6 +262,7 @@ def test_a_budget_is_kept():
         algorithm.step(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", [(17,), (9, 31)])
 def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path, deaths):
     """Samples too: some were taken before the death, some after it."""
@@ -355,6 +369,7 @@ def test_predictions_are_averaged_as_probabilities():
     np.testing.assert_allclose(jnp.exp(got), each.mean(0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_average_is_better_calibrated_than_a_point():
     """Logistic regression with hardly more examples than parameters is too sure of itself."""
     random = np.random.default_rng(0)

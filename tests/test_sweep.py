@@ -104,6 +104,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
     flags = ["--grid", "learning_rate=0.1,0.4;bound=1", "--seed=0", "--jobs=2"]
     flags += ["--fixed", "epochs=1;report=false;evaluations=1", "--out", tmp_path]
@@ -148,6 +149,7 @@ def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_go_on(stand
     assert lives(out / "x=70,seed=4") == ["begin", "begin", "end"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_search_left_running_is_waited_for(stand_in, tmp_path):
     gate, out = tmp_path / "gate", tmp_path / "out"
     flags = ["--binary", stand_in, "--grid", "x=10,20,30,40", "--jobs=2", "--nopage"]
@@ -170,6 +172,7 @@ def test_what_a_killed_search_left_running_is_waited_for(stand_in, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_signal_stops_the_runs_and_the_same_command_goes_on(stand_in, tmp_path):
     gate, out = tmp_path / "gate", tmp_path / "out"
     flags = ["--binary", stand_in, "--grid", "x=10,20,30", "--nopage"]

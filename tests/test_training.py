@@ -77,7 +77,7 @@ def test_fit_asks_the_ledger_before_it_begins():
         dpjax.fit(budgeted, start(budgeted), progress=False)
 
 
-@kills("ledger.py", "epsilon to {upwards(cost)} at", "epsilon to {cost:.4g} at")
+@kills("ledger.py", "epsilon to {upwards(cost)} at", "epsilon to {cost:.4g} at", slow=True)
 def test_a_refusal_names_no_less_than_it_would_cost():
     plain = make(multiplier=1.4)
     cost = plain.mechanism.epsilon(1e-5)
@@ -88,6 +88,7 @@ def test_a_refusal_names_no_less_than_it_would_cost():
     assert float(str(refusal.value).split("epsilon to ")[1].split()[0]) >= cost
 
 
+@pytest.mark.slow
 def test_fit_refuses_an_accountant_without_an_answer_before_it_begins():
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(50, 10),
@@ -196,7 +197,7 @@ def test_whole_numbers_may_be_floats():
         algorithm.run(start(algorithm), 1.5)
 
 
-@kills("training/fit.py", "    if taken:\n", "    if False:\n", case="examples")
+@kills("training/fit.py", "    if taken:\n", "    if False:\n", case="examples", slow=True)
 @pytest.mark.parametrize("name", ["mechanism", "drawn by", "data", "numerics"])
 def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
     """`earlier` reads the run's own description."""
@@ -205,7 +206,7 @@ def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
         dpjax.fit(algorithm, start(algorithm), configuration={name: 60_000}, **where)
 
 
-@kills("training/run_folder.py", "json.dumps(value, sort_keys=True)\n", "value\n")
+@kills("training/run_folder.py", "json.dumps(value, sort_keys=True)\n", "value\n", slow=True)
 def test_a_configuration_with_nan_goes_on(tmp_path):
     algorithm = make(steps=2)
     options = {"directory": tmp_path, "progress": False, "configuration": {"decay": math.nan}}
@@ -214,7 +215,7 @@ def test_a_configuration_with_nan_goes_on(tmp_path):
     assert state.ledger.steps == 2
 
 
-@kills("training/run_folder.py", " and not _furthest(folder)", "")
+@kills("training/run_folder.py", " and not _furthest(folder)", "", slow=True)
 def test_a_folder_in_which_no_step_ran_is_free_for_other_settings(tmp_path):
     """As after a first step that did not compile; one that ran is not."""
     wrong, right = make(steps=2), make(steps=3)
@@ -225,7 +226,12 @@ def test_a_folder_in_which_no_step_ran_is_free_for_other_settings(tmp_path):
         dpjax.fit(wrong, start(wrong), directory=tmp_path, progress=False)
 
 
-@kills("training/run_folder.py", ' and not before.get("mechanism", {}).get("preparation"):', ":")
+@kills(
+    "training/run_folder.py",
+    ' and not before.get("mechanism", {}).get("preparation"):',
+    ":",
+    slow=True,
+)
 def test_a_folder_in_which_queries_were_made_is_not_begun_anew(tmp_path):
     """They are spent before the first step, and `run.json` is all that tells of them."""
     asked = dataclasses.replace(make(steps=2).mechanism, preparation=(5.0,))
@@ -238,7 +244,10 @@ def test_a_folder_in_which_queries_were_made_is_not_begun_anew(tmp_path):
 
 
 @kills(
-    "training/step.py", "sums.dropped + jnp.sum(real & ~finite, dtype=jnp.int32)", "sums.dropped"
+    "training/step.py",
+    "sums.dropped + jnp.sum(real & ~finite, dtype=jnp.int32)",
+    "sums.dropped",
+    slow=True,
 )
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
@@ -330,7 +339,9 @@ MISTAKES = {
 }
 
 
-@kills("training/checks.py", 'if mechanism.unit != "example":', "if False:", case="clients")
+@kills(
+    "training/checks.py", 'if mechanism.unit != "example":', "if False:", case="clients", slow=True
+)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_stands_in_the_wrong_place_is_said_before_anything_runs(name):
     changed, error, message = MISTAKES[name]
@@ -502,6 +513,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [clipping.flat(0.5), clipping.hard_threshold(0.5, screen=5.0)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_optax_optimizer_with_local_and_global_clipping(optimizer, rule):
@@ -536,6 +548,7 @@ class TestAdam:
             )
             np.testing.assert_allclose(one, two, rtol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("scheduled", [False, True])
     def test_what_is_left_is_the_gradients_own_second_moment(self, scheduled):
         """Noise a hundred times the gradient: Adam sees it alone, this one the gradient."""
@@ -560,7 +573,10 @@ class TestAdam:
         assert noisy == pytest.approx(second, rel=0.005)
 
     @kills(
-        "mechanism/description.py", "[deviation / self.batch_size for deviation in each]", "each"
+        "mechanism/description.py",
+        "[deviation / self.batch_size for deviation in each]",
+        "each",
+        slow=True,
     )
     def test_groups_have_their_own_noise(self):
         rule = clipping.per_group((1.0, 4.0), clipping.by_leaf({"a": 0, "b": 0}))
@@ -595,6 +611,7 @@ def test_steps_run_with_64_bits():
     assert np.all(np.isfinite(state.params))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
 def test_bfloat16_parameters_stay_bfloat16(optimizer):
     optimizer = optax.chain(optimizer, training.average_parameters())
@@ -605,7 +622,12 @@ def test_bfloat16_parameters_stay_bfloat16(optimizer):
     assert training.averaged(state.optimizer).dtype == jnp.float32
 
 
-@kills("ledger.py", "if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):", "if False:")
+@kills(
+    "ledger.py",
+    "if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):",
+    "if False:",
+    slow=True,
+)
 def test_the_step_is_not_to_be_traced():
     algorithm = make()
     with pytest.raises(TypeError, match="the ledger has to look before every one"):
@@ -633,8 +655,11 @@ def test_two_fits_draw_different_batches():
     "training/dpsgd.py",
     "return trees.copy(State(params, optimizer, one, key, zero, ledger.empty()))",
     "return State(params, optimizer, one, key, zero, ledger.empty())",
+    slow=True,
 )
-@kills("training/dpsgd.py", "mechanism, budget, steps=count)", "mechanism, budget, steps=1)")
+@kills(
+    "training/dpsgd.py", "mechanism, budget, steps=count)", "mechanism, budget, steps=1)", slow=True
+)
 @kills("training/step.py", "        step=state.step + 1,\n", "        step=state.step,\n")
 def test_many_steps_at_once_are_the_same_steps():
     one, many = make(batch=25), make(batch=25)
@@ -671,6 +696,7 @@ np.savez(sys.argv[1], *test_training.steps_in_microbatches())
 """
 
 
+@pytest.mark.slow
 @kills(
     "sampling.py",
     "jnp.asarray(which * size, jnp.int32)",
@@ -722,6 +748,7 @@ def test_a_state_that_was_given_to_fit_or_step_can_be_used_again():
 class TestStreamed:
     X = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 
+    @pytest.mark.sample(1)
     @kills(
         "training/streaming.py",
         "yield whole, np.arange(size) < found",
@@ -782,6 +809,7 @@ class TestStreamed:
         assert np.all(np.isfinite(state.params))
         assert np.all(state.params != 0)
 
+    @pytest.mark.slow
     def test_entries_of_the_step_reach_streamed_examples(self):
         mechanism = dataclasses.replace(make(steps=3).mechanism, clipping=clipping.flat(100.0))
         states = []
@@ -811,7 +839,9 @@ class TestBoundSchedule:
         algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, DATA * 3, **options)
         return algorithm, algorithm.run(start(algorithm), steps)
 
-    @kills("training/step.py", "lambda p, x: loss(p, x) / scale", "lambda p, x: loss(p, x)")
+    @kills(
+        "training/step.py", "lambda p, x: loss(p, x) / scale", "lambda p, x: loss(p, x)", slow=True
+    )
     def test_it_is_clipping_to_the_bound_of_the_step(self):
         _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
         far = np.linalg.norm(3 * np.ones(3))
@@ -827,6 +857,7 @@ class TestBoundSchedule:
         "training/step.py",
         "mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)",
         "pass",
+        slow=True,
     )
     def test_noise_follows_the_bound(self):
         zeros = jnp.zeros((50, 100_000))
@@ -857,6 +888,7 @@ class TestBoundSchedule:
             other.ledger, scheduled.mechanism, 1e-5
         )
 
+    @pytest.mark.slow
     def test_a_constant_one_is_a_larger_bound(self):
         rule = clipping.grouped(0.5, clipping.by_leaf({"a": 0, "b": 0}))
         data = {"a": DATA * 2, "b": DATA}
@@ -926,11 +958,13 @@ def run_timed(per_step, steps, seed=0, state=None, **options):
 
 
 class TestPerStep:
+    @pytest.mark.sample(1)
     @kills(
         "training/step.py",
         "jax.tree.map(jnp.asarray, recipe.entry(key, step))",
         "jax.tree.map(jnp.asarray, recipe.entry(key, 0 * step))",
         case="None-vmap",
+        slow=True,
     )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
     @pytest.mark.parametrize("microbatch_size", [None, 4])
@@ -939,6 +973,7 @@ class TestPerStep:
         _, seen = run_timed(lambda step: step // 2, 6, **options)
         np.testing.assert_allclose(seen, [0, 0, 1, 1, 2, 2], atol=1e-5)
 
+    @pytest.mark.slow
     def test_it_goes_on_where_a_run_stopped(self):
         whole, _ = run_timed(lambda step: step / 2, 6)
         half, _ = run_timed(lambda step: step / 2, 3)
@@ -946,10 +981,12 @@ class TestPerStep:
         np.testing.assert_allclose(seen, [1.5, 2, 2.5], rtol=1e-4)
         np.testing.assert_array_equal(whole.params, again.params)
 
+    @pytest.mark.slow
     @kills(
         "training/step.py",
         "    return (*rows, jax",
         "    return (*jax.tree.map(lambda x: jnp.roll(x, 1, -1), rows), jax",
+        slow=True,
     )
     def test_it_is_as_if_each_example_brought_it(self):
         """The same examples, the same noise: only where the entry comes from differs."""
@@ -978,6 +1015,7 @@ class TestPerStep:
         dpjax.fit(algorithm, state, progress=False)
         assert len(traces) == after_one
 
+    @pytest.mark.slow
     def test_it_costs_nothing_and_moves_no_noise(self):
         """Where the loss ignores the entry, the run is the same to the last bit."""
         ignore = lambda w, example: loss(w, example[0])  # noqa: E731
@@ -1023,11 +1061,13 @@ class TestWeights:
             state = after
         return moved
 
+    @pytest.mark.sample(1)
     @kills(
         "training/step.py",
         "return each(lambda example: weigh(state.step, state.params, example), examples)",
         "return jnp.roll(each(lambda example: weigh(state.step, "
         "state.params, example), examples), 1)",
+        slow=True,
     )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
     @pytest.mark.parametrize("microbatch_size", [None, 2])
@@ -1048,6 +1088,7 @@ class TestWeights:
         np.testing.assert_allclose(first, [1, 0, 0], atol=1e-6)
         assert second[1] > 8
 
+    @pytest.mark.sample(2)
     @kills(
         "gradients/clipped_grad.py",
         "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)",
@@ -1058,6 +1099,7 @@ class TestWeights:
         for moved in self.summed(lambda t, w, x: weight, (jnp.full((1, 3), 50.0),), bound=1.0):
             assert np.linalg.norm(moved) <= 1 + 1e-6
 
+    @pytest.mark.slow
     def test_it_costs_nothing_and_moves_no_noise(self):
         data = (jnp.ones((4, 3)),)
         none, whole, half = (
