@@ -455,7 +455,7 @@ TEACHES = [
         lambda: dataclasses.replace(
             described(adaptive=Quantile()), clipping=clipping.flat(math.inf), noise_multiplier=0.0
         ),
-        "expected a positive, finite one",
+        "expected a positive, finite bound",
     ),
     (
         lambda: make(X, bound_schedule=lambda step: 1.0),
@@ -465,7 +465,7 @@ TEACHES = [
         lambda: (link := described(adaptive=Quantile()).privatize(jax.random.key(0))).update(
             jnp.zeros(1), link.init(jnp.zeros(1))
         ),
-        "update needs the count that it follows",
+        "update needs the count of the same batch",
     ),
 ]
 

@@ -291,18 +291,17 @@ class Mechanism:
     def privatize(self, key: Key) -> optax.GradientTransformationExtraArgs:
         """The Optax link from a clipped sum to a private mean.
 
-        Adds the noise of the step to the *sum*, then divides by the expected batch size,
-        a public constant; the size of the batch that was drawn is never used.
+        Adds the noise of the step to the *sum*, then divides by the expected batch size, a
+        public constant. The size of the drawn batch is never used.
 
         Args:
           key: The root key of the run, consumed by it; see `dpjax.noise.secret_key`.
 
         Returns:
-          A link whose state counts the steps.  Past the planned steps it raises, or,
-          inside ``jit`` where nothing can be raised, returns NaN: a step that was not
-          accounted releases nothing.  Where bounds are adapted, its state is an
-          `AdaptiveState`, sum and mean are relative to the scale, and ``update`` wants
-          ``below=``, from `dpjax.clipping.Quantile.below`.
+          A link whose state counts the steps. A step beyond the plan was not accounted, so it
+          releases nothing: it raises, or inside ``jit`` returns NaN. With ``adaptive``, the
+          state is an `AdaptiveState`, sum and mean are relative to its scale, and ``update``
+          needs ``below=``, from `dpjax.clipping.Quantile.below`.
         """
         noise.check_multiplier(self.gradient_multiplier, self.clipping)
         trees.check_key(key, "Mechanism.privatize")
