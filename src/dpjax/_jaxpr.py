@@ -131,10 +131,10 @@ def outputs_depend(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
     if name == "scan":
         return depends(p["jaxpr"].jaxpr, steady(equation, moving))
     if name == "while":
-        moving, asks = steady(equation, moving), p["cond_nconsts"]
-        carried = moving[asks + p["body_nconsts"] :]
+        moving, conditions = steady(equation, moving), p["cond_nconsts"]
+        carried = moving[conditions + p["body_nconsts"] :]
         # The number of rounds decides every output.
-        endless = depends(p["cond_jaxpr"].jaxpr, [*moving[:asks], *carried])[0]
+        endless = depends(p["cond_jaxpr"].jaxpr, [*moving[:conditions], *carried])[0]
         return [endless or moved for moved in carried]
     if name == "cond":
         each = [depends(branch.jaxpr, moving[1:]) for branch in p["branches"]]

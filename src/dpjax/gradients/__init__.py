@@ -3,7 +3,7 @@
 
 `clipped_grad` joins three free axes: the *rule* (how norms become factors), the
 *partition* (which leaves are clipped together) and the *engine* (how the sum is
-computed).  An engine means speed only: all engines give the same `ClippedSum`.
+computed). An engine means speed only: all engines give the same `ClippedSum`.
 
 | place | content |
 |---|---|

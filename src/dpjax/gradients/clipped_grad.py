@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`clipped_grad`: checks what it is given, picks an engine, returns the clipped sum.
+"""`clipped_grad`: checks its arguments, picks an engine, and returns the clipped sum.
 
-The counterpart of `jax.grad` for private training.  Where `jax.grad` returns the
-gradient of a batch, this returns the sum of each example's own, clipped by the rule.
+It is the counterpart of `jax.grad` for private training. `jax.grad` returns the gradient of a
+batch; `clipped_grad` returns the sum of the gradients of its examples, each clipped by the rule.
 """
 
 from __future__ import annotations
@@ -40,30 +40,32 @@ def clipped_grad(
     $$ \sum_i \mathrm{mask}_i \, w_i \, f_i \odot \nabla_\theta\, \ell(\theta, x_i) $$
 
     Args:
-      loss: ``loss(params, example) -> scalar``, a pure function of *one* example (the
-        leaves of ``batch`` without their leading axis).
+      loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
+        of ``batch`` without their leading axis.
       rule: A `dpjax.clipping` rule.
-      engine: ``"ghost"`` (book-keeping: no per-example gradients; what ``"auto"`` takes),
-        ``"vmap"`` (all examples at once) or ``"scan"`` (the same in microbatches).  Speed
-        only.
-      microbatch_size: How many examples are differentiated at once; by default as many
-        as fit.  Speed only.
+      engine: ``"ghost"`` (book-keeping without per-example gradients; also ``"auto"``),
+        ``"vmap"`` (all examples vectorised) or ``"scan"`` (``"vmap"`` in microbatches). It changes
+        only the speed.
+      microbatch_size: The number of examples that are differentiated together; by default as many
+        as fit. It changes only the speed.
       has_aux: Whether the loss returns ``(scalar, aux)``.
-      devices: How many of this process's devices share the batch; by default all host
-        devices (``jax_num_cpu_devices``) where a batch takes several microbatches, and one
-        otherwise.  Speed only; but a batch that already lies on several devices may need it:
-        there XLA gets per-example kernel gradients wrong, which are refused.
+      devices: How many of this process's devices share the batch. By default all host devices
+        (``jax_num_cpu_devices``) if the batch takes several microbatches, else one. It changes only
+        the speed. A batch that is already sharded over several devices may need it, because XLA
+        computes some per-example kernel gradients wrongly there; those are refused.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
-      Weights ``[batch]`` or ``[batch, groups]`` multiply the factors; they are held to [0, 1].
-      The key is for `dpjax.clipping.jl` alone, of which it draws the directions: a fresh one
-      for each step, the same for all parts of its batch.
-      The value is added to ``start``, a sum of other examples' of the same step.
+
+      * ``weights`` ``[batch]`` or ``[batch, groups]`` multiply the factors and are clipped to
+        [0, 1].
+      * ``key`` is only for `dpjax.clipping.jl`, which draws its directions from it: a fresh key for
+        each step, one key for all parts of a batch.
+      * ``start`` is a sum of other examples of the same step, to which the value is added.
 
     Sensitivity:
-      ``rule.sensitivity``, for a loss in which examples do not see each other, and weights
-      of which each depends on its own example and on nothing else that is private.
+      ``rule.sensitivity``, if the loss of an example sees no other example, and if each weight
+      depends on its own example and on no other private value.
 
     | batch | result |
     |---|---|
@@ -91,7 +93,7 @@ def clipped_grad(
         raise TypeError(
             f"clipped_grad: rule is {rule!r:.60}, of type {type(rule).__name__}; expected a "
             "Clipping, such as dpjax.clipping.flat(1.0). Usually the bound alone was given, as "
-            "other libraries take it; a rule also says how norms become factors, and of what."
+            "other libraries take it; a rule also partitions the leaves."
         )
     if engine != "auto" and engine not in ENGINES:
         raise ValueError(
@@ -123,7 +125,7 @@ def clipped_grad(
                 "expected one entry per example, 1 for real and 0 for padding."
             )
         held = _held_weights(weights, size, rule.partition.size)
-        # Shapes are worked out from examples; where there are none, any engine gives zeros.
+        # The layout needs an example. Without examples every engine returns zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
         micro, count = layout(
             traced,
@@ -190,13 +192,12 @@ def _engine(name: str, rule: Clipping, key: Key) -> Engine:
 
 
 def _pair(found: Any) -> tuple[Any, Any]:
-    """What a loss with ``has_aux`` returned, if it is two things."""
+    """The pair that a loss with ``has_aux`` must return."""
     if isinstance(found, tuple) and len(found) == 2:
         return found
     raise TypeError(
         f"clipped_grad(has_aux=True): the loss returns {jax.tree.map(jnp.shape, found)} (shapes), "
-        "expected (scalar, aux). Return both; or leave has_aux=True out, and the loss returns the "
-        "scalar alone."
+        "expected (scalar, aux). Return both; or leave out has_aux=True and return the scalar."
     )
 
 
@@ -215,13 +216,13 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
 
 
 def check_sizes(who: str, **sizes: int | None) -> None:
-    """Raises unless each is a whole number, or None for what fits."""
+    """Raises unless each size is a whole number from 1, or None."""
     for name, size in sizes.items():
         whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
         if size is not None and not (whole and size >= 1):
             raise ValueError(
-                f"{who}({name}={size!r}): expected a whole number, at least 1, or None for what "
-                "fits. Usually a float is the result of a division: write //, or int(...)."
+                f"{who}({name}={size!r}): expected a whole number, at least 1, or None for a "
+                "choice by dpjax. Usually a float comes from a division: write //, or int(...)."
             )
 
 

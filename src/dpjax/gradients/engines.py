@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: ways to compute the same clipped sum.
+"""Engines: different ways to compute one clipped sum.
 
-An engine is a function ``(loss, rule, params, rows, start)``; a new one joins by a row in
-`ENGINES` and is then held to the others by the laws.  It is given as many rows as are
-worth working on at once, and never needs to know how many there are in all.
+An engine is a function ``(loss, rule, params, rows, start)``, see `dpjax.gradients.batching`. To
+add an engine, add a row to `ENGINES`; ``tests/test_laws.py`` then compares it with the others.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 
 def vmap(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
-    """All per-example gradients at once: the definition, and the yardstick of the rest."""
+    """All per-example gradients, vectorised: the definition that other engines must equal."""
     per_example = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0))
     (losses, aux), gradients = per_example(params, rows.batch)
     value, norms, factors = clipping.clip(rule, gradients, rows.mask, rows.weights)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: what the book-keeping engine makes of a loss, in words.
+"""`explain`: prints how the book-keeping engine handles each leaf of a loss.
 
-It runs the walk and the choice of rules on shapes alone, so that a model of any size is
-explained in the time of tracing it.  What it says is what the engine does: both ask the
-same functions.
+It traces the loss and chooses rules on shapes alone, with the functions that the engine uses, so
+a model of any size is explained in the time that tracing it takes.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from dpjax.types import LossFn, PyTree
 
 
 def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
-    """Says, leaf by leaf, where a loss uses its parameters and how each is handled.
+    """Describes, leaf by leaf, where a loss uses its parameters and how each use is handled.
 
-    One line a leaf: its path; the equations in which it meets the data; the rule for its
-    norms, with the multiplications that one example takes; or why it is materialised, which
-    is right as well but holds one gradient of that leaf per example.
+    The line of a leaf shows its path, the primitives in which it meets the data, the rule for its
+    norms, and the multiplications for one example. Or it says why the leaf is materialised, which
+    is exact too, but stores one gradient of that leaf per example.
 
     Args:
       loss: ``loss(params, example) -> scalar``.
@@ -63,7 +62,7 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
 
 
 def _handled(leaf: jax.ShapeDtypeStruct, sites: Sequence[Site]) -> tuple[str, str, str]:
-    """The equations of a leaf, the rule for it, and what that costs."""
+    """The primitives of a leaf, its rule, and the cost of the rule."""
     counts = Counter(site.equation.primitive.name for site in sites)
     words = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
     choice = foresee(leaf, sites)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout: how many examples to differentiate at once, and on how many devices.
+"""Layout: how many examples to differentiate together, and on how many devices.
 
-The estimate reads the shapes of the loss's own program.  An engine that holds one gradient
-per example gets as many as a share of the memory takes.  The book-keeping engine on a CPU
-weighs two costs: what does not fit the caches is slow, and every microbatch adds its sum
-to the total, which is a pass over all parameters.
+The estimate reads shapes in the jaxpr of the loss. An engine that stores one gradient per example
+gets as many examples as fit a share of the memory. The book-keeping engine on a CPU balances two
+costs: working sets larger than the caches are slow, and every microbatch adds its sum to the
+total, which is a pass over all parameters.
 
-All of this changes speed and memory, never a result.
+The layout changes speed and memory, never a result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dpjax.gradients.batching import Layout
 from dpjax.types import LossFn, PyTree
 
 _GHOST = ("auto", "ghost")
-# The share of the memory that one microbatch may take.
+# The share of the memory for one microbatch.
 _SHARE = 1 / 8
-# On a CPU: bytes in flight on all devices together, and as many times the parameters' own
-# bytes beside them.  Set by timing; `experiments/benchmarks/layouts.py` does it again.
+# On a CPU: bytes in flight on all devices together, plus this many times the bytes of the
+# parameters. Chosen by timing: ``make bench BENCH=layouts``.
 _CACHES, _PASSES = 4 * 2**20, 4
-# What these make is written to memory; what lies between is mostly fused into them.
+# XLA writes the results of these primitives to memory, and fuses most others into them.
 _WRITES = {
     "conv_general_dilated",
     "dot_general",
@@ -56,23 +56,22 @@ def layout(
     microbatch_size: int | None = None,
     devices: int | None = None,
 ) -> Layout:
-    """Chooses what was not given.
+    """Chooses a microbatch size and a number of devices, unless they are given.
 
-    A batch that takes several microbatches is spread over all host devices
-    (``jax_num_cpu_devices``); one that does not stays on one device, and so does a batch
-    on an accelerator.
+    A batch of several microbatches is spread over all host devices (``jax_num_cpu_devices``). A
+    batch of one microbatch, or on an accelerator, stays on one device.
 
     Args:
       loss: ``loss(params, example) -> (scalar, aux)``.
       params: Parameters, or their shapes.
       example: One example, or its shapes.
-      batch_size: More than this many are never needed.
-      engine: Which engine will run.
-      microbatch_size: What the user wants.
-      devices: What the user wants.
+      batch_size: The largest useful microbatch.
+      engine: The engine that will run.
+      microbatch_size: The user's choice, if any.
+      devices: The user's choice, if any.
 
     Returns:
-      The layout; a chosen microbatch is a power of two, or the whole batch.
+      The layout. A microbatch size chosen here is a power of two, or the whole batch.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,7 +83,7 @@ def layout(
         return Layout(1, 1)
     together = microbatch_size or _together(loss, params, example, batch_size, engine)
     if devices is None:
-        # Under a mesh of the user's, or inside a shard_map, devices are the user's to give.
+        # Under a mesh or inside a shard_map the user chooses the devices.
         ours = jax.sharding.get_abstract_mesh().empty
         several = ours and batch_size > together and jax.devices()[0].platform == "cpu"
         devices = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
@@ -92,17 +91,17 @@ def layout(
 
 
 def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
-    """How many examples to have in flight: a power of two, or all."""
+    """The number of examples in flight on all devices: a power of two, or all."""
     fits = _budget(params, engine) / max(1, bytes_per_example(loss, params, example, engine))
     return min(batch_size, 2 ** max(0, round(math.log2(fits))))
 
 
 def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str = "auto") -> int:
-    """An estimate of the memory that one example takes while it is worked on.
+    """An estimate of the memory for one example in flight.
 
-    The values of the forward program that depend on the example; with the book-keeping
-    engine what its rules write beside them, else twice every leaf and the values thrice
-    again, for cotangents and scaled copies.
+    It counts the values of the forward pass that depend on the example. For the book-keeping
+    engine it adds what the rules of the leaves write. For other engines it counts these values
+    four times, for cotangents and scaled copies, and two gradients of every leaf.
     """
     program, leaves = jax.make_jaxpr(loss)(params, example).jaxpr, jax.tree.leaves(params)
     moving = [i >= len(leaves) for i in range(len(program.invars))]
@@ -117,7 +116,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
 
 
 def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
-    """Bytes of the values that depend on moving inputs; if fused, of those written down."""
+    """Bytes of the values that depend on moving inputs; if fused, only those in `_WRITES`."""
     total = 0
 
     def count(equation: JaxprEqn, entering: list[bool]) -> list[bool]:

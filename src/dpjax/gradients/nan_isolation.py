@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Isolation: what is broken in one example stays in that example.
+"""Isolation: a NaN of one example must not reach the other examples of its batch.
 
-Of a convolution both sides of which differ from example to example, as in the gradient of its
-kernel, `jax.vmap` makes one in groups.  Some of these XLA on CPU writes with zeros between the
-groups; a NaN of one example is then a NaN of all, because 0 times NaN is NaN, and whatever drops
-it drops them all: one example has moved the sum by as many bounds as there are others.
+`jax.vmap` turns a convolution whose two operands both differ from example to example, such as the
+gradient of its kernel, into a grouped convolution. XLA on CPU (jaxlib 0.10.2) compiles some grouped
+convolutions with explicit zeros between the groups. Since 0 * NaN is NaN, a NaN of one example then
+becomes a NaN of all, and masking drops them all: one example moves the sum by many bounds.
 
-Numbers need not show it, for a loss, a client's optimizer or a user's weight may wipe a NaN out.
-So it is decided from the program, before there are numbers.  Where XLA is to split such a
-convolution between devices it is wrong altogether (`placement`).
+The numbers may hide this, because a loss, a client's optimizer or a weight can drop a NaN. So the
+decision is made from the program, before there are numbers. If XLA has to partition such a
+convolution over devices, its result is wrong for finite numbers too (`sharding_checks`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ Harmless = Callable[[LossFn, PyTree, PyTree], int]
 
 
 def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
-    """The same engine; example after example where their convolutions mix; on one device.
+    """An engine that takes example after example where their convolutions would mix.
 
     Args:
-      engine: One that may differentiate vmapped convolutions by their kernels.
-      harmless: How many it is known not to; if those are all, there is nothing to guard.
+      engine: It may differentiate vmapped convolutions by their kernels.
+      harmless: The number of convolutions that it handles otherwise; if that is all, no guard is
+        needed.
     """
     alone = microbatched(engine, 1)
 
@@ -50,7 +51,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         together = engine(loss, rule, params, rows, start)
         if jax.default_backend() == "cpu":
             return together
-        # What other compilers do was not tried; a norm that is not finite might have spread.
+        # Other compilers were not tested, so a non-finite norm may have spread there.
         broken = ~jnp.all(jnp.isfinite(together.norms))
         return jax.lax.cond(
             broken, lambda: alone(loss, rule, params, rows, start), lambda: together
@@ -60,7 +61,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
 
 
 def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
-    """`jax.vmap` of a function over rows; row after row where their convolutions mix."""
+    """`jax.vmap` of a function over rows, or `jax.lax.map` where their convolutions would mix."""
     together = jax.vmap(function)
     return jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)
 
@@ -74,20 +75,20 @@ def differentiates_kernels(
 
 
 def _mixes(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
-    """Whether rows are groups of a convolution that is written with zeros between them."""
-    # Channels may be groups as well, but of these there are not more where there are more rows.
+    """Whether rows become groups of a convolution that XLA compiles with zeros between groups."""
+    # Channels may be groups as well, but their number does not grow with the number of rows.
     groups = _leaky(run, rows)
     return bool(groups) and groups != _leaky(run, jax.tree.map(lambda x: x[:1], rows))
 
 
 def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
-    """The groups of those convolutions of a program that may be written with zeros."""
+    """The groups of each convolution that XLA may compile with zeros between groups."""
     found = _convolutions(jax.make_jaxpr(run)(rows).jaxpr)
     return [groups for e in found if _has_zeros(e, *(groups := _groups(e)))]
 
 
 def _has_zeros(equation: JaxprEqn, features: int, batches: int) -> bool:
-    """As seen on CPU (jaxlib 0.10.2): groups of features are clean in float32 and narrower."""
+    """Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes."""
     arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
     return batches > 1 or (features > 1 and any(x.dtype.itemsize > 4 for x in arrays))
 
@@ -97,5 +98,5 @@ def _groups(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def _convolutions(program: Jaxpr) -> list[JaxprEqn]:
-    """Those of a program, however deep."""
+    """All convolutions of a program, those of inner programs included."""
     return [e for e in equations(program) if e.primitive.name == "conv_general_dilated"]

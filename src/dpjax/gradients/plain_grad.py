@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plain_grad`: a gradient without privacy, by the same means as the private one.
+"""`plain_grad`: a gradient without privacy, computed by the same means as the private one.
 
-The walk, the convolutions and pools, the microbatches and devices are those of the
-book-keeping engine; norms and factors are left out.  It is what a private step can
-honestly be compared with, and it speeds up users' own plain training.
+It uses the trace, the fast primitives, the microbatches and the devices of the book-keeping
+engine, without norms and factors. So it is a fair baseline for the time of a private step, and it
+speeds up non-private training.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plain_grad(
       A function ``(params, batch) -> gradients``, in float32 or wider.
 
     Privacy:
-      None.  Nothing is clipped and nothing is noised.
+      None. Nothing is clipped and nothing is noised.
 
     Example:
       >>> gradient = plain_grad(lambda w, x: 0.5 * jnp.sum((w - x) ** 2))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The book-keeping engine: norms and sums from one backward pass, without per-example gradients."""
+"""The book-keeping engine, ``"ghost"``: clipped sums from data and cotangents of each site."""

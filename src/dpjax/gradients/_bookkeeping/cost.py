@@ -36,13 +36,13 @@ _ROOM = 4
 
 
 class Choice(NamedTuple):
-    """How the gradient of a leaf is dealt with.
+    """How the norms and the sum of a leaf are computed.
 
     Args:
       rule: "product", "gram", "rows", "instantiate" or "derivative".
       keep: Whether per-example gradients are kept for the sum.
-      operations: What one example's norm costs, in multiplications of a large product.
-      numbers: How many are written for it, beside the data and cotangents themselves.
+      operations: The cost of one example's norm, in multiplications of a large product.
+      numbers: How many numbers it writes, in addition to data and cotangents.
     """
 
     rule: str
@@ -52,10 +52,18 @@ class Choice(NamedTuple):
 
 
 def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> Choice:
-    """Takes the cheapest rule that fits; by shapes alone."""
+    """The cheapest rule that fits; only shapes matter.
+
+    Args:
+      leaf: The leaf, or its shape.
+      sites: All its sites.
+      forms: The form of each site, if it has one.
+    """
     outers = [form for form in forms if form is not None]
     isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
+        # The cotangents of an elementwise use are as large as the leaf's per-example gradients, and
+        # round the same: then the gradients need not be kept.
         once = len(sites) == 1 and sites[0].equation.primitive.name in _ENTRYWISE
         keep = not (isometric and once and entire(leaf, sites))
         return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
@@ -63,6 +71,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     width = max(1 if o.chosen else o.width for o in outers)
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
     read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
+    # The sum of a second product may pass the bound by rounding errors. For an isometry `_doubt`
+    # bounds them; for other views that would need an operator norm, so gradients are kept.
     keep = leaf.size <= _ROOM * read or not isometric
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
@@ -102,7 +112,7 @@ def foresee(leaf: Shape, sites: Sequence[Site]) -> Choice:
 
 
 def alike(forms: Sequence[Outer]) -> list[Outer] | None:
-    """The forms of one leaf, turned so that inputs meet inputs; None if they do not."""
+    """The forms of one leaf, transposed so that their inputs agree; None if they cannot."""
     first = forms[0] if forms else None
     if first is None or len(forms) == 1:
         return list(forms)
@@ -121,13 +131,10 @@ def alike(forms: Sequence[Outer]) -> list[Outer] | None:
 
 
 def entire(leaf: Array | Shape, sites: Sequence[Site]) -> bool:
-    """Whether one example's gradient of a leaf is as large as what it is made of.
-
-    Then it is not kept: scaled cotangents take its place, and perhaps that of others too.
-    """
+    """Whether one example's gradient of a leaf has as many numbers as its cotangents."""
     return leaf.size == sum(math.prod(site.output.shape) for site in sites)
 
 
 def paired(terms: int) -> int:
-    """How many blocks so many terms take: a power of two, to be added in pairs."""
+    """The number of blocks for this many terms: a power of two, so that they add in pairs."""
     return 2 ** math.ceil(math.log2(max(1, -(-terms // BLOCK))))

@@ -3,8 +3,8 @@
 
 One forward and one backward pass give the data and the cotangent of each example at every site.
 `leaf_norms` computes norms from them, the clipping rule turns norms into factors, and `leaf_sums`
-forms each sum once, already weighted. Materialised leaves get per-example gradients from the same
-backward pass.
+forms each sum once, already weighted. The same backward pass gives per-example gradients of the
+materialised leaves.
 
 References:
   Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Bu et al.,
@@ -28,7 +28,7 @@ from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 
 def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
-    """Norms and sum from the data and cotangents of every place a parameter enters."""
+    """The clipped sum; an engine as in `dpjax.gradients.batching`."""
     groups, leaves = rule.partition.assign(params), wide_leaves(params)
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
 
@@ -79,7 +79,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
 
 
 def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
-    """One vmapped backward pass: losses, aux, and by leaf its entries or its gradients.
+    """One vmapped backward pass: losses, aux, entries by leaf, gradients by materialised leaf.
 
     Args:
       loss: ``loss(params, example) -> (scalar, aux)``.
@@ -103,7 +103,7 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
 
 
 def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
-    """How many convolutions have a kernel of parameters, and its gradient from patches."""
+    """The number of convolutions whose kernel gradient is a product of patches."""
     sites = [site.equation for site in trace(loss, params, example).sites if site.operand == 1]
     convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]
     return sum(e.params["batch_group_count"] == 1 for e in convolutions)
@@ -115,5 +115,5 @@ def wide_leaves(params: PyTree) -> list[Array]:
 
 
 def _widened(x: Array) -> Array:
-    """Floats in float32 or wider; whatever else as it is."""
+    """Floats in float32 or wider; other dtypes are unchanged."""
     return x.astype(trees.wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -68,24 +68,16 @@ def norms(
 
 
 def _product_norms(form: Outer) -> Squares:
-    """One position: the norm of an outer product is the product of norms.
-
-    What squaring lost of the smallest numbers is added back, because the other norm may
-    be huge: a norm may be too long, and then clipping is a little too strong, but never
-    too short.
-    """
+    """One position: the norm of an outer product is the product of the norms."""
     x, g = _lengths(form)
     inputs, outputs = form.width, form.g.shape[3]
+    # Rounding bound: a square may underflow to 0 while the other factor is huge.
     tiny = jnp.finfo(g.dtype).tiny
     return jnp.sum((x + inputs * tiny) * (g + outputs * tiny), axis=(1, 2))
 
 
 def _gram_norms(forms: Sequence[Outer]) -> Squares:
-    """Inner products between positions, within each site and between any two.
-
-    Rounded up by the error that such sums can have: it is relative to what cancels between
-    positions, not to what is left, and grows with the number of terms.
-    """
+    """Inner products between positions, within each site and between any two sites."""
     eps, positions = jnp.finfo(forms[0].g.dtype).eps, sum(form.g.shape[2] for form in forms)
     total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
     for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
@@ -94,8 +86,10 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         (px, pg), (qx, qg) = _lengths(p), _lengths(q)
         lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
         lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
-        inputs = 0 if p.chosen or q.chosen else _roundings(p.width)  # chosen ones are exact
+        inputs = 0 if p.chosen or q.chosen else _roundings(p.width)  # one-hot columns are exact
         outputs = _roundings(p.g.shape[3])
+        # Rounding bound: relative to the products that cancel, not to their sum. It grows with the
+        # number of roundings of a term, because aligned roundings of wide layers do add up.
         doubt = inputs * lengths_x * jnp.abs(g) + outputs * jnp.abs(x) * lengths_g
         doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
         total = total + (1 if a == b else 2) * jnp.sum(x * g + doubt, axis=(1, 2, 3))
@@ -103,24 +97,19 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
 
 
 def _row_norms(form: Outer) -> Squares:
-    """What was taken of a row is added up, once for each row.
-
-    Rounded up by the error that such a sum can have, which is relative to what cancels in it.
-    """
+    """The cotangents of each row of a table are summed, and each sum is squared once."""
     (ids,), eps = form.x, jnp.finfo(form.g.dtype).eps
     same = ids[..., :, None] == ids[..., None, :]
     mates, (_, g) = same.astype(form.g.dtype), _lengths(form)
     rows = jnp.sqrt(jnp.sum(product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3))
+    # Rounding bound: relative to the cotangents that cancel in a row.
     doubt = eps * jnp.sum(mates, axis=3) * jnp.sum(mates * jnp.sqrt(g)[:, :, None], axis=3)
     first = ~jnp.any(jnp.tril(same, -1), axis=3)
     return jnp.sum(jnp.where(first, (rows + doubt) ** 2, 0), axis=(1, 2)) + _lost([form])
 
 
 def _doubt(forms: Sequence[Outer | None]) -> Squares:
-    """How far the sum of positions, taken anew, may lie from the one whose norm was taken.
-
-    It is relative to what cancels between positions.
-    """
+    """A bound on the distance between two sums over positions with different rounding errors."""
     total = jnp.zeros(())
     for form in forms:
         if form is not None:
@@ -131,7 +120,7 @@ def _doubt(forms: Sequence[Outer | None]) -> Squares:
 
 
 def _lost(forms: Sequence[Outer]) -> Squares:
-    """How much of the square may be missing because the smallest numbers square to 0."""
+    """A bound on the part of a squared norm that is lost where squares underflow to 0."""
     tiny, lost = jnp.finfo(forms[0].g.dtype).tiny, jnp.zeros(())
     for form in forms:
         x, g = _lengths(form)
@@ -163,7 +152,7 @@ def _inner(p: Outer, q: Outer) -> Array:
 def _dots(a: Array, b: Array) -> Array:
     """Inner products of rows, ``[.., s, n]`` and ``[.., t, n]``: in blocks, then in pairs.
 
-    In one long sum rounding errors could add up over all terms; here over `_roundings`.
+    The rounding error of one long sum grows with the number of terms; here with `_roundings`.
     """
     blocks = paired(a.shape[-1])
 
@@ -178,7 +167,7 @@ def _dots(a: Array, b: Array) -> Array:
 
 
 def _roundings(terms: int) -> int:
-    """Through how many roundings a term of an inner product goes."""
+    """The number of roundings of a term in an inner product of this many terms."""
     return min(terms, BLOCK) + round(math.log2(paired(terms)))
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Forms: what a site's data and cotangent say about the gradient of its view.
+r"""Outer products: one form for the gradients of matrix products, convolutions and embeddings.
 
-A matrix product, a convolution and an embedding are one thing seen from the gradient: a
-sum of outer products over positions, perhaps in several blocks,
+The gradient of the view at such a site is a sum of outer products over positions, perhaps in
+several blocks,
 
 $$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}. $$
 
-`FORMS` brings the data and the cotangent of a site into that shape, a row for each
-primitive; what is then done with it is for `rules` to say.  A primitive without a row, or
-a use that its row does not cover, has no form and is left to the equation's own derivative.
+Each row of `FORMS` brings the data and the cotangent of one primitive into that form. A primitive
+without a row, or a use that its row does not cover, has no form; its gradient is the VJP of the
+equation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Outer(NamedTuple):
       g: ``[batch, blocks, positions, outputs]``.
       place: From ``[blocks, inputs, outputs]`` to the layout of the view.
       axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
-      copied: Whether `x` had to be written out, and would be again for another product.
+      copied: Whether `x` is a copy, which every product with it writes out.
     """
 
     x: tuple[Array, ...]
@@ -46,34 +46,35 @@ class Outer(NamedTuple):
 
     @property
     def chosen(self) -> bool:
-        """Whether `x` holds the numbers of columns' single ones."""
+        """Whether `x` holds the indices of one-hot columns."""
         return self.x[0].ndim == 3
 
     @property
     def width(self) -> int:
-        """How many inputs there are."""
+        """The number of inputs."""
         return sum(piece.shape[2] for piece in self.x)
 
     def joined(self, parts: Sequence[Array]) -> Array:
-        """From a part ``[blocks, inputs, outputs]`` for each piece to the layout of the view."""
+        """Joins a part ``[blocks, inputs, outputs]`` of each piece in the layout of the view."""
         return self.place(jnp.concatenate(parts, axis=1))
 
 
-# Patches are written out for so many inputs of a block at a time, or more.
+# Patches are written for kernel entries with this many inputs together, each group with a product
+# of its own: as fast as all entries together, with less memory. One entry alone is a slow copy.
 _PIECE = 256
-# Of kernels with more entries patches are written in a loop, or compiling would take long.
+# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes.
 _WRITTEN_OUT = 25
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
 
 def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """The form of a site, or None if there is none.
+    """The form of a site, or None if it has none.
 
     Args:
       site: Where a view meets the data.
-      data: Those, with a batch axis.
-      cotangent: Of the site's output, with a batch axis.
+      data: The data at the site, with a batch axis.
+      cotangent: The cotangent of the site's output, with a batch axis.
     """
     form = FORMS.get(site.equation.primitive.name)
     outer = form(site, data, cotangent) if form else None
@@ -81,7 +82,7 @@ def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None
 
 
 def _without_stacks(site: Site, outer: Outer) -> Outer:
-    """Rounds of a scan become blocks where the view is sliced, positions where it is not."""
+    """Rounds of a scan become blocks if the scan slices the view, else positions."""
     x, g, place = outer.x, outer.g, outer.place
     sizes = site.output.shape
     for i, sliced in reversed(list(enumerate(site.stacks))):
@@ -107,7 +108,7 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
 
 
 def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """A product contracts inputs; what is left of the data are positions, of the view outputs."""
+    """A matrix product: it contracts inputs; free axes of the data are positions."""
     if cotangent.size == 0 or data[0].size == 0:
         return None
     contract, batch = site.equation.params["dimension_numbers"]
@@ -122,7 +123,7 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 
     (x,), lead = data, 1 + len(site.stacks)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(cotangent.dtype)  # squares of small integers are no small integers
+        x = x.astype(cotangent.dtype)  # the square of an int8 overflows
     rank = x.ndim - lead
     free = [a for a in range(rank) if a not in (*other_inputs, *batch[theirs])]
     sizes = [
@@ -185,9 +186,8 @@ def _patches(
 ) -> list[Array]:
     """``[.., entries, channels, images, *places]``: what each entry of the kernel sees.
 
-    Strided slices of the padded input: a copy, where a convolution with an identity kernel
-    would be many multiplications by 0.  Places come last, as the product to come wants them.
-    A few entries at a time: products of that size are as fast, and never is all copied at once.
+    Patches are strided slices of the padded input. A convolution with an identity kernel would
+    compute the same with many multiplications by 0. Places are the last axis, as the product needs.
     """
     edges = [
         (low, high, spread - 1)
@@ -216,7 +216,7 @@ def _patches(
 
 
 def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
-    """Patches of channels-first images, in a loop: the program of one entry, however many."""
+    """Patches of channels-first images, written in a loop over the entries of the kernel."""
     lead = x.shape[:3]
     spans = [(n - 1) * s + 1 for n, s in zip(places, strides, strict=True)]
 
@@ -231,7 +231,7 @@ def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Seque
 
 
 def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
-    """Patches that do not overlap: as large as the image, they are one view of it, turned."""
+    """Patches that do not overlap: together they are one transposed view of the image."""
     rank = len(kernel)
     used = [n * k for n, k in zip(places, kernel, strict=True)]
     x = jax.lax.slice(x, [0] * x.ndim, [*x.shape[:2], *used, x.shape[-1]])
@@ -243,7 +243,7 @@ def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
 
 
 def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """Rows taken from a table: the data are their numbers."""
+    """Rows of a table: the data are their indices."""
     p, (ids,), lead = site.equation.params, data, 1 + len(site.stacks)
     numbers, (shape, _) = p["dimension_numbers"], _view(site)
     rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
@@ -257,7 +257,7 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
     g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
     ids = ids.reshape(*around, 1, -1)
     if ids.dtype.itemsize < 4:
-        ids = ids.astype(jnp.int32)  # a byte cannot name the row behind the last of 256
+        ids = ids.astype(jnp.int32)  # an int8 cannot hold 256, the index after the last row
     inside = (ids >= 0) & (ids < shape[0])
     if p["mode"] != mode.CLIP:
         g = jnp.where(inside[..., None], g, 0)

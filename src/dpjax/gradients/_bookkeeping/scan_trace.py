@@ -40,7 +40,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
     views, sliced = list(entering.values()), [i >= last for i in entering]
     values = [jnp.asarray(x, dtype(v)) for x, v in zip(plain(inputs), equation.invars, strict=True)]
-    # Constants stay constants inside.
+    # Constants are constants in the body too.
     constants = [
         x if isinstance(x, View) and not x.reads else value
         for x, value in zip(inputs[:first], values[:first], strict=True)
@@ -81,7 +81,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
 
 
 def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> Site:
-    """A site inside a scan, as a site of the program around it."""
+    """A site of the body of a scan as a site of the program around the scan."""
     entering = sorted(site.reads)
     axis = {j: 0 if sliced[j] else None for j in entering}
     by_round = any(sliced[j] for j in entering)

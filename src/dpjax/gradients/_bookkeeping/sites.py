@@ -59,7 +59,7 @@ class Site(NamedTuple):
       data: Shapes and dtypes of the other inputs, for one example.
       output: Shape and dtype of the output, for one example.
       stacks: For each scan around the equation, outermost first: whether the view is sliced
-        by it (layer after layer) or is the same in every round.  Data, output and a sliced
+        by it (layer after layer) or is the same in every round. Data, output and a sliced
         view have a leading axis for it.
     """
 

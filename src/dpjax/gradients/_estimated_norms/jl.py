@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Clipped sums by estimated norms: forward mode for the norms, one reverse pass for the sum.
 
-A derivative of the batch's losses along a random direction gives every example's inner product
-with it, at the price of a forward pass. A few such products estimate the norms; the factors that
-follow weigh the losses, and the gradient of their weighted sum *is* the clipped sum. No gradient
-of a single example exists at any moment.
+The derivative of the losses of a batch along a random direction is the inner product of every
+example's gradient with that direction, for the price of a forward pass. A few such products
+estimate the norms. The factors weight the losses, and the gradient of the weighted sum is the
+clipped sum. No gradient of one example is ever formed.
 
-It is no engine, for it changes the guarantee: see `dpjax.clipping.jl`.
+This is no engine, because it changes the guarantee: see `dpjax.clipping.jl`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from dpjax.gradients._estimated_norms import jvp_magnitude
 from dpjax.gradients.batching import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
-_ROUNDINGS = 32  # of the largest tangent, on the way to a product
+# How many roundings of the largest tangent an inner product may contain.
+_ROUNDINGS = 32
 
 
 def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
     """The clipped sum of a rule whose norms are estimated.
 
     Args:
-      loss: ``loss(params, example) -> (scalar, aux)``, computed in float32 or wider: the sum
-        over examples is a product of the model's own.
+      loss: ``loss(params, example) -> (scalar, aux)``, computed in float32 or wider, because
+        the sum over examples happens in the model's own products.
       rule: From `dpjax.clipping.jl`.
-      params: float32 or wider: the directions have their dtype.
+      params: In float32 or wider; the directions have their dtype.
       rows: Examples.
-      key: Of the directions; the same one for all microbatches of a step.
+      key: For the directions; one key for all microbatches of a step.
     """
     _check(loss, params, trees.one_row(rows.batch))
-    # Accelerators round the inputs of products, and norms and sums differently.
+    # Accelerators round the inputs of products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         return _projected(loss, rule, params, rows, key)
 
 
 def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
-    """As `projected`, in whatever precision products have."""
+    """As `projected`, at the current matmul precision."""
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
@@ -56,7 +57,7 @@ def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Ke
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
     losses, pull, aux = jax.vjp(losses_of, params, has_aux=True)
     (value,) = pull(factors[:, 0].astype(losses.dtype))
-    # 0 times NaN is NaN: where an example breaks the sum, each is taken alone.
+    # 0 * NaN is NaN: if the sum is not finite, examples are differentiated one by one.
     sound = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(value)]))
     value = jax.lax.cond(
         sound, lambda: value, lambda: _one_by_one(loss, params, rows.batch, factors[:, 0])
@@ -68,17 +69,16 @@ def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Ke
 def estimated_norms(
     loss: LossFn, projections: int, params: PyTree, batch: PyTree, key: Key
 ) -> Float[Array, "batch 1"]:
-    r"""The root of the mean square of each example's products with random directions.
+    """The root mean square of each example's inner products with random directions.
 
-    Rounded up by what may have been lost on the way, which is relative to the largest tangent
-    there.  A derivative that cancels is rounded otherwise forwards than backwards, and the
-    reverse pass adds what is going to cancel to what others add: that is held to a fraction of
-    the bound for each of the batch.
+    The estimate is rounded up by a bound on the rounding errors, which are relative to the largest
+    tangent. A derivative that cancels has other rounding errors in forward mode than in reverse
+    mode, and the reverse pass adds numbers that will cancel to the sums of other examples.
 
     Args:
       loss: ``loss(params, example) -> (scalar, aux)``.
       projections: How many directions.
-      params: Where.
+      params: Parameters.
       batch: Examples.
       key: Consumed.
     """
@@ -100,7 +100,7 @@ def estimated_norms(
 def _one_by_one(
     loss: LossFn, params: PyTree, batch: PyTree, factors: Float[Array, " batch"]
 ) -> Any:
-    """The weighted sum of gradients, of which one that is not finite contributes nothing."""
+    """The weighted sum of gradients, in which a non-finite gradient contributes 0."""
 
     def add(total: PyTree, row: tuple[PyTree, Array]) -> tuple[PyTree, None]:
         example, factor = row
@@ -121,8 +121,8 @@ def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     if any("custom_vjp" in equation.primitive.name for equation in equations(program)):
         raise TypeError(
-            "clipping.jl: the loss has a derivative of its own by jax.custom_vjp, and so none in "
-            "forward mode, by which norms are estimated. Write it by jax.custom_jvp; or clip by "
+            "clipping.jl: the loss uses jax.custom_vjp, which has no forward mode, but norms are "
+            "estimated in forward mode. Define the derivative with jax.custom_jvp; or clip by "
             "exact norms (clipping.flat)."
         )
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
@@ -130,15 +130,14 @@ def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
         if jnp.issubdtype(dtype, jnp.floating) and trees.wide(dtype) != dtype:
             raise TypeError(
                 f"clipping.jl: the loss computes in {dtype}; expected float32 or wider throughout. "
-                "One reverse pass sums over the examples, and a narrow type rounds that sum by "
-                "more than one of them may move it. Keep parameters and model in float32; or clip "
-                "by exact norms (clipping.flat), whose sums are wide whatever the model computes "
-                "in."
+                "One reverse pass sums over the examples, and a narrow dtype rounds that sum by "
+                "more than one example may move it. Keep parameters and model in float32; or clip "
+                "by exact norms (clipping.flat), which are summed in float32 for every model."
             )
 
 
 def _computed(program: Jaxpr) -> Iterator[Any]:
-    """The dtypes of what a program computes, however deep."""
+    """The dtypes of all values that a program computes."""
     for equation in equations(program):
         values: list[Any] = [variable.aval for variable in equation.outvars]
         yield from (value.dtype for value in values if hasattr(value, "dtype"))

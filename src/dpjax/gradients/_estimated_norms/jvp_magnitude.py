@@ -26,12 +26,12 @@ Watched = tuple[list[Any], Float[Array, ""]]
 def along(
     function: Callable[[PyTree], Array], at: PyTree, direction: PyTree
 ) -> tuple[Array, Float[Array, ""]]:
-    """The derivative of a number, and the largest tangent that it was computed from.
+    """The derivative of a scalar, and the largest tangent from which it was computed.
 
     Args:
-      function: From ``at`` to one number.
-      at: Where.
-      direction: A tree like it.
+      function: From a tree to a scalar.
+      at: The tree at which the function is differentiated.
+      direction: A tree like ``at``.
 
     Example:
       >>> a, b = jnp.array([3e6, 1.0]), jnp.array([3e6, 0.0])
@@ -68,7 +68,7 @@ def _evaluate(
 
 
 def _step(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
-    """One equation of tangents: what is inside is looked at too."""
+    """One equation of tangents; programs inside the equation are evaluated in the same way."""
     name, p = equation.primitive.name, equation.params
     if name == "scan":
         return _scan(equation, inputs, steady(equation, moving))
@@ -112,21 +112,21 @@ def _scan(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
 
 def _while(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
     p = equation.params
-    asks, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    conditions, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
 
-    def goes_on(carry: tuple[Array, list[Any]]) -> Array:
-        still = [False] * (asks + len(carry[1]))
-        given = [*inputs[:asks], *carry[1]]
+    def condition(carry: tuple[Array, list[Any]]) -> Array:
+        still = [False] * (conditions + len(carry[1]))
+        given = [*inputs[:conditions], *carry[1]]
         return _evaluate(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, given, still)[0][0]
 
     def body(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
-        given = [*inputs[asks:first], *carry[1]]
+        given = [*inputs[conditions:first], *carry[1]]
         program = p["body_jaxpr"]
-        outputs, here = _evaluate(program.jaxpr, program.consts, given, moving[asks:])
+        outputs, here = _evaluate(program.jaxpr, program.consts, given, moving[conditions:])
         return jnp.maximum(carry[0], here), outputs
 
     start = jnp.zeros((), jnp.float32), inputs[first:]
-    largest, values = jax.lax.while_loop(goes_on, body, start)
+    largest, values = jax.lax.while_loop(condition, body, start)
     return values, largest
 
 
