@@ -790,7 +790,7 @@ def test_ghost_is_the_definition_in_float64(name):
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("outputs", [1, 20, 47])
 def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
-    """Neighbours of its output are computed at once; those beyond the last are cut off."""
+    """Neighbouring outputs are computed together; those after the last are cut off."""
     x, kernel = array(2, 6, 8, 3), array(2, 3, 3, outputs, seed=1)
 
     def written(x, kernel):
@@ -806,7 +806,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
 @pytest.mark.parametrize("pixel", [math.nan, math.inf])
 @pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked by the loss"])
 def test_a_broken_pixel_of_few_channels_stays_in_its_image(pixel, masked):
-    """Neighbours that are computed at once share it: at worst its own image has no gradient."""
+    """Neighbours that are computed together share a NaN: only its own image loses its gradient."""
 
     def loss(w, x):
         y = lax.conv_general_dilated(x[None], w, (1, 1), "SAME", dimension_numbers=NHWC)
@@ -992,7 +992,7 @@ def test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound(positions, vi
     slow=True,
 )
 def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
-    """Cotangents times a factor are rounded anew, and what is centred cancels all but that."""
+    """Scaled cotangents are rounded again, and centring cancels everything but that error."""
     rng, w = np.random.default_rng(0), jnp.zeros(200)
 
     def loss(w, example):
@@ -1027,7 +1027,7 @@ def in_rounds(w, example):
 )
 @pytest.mark.parametrize("taken", [in_columns, in_rounds], ids=["columns", "rounds"])
 def test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound(taken):
-    """Scaled cotangents are rounded anew, and of one column all are added up."""
+    """Scaled cotangents are rounded again, and those of one column are summed."""
     rng, w = np.random.default_rng(0), jnp.zeros((1, 512))
     for bound in (1e-6, 1e-5, 1e-4):
         c = rng.normal(size=(1, 512)) * 1e4

@@ -245,7 +245,7 @@ def test_weights_are_held_to_one():
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize("size", [2, 5])
 def test_a_sum_is_added_to_what_was_there(engine, size):
-    """Whatever the microbatch; also of a table, of which little is taken, more than once."""
+    """For every microbatch size; also for a table with few used rows, some used twice."""
     params = {"table": jnp.ones((9, 2)), "scale": jnp.ones(2)}
 
     def loss(p, x):
@@ -433,7 +433,7 @@ def convolved(w, x):
 
 
 def images(broken=None):
-    """Float64 images, one of which may be NaN; and a kernel."""
+    """Float64 images, one possibly NaN, and a kernel."""
     x = np.random.default_rng(0).normal(size=(5, 2, 6))
     if broken is not None:
         x[broken] = np.nan

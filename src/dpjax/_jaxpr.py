@@ -138,6 +138,7 @@ def outputs_depend(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
         return [endless or moved for moved in carried]
     if name == "cond":
         each = [depends(branch.jaxpr, moving[1:]) for branch in p["branches"]]
+        # The index of the branch decides every output.
         return [moving[0] or any(some) for some in zip(*each, strict=True)]
     inner = called(equation)
     return [True] * every if inner is None else depends(inner, moving)
@@ -158,6 +159,7 @@ def steady(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
         skipped, program = p["cond_nconsts"], p["body_jaxpr"].jaxpr
         first = skipped + p["body_nconsts"]
         count = len(moving) - first
+    # What one round moves may move more in the next one: repeat until stable.
     while True:
         after = depends(program, moving[skipped:])[:count]
         before = moving[first : first + count]

@@ -118,6 +118,7 @@ def clipped_grad(
         refuse_meshes(batch)
         example, traced = trees.one_row(batch), Traced(with_aux)
         check_loss(traced, params, example)
+        # Any nonzero entry marks a real example, so float masks work too.
         real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
         if real.shape != (size,):
             raise ValueError(
@@ -211,6 +212,7 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
             f"clipped_grad: weights have shape {weights.shape}; expected one entry per example, "
             f"({size},), or per example and group, ({size}, {groups})."
         )
+    # A weight above 1 would pass the sensitivity; a NaN weight compares False and becomes 0.
     rows = weights.reshape(size, -1)
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
 

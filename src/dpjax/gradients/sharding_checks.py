@@ -49,6 +49,7 @@ def refuse_split(batch: PyTree) -> None:
 
     For losses in which vmapped convolutions are differentiated by their kernels.
     """
+    # Inside a shard_map nothing is partitioned by XLA.
     inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
     if jax.device_count() == 1 or inside:
         return

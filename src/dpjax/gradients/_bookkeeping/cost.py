@@ -70,17 +70,18 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
     width = max(1 if o.chosen else o.width for o in outers)
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
+    by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
     read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
-    # The sum of a second product may pass the bound by rounding errors. For an isometry `_doubt`
+    # The sum of a second product may pass the bound by rounding errors. For an isometry `norms`
     # bounds them; for other views that would need an operator norm, so gradients are kept.
     keep = leaf.size <= _ROOM * read or not isometric
+    # The norm by instantiated gradients, and what the sum costs after it.
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
-    again = product + _TRAFFIC * copied
-    by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
-    gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
-    instantiate = product + _TRAFFIC * leaf.size
+    instantiate, again = product + _TRAFFIC * leaf.size, product + _TRAFFIC * copied
     after = _TRAFFIC * leaf.size if rows or keep else again
+    # The norm by inner products between positions; the sum needs the product again.
+    gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
     one_form = isometric and alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)

@@ -88,6 +88,7 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
     """
     leaves = jax.tree.leaves(params)
     program = trace(loss, params, trees.one_row(batch))
+    # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
     whole = {i: leaves[i] for i in program.materialised}
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
@@ -104,6 +105,7 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
 
 def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
     """The number of convolutions whose kernel gradient is a product of patches."""
+    # Operand 1 is the kernel. Other convolutions, such as of parameters alone, are not counted.
     sites = [site.equation for site in trace(loss, params, example).sites if site.operand == 1]
     convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]
     return sum(e.params["batch_group_count"] == 1 for e in convolutions)

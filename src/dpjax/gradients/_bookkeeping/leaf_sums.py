@@ -104,6 +104,7 @@ class Recomputed(NamedTuple):
 
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
     """The sum of per-example gradients, each times its factor."""
+    # One product: XLA on CPU is much slower if it multiplies first and reduces afterwards.
     return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -124,6 +125,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     total = jnp.zeros_like(leaves[leaf])
     for entry in entries:
         form = form_of(*entry)
+        # One-hot columns have no product; their VJP is a scatter-add.
         if form is not None and not form.chosen:
             part = _pulled(leaf, leaves, entry.site.of)(form.joined(_over_all(form)))
         elif form is None and entire(leaves[leaf], [entry.site]):
@@ -145,12 +147,15 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
       entries: All its sites.
     """
     site, form = entries[0].site, form_of(*entries[0])
+    # Only for a table that is used once, as it is, outside of scans: then rows of the form are rows
+    # of the leaf.
     if len(entries) > 1 or form is None or not form.chosen or site.stacks:
         return None
     if not site.isometry or site.leaves != {leaf} or site.axes != tuple(range(len(site.shape))):
         return None
 
     def put(total: Array, factors: Squares) -> Array:
+        # There is no `cond` here: masking the few rows that were taken costs nothing.
         rows = form_of(*entries[0].scaled(factors).wiped(factors != 0))
         assert rows is not None
         taken = rows.g.reshape(-1, *total.shape[1:])

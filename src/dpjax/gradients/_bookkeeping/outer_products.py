@@ -193,6 +193,7 @@ def _patches(
         (low, high, spread - 1)
         for (low, high), spread in zip(p["padding"], p["lhs_dilation"], strict=True)
     ]
+    # Interior padding is the dilation of the input.
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges + [(0, 0, 0)])
     strides = p["window_strides"]
     if tuple(strides) == tuple(kernel) and set(p["rhs_dilation"]) == {1}:
@@ -233,6 +234,7 @@ def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Seque
 def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
     """Patches that do not overlap: together they are one transposed view of the image."""
     rank = len(kernel)
+    # With VALID padding a rest of the image may lie in no patch.
     used = [n * k for n, k in zip(places, kernel, strict=True)]
     x = jax.lax.slice(x, [0] * x.ndim, [*x.shape[:2], *used, x.shape[-1]])
     pairs = [m for pair in zip(places, kernel, strict=True) for m in pair]
@@ -255,11 +257,13 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
     positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
     around, width = cotangent.shape[:lead], math.prod(shape[1:])
     g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
+    # One block; every index is a position.
     ids = ids.reshape(*around, 1, -1)
     if ids.dtype.itemsize < 4:
         ids = ids.astype(jnp.int32)  # an int8 cannot hold 256, the index after the last row
     inside = (ids >= 0) & (ids < shape[0])
     if p["mode"] != mode.CLIP:
+        # These modes drop the gradient of indices outside the table; CLIP moves it to the last row.
         g = jnp.where(inside[..., None], g, 0)
     ids = jnp.clip(ids, 0, shape[0] - 1)
     return Outer((ids,), g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))

@@ -55,6 +55,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         return plain(outputs, child, "the carry of a scan")
 
     probe, known = Book({}), None
+    # As in `trace`: a leaf that is materialised may materialise others.
     while known != probe.materialised.keys():
         known = set(probe.materialised)
         probe = Book(probe.materialised)
@@ -84,6 +85,7 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
     """A site of the body of a scan as a site of the program around the scan."""
     entering = sorted(site.reads)
     axis = {j: 0 if sliced[j] else None for j in entering}
+    # A view of a shared and a sliced leaf differs from round to round.
     by_round = any(sliced[j] for j in entering)
     alone = views[entering[0]] if len(entering) == 1 else None
 

@@ -110,6 +110,7 @@ class Book:
         self.data.append(data)
 
     def tap(self, output: Array) -> Array:
+        # The tap of the next site: sites are recorded in the order in which they are evaluated.
         return output if self.taps is None else output + self.taps[len(self.sites)]
 
     def enter(self, leaf: int, value: Array, trained: bool = True) -> Any:
@@ -117,6 +118,7 @@ class Book:
         if leaf in self.materialised:
             return value
         alone, axes = frozenset([leaf]), tuple(range(value.ndim))
+        # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
         return View(trained_by, alone, lambda leaves, _: leaves[leaf], value, True, axes)
 

@@ -91,8 +91,10 @@ def estimated_norms(
 
         return jax.vmap(of_one)(batch)
 
+    # One direction after the other: the memory of one forward pass.
     found = jax.lax.map(along, jnp.arange(projections))
     products, largest = (jnp.sqrt(jnp.mean(jnp.square(x), axis=0)) for x in found)
+    # The reverse pass sums over the batch, so its rounding error grows with the number of examples.
     roundings = _ROUNDINGS + 2 * products.size
     return (products + roundings * jnp.finfo(products.dtype).eps * largest)[:, None]
 

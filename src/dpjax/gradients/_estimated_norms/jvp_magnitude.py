@@ -39,6 +39,7 @@ def along(
       >>> [float(x) for x in found]
       [1.0, 3000001.0]
     """
+    # JAX evaluates the primal values in the same program, which only needs the tangents watched.
     program = jax.make_jaxpr(lambda p, d: jax.jvp(function, (p,), (d,))[1])(at, direction)
     still, moved = jax.tree.leaves(at), jax.tree.leaves(direction)
     moving = [False] * len(still) + [True] * len(moved)
@@ -75,6 +76,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
     if name == "while":
         return _while(equation, inputs, steady(equation, moving))
     if name == "cond":
+        # Only tangents of the branch that runs count.
         branches = [
             functools.partial(_evaluate, branch.jaxpr, branch.consts, moving=moving[1:])
             for branch in p["branches"]
@@ -85,6 +87,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
         return _evaluate(inner, (), inputs, moving)
     outputs = bind(equation, inputs)
     sizes = [_largest(x) for x in outputs]
+    # A contraction may cancel inside: bound its terms by Cauchy-Schwarz.
     if name in ("dot_general", "conv_general_dilated"):  # the terms of the contraction
         (a, b), turned = inputs[:2], moving[1]
         tangent, other = (b, a) if turned else (a, b)

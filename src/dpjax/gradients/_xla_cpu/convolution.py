@@ -42,6 +42,7 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         x, kernel = inputs
+        # The engine forms kernel gradients from patches; only other uses take this one.
         (for_kernel,) = jax.vjp(partial(as_written, x), kernel)[1](cotangent)
         return _input_cotangent(parameters, x.shape, kernel, cotangent), for_kernel
 
@@ -83,6 +84,7 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     out, channels, *space = numbers.rhs_spec
     spreads = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
     groups = parameters["feature_group_count"] * parameters["batch_group_count"]
+    # Neighbours along the last axis, next to the channels: the outputs are in order already.
     last = [numbers.out_spec[-1], numbers.out_spec[1]] == [x.ndim - 2, x.ndim - 1]
     if not last or x.dtype != jnp.float32 or {*spreads, groups} != {1}:
         return 1
