@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from common.flag_checks import only_flags
 
 import dpjax
 from dpjax import clipping, data, federated, losses, metrics, models, noise, reports, sampling
+from dpjax.cli.flag_checks import only_flags
 
 _SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits and 20 clients.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The binaries: each runs, in another process, and what it leaves behind can be checked."""
 
+import copy
 import importlib
 import json
 import shutil
@@ -16,6 +17,8 @@ from mutation import kills
 from run_binary import EXPERIMENTS, Outcome, run
 
 import dpjax
+from dpjax.cli.train import FLAGS as FLAGS_OF_TRAIN
+from dpjax.cli.train.build import build_mechanism
 
 
 @pytest.fixture(scope="module")
@@ -292,34 +295,23 @@ CURRICULA = [
     (["--epochs=0.5"], 1, 5.0),  # one epoch has one value, the first
     (["--batch_size=958", "--epochs=10"], 15, 1.0),
 ]
-ASKED = """
-import json, sys, train
-from absl import flags
-for words in json.loads(sys.argv[1]):
-    flags.FLAGS.unparse_flags()
-    for name in ("steps", "epochs", "batch_size"):
-        flags.FLAGS[name].unparse()
-    flags.FLAGS(["train.py", "--noise_schedule=linear-down", "--noise_multiplier=1", *words])
-    print(json.dumps(train.mechanism_from_flags(1437).multipliers.tolist()))
-"""
 
 
-def test_every_curriculum_arrives_where_it_goes(tmp_path):
-    """In a process of its own, because two binaries may have one flag."""
-    script = tmp_path / "asked.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(EXPERIMENTS)!r})\n{ASKED}")
-    lines = run(script, json.dumps([words for words, *_ in CURRICULA])).stdout.splitlines()
-    for line, (_, steps, last) in zip(lines, CURRICULA, strict=True):
-        multipliers = json.loads(line)
-        assert len(multipliers) == steps
-        assert (multipliers[0], multipliers[-1]) == (5.0, last)
-        assert multipliers == sorted(multipliers, reverse=True)
+@pytest.mark.parametrize(("words", "steps", "last"), CURRICULA, ids=str)
+def test_every_curriculum_arrives_where_it_goes(words, steps, last):
+    given = copy.deepcopy(FLAGS_OF_TRAIN)
+    given(["train", "--noise_schedule=linear-down", "--noise_multiplier=1", *words])
+    multipliers = build_mechanism(given, 1437).multipliers.tolist()
+    assert len(multipliers) == steps
+    assert (multipliers[0], multipliers[-1]) == (5.0, last)
+    assert multipliers == sorted(multipliers, reverse=True)
 
 
 BINARIES = [
     str(path.relative_to(EXPERIMENTS))
     for path in sorted(EXPERIMENTS.rglob("*.py"))
-    if "app.run(main)" in path.read_text() and path.stem not in ("compare", "sweep", "verify")
+    if path.stem == "train" or "app.run(main)" in path.read_text()
+    if path.stem not in ("compare", "sweep", "verify")
 ]
 
 

@@ -21,7 +21,7 @@ from absl import app, logging
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from common.flag_checks import only_flags
+from dpjax.cli.flag_checks import only_flags
 
 __all__ = ["begin", "chosen", "keep", "only_flags"]
 

@@ -29,10 +29,10 @@ import optax
 from absl import flags
 
 import dpjax
-from common.classifier import train
 from common.search_space import file_name
 from dpjax import accounting, data, losses, metrics, training
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.train.classifier import train
 from dpjax.reports import style
 from dpjax.reports.figure_output import png
 
@@ -184,7 +184,7 @@ def trained(
     state at each evaluation, which may be in another process than the one before; what it finds
     is in ``way`` too, and so is what the log holds apart as private: these data are public.
     In a ``directory`` a run that was killed goes on.
-    ``more`` is for `classifier.train`: a schedule of the bound, for example.
+    ``more`` is for `dpjax.cli.train.classifier.train`: a schedule of the bound, for example.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))
     key = jax.random.key(seed)

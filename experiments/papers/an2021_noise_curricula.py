@@ -61,7 +61,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import an2021_scorers as scorers
 from common import paper_runs
-from common.flag_checks import only_flags
+
+from dpjax.cli.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum(
     "table", None, ["2", "3", "4", "sound"], "Which; sound is what 4 might be. By default 2, 3."

@@ -62,7 +62,8 @@ import bu2023_settings as settings
 from bu2023_pictures import BINS
 from bu2023_settings import LARGE, MIXED, PLAIN, SMALL, SWEEP
 from common import paper_runs
-from common.flag_checks import only_flags
+
+from dpjax.cli.flag_checks import only_flags
 
 FIGURES = {  # figure: task and what is drawn
     "2": ("", "confidence"),

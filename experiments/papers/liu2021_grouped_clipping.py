@@ -60,7 +60,8 @@ from dpjax import clipping, data, models, sampling
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import paper_runs
-from common.flag_checks import only_flags
+
+from dpjax.cli.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4"], "Which table; 1 by default.")
 _FIGURE = flags.DEFINE_enum("figure", None, ["2", "3", "4"], "Loss, accuracy by step; by epsilon.")

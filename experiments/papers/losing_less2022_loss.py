@@ -64,8 +64,9 @@ import losing_less2022_settings as settings
 import tramer2021_scatternet as baseline
 from common import epoch_probes, multi_panel_figure, paper_runs
 from common.epoch_probes import accuracy, confusion, cosines, gradients, layers, sharpness, swept
-from common.flag_checks import only_flags
 from losing_less2022_settings import BOTH, ERRORS, PARTS, ROWS, SWEPT, UNPRIVATE, Choice, claimed
+
+from dpjax.cli.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum("table", None, ["5"], "All settings (tables 5, 6), and what they cost.")
 

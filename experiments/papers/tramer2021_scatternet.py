@@ -49,7 +49,8 @@ from dpjax import accounting, clipping, data, features, models, sampling
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import paper_runs
-from common.flag_checks import only_flags
+
+from dpjax.cli.flag_checks import only_flags
 
 _ROWS = flags.DEFINE_list("rows", None, "Rows whose names hold one of these words; else all.")
 _CACHE = flags.DEFINE_string("cache_dir", None, "Where features are kept; as secret as the data.")

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a classifier, and what is looked at while it trains.
+"""Trains a classifier with `dpjax.fit`, and evaluates it on the way.
 
-`train` joins a model, a loss, a mechanism, an optimizer and data; the binaries call it.
-`Looking` evaluates a run on its test examples, whose numbers may be shown as far as the
-training data are concerned, and on a few hundred training examples, whose numbers may not:
-those go under "private".  At the end it writes what `dpjax.reports.report` draws.
+`train` joins a model, a loss, a mechanism, an optimizer and data.  `Evaluation` measures the
+model on test examples, which may be published as far as the training data are concerned, and
+gradients on some training examples, which may not and are logged under "private".  At the end
+it writes the files that `dpjax.reports.report` draws.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import pathlib
-import platform
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,22 +23,18 @@ from absl import app
 
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, reports, training
-from dpjax.reports.figures import PLOTS
-
-LEFT = ("privacy.json", "statement.txt", "config.json", "params.msgpack", "evaluation.npz")
-LEFT += ("diagnostics.npz", "report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
 
 
-class Looking:
-    """Looks at a classifier.
+class Evaluation:
+    """Measures a classifier during and after a run.
 
     Args:
       model: A Linen module.
-      loss: ``loss(params, (x, y)) -> scalar``, for gradients of single examples; None if the
-        loss takes more than that, and gradients are not looked at.
-      mechanism: What is run.
-      dataset: What it learns and is tested on.
-      sample: How many training examples are looked at.
+      loss: ``loss(params, (x, y)) -> scalar``, for per-example gradients; None to skip them,
+        for a loss that takes more than that.
+      mechanism: The mechanism of the run.
+      dataset: Its training and test examples.
+      sample: Number of training examples for gradients.
     """
 
     def __init__(
@@ -54,7 +45,8 @@ class Looking:
         dataset: data.Dataset,
         sample: int = 128,
     ) -> None:
-        self.model, self.loss, self.mechanism = model, loss, mechanism
+        self.model, self.mechanism = model, mechanism
+        self.loss: Any = loss
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         size = dataset.examples
         some = np.linspace(0, size - 1, min(sample, size)).astype(int)
@@ -71,7 +63,7 @@ class Looking:
         )
 
     def evaluate(self, state: Any) -> dict[str, Any]:
-        """The numbers of one evaluation; of averaged parameters, where an average is kept."""
+        """One row of the log, from averaged parameters if the optimizer keeps an average."""
         x, y = self.test
         logits = self.logits(training.averaged(state.optimizer), x)
         row: dict[str, Any] = {
@@ -87,8 +79,8 @@ class Looking:
         counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
         return {"cosine": bias.cosine, "norm_histogram": counts}
 
-    def leave(self, folder: pathlib.Path, params: Any) -> None:
-        """Writes parameters, predictions and lengths into the folder."""
+    def write(self, folder: pathlib.Path, params: Any) -> None:
+        """Writes parameters, test predictions and norms into the folder."""
         (folder / "params.msgpack").write_bytes(flax.serialization.to_bytes(params))
         x, y = self.test
         probabilities = jax.nn.softmax(self.logits(params, x))
@@ -96,7 +88,7 @@ class Looking:
         weights = diagnostics.weight_norms(params)
         try:
             hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
-        except ValueError:  # a linear model has none
+        except ValueError:  # a linear model has no pre-activations
             hidden = {}
         found = {
             "weight_names": list(weights),
@@ -107,7 +99,8 @@ class Looking:
         if self.loss is not None:
             norms = self.bias(params, self.sample).norms
             found |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
-        np.savez(folder / "diagnostics.npz", **{k: np.asarray(v) for k, v in found.items()})
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.items()}
+        np.savez(folder / "diagnostics.npz", **arrays)
 
 
 def train(
@@ -131,9 +124,23 @@ def train(
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Trains a model; returns averaged parameters, the last state and the log.
 
-    ``initial`` is the (public) seed of the first parameters.  ``gradients``: whether those of
-    some examples are looked at; ``look`` finds more numbers in the state.  ``options`` are
-    those of `dpjax.fit`; with a directory, the run can be looked at there.
+    Args:
+      dataset: Training and test examples.
+      model: A Linen module.
+      loss: The loss of one example.
+      mechanism: The private computation.
+      optimizer: It takes the noisy mean gradient.
+      key: The secret key of the noise and the sampling.
+      params: Parameters of an earlier run, as Flax serialises them.
+      per_step: An argument of `dpjax.dpsgd`.
+      bound_schedule: An argument of `dpjax.dpsgd`.
+      weights: An argument of `dpjax.dpsgd`.
+      budget: An argument of `dpjax.dpsgd`.
+      evaluations: Number of evaluations during the run.
+      initial: The public seed of the first parameters.
+      gradients: Whether gradients of some training examples are evaluated.
+      look: Further numbers for the log, from the state.
+      **options: Arguments of `dpjax.fit`; a ``directory`` receives the files of a report.
     """
     of_example = losses.of(model, loss)
     algorithm = dpjax.dpsgd(
@@ -150,12 +157,12 @@ def train(
     fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
     if params is not None:
         fresh = flax.serialization.from_bytes(fresh, params)
-    seen = of_example if gradients and per_step is None else None
-    looking = Looking(model, seen, mechanism, dataset)
+    observed = of_example if gradients and per_step is None else None
+    evaluation = Evaluation(model, observed, mechanism, dataset)
 
     def evaluate(state: Any) -> dict[str, Any]:
         found = look(state) if look is not None else {}
-        return {**looking.evaluate(state), **found}
+        return {**evaluation.evaluate(state), **found}
 
     state, history = dpjax.fit(
         algorithm,
@@ -166,7 +173,7 @@ def train(
     )
     average = training.averaged(state.optimizer)
     if options.get("directory") is not None:
-        looking.leave(pathlib.Path(options["directory"]), average)
+        evaluation.write(pathlib.Path(options["directory"]), average)
     return average, state, history
 
 
@@ -179,10 +186,15 @@ def rehearse(
     *,
     epochs: bool = False,
 ) -> None:
-    """Goes through a step on shapes alone, so that what does not fit is said before it costs.
+    """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
 
-    ``shape`` finds that of one example's input, ``params`` are those of an earlier run, and
-    ``epochs`` says whether the loss is told the epoch.
+    Args:
+      shape: Computes the shape and dtype of one example's input.
+      model: A Linen module.
+      loss: The loss of one example.
+      mechanism: The private computation.
+      params: Parameters of an earlier run, as Flax serialises them.
+      epochs: Whether the loss takes the epoch.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     try:
@@ -201,47 +213,3 @@ def rehearse(
             f"these flags do not fit each other, or not these data: {error}\n"
             "Nothing was spent, and nothing in --out was touched."
         ) from error
-
-
-def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
-    """Writes what the run was made with."""
-    names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
-    device = jax.devices()[0]
-    config = {
-        "command": " ".join(sys.argv),
-        "flags": dict(flags),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in names},
-        "released": _digest(folder),
-        "hardware": {"device": device.device_kind, "devices": jax.device_count()},
-        **facts,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def cleared(folder: pathlib.Path, *more: str) -> None:
-    """Removes what a run left in its folder besides what `dpjax.training.forget` removes."""
-    for name in (*LEFT, *more):
-        (folder / name).unlink(missing_ok=True)
-
-
-def released(folder: pathlib.Path) -> bytes:
-    """The parameters that a run released; those of another run that was here are refused."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if config["released"] == _digest(folder):
-            return (folder / "params.msgpack").read_bytes()
-    except (OSError, ValueError, KeyError):
-        pass
-    raise app.UsageError(
-        f"--continue_from={folder}: expected params.msgpack, run.json and config.json of one run "
-        "that has ended. Usually it was interrupted, or another one was begun in its folder, and "
-        "then what these parameters cost is counted nowhere. Give the run's own command again, "
-        "which ends it and writes all three."
-    )
-
-
-def _digest(folder: pathlib.Path) -> str:
-    """What ties parameters to the run by which they are accounted."""
-    both = ((folder / name).read_bytes() for name in ("run.json", "params.msgpack"))
-    return hashlib.sha256(b"".join(both)).hexdigest()

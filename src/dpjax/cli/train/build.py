@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a run that flags describe: loss, network, mechanism and optimizer.
+
+Each function takes the parsed flags.  Flags that contradict each other raise
+`absl.app.UsageError`, whose message names the flags and their values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from absl import app, flags
+
+import dpjax
+from dpjax import accounting, activations, clipping, losses, models, sampling, schedules, training
+from dpjax.accounting.rounding import upwards
+
+LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
+    "cross_entropy": lambda: losses.cross_entropy,
+    "focal": losses.focal,
+    "composite": losses.composite,
+    "squared_error": lambda: losses.one_hot(losses.squared_error),
+    "absolute": lambda: losses.one_hot(losses.absolute),
+    "huber": lambda: losses.one_hot(losses.huber()),
+}
+
+# Each takes the parsed flags, the learning rate or its schedule, and the mechanism.
+OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTransformation]] = {
+    "sgd": lambda given, rate, _: optax.sgd(rate, momentum=given.momentum),
+    "nesterov": lambda given, rate, _: optax.sgd(rate, momentum=given.momentum, nesterov=True),
+    "adagrad": lambda _, rate, __: optax.adagrad(rate),
+    "rmsprop": lambda _, rate, __: optax.rmsprop(rate),
+    "adam": lambda _, rate, __: optax.adam(rate),
+    "adamw": lambda _, rate, __: optax.adamw(rate),
+    "dp_adam": lambda given, rate, mechanism: training.dp_adam(rate, mechanism, floor=given.floor),
+}
+
+
+def read_options(pairs: list[str]) -> dict[str, Any]:
+    """Parses ``name=value`` pairs; a value is JSON if it parses, else text."""
+    read = {}
+    for name, _, value in (pair.partition("=") for pair in pairs):
+        try:
+            read[name] = json.loads(value)
+        except json.JSONDecodeError:
+            read[name] = value
+    return read
+
+
+def build_loss(given: flags.FlagValues) -> losses.ExampleLoss:
+    """The loss of one example."""
+    make, options = LOSSES[given.loss], read_options(given.loss_options)
+    known = list(inspect.signature(make).parameters)
+    try:
+        if not options.keys() <= set(known):
+            raise ValueError(f"{given.loss} has {', '.join(known) or 'no options'}.")
+        return make(**options)
+    except (TypeError, ValueError) as error:
+        raise app.UsageError(
+            f"--loss={given.loss} --loss_options={','.join(given.loss_options)}: {error} "
+            "Expected name=value of what this loss has, as in --loss=focal --loss_options=gamma=2."
+        ) from error
+
+
+def build_model(given: flags.FlagValues, classes: int) -> Any:
+    """The network, a Linen module."""
+    if given.model.startswith("scatter") and given.features != "scattering":
+        raise app.UsageError(
+            f"--model={given.model} reads wavelet features, and --features={given.features} "
+            "gives it images. Add --features=scattering, or take --model=tempered_cnn."
+        )
+    options = {"torch_init": given.torch_init, **read_options(given.model_options)}
+    if given.activation is not None:
+        options["activation"] = activations.by_name(given.activation)
+    if given.model == "mlp":
+        options["features"] = tuple(map(int, given.hidden))
+    return models.by_name(given.model, classes, **options)
+
+
+def steps_per_epoch(given: flags.FlagValues, examples: int) -> int:
+    """The number of steps that schedules and losses call an epoch."""
+    return max(1, round(examples / given.batch_size))
+
+
+def build_mechanism(
+    given: flags.FlagValues, examples: int, queries: tuple[float, ...] = ()
+) -> dpjax.Mechanism:
+    """The private computation, after ``queries`` with these noise multipliers on all the data."""
+    per_epoch = steps_per_epoch(given, examples)
+    options: dict[str, Any] = {"groups": given.groups} if given.clipping == "grouped" else {}
+    steps = given.steps
+    if steps is None:
+        steps = round(given.epochs * examples / given.batch_size)
+    noise_multiplier: Any = 1.0
+    if given.noise_schedule != "constant":
+        # The curriculum spans the steps that run: `--steps` may cut its last epoch short.
+        curriculum = schedules.CURRICULA[given.noise_schedule]
+        epochs = max(1, -(-steps // per_epoch))
+        noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
+    mechanism = dpjax.Mechanism(
+        sampling=getattr(sampling, given.sampling)(examples, given.batch_size),
+        clipping=getattr(clipping, given.clipping)(given.bound, **options),
+        noise_multiplier=noise_multiplier,
+        steps=steps,
+        preparation=queries,
+        before=() if given.continue_from is None else training.earlier(given.continue_from),
+    )
+    if not mechanism.steps:
+        raise app.UsageError(
+            f"--epochs={given.epochs:g} --steps={given.steps}: expected one step at least, and "
+            f"an epoch has {per_epoch} of them. Without a step nothing is trained. Give more."
+        )
+    if given.noise_multiplier is None:
+        return mechanism.calibrate(given.target_epsilon, given.delta, given.accountant)
+    mechanism = mechanism.scaled(given.noise_multiplier)
+    if given.max_epsilon is None or given["epochs"].present or given["steps"].present:
+        return mechanism
+    if given.noise_schedule != "constant":
+        raise app.UsageError(
+            f"--noise_schedule={given.noise_schedule} --max_epsilon={given.max_epsilon:g}: a "
+            "schedule is spread over the steps that run, and how many fit would depend on the "
+            "schedule. Give --steps or --epochs too, or take --target_epsilon in place of "
+            "--noise_multiplier."
+        )
+    return dataclasses.replace(mechanism, steps=steps_that_fit(given, mechanism))
+
+
+def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
+    """The largest number of steps within `--max_epsilon`; raises if it is 0."""
+    by = given.delta, given.accountant
+    found = accounting.largest_steps(
+        lambda n: dataclasses.replace(mechanism, steps=n).event,
+        given.max_epsilon,
+        *by,
+        mechanism.relation,
+    )
+    if not found:
+        none, one = (dataclasses.replace(mechanism, steps=n).epsilon(*by) for n in (0, 1))
+        raise app.UsageError(
+            f"--max_epsilon={given.max_epsilon:g}: not one step fits. Before the first one "
+            f"epsilon is {upwards(none)} at delta={by[0]:g} ({by[1]}), and it would bring it to "
+            f"{upwards(one)}. Usually the noise is too small: raise "
+            f"--noise_multiplier={given.noise_multiplier:g} or --max_epsilon, or lower "
+            f"--batch_size={given.batch_size}."
+        )
+    return found
+
+
+def build_optimizer(
+    given: flags.FlagValues, mechanism: dpjax.Mechanism
+) -> optax.GradientTransformation:
+    """The optimizer, with an average of the parameters."""
+    rate = given.learning_rate
+    if given.rate_per_512:
+        rate = training.scaled_rate(rate, mechanism.batch_size)
+    if given.warmup_steps:
+        rate = optax.warmup_constant_schedule(0.0, rate, given.warmup_steps)
+    moves = OPTIMIZERS[given.optimizer](given, rate, mechanism)
+    return optax.chain(moves, training.average_parameters(given.average))

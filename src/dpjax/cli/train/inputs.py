@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the network reads: images as they are, or wavelet features on a private scale.
+
+Moments of the private data are queries with noise, whose answers stay in the run's folder: a
+resumed run reads them there, because a second query would spend privacy again.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import dpjax
+from dpjax import data, features, scattering
+
+MOMENTS = "moments.npz"
+
+
+def build_normalization(given: flags.FlagValues, examples: int) -> features.Normalization | None:
+    """The queries on private data for the scale of features, if the flags want any."""
+    if given.features == "none" or given.normalization != "data":
+        return None
+    return features.Normalization(
+        examples=examples,
+        noise_multiplier=given.norm_multiplier,
+        thresholds=features.Search(noise_multiplier=given.search_multiplier),
+    )
+
+
+def scale(given: flags.FlagValues, x: Any, moments: features.Moments | None) -> Any:
+    """Scales features by private moments, or each example by its own groups of channels."""
+    if moments is None:
+        return features.group_norm(x, groups=given.norm_groups)
+    return features.normalize(x, moments)
+
+
+def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of one input of the network, computed without reading data."""
+    x, _ = dataset.train.row if isinstance(dataset.train, data.Stream) else dataset.train
+    shape = x.shape if isinstance(dataset.train, data.Stream) else x.shape[1:]
+    if given.features == "none":
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *shape), x.dtype))
+    channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
+    moments = features.Moments(channels, channels) if given.normalization == "data" else None
+    return jax.eval_shape(lambda row, moments: scale(given, row, moments)[0], row, moments)
+
+
+def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Dataset:
+    """Replaces images by their features, each computed from its own image alone."""
+    if given.features == "none":
+        return dataset
+    x, x_test = (
+        jnp.asarray(features.scattered(part[0], directory=given.cache_dir))
+        for part in (dataset.train, dataset.test)
+    )
+    return dataset._replace(train=(x, dataset.train[1]), test=(x_test, dataset.test[1]))
+
+
+def with_scale(
+    given: flags.FlagValues,
+    dataset: data.Dataset,
+    normalization: features.Normalization | None,
+    key: Any,
+    folder: pathlib.Path,
+) -> data.Dataset:
+    """Scales features, after the private queries of ``normalization`` if there are any."""
+    if given.features == "none":
+        return dataset
+    (x, labels), (x_test, test_labels) = dataset.train, dataset.test
+    moments = None
+    if normalization is not None:
+        moments = release_once(folder / MOMENTS, normalization, key, x)
+    x, x_test = map(jax.jit(partial(scale, given, moments=moments)), (x, x_test))
+    return dataset._replace(train=(x, labels), test=(x_test, test_labels))
+
+
+def release_once(
+    path: pathlib.Path, normalization: features.Normalization, key: Any, x: Any
+) -> features.Moments:
+    """Reads the moments from ``path``, or releases them with noise and writes them there."""
+    asked = {"multipliers": normalization.multipliers, "of": dpjax.trees.fingerprint(x)}
+    if not path.exists():
+        if (path.parent / "run.json").exists():
+            raise dpjax.ledger.Refused(
+                f"--out={path.parent}: a run is there that asked nothing of its data beforehand, "
+                "so this is another one. Give another folder, or --overwrite."
+            )
+        partial_file = path.with_suffix(".part.npz")
+        np.savez(partial_file, **asked, **normalization.release(key, x)._asdict())
+        os.replace(partial_file, path)  # atomic: a killed process leaves all answers or none
+    kept = np.load(path)
+    if any(not np.array_equal(kept[name], asked[name]) for name in asked):
+        raise dpjax.ledger.Refused(
+            f"{path} holds the answers to other queries, or of other data: multipliers "
+            f"{kept['multipliers'].tolist()} there, {list(normalization.multipliers)} now. "
+            "Their cost is already spent. Give another --out, or --overwrite."
+        )
+    return features.Moments(kept["mean"], kept["variance"])

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run itself: check the flags, rehearse on shapes, train, and write the reports.
+
+All checks come before `--overwrite` deletes a folder and before private data are queried, so a
+mistaken flag costs neither files nor privacy.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from absl import app, flags, logging
+
+import dpjax
+from dpjax import data, features, losses, noise, reports, training
+from dpjax.accounting.rounding import upwards
+from dpjax.cli.train import build, inputs, run_files
+from dpjax.cli.train.classifier import rehearse, train
+from dpjax.cli.train.flags import settings
+
+
+class Plan(NamedTuple):
+    """A run that has passed every check, before it has touched anything."""
+
+    dataset: data.Dataset
+    model: Any
+    loss: losses.ExampleLoss
+    normalization: features.Normalization | None
+    mechanism: dpjax.Mechanism
+    optimizer: optax.GradientTransformation
+    per_epoch: int | None  # steps, for a loss that takes the epoch
+    earlier: bytes | None  # parameters that an earlier run released
+    budget: dpjax.ledger.Budget | None
+
+
+def run(given: flags.FlagValues) -> None:
+    """Trains as the flags say; a refusal of the ledger ends the process with its message."""
+    logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+    started = time.time()
+    try:
+        execute(given, plan(given), started)
+    except dpjax.ledger.Refused as refused:
+        sys.exit(
+            f"{refused}\nHere: another --out, --overwrite to forget what is there, or "
+            "--continue_from=RUN --out=ANOTHER to go on from it under other settings."
+        )
+
+
+def plan(given: flags.FlagValues) -> Plan:
+    """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
+    require_one_of_each(given)
+    require_another_folder(given)
+    if given.features != "none" and given.stream:
+        raise app.UsageError(
+            f"--features={given.features} --stream: features are computed from all images in "
+            "memory. Leave --stream out."
+        )
+    dataset = (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
+    if dataset.classes is None:
+        raise app.UsageError(
+            f"--dataset={given.dataset}: its target is a quantity; dpjax train classifies."
+        )
+    model = build.build_model(given, dataset.classes)
+    loss = build.build_loss(given)
+    normalization = inputs.build_normalization(given, dataset.examples)
+    queries = () if normalization is None else normalization.multipliers
+    try:
+        mechanism = build.build_mechanism(given, dataset.examples, queries)
+    except ValueError as error:
+        raise app.UsageError(f"these flags describe no private run: {error}") from error
+    optimizer = build.build_optimizer(given, mechanism)
+    per_epoch = None
+    if given.loss == "composite":
+        per_epoch = build.steps_per_epoch(given, dataset.examples)
+    earlier = given.continue_from and run_files.released(pathlib.Path(given.continue_from))
+    shape = partial(inputs.input_shape, given, dataset)
+    rehearse(shape, model, loss, mechanism, earlier, epochs=per_epoch is not None)
+    budget = given.max_epsilon and dpjax.ledger.Budget(
+        epsilon=given.max_epsilon, delta=given.delta, method=given.accountant
+    )
+    require_affordable(given, mechanism, budget)
+    return Plan(
+        dataset, model, loss, normalization, mechanism, optimizer, per_epoch, earlier, budget
+    )
+
+
+def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
+    """Trains, and writes and prints the reports."""
+    folder, mechanism, per_epoch = pathlib.Path(given.out), plan.mechanism, plan.per_epoch
+    planned = mechanism.epsilon(given.delta, given.accountant)
+    print(
+        f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
+        f"cost epsilon {upwards(planned)} at delta={given.delta:g} ({given.accountant})",
+        flush=True,
+    )
+    dataset = inputs.with_features(given, plan.dataset)
+    key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
+    if given.overwrite:
+        training.forget(folder)
+        run_files.clear(folder, inputs.MOMENTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    dataset = inputs.with_scale(given, dataset, plan.normalization, key, folder)
+    params, state, history = train(
+        dataset,
+        plan.model,
+        plan.loss,
+        mechanism,
+        plan.optimizer,
+        key=key,
+        params=plan.earlier,
+        per_step=None if per_epoch is None else lambda step: step // per_epoch,
+        budget=plan.budget,
+        evaluations=given.evaluations,
+        delta=given.delta,
+        method=given.accountant,
+        directory=folder,
+        configuration={f"--{name}": value for name, value in settings(given).items()},
+        save_every=given.save_every,
+    )
+    facts = {"ledger": state.ledger, "seed": given.seed}
+    words = dpjax.statement(mechanism, given.delta, **facts)
+    card = reports.card(mechanism, given.delta, **facts)
+    (folder / "privacy.json").write_text(json.dumps(card, indent=2) + "\n")
+    (folder / "statement.txt").write_text(words + "\n")
+    run_files.describe(
+        folder,
+        {**settings(given), "out": given.out},
+        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
+        seconds=round(time.time() - started, 1),
+        dataset=f"{dataset.name} {dataset.note}".strip(),
+        model=given.model,
+        parameters=sum(x.size for x in jax.tree.leaves(params)),
+    )
+    print(words)
+    accuracy = history[-1]["accuracy"] if history else float("nan")
+    print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
+    if given.report:
+        print(f"To look at: {reports.report(folder)}")
+    print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
+    print(f"Files in {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())))
+    print(f"Recompute epsilon: python experiments/verify.py {folder / 'privacy.json'}")
+
+
+def require_one_of_each(given: flags.FlagValues) -> None:
+    """Refuses two flags that set one quantity, since one of the two would have no effect."""
+    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
+        if given[one].value is not None and given[other].present:
+            raise app.UsageError(
+                f"--{one}={given[one].value} --{other}={given[other].value}: expected one of the "
+                "two, since they set the same quantity. To hold a given noise to a budget, add "
+                "--max_epsilon to --noise_multiplier."
+            )
+
+
+def require_affordable(
+    given: flags.FlagValues, mechanism: dpjax.Mechanism, budget: dpjax.ledger.Budget | None
+) -> None:
+    """Refuses a plan that costs more than the budget."""
+    try:
+        dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
+    except dpjax.ledger.Refused as refused:
+        raise app.UsageError(
+            f"--max_epsilon={given.max_epsilon}: {refused}\nRaise it, give fewer --steps or "
+            "--epochs, or more noise: a larger --noise_multiplier, or a lower --target_epsilon. "
+            "Nothing was spent, and nothing in --out was touched."
+        ) from refused
+
+
+def require_another_folder(given: flags.FlagValues) -> None:
+    """Refuses to continue a run in its own folder, where its spending would be overwritten."""
+    folder, earlier = pathlib.Path(given.out), given.continue_from
+    if earlier is not None and folder.resolve() == pathlib.Path(earlier).resolve():
+        raise app.UsageError(
+            f"--continue_from={earlier} --out={folder}: both are {folder.resolve()}. That folder "
+            "records what the earlier run spent, which counts for this one too: give another "
+            "--out. If that run was only interrupted, repeat its own command without "
+            "--continue_from."
+        )

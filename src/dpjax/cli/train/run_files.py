@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a run's folder that `dpjax train` writes in addition to those of `dpjax.fit`.
+
+`config.json` records command, flags, versions and hardware, and a digest that ties
+`params.msgpack` to `run.json`.  `--continue_from` accepts parameters only with that digest:
+without it their privacy cost would be counted nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import app
+
+from dpjax.reports.figures import PLOTS
+
+WRITTEN = ("privacy.json", "statement.txt", "config.json", "params.msgpack", "evaluation.npz")
+WRITTEN += ("diagnostics.npz", "report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
+
+
+def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
+    """Writes `config.json`: the command, the flags, versions and hardware."""
+    names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
+    device = jax.devices()[0]
+    config = {
+        "command": " ".join(sys.argv),
+        "flags": dict(flags),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in names},
+        "released": _digest(folder),
+        "hardware": {"device": device.device_kind, "devices": jax.device_count()},
+        **facts,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def clear(folder: pathlib.Path, *more: str) -> None:
+    """Deletes the files that `dpjax.training.forget` leaves in a run's folder."""
+    for name in (*WRITTEN, *more):
+        (folder / name).unlink(missing_ok=True)
+
+
+def released(folder: pathlib.Path) -> bytes:
+    """The parameters that a finished run released; refuses those of another run."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if config["released"] == _digest(folder):
+            return (folder / "params.msgpack").read_bytes()
+    except (OSError, ValueError, KeyError):
+        pass
+    raise app.UsageError(
+        f"--continue_from={folder}: expected params.msgpack, run.json and config.json of one run "
+        "that has ended. Usually it was interrupted, or another one was begun in its folder, and "
+        "then the privacy cost of these parameters is unknown. Repeat the run's own command, "
+        "which ends it and writes all three files."
+    )
+
+
+def _digest(folder: pathlib.Path) -> str:
+    """A hash of `run.json` and `params.msgpack` together."""
+    both = ((folder / name).read_bytes() for name in ("run.json", "params.msgpack"))
+    return hashlib.sha256(b"".join(both)).hexdigest()
