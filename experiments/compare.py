@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts runs side by side: what each bought for its epsilon.
+"""Compares runs: the accuracy that each reached for its epsilon.
 
+  result    one HTML page without external files, and its figure as a PNG of the same name
   command   python experiments/compare.py RUN RUN ... [--out comparison.html]
-  result    one page that loads nothing else, and its figure beside it as a PNG
 
-Every RUN is a folder that `experiments/train.py` or `dpjax.fit` wrote.  Runs whose flags
-differ only in `seed` and `out` are one group, drawn as their mean and a band from the worst
-to the best of them; a run without `config.json` is a group of its own.
-
-Each epsilon is the price of one run alone.  To choose among runs by looking at private data
-has a cost of its own, which no number here includes; the page says so too.  It also names
-folders that could not be read, and runs whose seed is published, which are not for release.
+A RUN is a folder that `dpjax train` or `dpjax.fit` wrote.  Runs whose flags differ only in `seed`
+and `out` form a group, drawn as mean and range; a run without `config.json` is its own group.
+Each epsilon is the cost of one run alone.  A choice among runs by private data costs more, which
+the page says and does not compute.  It names folders that could not be read and runs with a
+published seed.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries many settings of a binary, and says what the search itself costs in privacy.
+"""Tries many settings of a binary, and computes the privacy cost of the search itself.
 
-  claim     the price of a search is that of all its runs, not of the best one
+  result    digits, 12 runs: accuracy from 45.3 to 76.4 %; one run costs epsilon 3.0, all 12 11.4
+  time      2 to 3 minutes on two busy CPU cores
   command   python experiments/sweep.py --grid "learning_rate=0.2,0.4;bound=0.5,1" --seeds 3 \\
                 --fixed "dataset=digits;epochs=5" --jobs 2 --out runs/sweep
-  result    test accuracy from 45.3 % to 76.4 % ± 0.7 (bound 1, rate 0.4); one run costs epsilon
-            3.0, the twelve together 11.4; 2 to 3 minutes on two busy CPU cores
 
-Other searches: `--ranges "learning_rate=log:0.05:1;bound=0.25,0.5,1" --random 10` draws ten
-settings, and `--random_runs geometric:10` as many as a secret coin says; then the best run,
-published alone, costs much less than all of them.
-
-The folder has a folder a run, `results.jsonl` (a line for each setting, best first),
-`costs.json` and `comparison.html`.  The same command goes on where it was stopped or killed:
-what has finished is not run again.  Runs have secret keys, unless `--seed` makes the search one
-that can be repeated, and not be released.
+`--ranges "learning_rate=log:0.05:1;bound=0.25,0.5,1" --random 10` draws ten settings.
+`--random_runs geometric:10` draws a secret number of runs; then the best run, published alone,
+costs much less than all runs together.  The folder receives a folder per run, `results.jsonl`
+(best setting first), `costs.json` and `comparison.html`.  The same command resumes a search and
+repeats no finished run.  Runs have secret keys unless `--seed` is given.
 """
 
 from __future__ import annotations

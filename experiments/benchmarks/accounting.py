@@ -1,28 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an epsilon takes, and whose is smallest: dpjax, dp-accounting and Opacus.
+"""Time and tightness of an epsilon: dpjax, dp-accounting and Opacus.
 
-  claim     2,000 different multipliers cost a second by RDP where others take 18 to 37, and
-            answers agree with dp-accounting's: to 6 digits by RDP, to 5e-5 calibrated by PLD
-  figures   seconds, and the answer      dpjax             dp-accounting     Opacus
-            14,063 steps         RDP     0.011  2.5967     0.029  2.5967     0.012  2.5967
-                                 PLD     0.32   2.3818     0.34   2.3818     0.21   2.3918
-            2,000 multipliers    RDP     1.0    1.6681     37     1.6681     18     1.6681
-                                 PLD     17     1.0102     > 60              > 60
-            multiplier for       RDP     0.043  1.01402    0.19   1.01402    0.074  1.01563
-            epsilon 3            PLD     2.2    0.96849    4.3    0.96844    2.5    0.97168
-  hardware  2 cores of an AMD EPYC; medians of 5, of 3 or 1 above 15 s; all figures in
-            experiments/results/accounting.json
+  result    2,000 different multipliers take 1.0 s by RDP (dp-accounting 37, Opacus 18), 17 s by PLD
+            (both others above 60); answers agree with dp-accounting to 6 digits by RDP
+  hardware  2 cores of an AMD EPYC; medians of 5, or of 3 or 1 above 15 s
   command   make bench-peers BENCH=accounting ARGS="--out experiments/results/accounting.json"
+  figures   experiments/results/accounting.json
 
-Three questions, by Rényi divergences (RDP) and by privacy loss distributions (PLD; Opacus
-calls its own PRV): one multiplier for 14,063 steps, 2,000 different multipliers, and the
-multiplier that spends epsilon 3 in 14,063 steps.  Every answer is an upper bound, so a smaller
-one is the better one; where they differ it is by orders, grids and tolerances, which are each
-library's own defaults (Opacus stops calibrating within 0.01 of the target).
-
-Each contestant is asked in a process of its own, imports not timed, and again with a sampling
-rate that is larger by 1e-9 of itself, so that nothing is answered from memory.  One that takes
-longer than the cap is stopped, and its row says so.
+Three questions, by RDP and by PLD (PRV in Opacus): one multiplier for 14,063 steps, 2,000
+different multipliers, and the multiplier of epsilon 3.  All answers are upper bounds with each
+library's default orders, grids and tolerances.  Each contestant runs in its own process, imports
+excluded, and repeats with a slightly different rate so that caches do not answer.
 """
 
 from __future__ import annotations

@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One private step of a Transformer of 100 million parameters, and of adapters beside it.
+"""One private step of a Transformer of 100 million parameters, and of adapters for it.
 
-  claim     100 million parameters take a private step on two CPU cores, at 1.3 times the time and
-            1.2 times the memory of a plain one; frozen leaves are free: with adapters of 295,000
-            beside them a private step takes 1.1 times a plain one's memory, 1.4 times its time
-  figures                      seconds a step   memory above parameters and batch, MiB
-            plain                   2.25            893
-            private                 3.00          1,080
-            plain adapters          1.48            674
-            private adapters        2.06            749
-  hardware  2 cores of an AMD EPYC; JAX 0.10.2; medians of 3; all figures in
-            experiments/results/large.json
+  result    a private step takes 1.3 times the time and 1.2 times the memory of a plain one (3.0 s,
+            1,080 MiB); with 295,000 adapter parameters 1.4 and 1.1 times
+  hardware  2 cores of an AMD EPYC; JAX 0.10.2; medians of 3
   command   make bench BENCH=large ARGS="--rounds 3 --out experiments/results/large.json"
+  figures   experiments/results/large.json
 
-The network has 12 blocks of width 768 and 20,000 tokens; a batch is 8 texts of 64 tokens; it
-computes in bfloat16.  `plain` and `private` train all of it.  The adapters are pairs of thin
-matrices, rank 8, beside the queries and values; all else is closed over by the loss, and so
-frozen: no gradient, no norm and no noise is made for it.  SGD, one step at a time.
-
-Each case is a process (`large_cases`), and they take turns while the others sleep.  `peak` is how
-far its memory rises by stepping, above parameters and batch; the new parameters are in it.
-`process` is the most that the process ever held, compilation included.
+The network has 12 blocks of width 768 and 20,000 tokens; a batch is 8 texts of 64 tokens, in
+bfloat16.  Adapters are matrices of rank 8 beside queries and values; the loss closes over all
+other leaves, which get no gradient, norm or noise.  Each case is a process (`large_cases`).
+`peak` is the rise of its memory above parameters and batch, `process` its largest memory.
 """
 
 from __future__ import annotations

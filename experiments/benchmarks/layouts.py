@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the layout that dpjax chooses a good one?  Microbatch sizes and devices, timed.
+"""Microbatch sizes and devices: the layout that dpjax chooses, against its neighbours.
 
-  claim     the chosen layout takes at most 1.1 times the time of the fastest of its neighbours
-  figures   cost of the choice: W1 1.01, W2 1.00, W3 1.09, W4 1.00, W5 1.00; the second device
-            gains 1.3 to 1.9 on W1, W2, W3 and W5 and nothing on W4
+  result    the choice takes 1.00 to 1.09 times the time of the fastest layout, on W1 to W5
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; fastest of 7 rounds
   command   make bench BENCH=layouts ARGS="--rounds 7 --around 2 --out FILE"
-            (experiments/results/layouts.json)
+  figures   experiments/results/layouts.json
 
-For each workload the clipped sum of a batch, in microbatches of 1, 2, 4 ... examples on each
-of one and of all host devices; beside it what `dpjax.gradients.layout` takes.  `cost` is the
-time in units of the fastest.  The two constants of that choice were set by such a table.
+Each workload's clipped sum is timed in microbatches of 1, 2, 4 ... examples on one and on all
+host devices, beside the choice of `dpjax.gradients.layout`.  `cost` is the time over the fastest.
 """
 
 from __future__ import annotations

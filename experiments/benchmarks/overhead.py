@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run costs beside its steps: the host, single dispatches, the disk, checkpoints.
+"""Time of a run outside its steps: host, dispatches, disk and checkpoints.
 
-  claim    host time is under 5 % of a small model's step when `fit` drives it
-  seen     4.7 %: a step 0.281 ms in a dispatch and 0.295 in `fit`; alone it would be 1.3, read from
-           a stream 2.1; a checkpoint holds the run up for 6 ms and is on disk after 28
-           (experiments/results/overhead.json, two CPU cores)
-  command  make bench BENCH=overhead ARGS="--rounds 5 --steps 4096"
+  result    4.7 % of the time in `fit` is the host's (step 0.281 ms, in `fit` 0.295); a checkpoint
+            holds the run for 6 ms and is on disk after 28
+  hardware  two CPU cores
+  command   make bench BENCH=overhead ARGS="--rounds 5 --steps 4096"
+  figures   experiments/results/overhead.json
 
-The model is the demo's (digits, one hidden layer of 128, batches of 512).  A dispatch of n
-steps takes a fixed time and n times a step's, both from dispatches of 8 and of 64 steps; what
-`fit` takes beyond its steps is the host's: ledger, log, signals, progress.  Evaluations and
-checkpoints are left out there, and checkpoints timed by themselves.
+The model is the demo's (digits, one hidden layer of 128, batches of 512).  A dispatch of n steps
+takes a fixed time and n times a step's; both come from dispatches of 8 and of 64 steps.  Ledger,
+log, signals and progress are what `fit` adds; checkpoints are timed by themselves.
 """
 
 from __future__ import annotations

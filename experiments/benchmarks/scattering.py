@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many images a second the scattering transform takes, beside kymatio's own frontends.
+"""Images per second of the scattering transform, beside kymatio's frontends.
 
-  claim     kymatio's features to 1e-5, and faster than each of its frontends on a CPU
-  figures   28x28x1: dpjax 5,774 images/s; kymatio jax 2,469, torch 1,487, numpy 827
-            32x32x3: dpjax 1,650 images/s; kymatio jax 709, torch 370, numpy 244
-            the 60,000 images of MNIST in 14.4 s, the 50,000 of CIFAR-10 in 44.9 s
-            no GPU was to be had: not measured on one
-  hardware  2 cores of an Intel Xeon, shared; JAX 0.10.2, kymatio 0.3.0, PyTorch 2.13.0; all
-            figures in experiments/results/scattering.json
-  command   make bench-peers BENCH=scattering ARGS="--rounds 7 --seconds 1.5 \
-              --data mnist,cifar10 --out experiments/results/scattering.json"
+  result    28x28x1: dpjax 5,774, kymatio's jax 2,469, torch 1,487, numpy 827; 32x32x3: 1,650, 709,
+            370, 244; MNIST in 14.4 s, CIFAR-10 in 44.9 s
+  hardware  2 cores of an Intel Xeon, shared; JAX 0.10.2, kymatio 0.3.0, PyTorch 2.13.0; no GPU
+  command   make bench-peers BENCH=scattering ARGS="--rounds 7 --seconds 1.5 --data mnist,cifar10"
+  figures   experiments/results/scattering.json
 
-Contestants: `dpjax`, and kymatio's `numpy`, `torch` and `jax` frontends, each in a process of its
-own, in the environment of the peers; without it, or where kymatio is not installed there, dpjax
-runs alone and the report says so.  They take turns in an order drawn anew
-each round, while the others sleep.  Each must return dpjax's features within 1e-5, or there is no
-figure.  ``--data`` times a whole data set as users do it: `features.scattered`, from the arrays of
-`data.load` to an array of features, compilation included.
+Each contestant runs in its own process in the environment of the peers; without that, dpjax runs
+alone.  They take turns in a random order.  A rate is printed only if the features are dpjax's
+within 1e-5.  ``--data`` times `features.scattered` on a whole data set, compilation included.
 """
 
 from __future__ import annotations

