@@ -20,7 +20,7 @@ help: ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/ready-run ## train a small private model and write its report to runs/demo
-	$(PY) experiments/train.py --overwrite --out runs/demo $(ARGS)
+	$(PY) -m dpjax train --overwrite --out runs/demo $(ARGS)
 
 test: $(VENV)/ready-dev ## run the tests and the examples in the documentation
 	$(PY) -m pytest -n auto --dist worksteal -q --durations=15 $(ARGS)

@@ -183,7 +183,7 @@ def seeds(runs: list[Run]) -> Iterator[str]:
     found = [f"{run.path.resolve().name} ({run.seed})" for run in runs if run.seed is not None]
     if found:
         yield (
-            f"Seed published, so not for release: {', '.join(found)}. Whoever knows a seed can "
+            f"Seed published, so not for release: {', '.join(found)}. Anyone who knows a seed can "
             "subtract the noise."
         )
 

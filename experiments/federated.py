@@ -33,29 +33,33 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits a
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")
 _CLIENTS = flags.DEFINE_integer("clients", 1000, "How many clients there are.", 1)
 _CONCENTRATION = flags.DEFINE_float(
-    "concentration", None, "Of the Dirichlet split; small is uneven.  By default an IID split."
+    "concentration", None, "Dirichlet concentration of the split; small is uneven. By default IID."
 )
 _RATE = flags.DEFINE_float("sampling_rate", 0.1, "The probability that a client is drawn.")
-_ROUNDS = flags.DEFINE_integer("rounds", 50, "How often clients are drawn.", 1)
-_NOISE = flags.DEFINE_float("noise_multiplier", 1.5, "Noise / what one client can move the sum.")
-_BOUND = flags.DEFINE_float("bound", 0.5, "The longest update that is not cut.")
+_ROUNDS = flags.DEFINE_integer("rounds", 50, "Number of rounds.", 1)
+_NOISE = flags.DEFINE_float("noise_multiplier", 1.5, "Noise over the sensitivity to one client.")
+_BOUND = flags.DEFINE_float("bound", 0.5, "Largest norm of a client's update.")
 _MODEL = flags.DEFINE_enum("model", "linear", ["linear", "mlp", "tempered_cnn"], "What to train.")
-_EPOCHS = flags.DEFINE_integer("local_epochs", 5, "Of a drawn client on its own examples.", 1)
-_BATCH = flags.DEFINE_integer("local_batch_size", 10, "Of a client.", 1)
-_LOCAL_RATE = flags.DEFINE_float("local_learning_rate", 0.05, "Of a client's SGD.")
-_SERVER_RATE = flags.DEFINE_float("server_learning_rate", 1.0, "Of the server's SGD.")
-_MOMENTUM = flags.DEFINE_float("server_momentum", 0.0, "Of the server's SGD.")
-_PROJECT = flags.DEFINE_bool("project", False, "Return to the bound after each local batch.")
+_EPOCHS = flags.DEFINE_integer("local_epochs", 5, "Epochs of a client on its own examples.", 1)
+_BATCH = flags.DEFINE_integer("local_batch_size", 10, "Batch size of a client.", 1)
+_LOCAL_RATE = flags.DEFINE_float("local_learning_rate", 0.05, "Learning rate of a client.")
+_SERVER_RATE = flags.DEFINE_float("server_learning_rate", 1.0, "Learning rate of the server.")
+_MOMENTUM = flags.DEFINE_float("server_momentum", 0.0, "Momentum of the server.")
+_PROJECT = flags.DEFINE_bool("project", False, "Project onto the bound after each local batch.")
 _LARGEST = flags.DEFINE_float(
-    "largest_weight", None, "Weight clients by their examples, up to so many; else all alike."
+    "largest_weight",
+    None,
+    "Weight clients by their number of examples, up to this; by default alike.",
 )
-_DELTA = flags.DEFINE_float("delta", 1e-5, "Of the guarantee.")
-_SEED = flags.DEFINE_integer("seed", None, "For reproduction only: it gives the noise away.")
-_OUT = flags.DEFINE_string("out", None, "Folder of the run; one that was interrupted goes on.")
+_DELTA = flags.DEFINE_float("delta", 1e-5, "Delta of the guarantee.")
+_SEED = flags.DEFINE_integer(
+    "seed", None, "Reproducible noise: anyone who knows the seed can subtract it."
+)
+_OUT = flags.DEFINE_string("out", None, "Folder of the run; an interrupted run resumes.")
 
 
 def owners_of(labels: np.ndarray, clients: int, concentration: float | None) -> np.ndarray:
-    """To which client each example is dealt; always alike for the same labels."""
+    """The client of each example, drawn with a fixed seed."""
     draw = np.random.default_rng(0)
     if concentration is None:
         return draw.permutation(np.arange(len(labels)) % clients)

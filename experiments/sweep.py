@@ -33,36 +33,38 @@ from dpjax.training.signals import Stop
 
 HERE = pathlib.Path(__file__).resolve().parent
 
-_BINARY = flags.DEFINE_string("binary", str(HERE / "train.py"), "What is run, with --out.")
-_GRID = flags.DEFINE_string("grid", None, "Flags and their values: every combination is run.")
-_RANGES = flags.DEFINE_string("ranges", None, "Flags, and values or ranges that are drawn from.")
-_RANDOM = flags.DEFINE_integer("random", None, "With --ranges: how many settings are drawn.", 1)
+_BINARY = flags.DEFINE_string(
+    "binary", str(HERE / "train.py"), "Binary of each run; it takes --out."
+)
+_GRID = flags.DEFINE_string("grid", None, "Flags and their values; every combination runs.")
+_RANGES = flags.DEFINE_string("ranges", None, "Flags, and values or ranges to draw from.")
+_RANDOM = flags.DEFINE_integer("random", None, "Number of settings drawn from --ranges.", 1)
 _RANDOM_RUNS = flags.DEFINE_string(
     "random_runs",
     None,
     "Draw the number of runs, and for each its settings: geometric:MEAN, logarithmic:MEAN or "
     "poisson:MEAN.",
 )
-_SEEDS = flags.DEFINE_integer("seeds", 1, "How many runs of each setting.", 1)
-_FIXED = flags.DEFINE_string("fixed", "", "Flags that all runs have: dataset=digits;epochs=5.")
+_SEEDS = flags.DEFINE_integer("seeds", 1, "Number of runs of each setting.", 1)
+_FIXED = flags.DEFINE_string("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
 _SEED = flags.DEFINE_integer(
-    "seed", None, "For reproduction only: of what is drawn, and the first of the runs' seeds."
+    "seed", None, "Seed of the draws, and of the first run; makes noise reproducible and public."
 )
-_JOBS = flags.DEFINE_integer("jobs", 1, "How many run at once.", 1)
+_JOBS = flags.DEFINE_integer("jobs", 1, "Number of parallel runs.", 1)
 _OUT = flags.DEFINE_string("out", "runs/sweep", "Folder of the search.")
-_PAGE = flags.DEFINE_bool("page", True, "Put the runs side by side, by compare.py.")
+_PAGE = flags.DEFINE_bool("page", True, "Write comparison.html with compare.py.")
 _FREE = flags.DEFINE_list(
     "free",
     "activation,average,bound,floor,hidden,learning_rate,loss,loss_options,model,model_options,"
     "momentum,optimizer,rate_per_512,torch_init,warmup_steps",
-    "Flags that change no run's price; with --random_runs, others must all have been tried.",
+    "Flags that change no run's cost; with --random_runs all values of other flags must run.",
 )
 
 _ELSEWHERE = {"jobs", "out", "page", "free"}  # the same search
 
 
 def settings() -> dict[str, Any]:
-    """The flags that make the search what it is."""
+    """The flags that identify the search."""
     own = flags.FLAGS.get_flags_for_module(sys.modules[__name__])
     return {flag.name: flag.value for flag in own if flag.name not in _ELSEWHERE}
 
@@ -82,7 +84,7 @@ def number_of_runs() -> tuple[str, float] | None:
 
 
 def candidates_from_flags() -> search_space.Candidates:
-    """What may be tried; refuses flags that do not go together."""
+    """The candidates of each flag; refuses flags that contradict each other."""
     number = number_of_runs()
     if (_GRID.value is None) == (_RANGES.value is None):
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
@@ -98,7 +100,7 @@ def candidates_from_flags() -> search_space.Candidates:
 
 
 def draw(candidates: search_space.Candidates) -> list[search_space.Trial]:
-    """The runs of the search, all of them, before the first has begun."""
+    """Draws all runs of the search."""
     number, numbers = number_of_runs(), np.random.default_rng(_SEED.value)
     if number is not None:
         key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
@@ -112,14 +114,14 @@ def draw(candidates: search_space.Candidates) -> list[search_space.Trial]:
 
 
 def planned(folder: pathlib.Path, candidates: search_space.Candidates) -> list[search_space.Trial]:
-    """The runs that were drawn when the search began, which is now if there is none."""
+    """The runs in the folder's plan; draws and writes a plan if there is none."""
     path, now = folder / "sweep.json", settings()
     if not path.exists():
         plan = {"search": now, "trials": search_space.stored(draw(candidates))}
-        beside = path.with_suffix(".part")
-        beside.touch(mode=0o600)
-        beside.write_text(json.dumps(plan, indent=2) + "\n")
-        os.replace(beside, path)
+        partial_file = path.with_suffix(".part")
+        partial_file.touch(mode=0o600)
+        partial_file.write_text(json.dumps(plan, indent=2) + "\n")
+        os.replace(partial_file, path)
     plan = json.loads(path.read_text())
     if differ := [name for name in now if plan["search"].get(name) != now[name]]:
         lines = (f"  --{n}: {plan['search'].get(n)} there, {now[n]} now" for n in differ)
@@ -138,7 +140,7 @@ def command(trial: search_space.Trial, folder: pathlib.Path) -> list[str]:
 
 
 def run_missing(trials: dict[pathlib.Path, search_space.Trial]) -> int:
-    """Runs what has not finished; returns how many failed."""
+    """Runs all unfinished runs; returns the number of failures."""
     done = finished(trials)
     left = {f: command(trial, f) for f, trial in trials.items() if f not in done}
     print(f"{len(trials)} runs, of which {len(done)} have finished", flush=True)
@@ -161,7 +163,7 @@ def outcome(end: child_processes.Ended) -> str:
         return "stopped" if end.asked else failed
     try:
         return f"{search_results.accuracy(read(end.folder, arrays=False)):.2f} %"
-    except (OSError, ValueError):  # said again, with what to do, when all have run
+    except (OSError, ValueError):  # `conclude` reports it again with the cure
         return "no results"
 
 
@@ -174,7 +176,7 @@ def finished(
 def costs(
     candidates: search_space.Candidates, trials: dict[pathlib.Path, search_space.Trial]
 ) -> tuple[dict[str, Any], str]:
-    """What the search costs, as JSON has it and in words."""
+    """The cost of the search, for JSON and in words."""
     done = finished(trials)
     prices, delta, relation = search_cost.prices(
         [search_cost.card_of(folder) for folder in done],
@@ -202,7 +204,7 @@ def conclude(
     candidates: search_space.Candidates,
     trials: dict[pathlib.Path, search_space.Trial],
 ) -> None:
-    """Prints and writes what the search found, and what it cost."""
+    """Prints and writes the results and the cost of the search."""
     done = finished(trials)
     rows = search_results.results(done)
     (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -218,7 +220,7 @@ def conclude(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}; flags of the runs go into --fixed.")
-    jax.config.update("jax_platforms", "cpu")  # the accelerator is for the runs
+    jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
     candidates, out = candidates_from_flags(), pathlib.Path(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     if child_processes.locked(out / "lock") is None:

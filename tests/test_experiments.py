@@ -197,7 +197,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
     assert left <= known
     given = ["--continue_from", folder, "--out", tmp_path / "next", "--steps=1"]
     refused = run("train.py", *given, status=1)
-    assert "another one was begun in its folder" in refused.stdout + refused.stderr
+    assert "another run was started in its folder" in refused.stdout + refused.stderr
     assert not (tmp_path / "next").exists()
 
 

@@ -72,14 +72,14 @@ def ready(peers: str | None, library: str, method: str) -> workers.Worker:
 def measure(
     task: dict[str, Any], asked: dict[str, workers.Worker], repeats: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Everybody's times and answer to one question, in turns, or why there are none."""
+    """Times and answers of all contestants for one question, in turns, or why there are none."""
     rows: dict[str, dict[str, Any]] = {who: {"seconds": []} for who in asked}
     for repeat in range(repeats):
         again = {**task, "sampling_rate": task["sampling_rate"] * (1 + 1e-9 * repeat)}
         for who, worker in asked.items():
             row = rows[who]
             left = seconds - sum(row["seconds"])
-            # A repeat that would be cut off is not begun; the first may take all there is.
+            # A repeat that would exceed the cap does not start; the first has all the time.
             if "refused" in row or (repeat and row["seconds"][-1] > 0.9 * left):
                 continue
             found = worker.ask(again, left)
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: then importing this beside another experiment would define --out twice.
+    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("questions", None, "Of steps, schedule, calibration; by default all.")
     flags.DEFINE_list("contestants", None, "How their names begin; by default all.")
     flags.DEFINE_integer("repeats", 5, "How often each contestant answers.", lower_bound=1)

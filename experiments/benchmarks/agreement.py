@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a time is worth: gradients of dpjax beside their definitions, on the batch that is timed.
+"""Correctness of the timed gradients: each is compared with its definition on the timed batch.
 
-Two entries of a max-pool's window may be so close that the order of a sum says which of them
-wins; then the gradient of that one example jumps, in plain JAX as well.  Such examples are
-found by that jump, when inputs and parameters are moved by about as much as rounding moves
-them, and are left out.  On all others a gradient is its definition's, or no time is printed.
+Two entries of a max-pool window may be so close that rounding decides which is larger; then the
+gradient of that example jumps, in plain JAX too.  Such examples are found by perturbing inputs
+and parameters by about a rounding error, and are left out.  On all others a gradient must agree
+with its definition, or no time is printed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dpjax import clipping
 
 BOUND = 1.0
 TOLERANCE = 1e-4  # between two gradients, relative to their length
-# Numbers are moved by so much of themselves, and so often.  On W2 this moves gradients by less
-# than 3e-6, or else by more than 1e-3.
+# Relative size and number of perturbations.  On W2 they move gradients by less than 3e-6, or
+# else by more than 1e-3.
 MOVED, DRAWS = 1e-6, 3
 TOGETHER = 16  # examples, whose gradients are all in memory
 
 
 def clipped_sum(loss: Any, engine: str) -> Any:
-    """The gradient that one of dpjax's engines takes a step with."""
+    """The clipped sum of one engine."""
     clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
     return lambda params, batch: clipped(params, batch).value
 
 
 def held(names: list[str], loss: Any, params: Any, batch: Any) -> dict[str, Any]:
-    """Holds each of dpjax's gradients to its definition: vmap's, or plain's.
+    """Compares each of dpjax's gradients with its definition, vmap's or plain's.
 
     Returns:
-      How far each is from it, and how many examples were left out.
+      The relative distances, and the number of examples that were left out.
     """
     sound, size = steady(loss, params, batch), len(batch[1])
     some = jax.tree.map(lambda x: x[np.resize(sound, size)], batch)  # others in their places
@@ -64,7 +64,7 @@ def held(names: list[str], loss: Any, params: Any, batch: Any) -> dict[str, Any]
 
 
 def steady(loss: Any, params: Any, batch: Any) -> np.ndarray:
-    """The numbers of those examples whose gradients do not jump; most, or none is to be timed."""
+    """Indices of examples whose gradients do not jump; raises if they are fewer than half."""
     gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
     size, jumps, key = len(batch[1]), [], jax.random.key(0)
     for start in range(0, size, TOGETHER):
@@ -82,7 +82,7 @@ def steady(loss: Any, params: Any, batch: Any) -> np.ndarray:
 
 
 def _moved(tree: Any, key: Any) -> Any:
-    """Floats times one and a little; whatever else as it is."""
+    """Perturbs floating-point leaves; other leaves pass unchanged."""
 
     def move(x: Any, key: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.floating):

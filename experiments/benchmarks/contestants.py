@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in the timing of a step: the ways of JAX, and peers in their own processes.
+"""Contestants of the step benchmark: JAX programs here, and peers in their own processes.
 
-A contestant is four functions, whoever is behind it: `run` takes steps and says seconds per
-step, `memory` and `sound` are asked after that, and `close` ends it.  All do the same work:
-gradients clipped to the same bound, the same noise, SGD, one batch that was put in place
-before: where its step wants it, be that one device or a part on each of several.  Those
-called plain (`plain`) are not private.
-
-Nothing here knows whose turn it is, nor whether results are right: that is of `agreement`.
+A contestant is four functions.  `run` takes steps and returns seconds per step, `memory` and
+`sound` report on them, and `close` ends it.  All do the same work: gradients clipped to one bound,
+equal noise, SGD, and one batch that already lies where the step wants it, on one device or
+sharded.  Contestants called plain (`plain`) are not private.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
 Started by `scattering`, which asks in lines of JSON: first ``{"images": path, "J": 2, "L": 8}``,
 answered with the path of the features of a few images, and then ``{"seconds": 1.0}`` as often as
 it likes, answered with images a second.  Each frontend gets the batch size of a short list that
-is fastest with it; torch without gradients, JAX compiled.  This file must never import dpjax, nor
-anything of a peer at its top.
+is fastest with it; torch without gradients, JAX compiled.  Peers are imported where they are used.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def transform(frontend: str, shape: tuple[int, int], J: int, L: int) -> Callable
 
 
 def speed(run: Callable[[Any], Any], images: Any, batch: int, seconds: float) -> float:
-    """Images a second, over at least so many seconds."""
+    """Images per second, over at least ``seconds``."""
     done, started = 0, time.perf_counter()
     while done == 0 or time.perf_counter() - started < seconds:
         start = done % (len(images) - batch + 1)

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: then importing this beside another experiment would define --out twice.
+    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_integer("rounds", 5, "How many turns each case takes.", lower_bound=1)
     flags.DEFINE_bool("smoke", False, "A tiny network, two rounds: does it run?")
     flags.DEFINE_string("out", None, "JSON file for the figures.")

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_integer("rounds", 5, "How many turns each layout takes.", lower_bound=1)
-    flags.DEFINE_float("around", 4.0, "Sizes up to so many times smaller and larger are tried.")
+    flags.DEFINE_float("around", 4.0, "Largest factor between a tried size and the chosen one.")
     flags.DEFINE_integer("host_devices", 2, "Devices that the CPU is shown as.", lower_bound=1)
     flags.DEFINE_bool("smoke", False, "Batches of 8, two rounds, little optimized: does it run?")
     flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each workload.")

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the memory of a process rises while it works: one gauge for everybody.
+"""The rise of a process's peak memory while it works, for JAX, PyTorch and plain processes.
 
-Each function starts anew and returns a function that says how many bytes the peak has risen
-since, above what was held at the start; None on a system that does not say.  On a CPU that is
-resident memory as Linux counts it, after the allocator was asked to give back what is free.
-Still it keeps small pieces to use them again; a process that starts with `GIVES_BACK` in its
-environment keeps none, and is a little slower.  On a GPU it is what the library has allocated.
-
-Nothing here knows what is measured.  PyTorch and JAX are imported where they are asked.
+Each function resets the peak and returns a function that reads how many bytes it has risen since;
+the latter returns None on a system without that number.  On a CPU the memory is resident memory
+as Linux counts it, after the allocator has returned free memory.  The allocator keeps small
+pieces; a process with `GIVES_BACK` in its environment keeps none and is slightly slower.  On a
+GPU the memory is what the library has allocated.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def of_process() -> Rise:
 
 
 def of_torch() -> Rise:
-    """What PyTorch holds on its GPU, or this process if there is none."""
+    """Memory of PyTorch on its GPU, or of this process without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -49,7 +47,7 @@ def of_torch() -> Rise:
 
 
 def of_jax() -> Rise:
-    """What JAX holds on its device, whose peak cannot start anew, or this process on a CPU."""
+    """Memory of JAX on its device, whose peak cannot be reset, or of this process on a CPU."""
     import jax
 
     device = jax.devices()[0]

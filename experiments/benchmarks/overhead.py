@@ -52,14 +52,14 @@ def algorithm(examples: Any) -> dpjax.types.Algorithm:
     return dpjax.dpsgd(loss, optax.sgd(0.4, momentum=0.9), mechanism, examples)
 
 
-def begun(algorithm: dpjax.types.Algorithm) -> Any:
+def started(algorithm: dpjax.types.Algorithm) -> Any:
     model = models.MLP(features=(128,), classes=10)
     params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)))["params"]
     return algorithm.init(jax.random.key(0), params)
 
 
 def dispatch(algorithm: dpjax.types.Algorithm, state: Any, count: int) -> float:
-    """Seconds of so many steps at once."""
+    """Seconds of a dispatch of ``count`` steps."""
     fresh = jax.block_until_ready(trees.copy(state))
     return seconds(lambda: jax.block_until_ready(algorithm.run(fresh, count)))
 
@@ -71,8 +71,8 @@ def driven(algorithm: dpjax.types.Algorithm, state: Any) -> float:
 
 
 def steps(algorithm: dpjax.types.Algorithm) -> tuple[float, float, float]:
-    """Seconds of a step in a dispatch, of a dispatch beside its steps, of a step in `fit`."""
-    state, few, many = begun(algorithm), 8, 64
+    """Seconds of a step in a dispatch, of a dispatch without its steps, of a step in `fit`."""
+    state, few, many = started(algorithm), 8, 64
     works = {
         "few": lambda: dispatch(algorithm, state, few),
         "many": lambda: dispatch(algorithm, state, many),
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
     resident = algorithm(train)
     step, alone, in_fit = steps(resident)
     streamed, *_ = steps(algorithm(data.Stream(list(zip(*train, strict=True)))))
-    held, whole = saving(begun(resident))
+    held, whole = saving(started(resident))
     report |= {
         "step_ms": 1e3 * step,
         "dispatch_ms": 1e3 * alone,

@@ -13,7 +13,7 @@ contestants, at the best microbatch of a short list, which is said.
 ``peak_bytes`` is how far the memory of the process (on a GPU: of the library) rose above what
 it held before: of PyTorch before its first step, of JAX after compiling, which is not in
 it.  `steps` starts its own contestants here as well, by their names, when it wants their peaks.
-This file must never import anything of a peer at its top.
+Peers are imported where they are used.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ CONTESTANTS = {
 
 def main() -> None:
     _, name = sys.argv
-    # The asking process may hold a GPU as well: nobody takes all of its memory at once.
+    # The asking process may hold the GPU too, so no process preallocates its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepared = []
 

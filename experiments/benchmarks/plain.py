@@ -6,7 +6,7 @@
                yardstick of memory, slow where XLA compiles convolutions in loops badly
   plain fast   `dpjax.gradients.plain_grad`: in microbatches, by the means of the private one
 
-Nothing here is private, and nothing knows how it is timed.
+Nothing here is private.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark does besides measuring: chooses, says where it runs, keeps figures.
+"""Settings, machine and results of a benchmark, printed and kept in a JSON file.
 
-A report is a dictionary that JSON can hold.  It begins with the settings, the machine and the
-versions, and is written anew whenever a part of it is finished, so that a run that is broken
-off leaves what it has.
+A report is a dictionary.  It starts with the settings, the machine and the versions.  `keep`
+writes the file after every finished part, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def begin(packages: tuple[str, ...], **settings: Any) -> dict[str, Any]:
 
 
 def keep(report: dict[str, Any], out: str | None) -> None:
-    """Writes the report, if a file was asked for."""
+    """Writes the report if there is a file for it."""
     if out:
         path = pathlib.Path(out)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +51,7 @@ def keep(report: dict[str, Any], out: str | None) -> None:
 def chosen(
     flag: str, names: list[str], words: list[str] | None, always: tuple[str, ...] = ()
 ) -> list[str]:
-    """Those that are asked for by name or by how they begin, in order; all, if none were."""
+    """The names that ``words`` select, whole or by prefix, in order; all without words."""
     known = set(names if words is None else always)
     for word in words or ():
         found = {word} & set(names) or {name for name in names if name.startswith(word)}

@@ -157,7 +157,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: then importing this beside another experiment would define --out twice.
+    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("data", None, "Whole data sets to time, by name; DPJAX_DATA_DIR has them.")
     flags.DEFINE_integer("examples", 1024, "Images of a turn's lot.", lower_bound=CHECKED)
     flags.DEFINE_integer("rounds", 7, "How many turns each contestant takes.", lower_bound=1)

@@ -180,7 +180,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: then importing this beside another experiment would define --out twice.
+    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("workloads", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("contestants", None, "Names or how they begin; by default all, plain always.")
     flags.DEFINE_integer("rounds", 10, "How many turns each contestant takes.", lower_bound=1)

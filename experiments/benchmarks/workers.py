@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers in other processes: one line of JSON asks, one line of JSON answers.
+"""Helper processes that answer questions, one line of JSON per question and per answer.
 
-Peers need an environment of their own, and an accountant that takes minutes must be stopped
-from outside; so each contestant of theirs is a process that waits on its standard input.
-While one works all others sleep, and what one of them allocates or compiles is its own.
-
-`Worker` is the asking side, `serve` the answering one.  An answer with the word ``refused``
-says why there is no figure, in few words: a mode that does not know a layer is a finding and
-not an error.  Nothing here knows what is measured; only the standard library is needed.
+Peers need their own environment, and a slow accountant must be stopped from outside, so each
+runs in a process that reads its standard input.  While one works, all others sleep, and its
+allocations and compilations stay its own.  `Worker` is the asking side, `serve` the answering
+one.  An answer with ``refused`` says why there is no figure: an unsupported layer is a finding,
+not an error.  Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Worker:
         )
 
     def ask(self, question: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """The answer, or why there is none; after so many seconds the worker is stopped."""
+        """The answer, or why there is none; stops the worker after ``seconds``."""
         late = threading.Event()
 
         def stop() -> None:
@@ -61,7 +59,7 @@ class Worker:
         return json.loads(answer)
 
     def close(self) -> None:
-        """Lets the process end, or ends it."""
+        """Ends the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -78,7 +76,7 @@ class Worker:
 
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Answers every question on the standard input until it is closed."""
-    # What libraries print must not get between the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -86,6 +84,6 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
             answer = handle(json.loads(line))
         except ModuleNotFoundError as error:
             answer = {"refused": f"{error.name} is not installed there"}
-        except Exception as error:  # whatever a peer raises is its answer
+        except Exception as error:  # any error of a peer is its answer
             answer = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:100]}
         print(json.dumps(answer), file=answers, flush=True)

@@ -6,8 +6,6 @@ has wide inputs and a large batch, W4 is matrix products alone and soon limited 
 has attention, layer norms and an embedding.  Inputs and labels are noise: speed does not
 depend on what they say.  The networks are those of `dpjax.models`; the peers' (`torch_models`)
 have the same layers, and both sides are held to the number of parameters written here.
-
-This file must never know who takes part, or how they are timed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs commands, some at once, so that they can be stopped and gone on with.
+"""Runs commands in parallel processes that can be stopped, resumed and killed safely.
 
-Each command has a folder, in which `output.txt` has what it printed, and `finished` is made when
-it ends well: then it is not run again.  A lock lies there that the command itself holds as long
-as it lives.  So if this process is killed, and its children go on, the next one waits for them
-instead of running beside them.
+Each command has a folder with its output in `output.txt`; a command that succeeds leaves the file
+`finished` there and does not run again.  The child process holds a lock in the folder while it
+lives.  If this process is killed while children run, the next process waits for their locks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FINISHED = "finished"
 
 
 class Ended(NamedTuple):
-    """How a command ended: with a status of its own, or because it was asked to."""
+    """The end of a command; ``asked`` says that this process terminated it."""
 
     folder: pathlib.Path
     status: int
@@ -34,7 +33,7 @@ class Ended(NamedTuple):
 
 
 def locked(path: pathlib.Path) -> int | None:
-    """The handle of a lock, or None if somebody has it; it is free when all holders are gone."""
+    """The handle of a lock, or None if a process holds it; the system frees it at process end."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,14 +44,14 @@ def locked(path: pathlib.Path) -> int | None:
 
 
 def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[bytes] | None:
-    """Starts a command in a session of its own, unless it is still running from before."""
+    """Starts a command in its own session, or returns None if its folder is locked."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = locked(folder / "sweep.lock")
     if handle is None:
         return None
     try:
         with (folder / "output.txt").open("ab") as output:
-            # Its own session: Ctrl-C comes to us alone, and is passed on once.
+            # In its own session Ctrl-C reaches only this process, which passes it on once.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -60,7 +59,7 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=[handle],
-                # Several on one accelerator: none takes all of its memory beforehand.
+                # Several children may share an accelerator: none may preallocate all its memory.
                 env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ},
             )
     finally:
@@ -70,9 +69,9 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
 def run_all(
     commands: Mapping[pathlib.Path, Sequence[str]], jobs: int, stop: Stop
 ) -> Iterator[Ended]:
-    """Runs commands, each in its folder, so many at once; yields them as they end.
+    """Runs commands, each in its folder, at most ``jobs`` in parallel; yields each end.
 
-    When a signal comes no more are started, and those that run are asked to end.
+    After a signal no command starts, and running commands are terminated.
     """
     waiting, running, asked = deque(commands), {}, set[pathlib.Path]()
     try:
@@ -92,7 +91,7 @@ def run_all(
                     yield Ended(folder, child.returncode, time.time() - began, folder in asked)
             time.sleep(0.05)
     finally:
-        for child, _ in running.values():  # a second signal, or an error here: no more patience
+        for child, _ in running.values():  # after a second signal or an error
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             child.wait()
@@ -103,7 +102,7 @@ def _start(
     running: dict[pathlib.Path, tuple[subprocess.Popen[bytes], float]],
     commands: Mapping[pathlib.Path, Sequence[str]],
 ) -> None:
-    """Starts the first that waits; one that still runs from before goes to the end."""
+    """Starts the first waiting command, or moves it to the end if its folder is locked."""
     folder = waiting.popleft()
     child = begin(commands[folder], folder)
     if child is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run looks like inside, epoch by epoch, and how that is drawn.
+"""Numbers that show a run from inside, epoch by epoch, and panels that draw them.
 
-`Watch` looks at parameters after every epoch, with a few thousand training examples: none of
-what it finds is private, so it is for data that are public anyway.  The functions below it
-make panels of what was found: each takes a title and, by name, runs with their ``way``.
+`Watch` measures parameters after every epoch on a few thousand training examples.  Its numbers
+are not private, so it is for public data only.  Each function below it takes a title and, by
+name, runs with their logs in ``way``, and returns panels.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Draw = Callable[[str, Found], list[Panel]]
 
 
 def asks_epoch(loss: losses.ExampleLoss) -> bool:
-    """Whether a loss has to be told the epoch."""
+    """Whether a loss takes the epoch."""
     return "epoch" in inspect.signature(loss).parameters
 
 
 class Watch:
-    """Looks at parameters after each epoch, of so many steps, and more closely after a few."""
+    """Measures parameters after each epoch of ``steps`` steps, and more after a few epochs."""
 
     CLOSELY = (1, 2, 5, 10, 20, 29, 39)
     EDGES = np.linspace(0, 100, 51)
@@ -93,7 +93,7 @@ def accuracy(title: str, found: Found) -> list[Panel]:
 
 
 def swept(title: str, found: Found) -> list[Panel]:
-    """Accuracy of all seeds against what runs named "..., field=value" have in that place."""
+    """Accuracy of all seeds against the value in the names "..., field=value" of runs."""
     fields: dict[str, dict[float, list[float]]] = {}
     for name, runs in found.items():
         loss_and_field, _, value = name.partition("=")
@@ -106,7 +106,7 @@ def swept(title: str, found: Found) -> list[Panel]:
 
 
 def layers(what: str, *places: int) -> Draw:
-    """Norms of all layers, or those at some places, against the epoch."""
+    """Norms of all layers, or of the layers at some places, against the epoch."""
 
     def draw(title: str, found: Found) -> list[Panel]:
         ways = {name: runs[0]["way"] for name, runs in found.items()}
@@ -128,7 +128,7 @@ def layers(what: str, *places: int) -> Draw:
 
 
 def _looks(runs: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-    """What was looked at more closely, by epoch."""
+    """The rows of the log with the closer measurements, by epoch."""
     return {at: row for at, row in enumerate(runs[0]["way"], 1) if "sharpness" in row}
 
 
@@ -174,7 +174,7 @@ def cosines(title: str, found: Found) -> list[Panel]:
 
 
 def confusion(title: str, found: Found) -> list[Panel]:
-    """Which class is taken for which, early and late, in percent of the right class."""
+    """Confusion matrices, early and late, in percent of the right class."""
     return [
         Panel(
             f"{title}\n{name}, epoch {epoch}",

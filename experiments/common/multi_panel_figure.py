@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of several panels, as the papers print them.
 
-A panel is lines, of which each is the median of its seeds with the least and the largest, or
-a table of counts.  Its legend is the figure's.
+A panel is a table of counts, or lines that each show the median of their seeds with the smallest
+and largest value.  The panels of a figure share one legend.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Panel(NamedTuple):
 
 
 def draw(path: str, drawn: Sequence[Panel], columns: int = 3) -> None:
-    """Draws panels to a PNG; of lines the median of the seeds, the least and the largest."""
+    """Draws panels to a PNG file."""
     rows, columns = -(-len(drawn) // columns), min(columns, len(drawn))
     with style.style():
         figure = style.canvas(2.8 * columns, 2.6 * rows + 0.4)

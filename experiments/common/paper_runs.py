@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the binaries of the papers share: two epsilons, seeds, results that are kept.
+"""Runs of the papers' binaries: two epsilons, several seeds, results kept in a file.
 
-A row of a table is trained once for each seed, and its accuracy kept in a JSON file as soon
-as it is known, so that a table of hours can be broken off and goes on; with ``--runs``, so can
-a row of hours.  Every row shows two epsilons: the paper's, by the paper's convention, and the
-sound one, of what really ran.
+Each row of a table is trained once per seed.  Its numbers go to a JSON file as soon as they are
+known, so an interrupted table resumes; with ``--runs`` an interrupted row resumes too.  Every row
+shows two epsilons: the paper's, by the paper's convention, and the sound one of what really ran.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from dpjax.reports.figure_output import png
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
-OUT = flags.DEFINE_string("out", None, "A JSON file that keeps results; rows in it are not rerun.")
-RUNS = flags.DEFINE_string("runs", None, "A folder for runs; one that was killed goes on there.")
+OUT = flags.DEFINE_string("out", None, "JSON file of results; rows in it do not run again.")
+RUNS = flags.DEFINE_string("runs", None, "Folder for checkpoints, from which a killed run resumes.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 
 PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
@@ -52,12 +51,12 @@ Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in i
 
 
 class Results:
-    """Numbers by row and seed, in a file if there is one, which processes may share.
+    """Numbers by row and seed, in a file that several processes may share.
 
     Args:
       path: The file.
-      runs: Where runs that are not done keep their checkpoints, each in a folder of its own.
-      mark: Before the names of rows: a first look in seconds is never taken for a result.
+      runs: Folder with the checkpoints of unfinished runs.
+      mark: Prefix of row names, so that a smoke run never counts as a result.
     """
 
     def __init__(self, path: str | None, runs: str | None = None, mark: str = "") -> None:
@@ -67,26 +66,26 @@ class Results:
         self.content: dict[str, Any] = {"rows": {}}
 
     def of(self, row: str, seed: int, run: Run) -> Mapping[str, Any]:
-        """The numbers of a row and a seed, run if they are not known."""
+        """The numbers of a row and a seed, from the file or from a run."""
         row = self.mark + row
         self._read()
         if str(seed) not in self.content["rows"].get(row, {}):
             folder = None if self.runs is None else self.runs / file_name(f"{row}, seed {seed}")
             started, fresh = time.time(), folder is None or not folder.exists()
             found = _numbers(run(seed, folder))
-            if fresh:  # else it took longer than what this process saw of it
+            if fresh:  # a resumed run took longer than this process measured
                 found["seconds"] = round(time.time() - started, 1)
             self._keep(row, seed, found)
         return self.content["rows"][row][str(seed)]
 
     def _read(self) -> None:
-        """What is known by now: another process may keep its rows in the same file."""
+        """Reads the file again, since another process may have added rows."""
         if self.path is not None and self.path.exists():
             self.content = json.loads(self.path.read_text())
             self.content["rows"] = _numbers(self.content["rows"])
 
     def _keep(self, row: str, seed: int, found: Mapping[str, Any]) -> None:
-        """Adds what was found to what is known, which no other process changes meanwhile."""
+        """Adds a row to the file, under a lock."""
         with _held(self.path):
             self._read()
             self.content |= {
@@ -97,14 +96,14 @@ class Results:
             }
             self.content["rows"].setdefault(row, {})[str(seed)] = found
             if self.path is not None:
-                beside = self.path.with_suffix(".partial")
-                beside.write_text(written(self.content))
-                beside.replace(self.path)
+                partial_file = self.path.with_suffix(".partial")
+                partial_file.write_text(written(self.content))
+                partial_file.replace(self.path)
 
 
 @contextlib.contextmanager
 def _held(path: pathlib.Path | None) -> Iterator[None]:
-    """While this lasts, no other process that asks may write the file; its folder is made."""
+    """Holds the lock of the file's folder, which it creates."""
     with contextlib.ExitStack() as stack:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,12 +114,12 @@ def _held(path: pathlib.Path | None) -> Iterator[None]:
 
 
 def results() -> Results:
-    """What the flags say is known, and where what is not is run."""
+    """The results file and run folder that the flags name."""
     return Results(OUT.value, RUNS.value, "smoke: " if SMOKE.value else "")
 
 
 def written(content: Mapping[str, Any]) -> str:
-    """Results as strict JSON with a line for each run, and five digits of what was measured."""
+    """Results as strict JSON, a line per run, floats with five digits."""
     facts = {name: value for name, value in content.items() if name != "rows"}
     rows = [
         f"    {json.dumps(row)}: {{\n"
@@ -137,7 +136,7 @@ def _json(run: Any) -> str:
 
 
 def _short(found: Any) -> Any:
-    """The same with every float rounded to five digits; one that is not finite is null."""
+    """Rounds every float to five digits; a float that is not finite becomes null."""
     if isinstance(found, Mapping):
         return {name: _short(value) for name, value in found.items()}
     if isinstance(found, list):
@@ -148,7 +147,7 @@ def _short(found: Any) -> Any:
 
 
 def _numbers(found: Any) -> Any:
-    """The same with NaN for null, which stands for what was not finite."""
+    """Reads null, which stands for a number that was not finite, as NaN."""
     if isinstance(found, Mapping):
         return {name: _numbers(value) for name, value in found.items()}
     if isinstance(found, list):
@@ -157,7 +156,7 @@ def _numbers(found: Any) -> Any:
 
 
 def standardized(dataset: data.Dataset) -> data.Dataset:
-    """The same with colours standardized by public moments; grey images stay in [0, 1]."""
+    """Standardises colours by public moments; grey images stay in [0, 1]."""
     (x, y), (x_test, y_test) = dataset.train, dataset.test
     if x.shape[-1] != len(MEAN):
         return dataset
@@ -180,11 +179,10 @@ def trained(
 ) -> dict[str, Any]:
     """One run as the papers report it, of the last parameters: accuracy, and the way there.
 
-    ``deviation`` is the standard deviation of the classes' accuracies.  ``look`` is given the
-    state at each evaluation, which may be in another process than the one before; what it finds
-    is in ``way`` too, and so is what the log holds apart as private: these data are public.
-    In a ``directory`` a run that was killed goes on.
-    ``more`` is for `dpjax.cli.train.classifier.train`: a schedule of the bound, for example.
+    ``deviation`` is the standard deviation over classes of their accuracies.  ``look`` takes the
+    state at each evaluation; its numbers join the log in ``way``, as do the log's private numbers,
+    since these data are public.  A killed run resumes from its ``directory``.  ``more`` holds
+    further arguments of `dpjax.cli.train.classifier.train`.
     """
     kept_last = optax.chain(optimizer, training.average_parameters(0.0))
     key = jax.random.key(seed)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search costs in privacy: one run, all runs, or the best of a random number.
+"""The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
-Events are rebuilt from the privacy cards that the runs left; a run that did not end well has
-none, and then what it has spent so far is read from its log and its checkpoints.
+Events are rebuilt from the privacy cards of finished runs.  An unfinished run has no card; its
+spending comes from its log and its checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Card = dict[str, Any]
 
 
 class Price(NamedTuple):
-    """An epsilon, if it is known, of what, and when it is the right one."""
+    """An epsilon, if it is known, what it is the cost of, and when it applies."""
 
     what: str
     epsilon: float | None
@@ -49,7 +49,7 @@ def card_of(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def spent_so_far(folder: pathlib.Path) -> dp_accounting.DpEvent:
-    """The event of a run that has not finished; of one that never began, none."""
+    """The event of an unfinished run; a run that never started has spent nothing."""
     path = folder / "run.json"
     if not path.exists():
         return dp_accounting.NoOpDpEvent()
@@ -67,13 +67,13 @@ def prices(
     number: tuple[str, float] | None,
     uncovered: str,
 ) -> tuple[list[Price], float, str]:
-    """The prices of a search, with their delta and their neighbours.
+    """The costs of a search, with their delta and their neighbour relation.
 
     Args:
-      cards: Those of the runs that have finished.
-      others: What other runs of the search have spent.
-      number: How their number was drawn and its mean, if it was.
-      uncovered: Why cards do not say what any run could have cost, or nothing.
+      cards: The cards of finished runs.
+      others: The events of the other runs.
+      number: The distribution and mean of the number of runs, if it was drawn.
+      uncovered: Why the cards do not bound the cost of every possible run, or an empty text.
     """
     relations = sorted({card["mechanism"]["neighbours"] for card in cards})
     delta, relation = min(card["delta"] for card in cards), relations[0]
@@ -116,10 +116,10 @@ def _best(
 def uncovered(
     candidates: search_space.Candidates, done: Iterable[search_space.Trial], free: Collection[str]
 ) -> str:
-    """Why the cards of these runs do not say what any run that could be drawn would have cost.
+    """Why the cards of these runs do not bound the cost of every run that could be drawn.
 
-    A flag in ``free`` changes no price, whatever its value, but for an infinite bound.  Of the
-    others every combination must have run.
+    A flag in ``free`` changes no cost, except for an infinite bound.  Of the other flags every
+    combination must have run.
     """
     dear = {
         name: values

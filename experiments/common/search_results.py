@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a search in the order of their test accuracy, from the folders of its runs."""
+"""Ranks the settings of a search by test accuracy, from the folders of its runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def accuracy(run: Run) -> float:
 
 
 def epsilon(run: Run) -> float:
-    """What a run cost by RDP, as the search is priced, or else by the best method it has."""
+    """Epsilon of a run by RDP, as in the cost of the search, or else by its best method."""
     return run.epsilons.get("rdp", min(run.epsilons.values()))
 
 
@@ -51,7 +51,7 @@ def row(folders: list[pathlib.Path], settings: dict[str, str]) -> dict[str, Any]
 
 
 def number(value: float | None) -> float | str | None:
-    """A number as strict JSON knows it: infinity is a word, and what is not known is null."""
+    """A number for strict JSON: infinity becomes "inf", and NaN becomes null."""
     if value is None or math.isnan(value):
         return None
     return value if math.isfinite(value) else "inf"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search tries: candidates for flags, and the runs that are drawn from them.
+"""The settings that a search tries: candidates for flags, and runs drawn from them.
 
   learning_rate=0.2,0.4;bound=0.5,1          two values each
   hidden=64|128,64                           values that contain commas
-  learning_rate=log:0.05:1;epochs=whole:5:9  a number between two, drawn evenly in its logarithm;
-                                             likewise whole numbers, or uniform:0:1
+  learning_rate=log:0.05:1;epochs=whole:5:9  numbers between two, uniform in their logarithm;
+                                             whole numbers, or uniform:0:1
 
-Everything is drawn before the first run starts, from a seed or from the operating system.
+All settings are drawn before the first run starts, from a seed or from the operating system.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ SCALES: dict[str, Callable[[np.random.Generator, float, float], float]] = {
 
 
 def file_name(text: str) -> str:
-    """A text as far as a file system takes it; what is left out goes into a hash."""
+    """A file name for a text; a text that a file system refuses is cut and gets a hash."""
     safe = re.sub(r"[^\w.,=+-]", "_", text)[:120]
     return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 class Range(NamedTuple):
-    """Numbers between two, both included."""
+    """Numbers from ``low`` to ``high``, both included."""
 
     scale: str
     low: float
     high: float
 
 
-OURS = ("out", "seed", "overwrite")  # flags that the search gives to its runs, or never gives
+OURS = ("out", "seed", "overwrite")  # flags that only the search itself may set
 Candidates = dict[str, list[str] | Range]
 
 
 class Trial(NamedTuple):
-    """One run of a search: values of the flags that are searched, and its seed if it has one."""
+    """One run of a search: values of the searched flags, and its seed if it has one."""
 
     settings: dict[str, str]
     seed: int | None
@@ -55,7 +55,7 @@ class Trial(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its folder: what is tried in it, as far as a file system takes it."""
+        """The name of its folder, from its settings."""
         last = f"repeat={self.repeat}" if self.seed is None else f"seed={self.seed}"
         text = ",".join([words(self.settings), last] if self.settings else [last])
         return file_name(text)
@@ -81,7 +81,7 @@ def pairs(text: str, flag: str) -> dict[str, str]:
 
 
 def candidates(text: str, flag: str) -> Candidates:
-    """Reads what may be tried of each flag."""
+    """Parses the candidates of each flag."""
     return {name: _values(name, value, flag) for name, value in pairs(text, flag).items()}
 
 
@@ -102,13 +102,13 @@ def _values(name: str, text: str, flag: str) -> list[str] | Range:
 
 
 def every(of: Candidates) -> list[dict[str, str]]:
-    """All combinations of values; none can be listed where there are ranges."""
+    """All combinations of values; ranges have no list of values and are left out."""
     lists = [values for values in of.values() if isinstance(values, list)]
     return [dict(zip(of, chosen, strict=True)) for chosen in itertools.product(*lists)]
 
 
 def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[str, str]]:
-    """So many settings, each drawn independently of the others, so that some may be equal."""
+    """``count`` settings, drawn independently, so some may be equal."""
     return [{name: _one(values, draw) for name, values in of.items()} for _ in range(count)]
 
 
@@ -120,7 +120,7 @@ def _one(values: list[str] | Range, draw: np.random.Generator) -> str:
 
 
 def trials(settings: Iterable[dict[str, str]], seed: int | None) -> list[Trial]:
-    """The runs of a search; equal settings are repeats of each other, with seeds of their own."""
+    """The runs of a search; equal settings are repeats with different seeds."""
     seen: Counter[str] = Counter()
     found = []
     for chosen in settings:

@@ -41,7 +41,10 @@ from common import paper_runs
 from dpjax.cli.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum(
-    "table", None, ["2", "3", "4", "sound"], "Which; sound is what 4 might be. By default 2, 3."
+    "table",
+    None,
+    ["2", "3", "4", "sound"],
+    "Which table; sound has private curricula. By default 2, 3.",
 )
 _FIGURE = flags.DEFINE_enum("figure", None, ["4"], "Accuracy against log epsilon, of table 3.")
 
@@ -62,7 +65,7 @@ ORDERED |= {4: (91.58, 90.75), 5: (90.91, 90.03)}
 
 
 class Row(NamedTuple):
-    """What is run, and what was printed for it."""
+    """A mechanism, and the figures that were printed for it."""
 
     mechanism: dpjax.Mechanism
     epsilon: float = math.nan
@@ -107,7 +110,7 @@ def rows_of(table: str, dataset: data.Dataset | None = None) -> Iterator[tuple[s
 
 
 def sound(dataset: data.Dataset) -> Iterator[tuple[str, Row]]:
-    """Curricula that have an epsilon: weights, a public scorer, and one that is paid for."""
+    """Curricula with an epsilon: weights, a public scorer, and an accounted private one."""
     plain, (bins, spent) = mechanism_of(1.38), scorers.private(dataset, 0)
     yield "constant 1.38", Row(plain)
     yield "1.38, weights", Row(plain, weights=scorers.easy(network(), plain.steps))
@@ -120,7 +123,7 @@ def sound(dataset: data.Dataset) -> Iterator[tuple[str, Row]]:
 
 
 def network() -> nn.Module:
-    """The paper's; a smaller one for a first look."""
+    """The paper's network, or a smaller one for a smoke run."""
     if paper_runs.SMOKE.value:
         return models.by_name("mlp", 10)
     return models.TemperedCNN(activation=nn.relu)
@@ -133,7 +136,7 @@ def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str,
 
 
 def smaller(row: Row, dataset: data.Dataset) -> Row:
-    """The same noise for five steps on a small data set."""
+    """This noise for five steps on a small data set."""
     sampler = row.mechanism.sampling
     if sampler.name == "poisson":
         sampler = sampling.poisson(dataset.examples, 100)
@@ -150,7 +153,7 @@ def show(
     rows = list(rows_of(table, dataset))
     for name, row in rows:
         seeds, ran = range(paper_runs.SEEDS.value), row
-        if paper_runs.SMOKE.value:  # what all cost, and runs of some
+        if paper_runs.SMOKE.value:  # the costs of all rows, and runs of some
             some = {rows[i][0] for i in (0, 1, -1)}
             seeds, ran = range(name in some), smaller(row, dataset)
         found = [results.of(name, seed, partial(run, ran, dataset)) for seed in seeds]

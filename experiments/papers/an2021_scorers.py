@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is easy: scores for the curricula of noise_curricula_2021, and what may be made of them.
+"""Difficulty scores for the curricula of noise_curricula_2021, and samplers made from them.
 
-An example's score is its own cross-entropy under a logistic regression, fitted
+The score of an example is its cross-entropy under a logistic regression, fitted
 
-  difficulty  on the private data, without noise, which is the paper's: examples are then put
-              in order, so that each moves all others, and nothing bounds what the order tells
-  public      on the digits that come with scikit-learn, to whose size images are shrunk
-  private     on the private data by DP-SGD, which `dpjax.Mechanism(before=...)` pays for
+  difficulty  on the private data without noise, as in the paper: examples are put in order, one
+              example can move all others, and no bound limits what the order reveals
+  public      on the digits of scikit-learn, to whose size images are shrunk
+  private     on the private data by DP-SGD, which `dpjax.Mechanism(before=...)` accounts
 
-The last two cut scores at thresholds that anyone may know.  An example's bin is then its own,
-and examples are drawn at the rates of their bins, one bin more every four epochs.
+The last two cut scores at public thresholds.  The bin of an example depends on that example
+alone, and examples are drawn at the rates of their bins, one bin more every four epochs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["FULL", "GROWING", "difficulty", "drawn", "easy", "private", "public"
 
 THRESHOLDS = (0.1, 0.3, 1.0, 2.0)
 GROWING = 0.01 * np.tri(5)
-"""A hundredth of all bins that are open: batches grow, and cost what no curriculum does."""
+"""A rate of 0.01 for each open bin: batches grow, at the epsilon of no curriculum."""
 FULL = GROWING * 5 / np.arange(1, 6)[:, None]
-"""About 600 examples from the first step on: those of the first bin are drawn often, and pay."""
+"""About 600 examples from the first step on: the first bin's high rates cost epsilon."""
 
 
 def difficulty(dataset: data.Dataset) -> np.ndarray:
-    """Examples from easy to hard, by a logistic regression on them: a release without noise."""
+    """Indices from easy to hard, by a logistic regression on the examples, without noise."""
     x, y = (jnp.asarray(part) for part in dataset.train)
     return np.argsort(_scores(_fitted(x, y, dataset.classes), x, y, dataset.classes))
 
@@ -48,7 +48,7 @@ def public(dataset: data.Dataset) -> np.ndarray:
 
 
 def private(dataset: data.Dataset, seed: int) -> tuple[np.ndarray, dpjax.mechanism.Spent]:
-    """The bin of each example by a logistic regression that is private, and what it spent."""
+    """The bin of each example by a private logistic regression, and what that spent."""
     size = dataset.examples
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(size, 0.01 * size),
@@ -68,13 +68,13 @@ def private(dataset: data.Dataset, seed: int) -> tuple[np.ndarray, dpjax.mechani
 
 
 def drawn(bins: np.ndarray, rates: np.ndarray, steps: int) -> dpjax.types.Sampler:
-    """Batches of examples at the rates of their bins, through all rows in so many steps."""
+    """Poisson batches at the rates of the bins; ``steps`` steps pass through all rows."""
     options = {"steps_per_row": steps // len(rates), "batch_size": 0.01 * bins.size}
     return sampling.scored(bins, rates, **options)
 
 
 def easy(model: Any, steps: int) -> Any:
-    """The weight of an example, by its own loss at the step: the hard ones count later."""
+    """The weight of an example by its own loss at the step: hard examples count later."""
     loss = losses.of(model, losses.cross_entropy)
 
     def weight(step: Any, params: Any, example: Any) -> Any:

@@ -64,15 +64,13 @@ FOUR = (PLAIN, SMALL, LARGE, MIXED)
 RULES = (SMALL, LARGE, "global, large R", "automatic", "normalised")
 RULES += ("layerwise, small R", "layerwise, large R", settings.THEIRS)
 
-_TABLE = flags.DEFINE_enum(
-    "table", None, ["1", "2", "clippings"], "Which; 2 if nothing is asked for."
-)
-_FIGURE = flags.DEFINE_enum("figure", None, ["1", "10", *FIGURES], "Which.")
-_TASKS = flags.DEFINE_list("tasks", ["mnist"], "Of table 2, of clippings and of figure 2.")
+_TABLE = flags.DEFINE_enum("table", None, ["1", "2", "clippings"], "Which table; 2 by default.")
+_FIGURE = flags.DEFINE_enum("figure", None, ["1", "10", *FIGURES], "Which figure.")
+_TASKS = flags.DEFINE_list("tasks", ["mnist"], "Tasks of table 2, of clippings and of figure 2.")
 
 
 def looked(logits_of: Callable[[Any], Any], y: Any, state: Any) -> dict[str, Any]:
-    """Calibration on test examples, and how sure the model is of what."""
+    """Calibration and confidence on test examples."""
     logits = logits_of(state.params)
     table = metrics.reliability(logits, y, bins=BINS)
     right = jnp.take_along_axis(jax.nn.softmax(logits), y[:, None], axis=1)[:, 0]
@@ -148,7 +146,7 @@ def lines_of(
 
 
 def show(results: paper_runs.Results) -> str:
-    """The table or figure of classifiers that was asked for."""
+    """The table or figure of classifiers that the flags name."""
     task, what = FIGURES[_FIGURE.value] if _FIGURE.value else ("", "")
     names = RULES if _TABLE.value == "clippings" else FOUR
     if what == "bounds":

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small steps: what is left of noise and of clipping there (table 1, figure 1 of the paper).
+"""The limit of small steps, where noise vanishes and clipping stays (table 1, figure 1).
 
-In the limit of small steps noise vanishes and clipping stays; the loss then falls along a matrix
-H C that need not be symmetric or positive.  Table 1 says which properties are guaranteed;
-here they are measured, on small random networks, by the matrices themselves and by following
-the loss down in small steps without noise.  A property that is not guaranteed may still be
-found in every network that was tried.
+In that limit the loss falls along a matrix H C that need not be symmetric or positive.  Table 1
+of the paper lists the properties that are guaranteed.  Here they are measured on small random
+networks, from the matrices and by descending in small steps without noise.  A property without a
+guarantee may still hold in every network that was tried.
 """
 
 from __future__ import annotations

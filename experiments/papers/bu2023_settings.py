@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What convergence_calibration_2023 ran: its settings, its clippings, its epsilons.
+"""Settings, clippings and epsilons of convergence_calibration_2023.
 
-A setting says what is published of a run; `ways` are the clippings under which it is run, each
-with the bound by which its rate is divided, so that noise moves the weights alike.  The
-paper's epsilons are those of the central limit (GDP): estimates, and too small where batches
-are small.  Some are of other steps than the text says: 1.96 (ViT) is of 15 epochs and not of
-one, 1.25 (BERT) of 51,576 steps and not of 54,076, 4.41 (houses) of 3,628 and not of 3,650.
+A `Setting` holds what is published of a run.  `ways` lists the clippings under which it runs,
+each with the bound that divides its learning rate, so that noise moves the weights alike.  The
+paper's epsilons are estimates by the central limit theorem (GDP), too small for small batches.
+Some belong to other steps than the text says: 1.96 (ViT) to 15 epochs instead of one, 1.25 (BERT)
+to 51,576 steps instead of 54,076, 4.41 (houses) to 3,628 instead of 3,650.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ from dpjax.cli.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum("table", None, ["1", "2", "3", "4"], "Which table; 1 by default.")
 _FIGURE = flags.DEFINE_enum("figure", None, ["2", "3", "4"], "Loss, accuracy by step; by epsilon.")
-_GROUPS = flags.DEFINE_list("groups", None, "Numbers of groups to sweep, instead of the paper's.")
-_WAYS = flags.DEFINE_list("ways", ["flat", "paper", "equal", "full"], "Which ways.")
-_EPSILONS = flags.DEFINE_list("epsilons", None, "Of the printed ones, these alone.")
-_RATE = flags.DEFINE_float("rate", None, "Instead of the printed learning rate.")
-_SMOOTH = flags.DEFINE_bool("smooth", False, "Ask for noise by smooth sensitivity; it is refused.")
+_GROUPS = flags.DEFINE_list("groups", None, "Numbers of groups, in place of the paper's.")
+_WAYS = flags.DEFINE_list("ways", ["flat", "paper", "equal", "full"], "Ways to compare.")
+_EPSILONS = flags.DEFINE_list("epsilons", None, "Printed epsilons to run; all by default.")
+_RATE = flags.DEFINE_float("rate", None, "Learning rate, in place of the printed one.")
+_SMOOTH = flags.DEFINE_bool("smooth", False, "Noise by smooth sensitivity; refused with a reason.")
 
 
 class Setting(NamedTuple):
@@ -84,7 +84,7 @@ SETTINGS = {
     "organsmnist": Setting(**_MED, groups=8, steps={12.5: 2_433}, printed={12.5: 35.93}),
     "digits": Setting(models.MLP, 256, 1.0, 1.1, 0.05, 4, {2.85: 5}, {}),
 }  # fmt: skip
-METHODS = {0.94: "rdp"}  # by which a printed epsilon is; all others by the older conversion
+METHODS = {0.94: "rdp"}  # conversion of a printed epsilon; others take the older one
 TABLES = {"1": ["mnist"], "2": ["fashion_mnist"], "3": ["cifar10"]}
 TABLES["4"] = ["pathmnist", "organamnist", "organcmnist", "organsmnist"]
 
@@ -92,7 +92,7 @@ TABLES["4"] = ["pathmnist", "organamnist", "organcmnist", "organsmnist"]
 def mechanism_of(
     setting: Setting, way: str, groups: int, examples: int, steps: int
 ) -> dpjax.Mechanism:
-    """What really runs; multipliers are relative to what one example can really move."""
+    """The mechanism that runs; multipliers are relative to its true sensitivity."""
     root = math.sqrt(groups)
     rules = {
         "flat": (clipping.flat(setting.bound), setting.noise),
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> None:
         )
     names = TABLES[_TABLE.value or "1"] if not paper_runs.SMOKE.value else ["digits"]
     if paper_runs.SMOKE.value and _TABLE.value == "4":
-        names = ["digits", "organsmnist"]  # the second is not there, and that is said
+        names = ["digits", "organsmnist"]  # organsmnist is absent, to show how that is reported
     results, lines, drawn = paper_runs.results(), [], {}
     for name in names:
         try:

@@ -43,7 +43,7 @@ from losing_less2022_settings import BOTH, ERRORS, PARTS, ROWS, SWEPT, UNPRIVATE
 
 from dpjax.cli.flag_checks import only_flags
 
-_TABLE = flags.DEFINE_enum("table", None, ["5"], "All settings (tables 5, 6), and what they cost.")
+_TABLE = flags.DEFINE_enum("table", None, ["5"], "All settings (tables 5, 6) and their costs.")
 
 MNIST, CIFAR = "(mnist|digits) pixels", "(cifar|digits) pixels"
 WEIGHTS, HIDDEN = "weights", "preactivations"
@@ -52,7 +52,7 @@ INNER = (layers(WEIGHTS, 1, -1), layers(HIDDEN, 1, -1))
 NORMS = gradients(1, 5, 10, 29, 39)
 THREE = (*BOTH, UNPRIVATE)
 FIGURES: dict[str, tuple[str, Sequence[str], Sequence[epoch_probes.Draw]]] = {
-    # Which rows are run, with which losses, and how what is found is drawn.
+    # Rows by pattern, losses, and the panels to draw.
     "": ("", BOTH, [accuracy]),
     "1": (CIFAR, BOTH, ENDS),
     "2": (MNIST, BOTH, [sharpness]),
@@ -95,7 +95,7 @@ class Job:
         return found
 
     def run(self, kind: str, seed: int, folder: Any) -> Mapping[str, Any]:
-        """One training run, with the first seed of what is compared watched."""
+        """One training run; `Watch` measures the first seed."""
         row, dataset = self.row, self.ready(seed)
         loss = settings.by_name(kind, settings.CHOSEN.get(self.name, Choice()))
         mechanism, moves = self.mechanism, optax.sgd(row.rate, momentum=0.9)
@@ -122,7 +122,7 @@ class Job:
         )
 
     def early(self) -> tuple[float, int]:
-        """A small epsilon that the paper names, and the epochs for which its own stays below."""
+        """A small epsilon that the paper names, and the epochs within it."""
         most = 1.5 if "pixels" in self.name else 2.0
         rows = (self.row._replace(epochs=n) for n in range(1, self.row.epochs + 1))
         events = (claimed(row, self.dataset.examples) for row in rows)
@@ -130,7 +130,7 @@ class Job:
         return most, sum(epsilon < most for epsilon in spent)
 
     def lines(self, found: epoch_probes.Found) -> Iterator[list[str]]:
-        """Rows of the table that every figure is printed with."""
+        """Rows of the table that is printed with every figure."""
         costs = paper_runs.epsilons(self.mechanism, claimed(self.row, self.dataset.examples))
         most, epochs = self.early()
         for kind, runs in found.items():
@@ -150,7 +150,7 @@ COSTS = ["epsilon, paper's", "rdp", "pld"]
 
 
 def table_5() -> str:
-    """Tables 5 and 6: what is run, and two epsilons for each."""
+    """Tables 5 and 6: settings, and two epsilons for each."""
     lines = []
     for name, row in ROWS.items():
         size = settings.EXAMPLES[row.dataset]
@@ -163,10 +163,10 @@ def table_5() -> str:
 
 
 def show(figure: str) -> str:
-    """Runs what a figure needs, draws it, and tells its accuracies."""
+    """Runs the rows of a figure, draws it, and returns its accuracies."""
     which, kinds, draws = FIGURES[figure]
     rows, results = baseline.SMALL if paper_runs.SMOKE.value else ROWS, paper_runs.results()
-    if paper_runs.SMOKE.value:  # the first of each family that is swept
+    if paper_runs.SMOKE.value:  # the first of each swept family
         kinds = [next(of) for _, of in itertools.groupby(kinds, lambda k: k.rstrip(".0123456789"))]
     lines, drawn = [], []
     for name, row in rows.items():

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What losing_less_2022 runs: the rows with their choices, and the losses that are compared.
+"""Rows and losses of losing_less_2022, without flags.
 
-Rows are Tramèr and Boneh's CNNs, on pixels and on wavelets.  Of the losses, "all" is the
-composite one, and the others are parts of it or stand in the place of one: squared, absolute
-and Huber's error of logits, and mixtures without a penalty.  "all, beta=11" is the whole with
-one of its choices made differently.  No flags are defined here.
+Rows are Tramèr and Boneh's CNNs, on pixels and on wavelets.  The loss "all" is the composite; the
+others are parts of it or replace a part: squared, absolute and Huber's error of logits, and
+mixtures without a penalty.  "all, beta=11" is the composite with one parameter changed.
 """
 
 from __future__ import annotations

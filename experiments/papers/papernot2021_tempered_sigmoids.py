@@ -37,10 +37,10 @@ from common import paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
-_TABLE = flags.DEFINE_enum("table", None, ["3", "4"], "Which table; 3 if nothing is asked for.")
+_TABLE = flags.DEFINE_enum("table", None, ["3", "4"], "Which table; 3 by default.")
 _FIGURE = flags.DEFINE_enum("figure", None, ["2", "3", "4", "5"], "Which figure.")
-_DATASETS = flags.DEFINE_list("datasets", ["mnist", "fashion_mnist", "cifar10"], "Which.")
-_EPOCHS = flags.DEFINE_float("epochs", None, "Instead of the published number of epochs.")
+_DATASETS = flags.DEFINE_list("datasets", ["mnist", "fashion_mnist", "cifar10"], "Data sets.")
+_EPOCHS = flags.DEFINE_float("epochs", None, "Number of epochs, in place of the published one.")
 
 
 class Setting(NamedTuple):
@@ -70,7 +70,7 @@ KINDS = {  # activation, and whether it is trained privately
     "ReLU": (nn.relu, True),
     "tanh": (jnp.tanh, True),
 }
-_KINDS = flags.DEFINE_multi_enum("kind", None, list(KINDS), "Of table 3, figures 3 to 5: this one.")
+_KINDS = flags.DEFINE_multi_enum("kind", None, list(KINDS), "Kinds of table 3 and figures 3 to 5.")
 FAMILY = tuple(itertools.product((1.0, 2.0, 4.0), (1.0, 2.0, 4.0), (0.5, 1.0, 2.0)))
 TABLE_4 = {  # optimizer: (rate, accuracy) without privacy, and with it
     "sgd": ((0.107, 90.3), (0.332, 86.1)),
@@ -79,7 +79,7 @@ TABLE_4 = {  # optimizer: (rate, accuracy) without privacy, and with it
 
 
 def mechanism_of(setting: Setting, examples: int, private: bool = True) -> dpjax.Mechanism:
-    """An epoch's batches with the last, shorter one, as its epsilon counts them; by Poisson."""
+    """The mechanism; an epoch counts its last, shorter batch, as the paper's epsilon does."""
     epochs = setting.epochs if _EPOCHS.value is None else _EPOCHS.value
     return dpjax.Mechanism(
         sampling=sampling.poisson(examples, setting.batch),
@@ -90,7 +90,7 @@ def mechanism_of(setting: Setting, examples: int, private: bool = True) -> dpjax
 
 
 class Job:
-    """One data set: runs with whatever activation and optimizer, kept by name."""
+    """One data set: runs with any activation and optimizer, kept by name."""
 
     def __init__(self, name: str, results: paper_runs.Results) -> None:
         self.name, self.setting, self.results = name, SETTINGS[name], results
@@ -107,7 +107,7 @@ class Job:
         private: bool = True,
         optimizer: optax.GradientTransformation | None = None,
     ) -> list[Mapping[str, Any]]:
-        """The results of all seeds, with 20 looks on the way, which figures 3 to 5 draw."""
+        """The results of all seeds, with 20 evaluations, which figures 3 to 5 draw."""
         mechanism = mechanism_of(self.setting, self.dataset.examples, private)
         model = self.setting.model(activation=activation)
         images = jnp.asarray(self.dataset.test[0][:64])
@@ -136,12 +136,12 @@ class Job:
 
 
 def asked() -> Mapping[str, tuple[Any, bool]]:
-    """What is compared: activation, and whether it is trained privately."""
+    """The compared kinds: activation, and whether training is private."""
     return {words: kind for words, kind in KINDS.items() if words in (_KINDS.value or KINDS)}
 
 
 def table_3(jobs: list[Job]) -> list[list[str]]:
-    """Without privacy, with ReLU, with tanh."""
+    """ReLU without privacy, ReLU and tanh with privacy."""
     return [
         job.line(
             words, job.runs(words, act, private=private), job.setting.printed.get(words), private

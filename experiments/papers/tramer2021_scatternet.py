@@ -35,8 +35,12 @@ from common import paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
-_ROWS = flags.DEFINE_list("rows", None, "Rows whose names hold one of these words; else all.")
-_CACHE = flags.DEFINE_string("cache_dir", None, "Where features are kept; as secret as the data.")
+_ROWS = flags.DEFINE_list(
+    "rows", None, "Rows whose names contain one of these words; all by default."
+)
+_CACHE = flags.DEFINE_string(
+    "cache_dir", None, "Folder that keeps features; as secret as the data."
+)
 
 
 class Row(NamedTuple):
@@ -73,7 +77,7 @@ MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two 
 
 
 def mechanism_of(row: Row, examples: int) -> dpjax.Mechanism:
-    """What runs: Poisson batches, and every query on the data."""
+    """The mechanism that runs: Poisson batches, and every query on the data."""
     return dpjax.Mechanism(
         sampling=sampling.poisson(examples, row.batch),
         clipping=clipping.flat(0.1),
@@ -84,7 +88,7 @@ def mechanism_of(row: Row, examples: int) -> dpjax.Mechanism:
 
 
 def claimed(row: Row, examples: int) -> Any:
-    """What the paper accounts: as if Poisson, and two queries for moments."""
+    """The event of the paper: Poisson batches, and two queries for moments."""
     steps = accounting.subsampled_gaussian(
         row.noise, row.batch / examples, examples // row.batch * row.epochs
     )
@@ -101,7 +105,7 @@ def normalization(examples: int) -> features.Normalization:
 
 
 def prepared(row: Row, dataset: data.Dataset, key: Any) -> data.Dataset:
-    """Pixels as the paper has them, or scaled wavelet features."""
+    """Pixels as in the paper, or scaled wavelet features."""
     dataset = paper_runs.standardized(dataset)
     (x, y), (x_test, y_test) = dataset.train, dataset.test
     if row.scaled:

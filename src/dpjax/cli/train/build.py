@@ -63,7 +63,8 @@ def build_loss(given: flags.FlagValues) -> losses.ExampleLoss:
     except (TypeError, ValueError) as error:
         raise app.UsageError(
             f"--loss={given.loss} --loss_options={','.join(given.loss_options)}: {error} "
-            "Expected name=value of what this loss has, as in --loss=focal --loss_options=gamma=2."
+            "Expected name=value for an argument of this loss, as in --loss=focal "
+            "--loss_options=gamma=2."
         ) from error
 
 

@@ -91,7 +91,7 @@ def release_once(
         if (path.parent / "run.json").exists():
             raise dpjax.ledger.Refused(
                 f"--out={path.parent}: a run is there that asked nothing of its data beforehand, "
-                "so this is another one. Give another folder, or --overwrite."
+                "so this is another run. Give another folder, or --overwrite."
             )
         partial_file = path.with_suffix(".part.npz")
         np.savez(partial_file, **asked, **normalization.release(key, x)._asdict())

@@ -49,8 +49,8 @@ def run(given: flags.FlagValues) -> None:
         execute(given, plan(given), started)
     except dpjax.ledger.Refused as refused:
         sys.exit(
-            f"{refused}\nHere: another --out, --overwrite to forget what is there, or "
-            "--continue_from=RUN --out=ANOTHER to go on from it under other settings."
+            f"{refused}\nGive another --out, --overwrite to delete the run that is there, or "
+            "--continue_from=RUN --out=ANOTHER to continue it with other settings."
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a run's folder that `dpjax train` writes in addition to those of `dpjax.fit`.
+"""The files that `dpjax train` writes into a run's folder, where `dpjax.fit` writes its own.
 
 `config.json` records command, flags, versions and hardware, and a digest that ties
 `params.msgpack` to `run.json`.  `--continue_from` accepts parameters only with that digest:
@@ -49,7 +49,7 @@ def clear(folder: pathlib.Path, *more: str) -> None:
 
 
 def released(folder: pathlib.Path) -> bytes:
-    """The parameters that a finished run released; refuses those of another run."""
+    """The parameters that a finished run released; refuses parameters of another run."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config["released"] == _digest(folder):
@@ -58,7 +58,7 @@ def released(folder: pathlib.Path) -> bytes:
         pass
     raise app.UsageError(
         f"--continue_from={folder}: expected params.msgpack, run.json and config.json of one run "
-        "that has ended. Usually it was interrupted, or another one was begun in its folder, and "
+        "that has ended. Usually it was interrupted, or another run was started in its folder, and "
         "then the privacy cost of these parameters is unknown. Repeat the run's own command, "
         "which ends it and writes all three files."
     )
