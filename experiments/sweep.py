@@ -143,7 +143,7 @@ def run_missing(trials: dict[pathlib.Path, search_space.Trial]) -> int:
     """Runs all unfinished runs; returns the number of failures."""
     done = finished(trials)
     left = {f: command(trial, f) for f, trial in trials.items() if f not in done}
-    print(f"{len(trials)} runs, of which {len(done)} have finished", flush=True)
+    print(f"{len(trials)} runs; {len(done)} have finished", flush=True)
     failed = 0
     with Stop() as stop:
         for count, end in enumerate(child_processes.run_all(left, _JOBS.value, stop), 1):
@@ -151,7 +151,7 @@ def run_missing(trials: dict[pathlib.Path, search_space.Trial]) -> int:
             name = f"[{count}/{len(left)}] {end.folder.name}"
             print(f"{name}  {end.seconds:.1f} s  {outcome(end)}", flush=True)
         if stop.asked:
-            print("Stopped. The same command goes on from here.", flush=True)
+            print("Stopped. The same command resumes the search.", flush=True)
             stop.leave()
     return failed
 

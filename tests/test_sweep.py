@@ -126,7 +126,7 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
     assert (best / "params.msgpack").exists()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
     again = sweep(*flags, "--nopage")
-    assert "2 runs, of which 2 have finished" in again
+    assert "2 runs; 2 have finished" in again
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
 
 
@@ -142,7 +142,7 @@ def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_go_on(stand
     assert rows[0]["deviation"] == pytest.approx(np.std([60.4, 60.5], ddof=1))
     gate.touch()
     said = sweep(*flags)
-    assert "6 runs, of which 4 have finished" in said
+    assert "6 runs; 4 have finished" in said
     assert "70.45 % ± 0.07     2    2.000  x=70" in said
     assert prices(out)[1] == pytest.approx(accounting.epsilon(accounting.compose(*[ONE] * 6), 1e-5))
     assert lives(out / "x=50,seed=4") == ["begin", "end"]
@@ -165,7 +165,7 @@ def test_what_a_killed_search_left_running_is_waited_for(stand_in, tmp_path):
     assert [lives(out / name) for name in names[1:3]] == [["begin"]] * 2
     sweep(*flags, status=1)  # a third, beside the second, is refused
     gate.touch()
-    assert "4 runs, of which 1 have finished" in second.communicate(timeout=60)[0]
+    assert "4 runs; 1 have finished" in second.communicate(timeout=60)[0]
     assert second.returncode == 0
     assert [lives(out / name) for name in names] == [
         ["begin", "end"] * count for count in (1, 2, 2, 1)
@@ -184,12 +184,12 @@ def test_a_signal_stops_the_runs_and_the_same_command_goes_on(stand_in, tmp_path
     said = search.communicate(timeout=60)[0]
     assert search.returncode == 143
     assert "stopped" in said
-    assert "The same command goes on" in said
+    assert "The same command resumes" in said
     with pytest.raises(ProcessLookupError):
         os.kill(int(noted.read_text().split()[1]), 0)
     assert not (out / "x=30,repeat=0").exists()
     gate.touch()
-    assert "3 runs, of which 1 have finished" in sweep(*flags)
+    assert "3 runs; 1 have finished" in sweep(*flags)
     assert lives(noted.parent) == ["begin", "begin", "end"]
 
 
@@ -197,7 +197,7 @@ def test_a_random_number_of_runs_costs_what_selection_costs(stand_in, tmp_path):
     flags = ["--binary", stand_in, "--random_runs=geometric:3", "--seed=1", "--nopage"]
     count = accounting.draw_runs(jax.random.key(1), 3)
     said = sweep(*flags, "--grid=x=10,20", "--free=x", "--out", tmp_path / "out")
-    assert f"{count} runs, of which 0" in said
+    assert f"{count} runs; 0" in said
     want = accounting.select_best(ONE, 1e-5, runs=3)
     assert prices(tmp_path / "out")[::2] == pytest.approx([want.epsilon_one, want.epsilon_best])
     other = sweep(*flags, "--grid=x=10,30", "--out", tmp_path / "out", status=1)

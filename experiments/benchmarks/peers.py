@@ -6,8 +6,8 @@
 Started by `steps`, which asks in lines of JSON: first ``{"prepare": task}``, where the task
 says workload, sizes, bound and noise, and then ``{"steps": 3}`` as often as it likes.
 PyTorch and Opacus run eagerly, as their users run them, on all cores or on CUDA, with the
-batch in place as tensors; Opacus' modes are those that its privacy engine would set up, less
-the accountant.  jax_privacy gets the network, the loss and the compiled SGD of dpjax's own
+batch in place as tensors; Opacus' modes are set up as its privacy engine does, without the
+accountant.  jax_privacy gets the network, the loss and the compiled SGD of dpjax's own
 contestants, at the best microbatch of a short list, which is said.
 
 ``peak_bytes`` is how far the memory of the process (on a GPU: of the library) rose above what
@@ -28,7 +28,7 @@ from typing import Any
 import memory
 import workers
 
-MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch at once
+MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch in one
 
 
 def with_jax(name: str, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of the mean loss in three forms: what a private step is compared with.
 
-  plain        `jax.grad`, the whole batch at once, as users write it
+  plain        `jax.grad`, the whole batch in one call, as users write it
   plain scan   the same, added up over the microbatches and devices that `dpjax auto` takes: the
                yardstick of memory, slow where XLA compiles convolutions in loops badly
   plain fast   `dpjax.gradients.plain_grad`: in microbatches, by the means of the private one

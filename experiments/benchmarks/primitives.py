@@ -32,7 +32,7 @@ from steps import configure, start, take_turns
 from dpjax._jaxpr import bind, evaluate
 from dpjax.gradients._xla_cpu.primitives import bind_fast
 
-EXAMPLES, ROUNDS = 32, 8  # at once; in the loop
+EXAMPLES, ROUNDS = 32, 8  # per round; rounds of the loop
 
 
 class Case(NamedTuple):

@@ -60,7 +60,7 @@ class Alone:
 def enter(
     frontend: str, images: np.ndarray, python: str, folder: str, seconds: float
 ) -> tuple[Any, dict[str, Any]]:
-    """A frontend of kymatio, after its first images, if its features are those of dpjax."""
+    """A frontend of kymatio, after its first images, if its features agree with dpjax."""
     worker = workers.Worker(python, "kymatio_frontends.py", frontend)
     path = pathlib.Path(folder, "images.npy")
     np.save(path, np.moveaxis(images, -1, 1))

@@ -41,7 +41,7 @@ MEMORY = "plan MiB  peak MiB  to scan"
 def take_turns(
     contestants: dict[str, Contestant], figures: dict[str, Any], rounds: int, seconds: float
 ) -> None:
-    """The rounds: one contestant at a time, in an order drawn anew, each within its seconds."""
+    """The rounds: one contestant at a time, in random order, each within its seconds."""
     order, left = random.Random(SEED), dict.fromkeys(contestants, seconds)
     for _ in range(rounds):
         for name in order.sample(list(contestants), len(contestants)):

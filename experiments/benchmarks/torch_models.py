@@ -3,7 +3,7 @@
 
 Layer for layer the same work: with the same parameters the same logits, to 2e-6.  Channels
 are first, as PyTorch's users have them.  Attention is four linear layers around PyTorch's own
-product, and positions are an embedding that is asked once per example, because Opacus wants
+product, and positions are an embedding that is read once per example, because Opacus wants
 every parameter inside a layer it knows and every activation with a batch axis.
 
 Imported by `peers` alone, in an environment that has PyTorch.

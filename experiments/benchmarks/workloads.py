@@ -4,7 +4,7 @@
 They differ in what is hard about them: W1 is small, W2 spends its time in convolutions, W3
 has wide inputs and a large batch, W4 is matrix products alone and soon limited by memory, W5
 has attention, layer norms and an embedding.  Inputs and labels are noise: speed does not
-depend on what they say.  The networks are those of `dpjax.models`; the peers' (`torch_models`)
+depend on what they say.  The networks come from `dpjax.models`; the peers' (`torch_models`)
 have the same layers, and both sides are held to the number of parameters written here.
 """
 

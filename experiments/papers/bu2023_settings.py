@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     batch: int  # all examples: every step takes all of them
     noise: float
     steps: int
-    accounted: int  # steps of which the printed epsilon is
+    accounted: int  # steps that the printed epsilon counts
     printed: float
     delta: float
     optimizer: str

@@ -7,7 +7,7 @@
   command   python experiments/papers/losing_less2022_loss.py --figure=3 --plot=curves.png
   figures   experiments/results/losing_less2022.json; --table=5 and --figure=1 to 15 for others
 
-All but the loss is Tramèr and Boneh's: networks, rates, batches, noise and features are those of
+All but the loss is Tramèr and Boneh's: networks, rates, batches, noise and features come from
 tramer2021_scatternet, with its flags --rows and --cache_dir.  Losses of the ablation keep the
 threshold and gamma of the whole, and SGD without privacy takes rate 0.1, since the paper prints
 neither.  Figures of norms, angles, sharpness and confusion show training examples of seed 0 and

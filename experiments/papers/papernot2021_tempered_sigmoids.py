@@ -10,7 +10,7 @@
 The paper prints epsilon, but for most rows neither noise nor rates.  The noise here gives its
 epsilon by its conversion; rates are its own for FashionMNIST and its tutorial's for MNIST.  It
 shuffles batches and accounts for Poisson batches; here batches are Poisson.  For CIFAR-10 it
-prints no setting: batch, epochs and colours are those of tramer2021_scatternet.
+prints no setting: batch, epochs and colours come from tramer2021_scatternet.
 """
 
 from __future__ import annotations
