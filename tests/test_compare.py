@@ -99,7 +99,7 @@ def test_a_published_seed_is_not_for_release(tmp_path):
     tree = parsed(tmp_path / "page.html")
     assert "Seed published, so not for release: b (7)." in text(tree.find(".//header"))
     badge = tree.find(".//figure//p[@class]")
-    assert "of a published seed" in text(badge)
+    assert "the seed of its noise is published" in text(badge)
     assert badge.get("class") == "badge private"
     compare(runs[0], "--out", tmp_path / "page.html")
     tree = parsed(tmp_path / "page.html")
