@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Federated training with differential privacy for clients, each with all of its examples.
 
-One idea: **a client's update is its gradient**.  A drawn client trains for itself from the
-server's parameters; what it moved is clipped, weighted, summed and noised as one example's
-gradient is by `dpjax.dpsgd`, by the same rules, and accounted by the same mechanism, with
-``Mechanism(unit="client")``.  Nothing that a client does at home can break the guarantee.
+One idea: **a client's update is its gradient**. A drawn client trains locally from the server's
+parameters. Its update is clipped, weighted, summed and noised by the step of `dpjax.dpsgd`, and
+accounted by a ``Mechanism(unit="client")``. Local training cannot break the guarantee.
 
-`clients` holds the examples of clients of unequal size, `weights` says how much each counts,
-`local` is what one client does, `rounds` is what one step does, `fedavg` puts them together,
-and `evaluation` looks at clients one by one.
+`Clients` holds the examples of clients of unequal size, `Weights` how much each counts. `fedavg`
+and `fedsgd` are the algorithms; `scores` and `evaluate_clients` measure single clients.
 
-All of it is a simulation in one process: the server here sees each update.  Nothing in this
-room knows how an epsilon is computed.
+All of this is a simulation in one process: the server sees every update.
 """
 
 from dpjax.federated.clients import Clients

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose examples they are: all clients' examples one after the other, and where each begins.
+"""The examples of all clients, one client after the other, and where each client begins.
 
-Clients are of unequal size, and programs are not.  Padding every client to the largest would
-cost memory by the worst of them, so the rows are stored without any, and a client's batch is
-gathered by index; only batches are padded, with rows of the client's own and a mask.
-
-This file must never know a model, nor what is private.
+Clients differ in size, and shapes may not. Padding every client to the largest one would cost its
+memory for all, so rows are stored without padding and a client's batch is gathered by index. Only
+batches are padded, with rows of the same client and a mask.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ _MOST = 2**31 - 1  # rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Clients:
-    """The examples of all clients; build one with `of` or `split`.
+    """The examples of all clients. Build one with `of` or `split`.
 
     Args:
       examples: A tree of arrays ``[examples, ...]``, client after client.
       starts: The first row of each client.
-      counts: How many rows each has; 0 is allowed.
-      capacity: The most that any has; at least 1.
+      counts: The number of rows of each; 0 is allowed.
+      capacity: The largest of these numbers; at least 1.
     """
 
     examples: PyTree
@@ -45,7 +43,7 @@ class Clients:
 
     @classmethod
     def of(cls, examples: Sequence[PyTree]) -> Clients:
-        """From one tree of arrays a client, each with as many rows as that client has.
+        """From one tree of arrays per client, with the rows of that client.
 
         Example:
           >>> clients = Clients.of([jnp.ones((2, 3)), jnp.ones((0, 3)), jnp.ones((5, 3))])
@@ -60,8 +58,8 @@ class Clients:
             if _row(tree) != _row(examples[0]):
                 raise ValueError(
                     f"federated.Clients.of: an example of client {number} is {_row(tree)}, one of "
-                    f"client 0 is {_row(examples[0])}; expected the same arrays of all, for one "
-                    "model trains on them. Usually a client without examples was given as [], or "
+                    f"client 0 is {_row(examples[0])}; expected equal shapes, because one model "
+                    "trains on all of them. Usually a client without examples was given as [], or "
                     "one with a single example lacks its axis: write shape (0, ...) or (1, ...)."
                 )
         joined = jax.tree.map(lambda *rows: _home(rows[0]).concatenate(rows), *examples)
@@ -69,12 +67,12 @@ class Clients:
 
     @classmethod
     def split(cls, data: PyTree, owners: ArrayLike, clients: int) -> Clients:
-        """From a data set and the client to whom each of its rows belongs.
+        """From a data set and the client that owns each row.
 
         Args:
-          data: A tree of arrays with one example a row.
+          data: A tree of arrays with one example per row.
           owners: A number from 0 to ``clients - 1`` for each row.
-          clients: How many there are, those without examples counted.
+          clients: The number of clients, including clients without examples.
 
         Example:
           >>> clients = Clients.split(jnp.arange(4.0), owners=[2, 0, 2, 2], clients=3)
@@ -87,7 +85,7 @@ class Clients:
             raise ValueError(
                 f"federated.Clients.split(clients={clients}): expected one whole number from 0 to "
                 f"{clients - 1} for each of {rows} rows; got {owners.dtype} of shape "
-                f"{owners.shape}. It says to whom the row belongs."
+                f"{owners.shape}. The number is the client that owns the row."
             )
         order = np.argsort(owners, kind="stable")
         sorted_rows = jax.tree.map(lambda x: _home(x).asarray(x)[order], data)
@@ -97,26 +95,26 @@ class Clients:
     def _joined(cls, examples: PyTree, counts: np.ndarray) -> Clients:
         if not counts.sum():
             raise ValueError(
-                f"federated.Clients: none of {len(counts)} clients has an example; there is "
-                "nothing to train on. Usually the data were filtered away before this."
+                f"federated.Clients: none of {len(counts)} clients has an example; expected at "
+                "least one. Usually a filter removed all data."
             )
         if counts.sum() > _MOST:
             raise ValueError(
-                f"federated.Clients: {counts.sum():,} examples; expected at most {_MOST:,}, for "
-                "rows are found by indices of 32 bits, and beyond them a client would train on "
-                "another client's rows. Leave out what clients have beyond a number that you fix."
+                f"federated.Clients: {counts.sum():,} examples; expected at most {_MOST:,}. Row "
+                "indices have 32 bits, and a larger one would select another client's row. Keep a "
+                "fixed number of examples per client."
             )
         starts = np.cumsum(counts) - counts
         on_device = jax.tree.map(jnp.asarray, (examples, starts, counts))
         return cls(*on_device, capacity=int(counts.max()))
 
     def __len__(self) -> int:
-        """How many clients there are; public, as the size of a data set is."""
+        """The number of clients; public, like the size of a data set."""
         return self.counts.shape[0]
 
 
 def _home(rows: Any) -> Any:
-    """Where rows are joined: NumPy, off the accelerator, but for typed keys, which are JAX's."""
+    """The array library that joins rows: NumPy on the host, or JAX for typed keys."""
     keys = isinstance(rows, jax.Array) and jnp.issubdtype(rows.dtype, jax.dtypes.prng_key)
     return jnp if keys else np
 

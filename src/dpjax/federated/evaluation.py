@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How clients fare one by one: an average hides those for whom the model does not work.
+"""Metrics per client: an average over examples hides clients for whom the model fails.
 
-Looks at clients' examples without noise, so whatever it says is private, and it comes back
-under ``"private"``, where `dpjax.fit` keeps such numbers.
+These functions read the examples of clients and add no noise. Their results are private and are
+returned under ``"private"``, where `dpjax.fit` keeps such numbers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dpjax.types import PyTree
 
 Metric = Callable[[PyTree, PyTree], Array]
 
-_TOGETHER = 256  # examples at once
+_TOGETHER = 256  # examples per vectorised call
 
 
 def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray, " clients"]:
     """The mean of a metric over each client's examples.
 
     Args:
-      metric: ``metric(params, example) -> number``: 1 where the prediction is right, say.
-      params: Of the model.
-      clients: Those that trained, or the same with examples that were held out.
+      metric: ``metric(params, example) -> number``, for example 1 where the prediction is right.
+      params: Parameters of the model.
+      clients: The clients that trained, or the same clients with held-out examples.
 
     Returns:
       A number for each client; NaN for one without examples.
@@ -45,8 +45,8 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
     if found.ndim != 1:
         raise ValueError(
             f"federated.scores: the metric of one example has shape {found.shape[1:]}; expected "
-            "one number. Usually it was written for a batch, or returns a number for each class: "
-            "it is given one example, without batch axis."
+            "one number. Usually it was written for a batch, or returns one number per class: it "
+            "receives one example, without a batch axis."
         )
     counts = np.asarray(clients.counts)
     owners = np.repeat(np.arange(len(clients)), counts)
@@ -57,17 +57,17 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
 def evaluate_clients(
     metric: Metric, params: PyTree, clients: Clients
 ) -> dict[str, dict[str, float]]:
-    """How a metric is distributed over clients, each counted once whatever its size.
+    """The distribution of a metric over clients, with equal weight for each client.
 
     Args:
       metric: ``metric(params, example) -> number``.
-      params: Of the model.
+      params: Parameters of the model.
       clients: As for `scores`.
 
     Returns:
-      ``{"private": {...}}`` with the mean over clients, the lowest, the 10 %, 50 % and 90 %
-      quantiles, and the mean over all examples; clients without examples do not count.
-      It can be joined to what an ``evaluate`` function returns to `dpjax.fit`.
+      ``{"private": {...}}`` with the mean over clients, the minimum, the 10 %, 50 % and 90 %
+      quantiles, and the mean over all examples. Clients without examples are left out. Merge it
+      into the result of the ``evaluate`` function of `dpjax.fit`.
 
     Privacy:
       Not private: no noise.

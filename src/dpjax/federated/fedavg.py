@@ -53,26 +53,26 @@ def fedavg(
     Args:
       loss: ``loss(params, example) -> scalar`` for one example.
       server_optimizer: Any Optax optimizer; ``optax.sgd(1.0)`` is plain averaging.
-      mechanism: What is run and accounted, with ``unit="client"``: its sampler draws clients,
-        its rule clips updates, whole.
-      clients: Whose examples they are; as many as ``mechanism.sampling.examples``.
-      client_optimizer: What each client trains with; it begins anew each round.
+      mechanism: The mechanism that runs and is accounted, with ``unit="client"``: its sampler
+        draws clients, its rule clips whole updates.
+      clients: The examples, of ``mechanism.sampling.examples`` clients.
+      client_optimizer: The optimizer of each client; it starts from its initial state each round.
       local_batch_size: Examples in a client's batch; its loss is their mean.
-      local_epochs: How often a drawn client goes through its own examples; or
-      local_steps: how many batches it takes, of as many epochs as that needs.
-      project: Whether a client returns into the bounds of the rule after each of its batches,
-        by which its update never leaves them.  The update is clipped at the end all the same.
-      weights: How much each client counts; by default all alike.
-      microbatch_size: How many clients train at once.  Speed only.
+      local_epochs: Epochs of a drawn client over its own examples. Give this or ``local_steps``.
+      local_steps: Batches of a drawn client, over several epochs if necessary.
+      project: Whether a client projects its update onto the bounds of the rule after each batch.
+        The update is clipped at the end in either case.
+      weights: How much each client counts; by default all count equally.
+      microbatch_size: How many clients train simultaneously. Speed only.
       budget: A `dpjax.ledger.Budget` that no round may pass.
 
     Returns:
       An `Algorithm` for `dpjax.fit`.
 
     Privacy:
-      Of each client with all of its examples.  A round is one step of the mechanism, however
-      long clients train, because what they return is clipped to the rule's bounds, weighted
-      by at most 1, and divided by a public constant, never by what was drawn.
+      For each client with all of its examples. A round is one step of the mechanism however long
+      clients train: their updates are clipped to the rule's bounds, weighted by at most 1, and
+      divided by a public constant, never by the size of the draw.
 
     | a client | its contribution |
     |---|---|
@@ -112,8 +112,8 @@ def fedavg(
     _check_work(local_batch_size, local_epochs, local_steps)
     if not isinstance(project, bool):
         raise ValueError(
-            f"fedavg(project={project!r}): expected True or False, whether clients return into the "
-            "rule's bounds. Usually a flag was read as text, which counts as True whatever it says."
+            f"fedavg(project={project!r}): expected True or False. Usually a flag was not "
+            "converted from text, and any text counts as True."
         )
     epochs, steps = (None if x is None else int(x) for x in (local_epochs, local_steps))
     within = ball(mechanism.clipping) if project else None
@@ -136,16 +136,16 @@ def fedsgd(
 ) -> Algorithm:
     """Federated SGD with differential privacy for clients: an update is one gradient.
 
-    Each drawn client returns the gradient of the mean loss of all its examples.  With one
-    example a client this is `dpjax.dpsgd`.
+    Each drawn client returns the gradient of the mean loss of all its examples. With one example
+    per client this is `dpjax.dpsgd`.
 
     Args:
       loss: ``loss(params, example) -> scalar`` for one example.
-      server_optimizer: Any Optax optimizer; the learning rate is its own.
+      server_optimizer: Any Optax optimizer, which has the learning rate.
       mechanism: As for `fedavg`; its rule clips the gradient of a client's mean loss.
-      clients: Whose examples they are.
-      weights: How much each client counts; by default all alike.
-      microbatch_size: How many clients are differentiated at once.  Speed only.
+      clients: As for `fedavg`.
+      weights: How much each client counts; by default all count equally.
+      microbatch_size: How many clients are differentiated simultaneously. Speed only.
       budget: A `dpjax.ledger.Budget` that no round may pass.
 
     Returns:
@@ -238,8 +238,8 @@ def _check_kinds(clients: Clients, **optimizers: Any) -> None:
     if not isinstance(clients, Clients):
         raise TypeError(
             f"federated: clients is a {type(clients).__name__}; expected federated.Clients, which "
-            "knows whose each example is. Write federated.Clients.of(...) around a list of each "
-            "client's arrays, or federated.Clients.split(data, owners=..., clients=...)."
+            "knows the owner of each example. Write federated.Clients.of(...) around a list of the "
+            "clients' arrays, or federated.Clients.split(data, owners=..., clients=...)."
         )
     for name, given in optimizers.items():
         if not (hasattr(given, "init") and hasattr(given, "update")):
@@ -255,13 +255,13 @@ def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:
     if len(given) != 1 or not all(map(_whole, (*given, batch_size))):
         raise ValueError(
             f"fedavg(local_batch_size={batch_size}, local_epochs={epochs}, local_steps={steps}): "
-            "expected a batch size of at least 1, and at least 1 of either epochs or steps, not "
-            "both, in whole numbers: how long a drawn client trains before it answers."
+            "expected whole numbers of at least 1: the batch size, and either epochs or steps. "
+            "They say how long a drawn client trains."
         )
 
 
 def _whole(number: Any) -> bool:
-    """Whether so many can be counted, and there is one."""
+    """Whether it is a whole number of at least 1."""
     whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
     return whole and bool(number >= 1)
 
@@ -270,32 +270,32 @@ def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> 
     if not isinstance(weights, Weights):
         raise TypeError(
             f"federated: weights is a {type(weights).__name__}; expected federated.Weights(values="
-            "one a client, largest=the weight at which a client is cut off), for the largest is "
-            "what the noise is measured by, and must be public."
+            "one per client, largest=a public largest weight), because the noise is scaled to the "
+            "largest weight."
         )
     if mechanism.unit != "client":
         raise ValueError(
-            f"federated: the mechanism protects one {mechanism.unit}, and what is drawn and "
-            "clipped here is a client with all of its examples. Write Mechanism(unit='client', "
+            f"federated: the mechanism protects one {mechanism.unit}, and a round draws and clips "
+            "clients with all of their examples. Write Mechanism(unit='client', "
             f"sampling=dpjax.sampling.poisson(examples={len(clients)}, batch_size=...)): rates "
             "and sizes then count clients."
         )
     if mechanism.adaptive is not None:
         raise ValueError(
-            "federated: this mechanism's bound follows a quantile, and rounds count no updates "
-            "below it. Leave adaptive= out, and choose the bound by what is public."
+            "federated: this mechanism adapts its bound to a quantile, which rounds cannot do. "
+            "Leave adaptive= out, and choose the bound from public knowledge."
         )
     if mechanism.clipping.projections is not None:
         raise ValueError(
-            "federated: this rule estimates norms from random projections (clipping.jl), to spare "
-            "the memory of single gradients. A client's update is at hand whole, so its exact norm "
-            "is free, and costs less epsilon: take clipping.flat."
+            "federated: this rule estimates norms from random projections (clipping.jl), which "
+            "saves the memory of per-example gradients. Here the update of a client exists as a "
+            "whole, its exact norm is free and costs less epsilon: use clipping.flat."
         )
     expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
     if sizes != (expected, expected):
         raise ValueError(
             f"federated: {sizes[0]} clients and {sizes[1]} weights, and the mechanism's sampler "
-            f"draws from {expected}; the sampling rate would not be what is accounted. Usually "
+            f"draws from {expected}; the sampling rate would not be the accounted one. Usually "
             "examples were counted instead of clients: "
             f"dpjax.sampling.poisson(examples={sizes[0]}, batch_size=...)."
         )

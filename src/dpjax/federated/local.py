@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one client does: trains for itself from the server's parameters, and says how it moved.
+"""Local training: one client trains from the server's parameters and returns its update.
 
-Epochs over its own examples in an order of its own, in batches whose last one is padded.  A
-client with more examples takes more steps; under `jax.vmap` the others wait.  What is carried
-is the *update*, in float32 or wider, so that small steps are not lost in large parameters.
+It makes epochs over its own examples in its own random order, with a padded last
+batch. A client with more examples takes more steps; under `jax.vmap` the others wait. The carry is
+the *update*, in float32 or wider, so that small steps are not lost in large parameters.
 
-A client's optimizer begins anew each round.  Nothing here is private, and nothing has to be:
-whatever comes out is clipped.
+The optimizer of a client starts from its initial state each round. Nothing here is private, and
+need not be: the update is clipped.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dpjax import clipping, trees
 from dpjax.federated.clients import Clients
 from dpjax.types import Clipping, Key, LossFn, PyTree
 
-# By as much a projected update stays inside its bound, so that rounding does not put it
-# outside, where a rule that drops long updates would drop it.
+# A projected update stays this far inside its bound: rounding could put it outside, where a rule
+# such as hard_threshold drops it.
 _INSIDE = 1 - 2**-16
 
 
 class Local(NamedTuple):
-    """What each client is asked to do; ``steps`` or ``epochs`` of batches of ``batch_size``."""
+    """What each client does: ``steps`` or ``epochs`` of batches of ``batch_size``."""
 
     loss: LossFn
     optimizer: optax.GradientTransformation
@@ -38,12 +38,12 @@ class Local(NamedTuple):
     ball: Clipping | None
 
     def trips(self, batches: Any) -> Any:
-        """How many steps a client takes whose epoch has so many batches."""
+        """The number of steps of a client whose epoch has ``batches`` batches."""
         return batches * self.epochs if self.steps is None else self.steps
 
 
 def ball(rule: Clipping) -> Clipping:
-    """The projection onto the bounds of a rule, whatever the rule itself wishes."""
+    """The projection onto the bounds of a rule."""
     bounds = tuple(bound * _INSIDE for bound in rule.bounds)
     return Clipping(rule.partition, bounds, jnp.ones_like, "projection")
 
@@ -55,14 +55,14 @@ def trained(
 
     Args:
       local: What it does.
-      params: Where it begins.
+      params: The server's parameters.
       clients: All clients.
-      index: Which one.
+      index: The client.
       key: For the order of its examples; consumed.
 
     Returns:
-      Its mean loss on the way, and its update: where it ended, less where it began.  A client
-      without examples does not move.
+      Its mean loss during training, and its update: last minus first parameters. The update of a
+      client without examples is zero.
     """
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
     batches = jnp.maximum(1, -(-count // size))
@@ -76,7 +76,7 @@ def trained(
         def batch(which: Int[Array, ""], carry: _State) -> _State:
             slots = which * size + jnp.arange(size)
             real = slots < count
-            # Padding repeats the first row of the batch: sound if the client's own rows are.
+            # Padding repeats a row of the same client, so it is finite if the client's rows are.
             rows = start + order[jnp.where(real, slots, which * size)]
             examples = jax.tree.map(lambda x: x[rows], clients.examples)
             return _moved(local, params, examples, real, carry)
@@ -88,7 +88,7 @@ def trained(
 
 
 class _State(NamedTuple):
-    """A client on its way."""
+    """A client during training."""
 
     losses: Float[Array, ""]
     update: PyTree
@@ -115,6 +115,6 @@ def _moved(
 
 
 def _shuffled(key: Key, count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
-    """The numbers below ``count`` in random order; the rest come after them."""
+    """The numbers below ``count`` in random order, followed by the rest."""
     places = jax.random.uniform(key, (capacity,))
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, places, 2.0))

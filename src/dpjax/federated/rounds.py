@@ -2,7 +2,7 @@
 """A client as a loss, and what an observer sees of a round.
 
 The gradient of a client's loss is minus the client's update. `dpjax.training` does the rest:
-rules, weights, masks and the isolation of non-finite updates are those of one example.
+clipping rules, weights, masks and the isolation of non-finite updates.
 """
 
 from __future__ import annotations

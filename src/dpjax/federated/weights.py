@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a client counts, and what that costs: at most 1, whatever the weights are.
+"""Weights of clients, held to [0, 1] so that they do not change the sensitivity.
 
-A sum of weighted updates moves by ``w_max R`` when a client joins, so noise of ``sigma R`` is
-worth a multiplier of ``sigma / w_max`` only.  Papers weight by the number of examples, and
-then a client with 100 of them gets a hundredth of the noise that was stated.  Here weights
-are divided by a public largest one and held to it, so that the sensitivity is the rule's.
+A sum of weighted updates moves by ``w_max R`` when a client joins, so noise of ``sigma R`` is worth
+a multiplier of only ``sigma / w_max``. Papers weight by the number of examples; a client with 100
+of them then gets a hundredth of the stated noise. Here weights are divided by a public largest
+weight and held to it, so the sensitivity is that of the rule.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class Weights:
        \text{mean} = \frac{\sum_k s_k \bar\Delta_k + \text{noise}}{q\, W / w_{\max}} $$
 
     Args:
-      values: $w_k$; each from its own client's data alone, such as the number of its examples.
-      largest: $w_{\max}$, a public constant; heavier clients count as much as this.
-      total: $W$, a public constant near the sum of all held weights; too large makes steps
-        shorter, and costs no privacy.  By default ``largest`` times the number of clients.
-        The sum itself is private, and so is that of the clients which were drawn.
+      values: $w_k$; each computed from its own client's data alone, such as its number of
+        examples.
+      largest: $w_{\max}$, a public constant; larger weights are reduced to it.
+      total: $W$, a public constant near the sum of all held weights. A larger one makes steps
+        shorter and costs no privacy. By default ``largest`` times the number of clients. The sum
+        itself is private, and so is the sum over the drawn clients.
 
     Sensitivity:
       Shares are in [0, 1], so one client moves the sum by at most the rule's sensitivity.
@@ -52,12 +53,12 @@ class Weights:
     total: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuses public constants that mean nothing."""
+        """Refuses public constants that are not positive."""
         if not 0 < self.largest < np.inf or not (self.total is None or 0 < self.total < np.inf):
             raise ValueError(
-                f"federated.Weights(largest={self.largest}, total={self.total}): both must be "
-                "positive numbers, fixed without a look at the data: the weight at which a client "
-                "is cut off, and about the sum of all weights after that."
+                f"federated.Weights(largest={self.largest}, total={self.total}): expected positive "
+                "numbers, chosen without looking at the data: the largest weight that counts, and "
+                "an estimate of the sum of all weights held to it."
             )
         if np.ndim(self.values) != 1:
             raise ValueError(
@@ -67,17 +68,17 @@ class Weights:
 
     @property
     def shares(self) -> Float[np.ndarray, " clients"]:
-        """The weights as they are used: from 0 to 1."""
+        """The weights that the step uses, from 0 to 1."""
         shares = np.asarray(self.values, np.float64) / self.largest
         return np.where(shares > 0, np.minimum(shares, 1.0), 0.0).astype(np.float32)
 
     @property
     def total_share(self) -> float:
-        """The sum of all shares as far as it is public."""
+        """The public estimate of the sum of all shares."""
         return np.size(self.values) if self.total is None else self.total / self.largest
 
     def noise_multiplier(self, sigma: float) -> float:
-        """What noise of ``sigma * bound`` on the sum of *raw* weighted updates is worth.
+        """The multiplier of noise of ``sigma * bound`` on the sum of *raw* weighted updates.
 
         Args:
           sigma: As papers state it.

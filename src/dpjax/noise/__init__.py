@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise: what makes a clipped sum fit to be released.
+"""Noise: turns a clipped sum into one that may be released.
 
-`gaussian` is the Optax link, its scale a multiplier times the rule's sensitivity; `link`
-holds it, and the key that an operating system gives.  It draws from `standard_normal`, in
-float32 or wider and with the tails that a normal distribution has; `normal` holds that.
-`langevin` is the same link, its multiplier following from a step size.
+`gaussian` is the Optax link; its scale is a multiplier times the rule's sensitivity. It draws from
+`standard_normal`, in float32 or wider, with the full tails of a normal distribution. `langevin` is
+`gaussian` with the multiplier of a step size, and `secret_key` makes a root key.
 
 Privacy: float32 arithmetic and the threefry generator are not a hardened source of
 randomness; see README.

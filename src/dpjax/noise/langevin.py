@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The noise of Langevin dynamics: not chosen, but the root of the step size.
+r"""The noise of Langevin dynamics, whose scale follows from the step size.
 
-Stochastic gradient Langevin dynamics moves by $\eta_t / 2$ times the gradient of the log
-posterior and adds noise of variance $\eta_t$; where it wanders is then the posterior.  Seen
-as privacy that noise is a Gaussian on the clipped sum, whose multiplier *follows*: a small
-step is a private one.  So this page holds one formula, and `gaussian` does the rest.
-
-This file must never draw a number itself, or noise would be added twice.
+Stochastic gradient Langevin dynamics moves by $\eta_t / 2$ times the gradient of the log posterior
+and adds noise of variance $\eta_t$, so its parameters are samples from the posterior. For privacy
+this noise is a Gaussian on the clipped sum with a known multiplier: smaller steps are more private.
+This file holds that one formula, and `gaussian` draws the noise.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ def langevin(
     temperature: float = 1.0,
     replay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The Optax link that makes a clipped sum a Langevin one: `gaussian` at its multiplier.
+    r"""The Optax link of Langevin dynamics: `gaussian` with `langevin_multiplier`.
 
-    With the mean $\tilde g_t$ of what comes out of it, over the expected batch size,
+    With $\tilde g_t$ the output divided by the expected batch size, the update
 
     $$ w \leftarrow w - \tfrac{\eta_t n}{2}\, \tilde g_t
        + \tfrac{\eta_t}{2}\, \nabla \log p(w) $$
 
-    has moved by noise of covariance $\eta_t T I$; `dpjax.training.dp_sgld` is the whole.
+    adds noise of covariance $\eta_t T I$. `dpjax.training.dp_sgld` is the whole algorithm.
 
     Args:
       learning_rate: $\eta_t$: a positive number, or an Optax schedule of the step.
       rule: The rule that clipped the sum.
-      examples: $n$, how many there are; public.
-      batch_size: $L$, the *expected* size of a batch, by which the sum will be divided.
+      examples: $n$, the number of examples; public.
+      batch_size: $L$, the *expected* batch size, which divides the sum.
       key: The root key of this run, consumed by it.
       temperature: $T$; 1 for the posterior itself, less for a sharper one.
       replay: As in `gaussian`.
@@ -96,7 +94,7 @@ def langevin_multiplier(
       | given | returns |
       |---|---|
       | a rate, bound, temperature or batch size that is not positive and finite | an error |
-      | a schedule that is 0 at some step | infinity there: such noise leaves only NaN behind |
+      | a schedule that is 0 at some step | infinity there, and NaN parameters |
       | a schedule that is negative at some step | NaN there |
 
     Example:
@@ -110,13 +108,15 @@ def langevin_multiplier(
       Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
       Differential Privacy", 2023, section 4.5.
     """
-    _expect(temperature, "temperature", "at 0 there is no noise, and nothing is private")
-    _expect(rule.sensitivity, "rule.sensitivity", "no noise hides an example without a bound")
+    _expect(temperature, "temperature", "at 0 there is no noise and no privacy")
+    _expect(
+        rule.sensitivity, "rule.sensitivity", "no finite noise hides an example of unbounded norm"
+    )
     _expect(batch_size, "batch_size", "it is the expected size of a batch")
     if not examples >= batch_size:
         raise ValueError(
-            f"noise.langevin(examples={examples}, batch_size={batch_size}): a batch is larger than "
-            "the data. examples is the size of the whole data set, not of a batch."
+            f"noise.langevin(examples={examples}, batch_size={batch_size}): expected a batch no "
+            "larger than the data. examples is the size of the whole data set, not of a batch."
         )
     scale = 2 * batch_size * math.sqrt(temperature) / (examples * rule.sensitivity)
     if not callable(learning_rate):

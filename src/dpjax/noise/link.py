@@ -28,9 +28,9 @@ from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTr
 
 
 class GaussianState(NamedTuple):
-    """What the noise needs to go on: the root key and the number of steps taken.
+    """The root key and the number of steps taken.
 
-    Privacy: the key is a secret.  Checkpoints keep it; releases never contain it.
+    Privacy: the key is a secret. Checkpoints hold it; releases never do.
     """
 
     key: Key
@@ -49,9 +49,9 @@ def gaussian(
     $$ s + \mathcal{N}\bigl(0,\ (m_t \, \Delta)^2 I\bigr) $$
 
     Args:
-      noise_multiplier: $m_t$: a number, an Optax schedule of the step, or a tuple with
-        one number per group.  A tuple is relative to each group's own bound (standard
-        deviation $m_g C_g$ in group $g$), and is worth $(\sum_g m_g^{-2})^{-1/2}$.
+      noise_multiplier: $m_t$: a number, an Optax schedule of the step, or a tuple with one number
+        per group. A tuple is relative to each group's own bound (standard deviation $m_g C_g$ in
+        group $g$); its effective multiplier is $(\sum_g m_g^{-2})^{-1/2}$.
       rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
       key: The root key of this run, consumed by it.
       replay: Without effect, for scripts that name it: every ``init`` replays the noise of the key.
@@ -66,8 +66,8 @@ def gaussian(
       instead. `dpjax.testing.assert_noise` finds a chain with this mistake.
 
     Privacy:
-      With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier
-      $m_t$.  Release what comes out of this link or later, never what goes in.
+      With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
+      Release the output of this link, never its input.
 
     | multiplier | bound | noise |
     |---|---|---|
@@ -124,7 +124,7 @@ def _added(noise: Array, leaf: Array, deviation: Any) -> Array:
 
 
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
-    """The standard deviation of the noise in each group at a step: what `gaussian` adds.
+    """The standard deviation of the noise of `gaussian` in each group at a step.
 
     Args:
       noise_multiplier: As in `gaussian`.
@@ -136,26 +136,26 @@ def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step:
         return [_product(multiplier, bound) for multiplier, bound in pairs]
     multiplier = noise_multiplier
     if callable(noise_multiplier):
-        # In a narrower dtype its product with the bound could round to nothing.
+        # In a narrower dtype the product with a small bound could round to zero.
         multiplier = jnp.asarray(noise_multiplier(step), jnp.float32)
     return [_product(multiplier, rule.sensitivity)] * rule.partition.size
 
 
 def _product(multiplier: Any, bound: float) -> Any:
-    """Multiplier * bound, where no noise is no noise even if the bound is infinite."""
+    """Multiplier * bound. With an infinite bound only a multiplier of 0 is allowed."""
     return 0.0 if math.isinf(bound) else multiplier * bound
 
 
 def plain_multiplier(noise_multiplier: Any) -> NoiseMultiplier:
-    """The same as a Python number, a tuple of them, or the schedule that was given."""
+    """The multiplier as a Python number, a tuple of numbers, or a schedule."""
     if callable(noise_multiplier):
         return noise_multiplier
     each = np.asarray(noise_multiplier)
     if each.dtype.kind not in "iuf" and each.size:
         raise ValueError(
             f"noise.gaussian(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a "
-            "number, a schedule of the step, or one number per group. Usually a flag was read as "
-            "text."
+            "number, a schedule of the step, or one number per group. Usually a flag was not "
+            "converted from text."
         )
     each = each.astype(np.float64)
     if each.ndim > 1:
@@ -168,7 +168,7 @@ def plain_multiplier(noise_multiplier: Any) -> NoiseMultiplier:
 
 
 def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
-    """Raises if this noise cannot go with this rule."""
+    """Raises if this multiplier does not fit this rule."""
     if callable(noise_multiplier):
         multipliers: Sequence[Any] = ()
     elif isinstance(noise_multiplier, Sequence):
@@ -189,14 +189,14 @@ def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
             )
     if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
         raise ValueError(
-            "noise.gaussian: the rule's bound is infinite, so no finite noise hides one "
-            "example. Give the rule a finite bound, or switch the noise off as well "
-            "(noise_multiplier=0.0) for a run that is not private."
+            "noise.gaussian: the rule's bound is infinite, so no finite noise hides one example. "
+            "Give the rule a finite bound; or, for a run that is not private, set "
+            "noise_multiplier=0.0 too."
         )
 
 
 def secret_key() -> Key:
-    """A root key from the operating system's randomness: the one to release with."""
+    """A root key from the operating system's randomness, for runs that are released."""
     return jax.random.wrap_key_data(
         jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32)), impl="threefry2x32"
     )

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Standard normal numbers that have their tails, drawn fast on any device.
+r"""Standard normal numbers with full tails, fast on any device.
 
-A float32 inverse-CDF sampler ends at 5.4 standard deviations and a bfloat16 one at 2.9;
-beyond its end an attacker who sees a value knows that no noise made it.  Here pairs come by
-Box and Muller, $r (\cos\theta, \sin\theta)$ with $r^2 = -2 \log u$, from 64 random bits:
-40 for $u$ and 24 for $\theta$.
+A float32 inverse-CDF sampler ends at 5.4 standard deviations and a bfloat16 one at 2.9. An attacker
+who sees a value beyond the end knows that noise alone did not make it. Here the transform of Box
+and Muller, $r (\cos\theta, \sin\theta)$ with $r^2 = -2 \log u$, makes pairs from 64 random bits: 40
+for $u$ and 24 for $\theta$.
 
-The bits are those of the threefry cipher: a key enciphers its counter, the row and the column
-of the pair.  XLA on CPU takes a long expression apart badly: what is used twice it computes
-twice, number by number.  So both numbers of a pair are one complex number, and that is written
-down before anything else sees it.
+The bits come from the threefry cipher, which enciphers the row and the column of the pair. XLA on
+CPU fuses a long expression into each of its uses and so computes it twice. A pair is therefore one
+complex number that is materialised before it is used.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from jaxtyping import Array, Complex, Float, UInt32
 from dpjax import trees
 from dpjax.types import Key
 
-# Pairs are drawn in whole rows: for a long axis of odd length XLA's code is four times as slow.
+# Pairs are drawn in whole rows: XLA:CPU does not vectorise a long axis of odd length well.
 _ROW = 1024
-# Left turns of the cipher's second word in four rounds, then in the next four.
+# Left rotations of the cipher's second word, in four rounds and in the next four.
 _TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -40,11 +39,11 @@ def standard_normal(
     float32 ends at 5.4 and 5.2), beyond which a true normal has a mass of 6e-14.
 
     Args:
-      key: Consumed.  Of whatever generator: it gives the 64 bits that the cipher is keyed with.
-      shape: Any shape, empty ones too.
-      dtype: float32 or float64; nothing narrower is drawn.
-      after: What is to be there before these numbers are drawn, so that many large draws are
-        not in memory together.  What it holds is of no account.  Speed and memory only.
+      key: Consumed. A key of any generator: it supplies the 64 bits that key the cipher.
+      shape: Any shape, including empty ones.
+      dtype: float32 or float64.
+      after: An array that must exist before these numbers are drawn, so that many large draws are
+        not in memory together. Its values have no effect. Speed and memory only.
 
     Example:
       >>> standard_normal(jax.random.key(0), (2, 3)).shape
@@ -56,9 +55,9 @@ def standard_normal(
     """
     if trees.wide(dtype) != jnp.dtype(dtype):
         raise ValueError(
-            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): noise is never drawn "
-            "in less than float32; a narrow type has few distinct values and no tail. "
-            "Draw in float32 and cast the noisy sum."
+            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64, "
+            "because a narrow dtype has few distinct values and no tails. Draw in float32 and cast "
+            "the noisy sum."
         )
     count = math.prod(shape)
     secret = jax.random.bits(key, (2,), jnp.uint32)
@@ -70,7 +69,7 @@ def standard_normal(
 def _drawn(
     secret: UInt32[Array, "2"], ready: UInt32[Array, ""], count: int, dtype: Any
 ) -> Float[Array, " count"]:
-    """So many numbers: the one half of all pairs, then the other."""
+    """``count`` numbers: the first halves of all pairs, then the second halves."""
     shape = -(-count // (2 * _ROW)), _ROW
 
     def pairs(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
@@ -80,8 +79,8 @@ def _drawn(
     def nothing(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
         return jnp.zeros_like(jax.eval_shape(pairs, secret))
 
-    # A branch that is always taken: XLA on CPU merges across anything weaker, and what it merges
-    # with the halves below runs twenty times as long.
+    # A branch that is always taken: XLA:CPU fuses across anything weaker, and then computes each
+    # pair twice without vectorising. Other devices would wait for the host at a branch.
     z = jax.lax.platform_dependent(
         secret,
         cpu=lambda secret: jax.lax.cond((ready | 1) != 0, pairs, nothing, secret),
@@ -91,7 +90,7 @@ def _drawn(
 
 
 def _word(array: Array) -> UInt32[Array, ""]:
-    """A word that is there no earlier than the array."""
+    """A word that depends on the array."""
     first = array.reshape(-1)[:1].astype(jnp.float32)
     return jnp.sum(jax.lax.bitcast_convert_type(first, jnp.uint32))  # 0 of an empty one
 
@@ -132,10 +131,10 @@ def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Comple
 
 
 def _log(tail: Array, upper: Array) -> Array:
-    """log(t), or log(1 - t) where told; t is below 1/2."""
+    """log(1 - t) where ``upper``, else log(t); t is below 1/2."""
     u = jnp.where(upper, 1 - tail, tail)
     log = jnp.log(u)
-    # What rounding 1 - t has lost is put right to first order: log(1 - t) is about -t there.
+    # First-order correction of the rounding of 1 - t, where log(1 - t) is about -t.
     precise = jnp.where(u == 1, -tail, log * (tail / (1 - u)))
     return jnp.where(upper, precise, log)
 

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training: private algorithms as ``(init, step)``, and the loop that drives any of them.
 
-`dpsgd` joins a loss, an Optax optimizer, a `Mechanism` and data into an `Algorithm`.
-`fit` drives an algorithm: progress, evaluation, refusal before a budget is passed.
-`average_parameters` is an Optax link that keeps a running mean of the parameters, which
-is free of privacy cost and worth several points of accuracy under noise.  `earlier` says
-what a run in a folder has spent, for one that goes on from it with other settings, and
-`forget` removes it.
-`dp_adam` is Adam without the noise's part of its second moment, `scaled_rate` the learning
-rate for another batch size.
-`dp_sgld` draws from a posterior: its noise follows from the step size, `keep_samples` keeps
-parameters on the way, `samples` reads them and `predictive` averages over them;
-`on_mean_gradient` is the reading that papers print.
+| name | what it is |
+|---|---|
+| `dpsgd` | a loss, an Optax optimizer, a `Mechanism` and data, as an `Algorithm` |
+| `fit` | drives an algorithm: progress, evaluation, checkpoints, refusal before overspending |
+| `earlier`, `forget` | what the run in a folder has spent; removes a run |
+| `average_parameters`, `averaged` | an Optax link that keeps a running mean, free of privacy cost |
+| `dp_adam`, `scaled_rate` | Adam without the noise in its second moment; a rate for a batch size |
+| `dp_sgld`, `on_mean_gradient` | Langevin dynamics; its step size as papers print it |
+| `keep_samples`, `samples`, `predictive` | keeps samples, reads them, averages predictions |
 """
 
 from dpjax.training.averaging import average_parameters, averaged

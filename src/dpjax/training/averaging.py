@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running average of the parameters, as the last link of an Optax chain.
 
-Noise moves parameters to and fro around where they should be; their average over the
-last steps lies closer.  It is computed from parameters that are already private, so it
-costs nothing.
+Noise moves parameters around the optimum, and their average over the last steps lies closer to it.
+The average is computed from parameters that are already private, so it costs nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     $$ \bar\theta_t = \Bigl(\sum_{s \le t} d^{\,t-s}\,\theta_s\Bigr)
        \Big/ \sum_{s \le t} d^{\,t-s} $$
 
-    The division makes it right from the first step on (no bias towards the start).
+    The division removes the bias towards the first parameters.
 
     Args:
       decay: $d$; the average looks back over about $1 / (1 - d)$ steps.
@@ -52,8 +51,8 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     """
     if not 0 <= decay < 1:
         raise ValueError(
-            f"average_parameters(decay={decay}): expected a number from 0 up to, not "
-            "including, 1; 0.99 averages over about 100 steps."
+            f"average_parameters(decay={decay}): expected a number in [0, 1). For example, 0.99 "
+            "averages over about 100 steps."
         )
 
     def init(params: PyTree) -> AverageState:
@@ -78,19 +77,19 @@ def averaged(optimizer_state: Any) -> PyTree:
     """The averaged parameters inside an optimizer's (or a whole run's) state.
 
     Raises:
-      ValueError: No average is kept there, or no step has been taken yet.
+      ValueError: The state has no average, or no step ran yet.
     """
     nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, AverageState))
     kept = next((node for node in nodes if isinstance(node, AverageState)), None)
     if kept is not None:
         if not isinstance(kept.weight, Tracer) and not kept.weight > 0:
             raise ValueError(
-                "averaged: no step was taken, so there is nothing to average. Usually no step fits "
-                "the budget; the parameters of the state are those that the run began with."
+                "averaged: no step ran, so the average is empty. Usually no step fits the budget; "
+                "state.params are the first parameters of the run."
             )
         return jax.tree.map(lambda total: total / kept.weight, kept.total)
     raise ValueError(
-        "averaged: no average is kept in this state. End the optimizer with "
+        "averaged: this state holds no average. End the optimizer with "
         "dpjax.training.average_parameters(): optax.chain(optax.sgd(0.1), "
         "average_parameters(0.99))."
     )

@@ -26,12 +26,12 @@ from dpjax.types import LossFn, PyTree, Schedule, State
 
 
 def whole(name: str, count: Any, least: int = 1) -> int:
-    """A count as an integer, whatever type it has.
+    """A number of steps as an integer; 3.0 is 3.
 
     Args:
-      name: Of the argument, with its function: ``"fit(steps"``.
-      count: What was given; 3.0 is 3.
-      least: The smallest that has a meaning.
+      name: The function and its argument: ``"fit(steps"``.
+      count: The value.
+      least: The smallest allowed value.
     """
     number = trees.number(count, name)
     if number % 1 != 0 or number < least:
@@ -43,29 +43,29 @@ def whole(name: str, count: Any, least: int = 1) -> int:
 
 
 def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: Any) -> None:
-    """Refuses arguments of `dpjax.dpsgd` that stand in one another's place."""
+    """Refuses arguments of `dpjax.dpsgd` of the wrong kind; usually two were swapped."""
     right = "dpsgd(loss, optimizer, mechanism, data)"
     if not isinstance(mechanism, Mechanism):
         raise TypeError(
-            f"dpsgd: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism, "
-            f"which says what is run and accounted. Usually arguments were swapped: {right}."
+            f"dpsgd: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism. "
+            f"Usually arguments were swapped: {right}."
         )
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
-            f"dpsgd: the optimizer is a {type(optimizer).__name__}; expected one of Optax, such as "
-            "optax.sgd(0.1). Usually the learning rate alone was given, the function optax.sgd "
-            f"without one, or arguments were swapped: {right}."
+            f"dpsgd: the optimizer is a {type(optimizer).__name__}; expected an Optax optimizer, "
+            "such as optax.sgd(0.1). Usually the learning rate alone was given, the function "
+            f"optax.sgd without a rate, or arguments were swapped: {right}."
         )
     if not callable(loss) or hasattr(loss, "apply"):
         raise TypeError(
             f"dpsgd: the loss is a {type(loss).__name__}; expected a function, loss(params, "
-            "example) -> scalar. Of a Linen module and a loss, dpjax.losses.of(model, "
+            "example) -> scalar. For a Linen module, dpjax.losses.of(model, "
             "dpjax.losses.cross_entropy) makes one."
         )
     if budget is not None and not isinstance(budget, ledger.Budget):
         raise TypeError(
-            f"dpsgd(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...); an "
-            "epsilon means nothing without its delta."
+            f"dpsgd(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...), "
+            "because an epsilon needs its delta."
         )
     if engine != "auto" and engine not in ENGINES:
         raise ValueError(
@@ -73,21 +73,20 @@ def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: 
         )
     if mechanism.unit != "example":
         raise ValueError(
-            f"dpsgd: the mechanism protects one {mechanism.unit}, and what is drawn and clipped "
-            "here is one example. Leave unit= out; to protect a client with all of its examples "
-            "see dpjax.federated, and for a bound on what example-level training costs one, "
-            "dpjax.accounting.for_groups."
+            f"dpsgd: the mechanism protects one {mechanism.unit}, and dpsgd draws and clips single "
+            "examples. Leave unit= out. dpjax.federated protects a client with all of its "
+            "examples; dpjax.accounting.for_groups bounds what example-level training costs it."
         )
 
 
 def check_optimizer(
     optimizer: optax.GradientTransformation, optimizer_state: Any, params: PyTree
 ) -> None:
-    """Refuses an optimizer that is private by itself, and one that needs more than gradients.
+    """Refuses an optimizer that adds noise itself, and one that needs more than gradients.
 
     Args:
       optimizer: Receives private mean gradients.
-      optimizer_state: What its ``init`` gives.
+      optimizer_state: From its ``init``.
       params: Parameters.
     """
     _check_public(optimizer_state)
@@ -116,31 +115,31 @@ def _check_public(optimizer_state: Any) -> None:
     nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, private))
     if found := [type(node).__name__ for node in nodes if isinstance(node, private)]:
         raise ValueError(
-            f"dpsgd: the optimizer holds {', '.join(found)}, so it clips or adds noise by itself; "
-            "expected one that takes private means, such as optax.sgd(0.1). dpsgd does what the "
-            "mechanism says, and it would be done twice. Usually a chain of clip_and_sum and "
-            "noise.gaussian, mechanism.privatize or optax.contrib's was handed over: leave these "
-            "links out, or keep the chain and write the loop yourself."
+            f"dpsgd: the optimizer holds {', '.join(found)}, so it clips or adds noise itself; "
+            "expected an optimizer of private means, such as optax.sgd(0.1). dpsgd clips and adds "
+            "the noise of the mechanism, so both would be done twice. Usually the chain has "
+            "clip_and_sum, noise.gaussian, mechanism.privatize or a link of optax.contrib: leave "
+            "these links out, or keep the chain and write your own loop."
         )
 
 
 def check_state(name: str, state: Any) -> None:
-    """Refuses what is no state, and one whose buffers are gone.
+    """Refuses an object that is not a state, and a state with donated buffers.
 
     Args:
-      name: Of what was given it.
-      state: What was given.
+      name: The function that received it.
+      state: The object.
     """
     if not all(hasattr(state, field) for field in ("params", "key", "step", "ledger")):
         raise TypeError(
-            f"{name}: the state is a {type(state).__name__}; expected what algorithm.init(key, "
-            "params) gives. Usually parameters were handed over alone."
+            f"{name}: the state is a {type(state).__name__}; expected the state of "
+            "algorithm.init(key, params). Usually the parameters were given alone."
         )
     if any(_deleted(leaf) for leaf in jax.tree.leaves(state)):
         raise RuntimeError(
-            f"{name}: this state was used up: its buffers are those of the state that "
-            "algorithm.run made of it. Go on with that one, or give run a copy: "
-            "algorithm.run(dpjax.trees.copy(state), count). step and fit copy by themselves."
+            f"{name}: this state was used up: algorithm.run donated its buffers to the next "
+            "state. Continue with the state that run returned, or give run a copy: "
+            "algorithm.run(dpjax.trees.copy(state), count). step and fit copy the state."
         )
 
 
@@ -162,58 +161,58 @@ def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> Non
     """Refuses a schedule that is not positive at every planned step."""
     if bound_schedule is not None and mechanism.adaptive is not None:
         raise ValueError(
-            "dpsgd(bound_schedule=...): the mechanism's bounds are adapted, so they follow the "
-            "gradients and no schedule. Leave one of the two out."
+            "dpsgd(bound_schedule=...): the mechanism adapts its bounds to the gradients, so they "
+            "cannot follow a schedule. Leave one of the two out."
         )
     scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else np.ones(1)
     if not np.all((scales > 0) & np.isfinite(scales)):
         raise ValueError(
-            "dpsgd(bound_schedule=...): expected positive numbers at all planned steps; at step "
-            f"{int(np.argmin((scales > 0) & np.isfinite(scales)))} it is not one. It multiplies "
-            "the bounds of the rule; to silence a step, leave it out of the plan."
+            "dpsgd(bound_schedule=...): expected positive numbers at all planned steps; the number "
+            f"at step {int(np.argmin((scales > 0) & np.isfinite(scales)))} is not positive and "
+            "finite. It multiplies the bounds of the rule; to silence a step, do not plan it."
         )
 
 
 def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
-    """Refuses data of another size than is accounted."""
+    """Refuses data whose size differs from the accounted one."""
     if isinstance(data, Dataset):
         raise TypeError(
-            f"dpsgd: the data are the data.Dataset {data.name!r}, with its test examples and its "
-            f"name; expected what is learnt from: give its .train, of {data.examples} examples."
+            f"dpsgd: the data are the data.Dataset {data.name!r}, which holds test examples too; "
+            f"expected the training examples: give its .train, of {data.examples} examples."
         )
     _check_size(data, mechanism.sampling.examples)
     row = data.row if isinstance(data, Stream) else data
     if per_step is not None and not isinstance(row, tuple):
         raise TypeError(
-            f"dpsgd(per_step=...): the data are a {type(row).__name__}; expected a tuple, such as "
-            "(x, y), to every example of which the step's entry is added: (x, y, per_step(step)). "
+            f"dpsgd(per_step=...): the data are a {type(row).__name__}; expected a tuple such as "
+            "(x, y), because the step appends its entry to every example: (x, y, per_step(step)). "
             "For a single array write (x,)."
         )
 
 
 def _check_size(data: PyTree, expected: int) -> None:
-    """Refuses other examples than are accounted, and what is no number."""
+    """Refuses another number of examples than is accounted, and leaves that are not numeric."""
     if not isinstance(data, Stream):
         _check_numbers(data)
     size = len(data) if isinstance(data, Stream) else trees.leading_size(data, name="dpsgd data")
     if size != expected:
         raise ValueError(
             f"dpsgd: the data hold {size} examples, the mechanism's sampler {expected}; the "
-            "sampling rate would not be what is accounted. Build the sampler from this "
-            f"data set: dpjax.sampling.poisson(examples={size}, batch_size=...)."
+            "sampling rate would not be the accounted one. Build the sampler for this data set: "
+            f"dpjax.sampling.poisson(examples={size}, batch_size=...)."
         )
 
 
 def _check_numbers(data: PyTree) -> None:
-    """Refuses lists, loaders, words, dates and objects, of which JAX makes no arrays."""
-    if isinstance(data, Iterator):  # to ask JAX for its leaves is deprecated
+    """Refuses lists, loaders, text, dates and objects, which JAX cannot turn into arrays."""
+    if isinstance(data, Iterator):  # jax.tree.leaves of an iterator is deprecated
         raise _no_arrays(data)
     for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
         if isinstance(leaf, int | float | np.number):
             raise TypeError(
                 f"dpsgd data: leaf {name} is {leaf!r:.20}, one number; expected arrays with a row "
-                "for each example. Usually lists of numbers or of pairs were given: make arrays, "
-                "(np.stack(inputs), np.array(targets))."
+                "for each example. Usually lists of numbers or of pairs were given: make arrays "
+                "with (np.stack(inputs), np.array(targets))."
             )
         kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if not hasattr(leaf, "dtype") and kind.kind == "O":
@@ -226,17 +225,17 @@ def _check_numbers(data: PyTree) -> None:
 
 
 def _no_arrays(given: Any) -> TypeError:
-    """What to say of a loader, an iterator, or another object that holds no numbers of its own."""
+    """The error for a loader, an iterator, or another object that is not an array."""
     return TypeError(
         f"dpsgd data: got a {type(given).__name__}; expected arrays. Usually a loader or an "
         "iterator was given: dpsgd draws the batches itself, because their sampling is accounted. "
-        "Give the arrays of all examples, or dpjax.data.Stream(source, example=...) over what can "
-        "be indexed."
+        "Give the arrays of all examples, or dpjax.data.Stream(source, example=...) over a source "
+        "that can be indexed."
     )
 
 
 def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
-    """Says which leaves have no gradient: they are given noise all the same.
+    """Warns about leaves without a gradient, which receive noise like all others.
 
     Args:
       loss: ``loss(params, example) -> scalar``.
@@ -272,9 +271,9 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
     ]
     if idle:
         logging.warning(
-            "dpsgd: %d of %d leaves have no gradient (%s%s). They are given noise like all others, "
-            "and wander. Usually they are frozen by stop_gradient, or not used: close the loss "
-            "over what is not trained, and it gets no noise.",
+            "dpsgd: %d of %d leaves have no gradient (%s%s). They receive noise like all others "
+            "and drift. Usually they are frozen by stop_gradient, or unused: let the loss close "
+            "over frozen leaves, and they receive no noise.",
             len(idle),
             len(program.outvars),
             ", ".join(idle[:3]),

@@ -55,41 +55,38 @@ def dpsgd(
     Args:
       loss: ``loss(params, example) -> scalar`` for one example.
       optimizer: Any Optax optimizer; it receives private mean gradients.
-      mechanism: What is run and accounted.
+      mechanism: The mechanism that runs and is accounted.
       data: A tree of arrays with a leading axis of ``mechanism.sampling.examples``, which
-        are put on the device; or a `dpjax.data.Stream` that is read as it is drawn.
-      engine: How the clipped sum is computed; see `dpjax.clipped_grad`.  Speed only.
-      per_step: For a loss that changes over time: what ``per_step(step)`` returns becomes a
-        further entry of every example, ``(x, y)`` turning into ``(x, y, per_step(step))``.
-        Steps count from 0 and go on where an earlier `fit` stopped.  It is traced: it
-        returns an array or a tree of them, by arithmetic and ``jnp.where``, not by ``if``.
-      bound_schedule: Multiplies the rule's bounds at step t, and the noise with them: a large
-        bound after a small one, for example.  A positive Optax schedule.  For bounds that
-        follow the gradients see ``Mechanism(adaptive=...)``.
-      weights: ``weights(step, params, example)``, from 0 to 1: how much of an example's clipped
-        gradient counts at a step, for a curriculum.  Held to that range.  It may look at the
-        example, at the parameters and at anything public; what it computes of them is computed
-        besides the gradient.
-      microbatch_size: Examples on the chip at once; by default what fits.  Speed only.
+        `dpsgd` puts on the device; or a `dpjax.data.Stream`, which reads the rows of each draw.
+      engine: How the clipped sum is computed; see `dpjax.clipped_grad`. Speed only.
+      per_step: For a loss that changes over time. ``per_step(step)`` is appended to every
+        example: ``(x, y)`` becomes ``(x, y, per_step(step))``. Steps count from 0 over the whole
+        run. It is traced: use arithmetic and ``jnp.where`` rather than ``if``.
+      bound_schedule: A positive Optax schedule that multiplies the rule's bounds, and the noise
+        with them. For bounds that follow the gradients see ``Mechanism(adaptive=...)``.
+      weights: ``weights(step, params, example)``, the share of an example's clipped gradient that
+        counts at a step, for a curriculum. Held to [0, 1]. It may read the example, the
+        parameters and anything public, and is computed in addition to the gradient.
+      microbatch_size: Examples in flight on a device; by default as many as fit. Speed only.
       budget: A `dpjax.ledger.Budget` that no step may pass.
 
     Returns:
       An `Algorithm`: ``init(key, params) -> state``, ``step(state) -> (state, info)``.
-      ``step`` is compiled inside; do not ``jit`` it, the ledger looks before each step.
-      ``run(state, count)`` takes several steps in one dispatch and *uses up* the state that
-      it is given: its buffers become those of the next.
+      ``step`` is compiled inside. Do not ``jit`` it: the ledger checks every step on the host.
+      ``run(state, count)`` takes several steps in one dispatch and *donates* the buffers of the
+      state that it receives.
 
     Privacy:
       ``state.params`` after n steps are private with ``ledger.epsilon`` of these steps.
-      ``per_step`` costs nothing: it sees the number of the step, which is public, and no
-      data; and whatever the loss makes of it, clipping bounds each example's gradient.
-      ``bound_schedule`` costs nothing either: multipliers are relative to the bound.
-      ``weights`` cost nothing: a weight follows from its own example and from what was already
-      released, and shortens a gradient that is clipped; the sum is divided by the same number.
-      An adapted bound is paid for: its count is part of the mechanism's noise multiplier.
-      **A key is for one run.**  Two runs with one key, of a sweep for example, have the same
-      draws and the same noise, so that the difference of what they release has none.  To run
-      the same again is safe: it releases nothing new.
+      ``per_step`` costs nothing: it reads the number of the step, which is public, and clipping
+      bounds each example's gradient whatever the loss computes from it.
+      ``bound_schedule`` costs nothing: multipliers are relative to the bound.
+      ``weights`` cost nothing: a weight follows from its own example and from released
+      parameters, and shortens a clipped gradient; the divisor of the sum stays the same.
+      An adapted bound costs its count, which is part of the mechanism's noise multiplier.
+      **A key is for one run.** Two runs with one key, of a sweep for example, have the same draws
+      and the same noise: the difference of what they release has no noise, and no check notices.
+      Repeating the same run is safe, because it releases nothing new.
 
     Example:
       >>> import dpjax
@@ -107,13 +104,13 @@ def dpsgd(
       >>> state.ledger.steps
       1
 
-      A loss that asks for the epoch, here of 10 steps, as `dpjax.losses.composite` does:
+      A loss that depends on the epoch, here of 10 steps, as `dpjax.losses.composite` does:
 
       >>> loss = lambda w, example: (1 + example[1]) * jnp.sum((w - example[0]) ** 2)
       >>> data = (jnp.ones((100, 3)),)
       >>> algorithm = dpsgd(loss, optax.sgd(0.1), mechanism, data, per_step=lambda t: t // 10)
 
-      Examples whose loss is low first, the others as training goes on:
+      Examples of low loss first, the others later in training:
 
       >>> easy = lambda t, w, example: jax.nn.sigmoid(t - jnp.sum((w - example[0]) ** 2))
       >>> algorithm = dpsgd(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is a function of beside its state: versions, settings of JAX, devices.
+"""The environment of a run: versions, settings of JAX, devices.
 
-Any of them may change the draws, the noise or the last bits of a sum.  A step that runs again
-must release what it has released, to the last bit: other noise on the same sum, or the same
-noise on another, is a second release, which nobody counted.
+Each of them may change the draws, the noise or the last bits of a sum. A repeated step must release
+the same bits: other noise on the same sum, or the same noise on another sum, is a second release
+that the ledger did not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SETTINGS = ("jax_threefry_partitionable", "jax_enable_x64", "jax_default_matmul
 
 
 def numerics() -> dict[str, Any]:
-    """By what equal states may give unequal steps, as JSON has it."""
+    """What may make equal states give different steps, in JSON types."""
     return {
         **{name: _version(name) for name in _PACKAGES},
         **{name: getattr(jax.config, name, None) for name in _SETTINGS},

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop around any `Algorithm`: steps, evaluation, progress, a log, checkpoints.
 
-`fit` asks the ledger whether all steps fit before it runs the first, so a run is never
-cut short half-way by its budget.  It writes two kinds of numbers and keeps them apart:
-what was released (parameters and what follows from them and public data) and what was
-computed from private data without noise (under ``"private"``).
+The ledger checks that all steps fit before the first runs, so the budget never cuts a run short.
+`fit` writes two kinds of numbers and keeps them apart: released ones (parameters, and what follows
+from them and public data) and, under ``"private"``, those computed from private data without noise.
 
-With a folder, a run that was killed goes on where its last checkpoint is.  Every step is a
-function of the state, keys included, so steps that are run again are the same steps: what
-they release is the same, and nothing is spent twice.  Where `numerics` tells that they would
-not be, nothing that was released is run again.
+With a folder, a killed run resumes from its last checkpoint. A step is a function of the state,
+keys included, so a repeated step releases the same parameters and spends nothing. If the numerics
+changed, so that it would not be the same step, no released step runs again.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from dpjax.types import Algorithm
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 
-_SAVE = 300.0  # seconds between two checkpoints
+_SAVE = 300.0  # seconds between checkpoints
 
 
 def fit(
@@ -51,49 +49,46 @@ def fit(
     save_every: int | None = None,
     progress: bool = True,
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Runs an algorithm, and goes on with a run that was interrupted.
+    """Runs an algorithm, and resumes an interrupted run.
 
     Args:
       algorithm: For example from `dpjax.dpsgd`.
-      state: From ``algorithm.init``, or from an earlier `fit`; it can be used again.
+      state: From ``algorithm.init``, or from an earlier `fit`; `fit` copies it.
       steps: How many more steps; by default all that are planned.
-      evaluate: ``state -> {name: number}``, for example the accuracy on test data; what it
-        finds out about private data it returns as ``{"private": {name: number}}``.  The
-        next steps reuse the state's buffers: copy what is to be kept.
-      evaluate_every: Evaluate after this many steps; by default twenty times a run.
+      evaluate: ``state -> {name: number}``, for example the accuracy on test data. Numbers that
+        depend on private data go under ``{"private": {name: number}}``. The next steps reuse the
+        buffers of the state: copy what you keep.
+      evaluate_every: Steps between evaluations; by default a twentieth of the run.
       delta: The delta at which epsilon is shown.
-      method: The `dpjax.accounting` method by which it is.
-      directory: The folder of this run, and of no other: ``metrics.jsonl``, a line an
-        evaluation; ``run.json``, what the run is; ``checkpoints``; and TensorBoard's events
-        in ``tensorboard``, if that extra is installed.
-      configuration: What else makes the run what it is (learning rate, seed, ...), as JSON
-        has it.  Another one in the same folder is refused.  Loss and optimizer are functions,
-        which nobody can compare: without their names here, a run goes on with others.
-      save_every: Steps between two checkpoints; by default about five minutes.
+      method: The `dpjax.accounting` method that computes epsilon.
+      directory: The folder of this run alone: ``metrics.jsonl``, a line per evaluation;
+        ``run.json``, the identity of the run; ``checkpoints``; and TensorBoard's events in
+        ``tensorboard``, if that extra is installed.
+      configuration: What else identifies the run (learning rate, seed, ...), in JSON types. The
+        folder refuses another one. Loss and optimizer are functions and cannot be compared: name
+        them here, or a run resumes with others unnoticed.
+      save_every: Steps between checkpoints; by default about five minutes.
       progress: Whether to show a live line.
 
     Returns:
-      The last state, and the rows of the log.  ``row["private"]`` was computed from
-      private data without noise: look at it, do not publish it.
+      The last state, and the rows of the log. ``row["private"]`` was computed from private
+      data without noise: look at it, do not publish it.
 
     Raises:
-      dpjax.ledger.Refused: Before the first step, if not all steps fit, or if the folder
-        is held by another process or holds another run, or one whose last steps would now run
-        otherwise.
+      dpjax.ledger.Refused: Before the first step: not all steps fit, another process holds the
+        folder, or the folder holds another run or one whose released steps would change.
 
     | the folder | what happens |
     |---|---|
-    | is empty | the state is saved, the root key with it, before the first step |
-    | holds this run, stopped or killed at any moment | the last whole checkpoint is taken
-      instead of a fresh ``state``, and this is logged; the result is the same to the last bit |
-    | holds this run, under other versions, settings of JAX or devices | logged; refused if
-      rows or evaluations are younger than the checkpoint: their steps would run otherwise |
+    | is empty | the state, with the root key, is saved before the first step |
+    | holds this run, stopped or killed | resumes from the last sound checkpoint, to the bit |
+    | holds this run, under other numerics | logged; refused if released steps would change |
     | holds a run that began with other parameters | refused |
-    | holds this run, done | its last state and rows are returned |
-    | holds this run, further than ``steps`` says | refused |
-    | is full | logged; the run goes on, and the next checkpoint is tried |
+    | holds this run, finished | returns its last state and rows |
+    | holds this run, further than ``steps`` | refused |
+    | is on a full disk | logged; the run continues, and tries the next checkpoint |
 
-    On SIGTERM and Ctrl-C the step at hand is finished and saved before the process ends (by
+    On SIGTERM and Ctrl-C the current step ends and is saved before the process ends (with
     ``SystemExit(143)`` and ``KeyboardInterrupt``).
 
     Privacy:
@@ -108,8 +103,8 @@ def fit(
     mechanism = algorithm.mechanism
     if mechanism is None:
         raise ValueError(
-            "fit: this algorithm has no mechanism, so nothing says what a step costs. Build it "
-            "as Algorithm(init, step, mechanism)."
+            "fit: this algorithm has no mechanism, so the cost of a step is unknown. Build it as "
+            "Algorithm(init, step, mechanism)."
         )
     steps = None if steps is None else whole("fit(steps", steps, least=0)
     evaluate_every = None if evaluate_every is None else whole("fit(evaluate_every", evaluate_every)
@@ -117,7 +112,7 @@ def fit(
     begin = state.ledger.steps
     end = mechanism.steps if steps is None else begin + steps
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
-    # What accounting cannot answer had better be refused before the first step.
+    # An accountant without an answer raises here, before the first step runs.
     planned = mechanism.epsilon_of(mechanism.multipliers[:end], delta, method)
     every = evaluate_every or -(-(end - begin) // 20) or 1
 
@@ -130,13 +125,13 @@ def fit(
         stack.callback(run.close)
         if run.done > end:
             raise ledger.Refused(
-                f"fit(directory={str(directory)!r}): {run.done} steps ran there, this call asks "
-                f"for those up to {end}. Usually a script calls fit several times in one folder: "
-                "once interrupted, it would run more steps than it says. Call it once for all "
-                "steps, or give each part a folder of its own."
+                f"fit(directory={str(directory)!r}): {run.done} steps ran there, and this call "
+                f"asks for steps up to {end}. Usually a script calls fit several times in one "
+                "folder: restarted after an interrupt, it would run more steps than it says. Call "
+                "fit once for all steps, or give each part its own folder."
             )
         if run.done > begin:
-            _tell_of_going_on(directory, run.done, configuration)
+            _log_resume(directory, run.done, configuration)
         most = algorithm.budget.epsilon if algorithm.budget else planned
         show = Progress(run.done, end, most, unit=mechanism.unit, enabled=progress)
         stack.callback(show.close)
@@ -166,58 +161,58 @@ def fit(
 
 
 def _identity(algorithm: Algorithm, configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """What the run is; the caller's words may not stand for those that are accounted."""
+    """The identity of the run. The configuration may not replace accounted facts."""
     identity = dict(algorithm.identity())
     identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
     taken = sorted(identity.keys() & configuration.keys())
     if taken:
         raise ValueError(
-            f"fit(configuration=...): {', '.join(taken)} would replace what the run says of "
-            "itself, by which it is accounted. Usually flags are handed over whole: leave these "
-            "out, or give them another name, such as 'microbatch' for a batch on the device."
+            f"fit(configuration=...): {', '.join(taken)} would replace facts by which the run is "
+            "accounted. Usually all flags are passed as they are: leave these out, or rename them, "
+            "for example 'microbatch' for a batch on the device."
         )
     return {**identity, **configuration}
 
 
-def _tell_of_going_on(directory: Any, done: int, configuration: Mapping[str, Any] | None) -> None:
-    """Says that a state was given in vain; loudly where nothing tells this run from another."""
+def _log_resume(directory: Any, done: int, configuration: Mapping[str, Any] | None) -> None:
+    """Logs that the run resumes and ignores ``state``; warns without a ``configuration``."""
     logging.log(
         logging.INFO if configuration else logging.WARNING,
-        "fit: going on from step %d of %s; the state that was given, with its key, is not used. "
-        "Whether loss and optimizer are those of that run nobody can tell from functions: name "
-        "what they hang on in configuration=, and others are refused.",
+        "fit: resuming from step %d of %s. The given state and its key are ignored. Loss and "
+        "optimizer are functions, which cannot be compared: name what they depend on in "
+        "configuration=, and fit refuses to resume with others.",
         *(done, directory),
     )
 
 
 def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What an evaluation found, under names that are its own."""
+    """The numbers of an evaluation, checked against the names of the log."""
     if not isinstance(found, Mapping) or found.keys() & row.keys():
         what = sorted(found) if isinstance(found, Mapping) else type(found).__name__
         raise TypeError(
             f"fit(evaluate=...): it returned {what}; expected a mapping such as "
-            f"{{'accuracy': 0.9}}, under names other than {', '.join(row)}, which are the log's."
+            f"{{'accuracy': 0.9}}, without the names of the log: {', '.join(row)}."
         )
     try:
         return numbers(found)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"fit(evaluate=...): of {', '.join(found)} not all are numbers ({error}); expected a "
-            "mapping such as {'accuracy': 0.9}. Usually a word or a whole state was returned."
+            f"fit(evaluate=...): not all of {', '.join(found)} are numbers ({error}); expected a "
+            "mapping such as {'accuracy': 0.9}. Usually text or a whole state was returned."
         ) from error
 
 
 def _until(done: int, every: int | None) -> int:
-    """Steps until the next multiple of ``every``; there is one, if at all, ahead."""
+    """Steps until the next multiple of ``every``; unlimited if it is None."""
     return sys.maxsize if every is None else every - done % every
 
 
 def _save(run: Run, every: int | None, *, now: bool) -> None:
-    """Saves where it is time to; insists where there will be no other time."""
+    """Saves if a checkpoint is due. ``now``: the last chance, so a failure raises."""
     due = time.monotonic() - run.saved > _SAVE if every is None else run.done % every == 0
     if (now or due) and not run.save(wait=now) and now:
         raise OSError(
-            f"fit: the last checkpoint could not be written, so what is in memory would be lost; "
-            f"{run.done} steps ran. The log above says why. With room on the disk, run the same "
-            "again: it goes on from the last checkpoint that is whole."
+            f"fit: the last checkpoint could not be written, so the state in memory is lost after "
+            f"{run.done} steps. The log above says why. Free the disk and run the same command "
+            "again: it resumes from the last sound checkpoint."
         )

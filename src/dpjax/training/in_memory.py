@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on data in device memory: one compiled program, several steps per dispatch.
 
-The program runs `private_step` as often as it is asked to before it answers, so the host works
-once in many steps. A draw of any size takes as many microbatches as it needs: neither the size of
+The program runs `private_step` several times before it returns, so the host works once in many
+steps. A draw of any size takes as many microbatches as it needs: neither the size of
 a draw nor the number of steps compiles a second program.
 """
 

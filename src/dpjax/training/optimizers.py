@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What private training asks of an optimizer, beyond Optax.
+"""Two additions to Optax for private training.
 
-Any Optax optimizer takes private means: it computes from what is released, and is free.
-Two things are worth knowing.  Adam divides by the root of a second moment that is mostly
-noise, whose part is known exactly: `dp_adam` takes it away.  And rates are published for a
-batch size: `scaled_rate` follows the convention by which they carry over to another.
+Any Optax optimizer takes private means: it computes from released numbers and costs nothing. Adam
+divides by the root of a second moment that is mostly noise: `dp_adam` subtracts the noise, whose
+variance is known. Published rates belong to a batch size: `scaled_rate` converts them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from dpjax.types import PyTree, Schedule
 def scaled_rate(base: float, batch_size: float) -> float:
     r"""The learning rate for a batch, $\lfloor B / 512 \rfloor$ times a base rate.
 
-    Under noise a larger batch is worth a larger rate in proportion; rates in the
-    literature on wavelet features are given for 512 examples.
+    Under noise the rate grows in proportion to the batch. The literature on wavelet features
+    gives rates for 512 examples.
 
     Args:
       base: The rate for a batch of 512.
@@ -40,14 +39,14 @@ def scaled_rate(base: float, batch_size: float) -> float:
     """
     if batch_size < 512:
         raise ValueError(
-            f"training.scaled_rate(batch_size={batch_size}): the convention counts whole batches "
-            "of 512, of which this holds none. Choose the rate itself."
+            f"training.scaled_rate(batch_size={batch_size}): expected at least 512, because the "
+            "convention counts whole batches of 512. Choose the rate itself."
         )
     return batch_size // 512 * base
 
 
 class DPAdamState(NamedTuple):
-    """Moments of the private mean, and what the noise adds to the second, per group."""
+    """Moments of the private mean, and the share of the noise in the second, per group."""
 
     step: Int[Array, ""]
     first: PyTree
@@ -62,26 +61,26 @@ def dp_adam(
     b2: float = 0.999,
     floor: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam whose second moment is that of the gradient, not of the noise.
+    r"""Adam with the second moment of the gradient alone, without the noise.
 
-    Noise of standard deviation $\sigma_t$ adds $\sigma_t^2$ to every square.  Its running
-    mean $\hat s_t$, by the same weights as Adam's, is public and is taken away:
+    Noise of standard deviation $\sigma_t$ adds $\sigma_t^2$ to every square. The running mean
+    $\hat s_t$ of these variances, with Adam's weights, is public and is subtracted:
 
     $$ \theta_{t+1} = \theta_t - \eta_t\, \hat m_t
        \big/ \sqrt{\max(\hat v_t - \hat s_t,\ \mathrm{floor})} $$
 
     Args:
       learning_rate: $\eta_t$.
-      mechanism: What is run: the noise of each step and group is read off it.
+      mechanism: The mechanism of the run, which knows the noise of each step and group.
       b1: Decay of the first moment.
       b2: Decay of the second.
-      floor: The least that is divided by the root of: where the gradient is lost in noise,
-        the step is $\hat m_t / \sqrt{\mathrm{floor}}$.  It matters as much as the rate does.
+      floor: The smallest second moment. Where noise hides the gradient, the step is
+        $\hat m_t / \sqrt{\mathrm{floor}}$, so it matters as much as the rate.
 
     Returns:
-      An Optax optimizer for the private means of this mechanism.  Where bounds change with
-      the step, or a public total of weights is divided by, its ``update`` wants
-      ``bound_scale=``; `dpjax.dpsgd` and `dpjax.federated` give it.
+      An Optax optimizer for the private means of this mechanism. If bounds change with the step,
+      or the mean is scaled by a public total of weights, ``update`` needs ``bound_scale=``;
+      `dpjax.dpsgd` and `dpjax.federated` pass it.
 
     Privacy:
       Post-processing: moments of private means, and constants of the mechanism.

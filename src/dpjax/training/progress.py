@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One live line on a terminal; plain lines, now and then, everywhere else."""
+"""One live line on a terminal; plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _QUIET = {"step", "epsilon", "delta", "private"}
 
 
 class Progress:
-    """Shows how far a run is.
+    """Shows the progress of a run.
 
     Args:
-      begin: The step at which it is.
-      end: The step at which it will end.
-      most: The largest epsilon: the budget, or what is planned.
-      unit: Of what a row says how many were seen a second: ``f"{unit}s_per_second"``.
+      begin: The current step.
+      end: The last step.
+      most: The largest epsilon: that of the budget, or of the plan.
+      unit: What the rate in a row counts: ``f"{unit}s_per_second"``.
       enabled: Whether to show anything.
-      stream: Where to; standard error by default, so that results can be piped.
+      stream: Standard error by default, so that results can be piped.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Progress:
         return (step - before) / max(1e-9, now - then)
 
     def tick(self, step: int) -> None:
-        """Moves the bar of a live line, a few times a second at most."""
+        """Moves the bar of a live line, at most five times a second."""
         now = time.monotonic()
         (before, then), self.now = self.now, (step, now)
         fresh = (step - before) / max(1e-9, now - then)

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
-`run.json` says what the run is: the mechanism, the data's hash, whatever the caller calls
-its configuration.  A process that comes later, with anything else, is refused and told the
-difference; with the same, it goes on from the last checkpoint, and rows of the log that
-are younger than it are taken back, because they will be written again, and alike.  Its
-``numerics`` say by what they would not be alike: those may change where nothing runs again.
-
-Nothing here knows what a step does.
+`run.json` says what the run is: the mechanism, the hash of the data, the caller's configuration.
+A later process with another identity is refused with the differences. With an equal identity it
+resumes from the last checkpoint and drops the rows of the log after that checkpoint, because the
+same steps write the same rows again. ``numerics`` lists what could change these rows (versions,
+devices, settings of JAX): it may change only where no released step would run again.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ class Folder:
     """The folder of one run, held by this process until `close`.
 
     Args:
-      directory: Made if it is not there.
-      identity: What the run is, as JSON has it; equal for every process that takes part, but
-        for its ``numerics``.
+      directory: Created if it does not exist.
+      identity: What the run is, in JSON types; equal for every process of the run, except for
+        its ``numerics``.
 
     Raises:
       Refused: Another process holds the folder, or it holds another run.
@@ -56,11 +54,11 @@ class Folder:
             os.close(self._lock)
             raise
 
-    def go_on(self, done: int) -> bool:
-        """Takes the run up after so many steps; whether its numerics are others than before.
+    def resume(self, done: int) -> bool:
+        """Resumes the run after ``done`` steps, and returns whether its numerics changed.
 
         Raises:
-          Refused: They are, and what was released after that step would be released anew.
+          Refused: They changed, and released steps would run a second time.
         """
         path, now = self.path / "run.json", self.identity["numerics"]
         was = json.loads(path.read_text(encoding="utf-8")).get("numerics", {})
@@ -71,33 +69,33 @@ class Folder:
         )
         if changed and self.furthest() > done:
             raise Refused(
-                f"fit(directory={str(self.path)!r}): steps up to {self.furthest()} were released "
-                f"there, the checkpoint to go on from is of step {done}, and between them changed:"
-                f"\n{changed}\nThe steps after it would run again with other draws, other noise or "
-                "other last bits, and be released twice, counted once. Go on with what it ran "
-                "with; or begin in another folder from what it released, and count what it spent: "
-                "Mechanism(..., before=dpjax.training.earlier(folder))."
+                f"fit(directory={str(self.path)!r}): steps up to {self.furthest()} were released, "
+                f"the last checkpoint is of step {done}, and these settings changed since then:"
+                f"\n{changed}\nThe steps after the checkpoint would run again with other draws, "
+                "other noise or other last bits: released twice and counted once. Resume with the "
+                "settings of the run; or start in another folder from its released parameters, and "
+                "count what it spent: Mechanism(..., before=dpjax.training.earlier(folder))."
             )
         if changed:
             logging.warning(
-                "fit: %s goes on at step %d, nothing runs again, and there changed:\n%s",
+                "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s",
                 *(self.path, done, changed),
             )
             _replace(path, json.dumps(self.identity, indent=2) + "\n")
         return bool(changed)
 
     def mark(self, step: int) -> None:
-        """Counts a step as released, before anybody is handed what it gave."""
+        """Counts a step as released, before its parameters leave `fit`."""
         if step <= self._marked:
             return
         try:
             _replace(self.path / "furthest", f"{step}\n")
             self._marked = step
         except OSError as error:
-            logging.error("fit: %s cannot be marked (%s); the run goes on.", self.path, error)
+            logging.error("fit: %s cannot be marked (%s); the run continues.", self.path, error)
 
     def rows(self, until: int) -> list[dict[str, Any]]:
-        """The rows of the log up to a step; later ones are taken back, but not forgotten."""
+        """The rows of the log up to a step. Later rows are removed and stay counted as released."""
         rows = _rows(self.log)
         kept = [row for row in rows if row["step"] <= until]
         again = "".join(map(_line, kept))
@@ -107,11 +105,11 @@ class Folder:
         return kept
 
     def furthest(self) -> int:
-        """The last step of which anything is or ever was on disk, or that an evaluation saw."""
+        """The last step that was ever on disk, or that an evaluation saw."""
         return _furthest(self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends a row to the log; what a full disk does not take is kept for the next time."""
+        """Appends a row to the log. A row that a full disk rejects is written with the next one."""
         self._waiting.append(_line(row))
         size = self.log.stat().st_size
         try:
@@ -120,22 +118,21 @@ class Folder:
             self._waiting.clear()
         except OSError as error:
             os.truncate(self.log, size)  # half a line is no line
-            logging.error("fit: %s could not be written (%s); the run goes on.", self.log, error)
+            logging.error("fit: %s could not be written (%s); the run continues.", self.log, error)
 
     def close(self) -> None:
-        """Waits for checkpoints, and lets another process have the folder."""
+        """Waits for checkpoints and releases the lock of the folder."""
         self.checkpoints.close()
         os.close(self._lock)
 
 
 def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
-    """What the run in a folder has spent, and what had been spent before it.
+    """What the run in a folder has spent, and what was spent before it.
 
-    For a run that goes on from what that one released, with other settings:
-    ``Mechanism(..., before=earlier(folder))``, in a folder of its own and with a key of its
-    own.  Steps count as soon as something of them is on disk, a checkpoint, a row
-    or the mark that an evaluation sees them, and go on counting if it is damaged later, or taken
-    back because the run goes on from before.
+    For a run that starts from the released parameters of that one, with other settings:
+    ``Mechanism(..., before=earlier(folder))``, in its own folder and with its own key. A step
+    counts as soon as a checkpoint, a row or the mark of an evaluation is on disk, and it still
+    counts when that file is damaged or removed later.
 
     Example:
       >>> import tempfile
@@ -157,17 +154,18 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"training.earlier({str(directory)!r}): there is no run.json, so no run of dpjax.fit "
-            "with this directory; give the folder that holds it."
+            f"training.earlier({str(directory)!r}): found no run.json; expected the folder of a "
+            "run of dpjax.fit(directory=...). Usually the folder above it was given."
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
     return spent_of(run["mechanism"], _furthest(folder))
 
 
 def forget(directory: str | os.PathLike[str]) -> None:
-    """Removes a run from its folder, so that another can begin there; other files stay.
+    """Removes a run from its folder, so that another can start there; other files stay.
 
-    Privacy: what it released is spent all the same.  Of that, nothing here will tell.
+    Privacy:
+      What the run released stays spent, and no file records it any more.
 
     Raises:
       Refused: A process is running there.
@@ -185,13 +183,13 @@ def forget(directory: str | os.PathLike[str]) -> None:
 def _remove(folder: pathlib.Path) -> None:
     for name in ("checkpoints", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    # The run exists as long as the last of these.
+    # In this order: the run exists as long as run.json does.
     for name in ("metrics.jsonl", "furthest", "run.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def _furthest(folder: pathlib.Path) -> int:
-    """The last step of which anything is on disk, or was marked or taken back."""
+    """The last step that is on disk, was marked as released, or was removed from the log."""
     names = (path.name for path in (folder / "checkpoints").glob("*"))
     saved = (re.fullmatch(r"(?:damaged-)?(\d+)(?:-\d+)?", name) for name in names)
     mark = folder / "furthest"
@@ -201,13 +199,13 @@ def _furthest(folder: pathlib.Path) -> int:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """A row as JSON, which has no infinite epsilon: it is null there."""
+    """A row as JSON. JSON has no infinity, so an infinite epsilon becomes null."""
     infinite = math.isinf(row.get("epsilon", 0))
     return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
 
 
 def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a log; a last one that was cut off as it was written is none."""
+    """The rows of a log, without a last line that a kill cut off."""
     rows, lines = [], log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     for number, line in enumerate(lines, 1):
         try:
@@ -217,15 +215,15 @@ def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ValueError(
-                f"{log}: line {number} of {len(lines)} is no row ({error}). Only the last can have "
-                "been cut off by a kill, so the file was altered, and nothing is taken back. Put "
-                "the line right, or remove it if the rows before and after tell enough."
+                f"{log}: line {number} of {len(lines)} is not JSON ({error}). A kill can cut off "
+                "the last line alone, so the file was edited. Restore the line, or remove it if "
+                "the rows around it are enough."
             ) from error
     return rows
 
 
 def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
-    """Takes the lock, which the system gives back whenever and however this process ends."""
+    """Takes the lock. The operating system releases it when this process ends."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,8 +232,8 @@ def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
         os.close(handle)
         raise Refused(
             f"fit(directory={str(folder)!r}): process {holder} is running there. Two processes in "
-            "one folder would overwrite each other's checkpoints. Wait for it, or choose another "
-            "folder."
+            "one folder would overwrite each other's checkpoints. Wait until it ends, or choose "
+            "another folder."
         ) from error
     os.ftruncate(handle, 0)
     os.pwrite(handle, str(os.getpid()).encode(), 0)
@@ -243,12 +241,12 @@ def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
 
 
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:
-    """Writes down what a run is, or compares it with what was written down."""
+    """Writes the identity of a run, or compares it with the one in the folder."""
     if not path.exists():
         if (folder / "metrics.jsonl").exists():
             raise Refused(
-                f"fit(directory={str(folder)!r}): there is a metrics.jsonl, and no run.json that "
-                "says which run wrote it. Choose another folder, or remove what is there."
+                f"fit(directory={str(folder)!r}): found a metrics.jsonl and no run.json that says "
+                "which run wrote it. Choose another folder, or remove the file."
             )
         _replace(path, json.dumps(identity, indent=2) + "\n")
         return
@@ -258,7 +256,8 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     there, now = map(_leaves, (before, identity))
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
     if names and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
-        logging.info("fit: nothing was spent by what was begun in %s; it is begun anew.", folder)
+        # A first step that does not compile would otherwise block the folder for good.
+        logging.info("fit: the run in %s spent nothing; a new run replaces it.", folder)
         _remove(folder)
         _replace(path, json.dumps(identity, indent=2) + "\n")
     elif names:
@@ -268,17 +267,17 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         )
         raise Refused(
             f"fit(directory={str(folder)!r}): another run is there:\n" + "\n".join(lines) + "\n"
-            "To go on with it, use its own settings. To change them, begin in another folder from "
-            "what this run released, and count what it spent: "
+            "To resume it, use its settings. To change them, start in another folder from its "
+            "released parameters, and count what it spent: "
             "Mechanism(..., before=dpjax.training.earlier(folder))."
         )
 
 
 def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Each value of nested mappings as JSON, under its path; without ``numerics``."""
+    """The values of nested mappings as JSON, by path, without ``numerics``."""
     leaves = {}
     for name, value in facts.items():
-        if not path and name == "numerics":  # `Folder.go_on` compares them
+        if not path and name == "numerics":  # `Folder.resume` compares them
             continue
         if isinstance(value, Mapping) and value:
             leaves |= _leaves(value, (*path, name))
@@ -293,7 +292,7 @@ def _short(text: str | None) -> str:
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file beside its place and moves it there: whole, or as it was."""
+    """Replaces a file atomically: it holds the whole new text, or the old one."""
     beside = path.with_name(path.name + ".part")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)

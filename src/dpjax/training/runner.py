@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run is: its state, its rows, what was seen since the last of them.
+"""The progress of a run: its state, its rows, and the infos since the last row.
 
-A checkpoint holds all of it, so that a run which goes on from one writes the rows that an
-uninterrupted run writes.  A state is saved, its root key with it, before the first step:
-what a step releases could otherwise never be released again alike.
+A checkpoint holds all three, so a resumed run writes the rows of an uninterrupted one. The first
+checkpoint, with the root key, is written before the first step: without the key, a released step
+could not run again with the same noise.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dpjax.training.run_folder import Folder
 from dpjax.training.tensorboard import Board
 from dpjax.types import Algorithm
 
-_DISPATCH = 0.25  # seconds of steps between two looks at signals and the clock
+_DISPATCH = 0.25  # seconds of steps per dispatch; signals and the clock are read between them
 
 
 class Run:
-    """A run as it goes.
+    """A run in progress.
 
     Args:
       algorithm: What is run.
-      state: Where it begins, unless the folder has a later one.
-      folder: Its folder, if it has one.
+      state: The first state, unless the folder has a later one.
+      folder: The folder of the run, or None.
     """
 
     def __init__(self, algorithm: Algorithm, state: Any, folder: Folder | None) -> None:
@@ -48,72 +48,72 @@ class Run:
 
     @property
     def done(self) -> int:
-        """How many steps are behind it."""
+        """How many steps ran."""
         return self.state.ledger.steps
 
     def _take_up(self, folder: Folder) -> None:
-        """Goes on from the last checkpoint, or makes the first."""
+        """Resumes from the last checkpoint, or writes the first."""
         found = folder.checkpoints.latest(like=self.state)
         if found is None:
             self._begin(folder)
             return
         if self.done and not _same_key(self.state, found.state):
             raise Refused(
-                f"fit(directory={str(folder.path)!r}): the state has run {self.done} steps, and "
-                "the checkpoints there are of another run. Choose another folder for this one."
+                f"fit(directory={str(folder.path)!r}): the state has run {self.done} steps with "
+                "another key than the checkpoints there. Choose another folder for this run."
             )
         given, began = self.done, found.facts.get("began", self.began)
         if found.state.ledger.steps >= self.done:
             self.state, self.seen = found.state, list(found.facts["seen"])
-        changed = folder.go_on(self.done)
+        changed = folder.resume(self.done)
         # Other numerics may make other parameters of one seed.
         if not given and not changed and began != self.began:
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
-                "Usually another seed made them, or they come from another run; choose another "
-                "folder, or dpjax.training.forget this one. Where they cannot be made again, give "
-                "its last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
+                "Usually another seed made them, or they come from another run. Choose another "
+                "folder, or dpjax.training.forget this one. If the first parameters are lost, pass "
+                "the last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
             )
         self.began, self.rows = began, folder.rows(until=self.done)
-        logging.info("fit: %s goes on at step %d.", folder.path, self.done)
+        logging.info("fit: %s resumes at step %d.", folder.path, self.done)
 
     def _begin(self, folder: Folder) -> None:
-        """Makes the first checkpoint."""
+        """Writes the first checkpoint."""
         if folder.furthest() > self.done:
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): {folder.furthest()} steps ran there, "
-                "and no checkpoint is left. They held the run's root key, so what ran cannot "
-                "be run again alike, and is spent. Begin in another folder, and count it: "
+                "and no checkpoint is left. The checkpoints held the root key, so these steps "
+                "cannot be repeated and are spent. Start in another folder, and count them: "
                 "Mechanism(..., before=dpjax.training.earlier(folder))."
             )
-        folder.go_on(self.done)
+        folder.resume(self.done)
         folder.rows(until=self.done)
         if not self.save(wait=True):
             raise OSError(
-                f"fit: no checkpoint can be written to {folder.path}, so the run's root key "
-                "would be lost with this process. Nothing was run. Usually the disk is full."
+                f"fit: no checkpoint can be written to {folder.path}, so the root key of the run "
+                "would be lost with this process. No step ran. Usually the disk is full."
             )
 
     def mark(self) -> None:
-        """Writes down, before anybody is handed the state, that its steps are released."""
+        """Records that the steps so far are released, before the state leaves `fit`."""
         if self.folder is not None:
             self.folder.mark(self.done)
 
     def advance(self, most: int) -> None:
-        """Takes steps: at most so many, and about as many as a quarter of a second holds."""
+        """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
         count, started, before = min(most, self.pace), time.monotonic(), self.done
         self.state, infos = _several(self.algorithm, self.state, count)
         if self.done != before + count:
             raise RuntimeError(
-                f"fit: {count} steps ran and the ledger counts {self.done - before}. Every step "
-                "has to be written down by dpjax.ledger.admit before it runs; what ran is spent."
+                f"fit: {count} steps ran and the ledger counts {self.done - before}. An algorithm "
+                "must call dpjax.ledger.admit for every step before it runs. These steps are spent."
             )
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
         self.pace = max(1, min(2 * self.pace, int(count * _DISPATCH / elapsed)))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds a row to the log, with what was seen since the last one."""
+        """Adds a row to the log, with the mean infos since the last row."""
         whole = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
         self.rows.append(whole)
         self._tell_of_dropped()
@@ -124,15 +124,15 @@ class Run:
         return whole
 
     def _tell_of_dropped(self) -> None:
-        """Says once that examples, or clients, counted as nothing; how many is in every row."""
+        """Warns once that examples or clients contributed zero. Every row has their number."""
         dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
         if dropped and not self._told:
             self._told = True
             units = f"{self.algorithm.mechanism.unit}s" if self.algorithm.mechanism else "examples"
             logging.warning(
-                "fit: of %d %s drawn up to step %d, %d had no finite gradient, and counted "
-                "as nothing. Usually there is a NaN in the data, a label out of range, or a loss "
-                "that overflows.",
+                "fit: of %d %s drawn up to step %d, %d had no finite gradient and contributed "
+                "zero. Usually there is a NaN in the data, a label out of range, or a loss that "
+                "overflows.",
                 sum(int(np.sum(s[units])) for s in self.seen),
                 units,
                 self.done,
@@ -140,21 +140,21 @@ class Run:
             )
 
     def close(self) -> None:
-        """Ends what is written beside the folder's own files."""
+        """Closes the TensorBoard file."""
         if self.board is not None:
             self.board.close()
 
     def save(self, *, wait: bool = False) -> bool:
-        """Begins a checkpoint; whether all went well."""
+        """Starts a checkpoint, and returns whether all went well."""
         assert self.folder is not None
         self.saved, kept = time.monotonic(), self.folder.checkpoints
         facts = {"seen": list(self.seen), "began": self.began}
-        begun = kept.save(self.done, self.state, facts)
-        return kept.wait() and begun if wait else begun
+        started = kept.save(self.done, self.state, facts)
+        return kept.wait() and started if wait else started
 
 
 def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:
-    """Several steps, in one dispatch where the algorithm can."""
+    """Several steps, in one dispatch if the algorithm has ``run``."""
     if algorithm.run is not None:
         return algorithm.run(state, count)
     infos = []
@@ -171,7 +171,7 @@ def _same_key(one: Any, other: Any) -> bool:
 def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of each field of the infos since the last row.
 
-    Of an empty draw only what it has counts: that it is empty, and no loss or length.
+    An empty draw has a size and no loss or norm, so only its finite fields count.
     """
     if not seen:
         return {}
@@ -183,7 +183,7 @@ def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping of arrays as JSON can hold it."""
+    """A mapping of arrays in JSON types."""
     return {
         name: numbers(value) if isinstance(value, Mapping) else _plain(value)
         for name, value in row.items()
@@ -191,7 +191,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number (or a list, for several groups) that JSON can hold."""
+    """A number, or a list of numbers for several groups; null for what JSON cannot hold."""
     array = np.atleast_1d(np.asarray(value, np.float64))
     flat = [float(x) if math.isfinite(x) else None for x in array.ravel()]
     return flat[0] if len(flat) == 1 else flat

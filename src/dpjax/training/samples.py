@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posterior samples: parameters kept on the way, and predictions averaged over them.
+"""Posterior samples: parameters kept during a run, and predictions averaged over them.
 
-Where the steps of a run are a Markov chain, its parameters are samples.  An Optax link at
-the end of the chain keeps the last few in a ring whose size never changes, so that nothing
-compiles anew and checkpoints hold them.  All parameters of a run are private together, so
-keeping or releasing many costs no more than the last.
+Where the steps of a run are a Markov chain, its parameters are samples. An Optax link at the end
+of the chain keeps the last few in a ring of fixed size, so the step compiles once and checkpoints
+hold the ring. The guarantee covers all parameters of a run together: releasing many samples costs
+no more than releasing the last.
 
-Averaging is of *probabilities*: samples that disagree then make a prediction unsure, which
-is what they are for.
+Predictions average *probabilities*: where samples disagree, the prediction becomes uncertain.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dpjax.types import PyTree
 
 
 class SamplesState(NamedTuple):
-    """The ring, how many samples were ever written to it, and the steps that were taken."""
+    """The ring, the number of samples written to it, and the number of steps."""
 
     ring: PyTree
     taken: Int[Array, ""]
@@ -35,12 +34,12 @@ class SamplesState(NamedTuple):
 def keep_samples(
     count: int, *, burn_in: int = 0, every: int = 1
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the last ``count`` of every so many parameters; updates pass through unchanged.
+    """Keeps the last ``count`` samples of the parameters; updates pass through unchanged.
 
     Args:
-      count: How many are kept; each takes the memory of the parameters.
-      burn_in: Steps before the first may be kept: the way from the start to the posterior.
-      every: Of the steps after them every so many is kept: neighbours are nearly the same.
+      count: How many samples to keep; each takes the memory of the parameters.
+      burn_in: Steps before the first sample: the way from the start to the posterior.
+      every: Steps between samples, because neighbouring steps are nearly equal.
 
     Returns:
       A link for the end of a chain; read the samples with `samples`.
@@ -61,8 +60,8 @@ def keep_samples(
     for name, value, least in (("count", count, 1), ("burn_in", burn_in, 0), ("every", every, 1)):
         if int(value) != value or value < least:
             raise ValueError(
-                f"training.keep_samples({name}={value}): expected a whole number, {least} or more; "
-                "20 samples, the first after half of the steps, are a beginning."
+                f"training.keep_samples({name}={value}): expected a whole number, {least} or more. "
+                "Start with 20 samples and a burn-in of half the steps."
             )
 
     def init(params: PyTree) -> SamplesState:
@@ -83,7 +82,7 @@ def keep_samples(
         slot = state.taken % count
 
         def write(ring: Array, after: Array) -> Array:
-            # One row is read and written, whether it changes or not: no branch, no second ring.
+            # One row is read and written at every step, which needs no branch and no second ring.
             return ring.at[slot].set(jnp.where(keep, after.astype(ring.dtype), ring[slot]))
 
         ring = jax.tree.map(write, state.ring, optax.apply_updates(params, updates))
@@ -93,10 +92,10 @@ def keep_samples(
 
 
 def samples(state: Any) -> PyTree:
-    """The samples that are kept inside an optimizer's (or a whole run's) state.
+    """The samples inside the state of an optimizer or of a run.
 
     Args:
-      state: Not traced: how many samples there are decides the shape.
+      state: Not traced, because the number of samples decides the shape.
 
     Returns:
       The parameters' tree, each leaf ``[samples, ...]``, the oldest first.
@@ -105,14 +104,14 @@ def samples(state: Any) -> PyTree:
     kept = next((node for node in nodes if isinstance(node, SamplesState)), None)
     if kept is None:
         raise ValueError(
-            "training.samples: no samples are kept in this state. Take it from "
-            "training.dp_sgld, or end the optimizer with training.keep_samples(20)."
+            "training.samples: this state holds no samples. Use a state of training.dp_sgld, or "
+            "end the optimizer with training.keep_samples(20)."
         )
     taken, size = int(kept.taken), jax.tree.leaves(kept.ring)[0].shape[0]
     if taken == 0:
         raise ValueError(
-            f"training.samples: none was kept in {int(kept.step)} steps. The burn-in is not over; "
-            "run on, or ask for a shorter one."
+            f"training.samples: {int(kept.step)} steps kept no sample, because the burn-in is not "
+            "over. Run more steps, or choose a shorter burn-in."
         )
     order = jnp.arange(max(0, taken - size), taken) % size
     return jax.tree.map(lambda ring: ring[order], kept.ring)
@@ -126,12 +125,12 @@ def predictive(
     $$ \log \frac{1}{S} \sum_{s=1}^{S} \mathrm{softmax}\, f(\theta_s, x) $$
 
     Args:
-      logits: ``logits(params, inputs)``, of one set of parameters.
-      draws: Parameters with a leading axis of samples, as `samples` gives them.
+      logits: ``logits(params, inputs)`` for one set of parameters.
+      draws: Parameters with a leading axis of samples, from `samples`.
       inputs: A batch.
 
     Returns:
-      Log probabilities, which are logits again: `dpjax.metrics` takes them.
+      Log probabilities, which `dpjax.metrics` accepts as logits.
 
     Privacy:
       Post-processing of private samples.

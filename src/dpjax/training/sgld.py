@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""DP-SGLD: samples from a posterior, private by the noise that sampling needs anyway.
+r"""DP-SGLD: samples from a posterior, private by the noise that Langevin dynamics adds.
 
-It is DP-SGD with nothing left to choose.  The step size says how much noise Langevin
-dynamics adds, and so what a step costs; the prior is weight decay; the parameters after
-every step are a sample, and all of them are covered by the composition of the steps.
-
-So this file draws no noise and counts no budget: it computes a multiplier, an optimizer and
-a `Mechanism`, and hands them to `dpsgd`.
+The step size determines the noise and therefore the cost of a step, the prior is weight decay, and
+the composition of the steps covers the parameters after every step. This file computes a noise
+multiplier, an optimizer and a `Mechanism`, and hands them to `dpsgd`.
 """
 
 from __future__ import annotations
@@ -58,39 +55,39 @@ def dp_sgld(
     Args:
       loss: ``loss(params, example)``: the *negative log-likelihood* of one example, with its
         units: cross-entropy, or half a squared error over the variance of the observations.
-      learning_rate: $\eta_t$, positive; a number or an Optax schedule.  It is the variance of
-        the noise, so it is about $1/n$ of what SGD takes, and a smaller one is more private.
+      learning_rate: $\eta_t$, positive; a number or an Optax schedule. It is the variance of the
+        noise, about $1/n$ of the rate of SGD, and a smaller one is more private.
       sampling: Which examples each step sees.
-      clipping: How much each may contribute.  Where it clips, the posterior is another.
-      steps: How many.
+      clipping: How much each may contribute. Clipping changes the posterior.
+      steps: How many steps are planned.
       data: As for `dpjax.dpsgd`.
       prior_deviation: $s$ of the prior $\mathcal{N}(0, s^2 I)$; infinity for a flat one.
-      temperature: $T$; likelihood and prior are taken to the power $1/T$.  Its noise follows.
-      samples: How many are kept, the last ones; each takes the memory of the parameters.
-      burn_in: Steps before the first is kept; by default half of them.
-      every: Steps between two; by default such that ``samples`` fill the rest of the run.
-      preparation: What queries before the first step cost, as for `dpjax.Mechanism`.
-      before: What earlier runs on these data have spent, as for `dpjax.Mechanism`: where a
-        chain begins at parameters that one of them released, say.
-      engine: As for `dpjax.dpsgd`, and likewise those below.
+      temperature: $T$; the density is raised to the power $1/T$, and the noise grows with $T$.
+      samples: How many of the last samples to keep; each takes the memory of the parameters.
+      burn_in: Steps before the first sample; by default half of them.
+      every: Steps between samples; by default such that ``samples`` fill the rest of the run.
+      preparation: Queries before the first step, as for `dpjax.Mechanism`.
+      before: What earlier runs on these data have spent, as for `dpjax.Mechanism`; for example if
+        the chain starts at parameters that one of them released.
+      engine: As for `dpjax.dpsgd`.
       budget: A `dpjax.ledger.Budget` that no step may pass.
-      per_step: What the step adds to every example.
-      microbatch_size: Examples on the chip at once.
+      per_step: As for `dpjax.dpsgd`.
+      microbatch_size: As for `dpjax.dpsgd`.
 
     Returns:
-      An `Algorithm` whose ``mechanism`` is a `dpjax.Mechanism`: statement, ledger, `fit` and
-      checkpoints as ever.  `dpjax.training.samples` reads the samples off its state.
+      An `Algorithm` whose ``mechanism`` is a `dpjax.Mechanism`, for the statement, the ledger,
+      `fit` and checkpoints. `dpjax.training.samples` reads the samples from its state.
 
     Privacy:
-      That of `dpjax.dpsgd` with ``algorithm.mechanism``, for all samples together.  The noise
-      multiplier is `dpjax.noise.langevin_multiplier`: to meet an epsilon, change the rate,
-      the batch size or the number of steps.
+      That of `dpjax.dpsgd` with ``algorithm.mechanism``, for all samples together. The noise
+      multiplier is `dpjax.noise.langevin_multiplier`: to meet an epsilon, change the rate, the
+      batch size or the number of steps.
 
     | given | what happens |
     |---|---|
     | a rate that is 0, negative or NaN at some step | an error |
-    | a rate that changes at every step | works; accounting is quicker if it does by epochs |
-    | parameters narrower than float32 | an error: they would round the noise away |
+    | a rate that changes at every step | works; accounting is faster if it changes per epoch |
+    | parameters narrower than float32 | an error, because rounding would remove the noise |
 
     Example:
       >>> import dpjax
@@ -117,13 +114,13 @@ def dp_sgld(
     """
     if not prior_deviation > 0:
         raise ValueError(
-            f"training.dp_sgld(prior_deviation={prior_deviation}): expected a positive number, the "
-            "standard deviation of the prior of every parameter; math.inf is a flat prior."
+            f"training.dp_sgld(prior_deviation={prior_deviation}): expected a positive number. It "
+            "is the standard deviation of the prior; math.inf is a flat prior."
         )
     silent = Mechanism(
         sampling=sampling,
         clipping=clipping,
-        noise_multiplier=0.0,  # what it is follows from the rate and from these two
+        noise_multiplier=0.0,  # replaced below: it follows from the rate, sampling and clipping
         steps=steps,
         preparation=preparation,
         before=before,
@@ -175,17 +172,17 @@ def dp_sgld(
 
 
 def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str, Any]:
-    r"""The rate and the temperature of Langevin dynamics as papers print it: on the mean.
+    r"""Rate and temperature for Langevin dynamics on the mean gradient, as papers print it.
 
     $$ w \leftarrow w - \eta \Bigl( \frac{V}{L} - \frac{\nabla \log p(w)}{n} \Bigr)
        + \mathcal{N}(0, \eta I) $$
 
-    is a step of rate $2 \eta / n$ at temperature $n / 2$: it does *not* sample from the
-    posterior, but from one that is nearly flat, and its multiplier $L / (\Delta \sqrt\eta)$ is
-    so large that its epsilon is near 0.
+    is a step of rate $2 \eta / n$ at temperature $n / 2$. It does *not* sample from the posterior
+    but from a nearly flat density, and its multiplier $L / (\Delta \sqrt\eta)$ is so large that
+    its epsilon is near 0.
 
     Args:
-      learning_rate: $\eta$, of the size that SGD takes.
+      learning_rate: $\eta$, of the usual size for SGD.
       examples: $n$.
 
     Returns:
@@ -203,7 +200,7 @@ def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str
 
 
 def _fixed(value: float | Schedule, steps: int) -> float | Schedule:
-    """A schedule as the table of its values: what runs is then what is accounted, to the bit."""
+    """A schedule as the table of its values. Compiled and vmapped schedules differ in last bits."""
     return schedules.table(_rates(value, steps)) if callable(value) and steps else value
 
 
@@ -214,14 +211,14 @@ def _rates(schedule: Schedule, steps: int) -> np.ndarray:
         step = int(np.argmin(good))
         raise ValueError(
             f"training.dp_sgld(learning_rate=schedule): {rates[step]} at step {step} of {steps}; "
-            "expected a positive number at every step. The rate is the variance of the noise: end "
-            "the schedule above 0 (end_value=...), or take fewer steps."
+            "expected a positive number at every step, because the rate is the variance of the "
+            "noise. End the schedule above 0 (end_value=...), or take fewer steps."
         )
     return rates
 
 
 def _times(value: float | Schedule, factor: float) -> float | Schedule:
-    """A number or a schedule, so many times."""
+    """A number or a schedule, multiplied by a factor."""
     return (lambda step: value(step) * factor) if callable(value) else value * factor
 
 
@@ -231,7 +228,7 @@ def _check_width(params: PyTree) -> None:
         if trees.wide(dtype) != dtype:
             raise TypeError(
                 f"training.dp_sgld: parameters are {dtype}; expected float32 or wider. Steps are "
-                "as small as the root of the rate, and a narrow type rounds them away, so that "
-                "nothing like the posterior is left. Keep float32 parameters and cast them inside "
-                "the loss."
+                "as small as the root of the rate, and a narrow dtype rounds them to zero, so the "
+                "samples would not follow the posterior. Keep float32 parameters and cast them "
+                "inside the loss."
             )

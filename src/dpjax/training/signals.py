@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Being asked to stop: a signal is noted, and obeyed when the step at hand is done.
+"""Signals: SIGTERM and Ctrl-C end a run after the current step, with a checkpoint.
 
-Schedulers send SIGTERM before they take a machine away, people press Ctrl-C.  Whoever
-holds a `Stop` looks at it between steps, saves, and then leaves as the signal would have.
-A second signal is obeyed at once.
+Schedulers send SIGTERM before they take a machine away. The loop reads a `Stop` between steps,
+saves, and ends the process as the signal would have. A second signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 class Stop:
-    """Notes SIGTERM and SIGINT while it is entered; in the main thread, where signals go."""
+    """Records SIGTERM and SIGINT while it is entered in the main thread, which receives them."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -44,7 +43,8 @@ class Stop:
         self.signal = number
 
     def leave(self) -> None:
-        """Ends as the signal asks: SIGINT as Ctrl-C does, SIGTERM with status 143."""
+        """Ends the process: SIGINT as Ctrl-C does, SIGTERM with status 143."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
+        # Not 0: a scheduler should see that the run is not finished.
         raise SystemExit(128 + signal.SIGTERM)

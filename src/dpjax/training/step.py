@@ -203,7 +203,7 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
 
 
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:
-    """Shapes of what the loss receives, from those of a row of the data."""
+    """Shapes of the example that the loss receives, from the shapes of a row of the data."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(lambda k, rows: with_entry(recipe, k, jnp.int32(0), rows, ()), key, row)
 

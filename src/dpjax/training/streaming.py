@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on data that stay on disk: the host reads the rows of each draw.
 
-Draws, microbatches and noise are those of `private_step`; the host only hands the rows over. It
-reads the next microbatches while the device works, and a draw larger than memory is summed
-microbatch by microbatch before the noise is added.
+The draw, the microbatches and the noise are the same as in `private_step`; the host only hands the
+rows over. It reads the next microbatches while the device works, and sums a draw that is larger
+than memory microbatch by microbatch before the noise is added.
 """
 
 from __future__ import annotations

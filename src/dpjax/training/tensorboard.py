@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log's rows as TensorBoard events, where the extra is installed.
+"""The rows of the log as TensorBoard events, if the extra is installed.
 
-What was computed from private data without noise is under ``private/``.  The board shows
-what `metrics.jsonl` holds, and nothing else reads it: it may be deleted at any time.
+Numbers computed from private data without noise are under ``private/``. The events repeat
+`metrics.jsonl` and no code reads them: the folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Board:
     """Writes events into a folder; does nothing without ``pip install 'dpjax[tensorboard]'``.
 
     Args:
-      directory: Where to.
-      done: The step from which the run goes on; younger events are taken back.
+      directory: The folder of the events.
+      done: The step at which the run resumes; later events are purged.
     """
 
     def __init__(self, directory: pathlib.Path, done: int) -> None:
@@ -38,7 +38,7 @@ class Board:
         self.writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self.writer is not None:
             self.writer.close()
 
@@ -46,8 +46,8 @@ class Board:
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Every number of a row with its name.
 
-    Lists are histograms or groups, and left out; so is infinity (the epsilon of a run without
-    noise), for which a board has no place and at every row a warning.
+    Lists are histograms or groups and are left out. So is infinity, the epsilon of a run without
+    noise: TensorBoard cannot draw it and warns at every row.
     """
     for name, value in row.items():
         if isinstance(value, Mapping):
