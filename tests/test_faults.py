@@ -248,7 +248,7 @@ def test_a_state_of_another_run_is_refused(tmp_path):
     algorithm = killable_runs.make()
     killable_runs.fit(tmp_path, steps=3)
     state, _ = algorithm.step(killable_runs.start(algorithm))
-    with pytest.raises(ledger.Refused, match="checkpoints there are of another run"):
+    with pytest.raises(ledger.Refused, match="another key than the checkpoints there"):
         killable_runs.fit(tmp_path, algorithm, state)
 
 
@@ -298,7 +298,7 @@ def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
     assert [(spent.steps, spent.runs[0][0]) for spent in both] == [(18, 1.0), (30, 2.0)]
     with pytest.raises(ledger.Refused, match=r"mechanism\.before: "):
         killable_runs.fit(tmp_path / "b", plain, killable_runs.start(plain))
-    with pytest.raises(FileNotFoundError, match="give the folder that holds it"):
+    with pytest.raises(FileNotFoundError, match="expected the folder of a run"):
         training.earlier(tmp_path)
 
 
@@ -497,8 +497,8 @@ def test_a_state_that_is_given_in_vain_is_told_of(tmp_path, caplog):
     assert not caplog.text
     with caplog.at_level("WARNING"):
         _seen(tmp_path, algorithm)
-    assert f"going on from step 3 of {tmp_path}; the state that was given" in caplog.text
-    assert "name what they hang on in configuration=" in caplog.text
+    assert f"resuming from step 3 of {tmp_path}. The given state" in caplog.text
+    assert "name what they depend on in configuration=" in caplog.text
 
 
 def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
@@ -520,7 +520,7 @@ def test_a_log_that_was_altered_is_left_as_it_is(tmp_path):
     log.write_text("\n".join([lines[0], lines[1][:20], *lines[2:], ""]))
     altered = log.read_text()
     for look in (killable_runs.fit, training.earlier):
-        with pytest.raises(ValueError, match=f"line 2 of {len(lines)} is no row"):
+        with pytest.raises(ValueError, match=f"line 2 of {len(lines)} is not JSON"):
             look(tmp_path)
     assert log.read_text() == altered
 

@@ -707,12 +707,12 @@ BAD = {
             mechanism(9, multiplier=1.0, adaptive=clipping.Quantile(count_multiplier=10.0)),
         ),
         ValueError,
-        "follows a quantile",
+        "adapts its bound to a quantile",
     ),
     "norms that are estimated": (
         lambda: fedavg(some_clients(1, 2), mechanism(2, rule=clipping.jl(1.0, 30))),
         ValueError,
-        "at hand whole",
+        "exists as a whole",
     ),
     "unit": (lambda: mechanism(3, unit="person"), TypeError, "multiple values"),
     "a unit of one's own": (
@@ -723,17 +723,17 @@ BAD = {
     "no work": (
         lambda: fedavg(some_clients(1), mechanism(1), local_epochs=None),
         ValueError,
-        "at least 1 of either",
+        "and either epochs or steps",
     ),
     "both": (
         lambda: fedavg(some_clients(1), mechanism(1), local_steps=2),
         ValueError,
-        "not both",
+        "and either epochs or steps",
     ),
     "no batch": (
         lambda: fedavg(some_clients(1), mechanism(1), local_batch_size=0),
         ValueError,
-        "batch size of at least 1",
+        "at least 1: the batch size",
     ),
     "weights": (
         lambda: fedavg(
@@ -754,7 +754,7 @@ BAD = {
     "more rows than indices can name": (
         lambda: federated.Clients.of([np.zeros((2**30, 0))] * 2),
         ValueError,
-        "another client's rows",
+        "another client's row",
     ),
     "owners": (
         lambda: federated.Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),
@@ -764,7 +764,7 @@ BAD = {
     **{
         f"work {options}": (lambda o=options: fedavg(some_clients(1), mechanism(1), **o), *teaches)
         for teaches, cases in {
-            (ValueError, "in whole numbers"): [
+            (ValueError, "whole numbers of at least 1"): [
                 {"local_batch_size": 2.5},
                 {"local_batch_size": True},
                 {"local_epochs": 1.5},

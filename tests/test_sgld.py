@@ -404,11 +404,11 @@ REFUSED = {
     "an infinite rate": ({"rate": math.inf}, "variance of the noise"),
     "a rate that ends at 0": (
         {"rate": optax.linear_schedule(1e-3, 0.0, 3)},
-        r"0\.0 at step 3 of 4; .*end the schedule above 0",
+        r"0\.0 at step 3 of 4; .*End the schedule above 0",
     ),
     "no temperature": ({"temperature": 0.0}, "at 0 there is no noise"),
     "no prior": ({"deviation": 0.0}, "math.inf is a flat prior"),
-    "no bound": ({"rule": clipping.flat(math.inf)}, "no noise hides an example without a bound"),
+    "no bound": ({"rule": clipping.flat(math.inf)}, "no finite noise hides an example"),
     "a bound of 0": ({"rule": clipping.flat(0.0)}, "rule.sensitivity"),
     "no samples": ({"samples": 0}, "1 or more"),
     "a burn-in below 0": ({"burn_in": -1}, "0 or more"),
@@ -434,7 +434,7 @@ def test_a_batch_is_not_the_data():
 
 
 def test_narrow_parameters_are_refused():
-    with pytest.raises(TypeError, match="narrow type rounds them away"):
+    with pytest.raises(TypeError, match="narrow dtype rounds them to zero"):
         chain().init(jax.random.key(0), {"w": jnp.zeros(3, jnp.bfloat16)})
 
 

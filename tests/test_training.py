@@ -165,7 +165,7 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
     "training/fit.py",
     "if not isinstance(found, Mapping) or found.keys() & row.keys():",
     "if not isinstance(found, Mapping):",
-    case="options7-TypeError-which are the log's",
+    case="options7-TypeError-without the names of the log",
 )
 @pytest.mark.parametrize(
     ("options", "error", "message"),
@@ -177,8 +177,8 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
         ({"save_every": 0}, ValueError, r"fit\(save_every=0\)"),
         ({"evaluate_every": -1}, ValueError, r"fit\(evaluate_every=-1\)"),
         ({"evaluate": lambda state: 0.5}, TypeError, "returned float; expected a mapping"),
-        ({"evaluate": lambda state: {"epsilon": 0.0}}, TypeError, "which are the log's"),
-        ({"evaluate": lambda state: {"model": "mlp"}}, TypeError, "of model not all are numbers"),
+        ({"evaluate": lambda state: {"epsilon": 0.0}}, TypeError, "without the names of the log"),
+        ({"evaluate": lambda state: {"model": "mlp"}}, TypeError, "not all of model are numbers"),
     ],
 )
 def test_what_fit_cannot_do_is_said(options, error, message):
@@ -600,7 +600,7 @@ class TestAdam:
     def test_errors_teach(self):
         with pytest.raises(ValueError, match="expected a positive number"):
             training.dp_adam(0.1, self.mechanism(), floor=0.0)
-        with pytest.raises(ValueError, match="of which this holds none"):
+        with pytest.raises(ValueError, match="expected at least 512"):
             training.scaled_rate(0.1, 256)
 
 
@@ -906,7 +906,7 @@ class TestBoundSchedule:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), *results)
 
     def test_what_is_not_positive_is_refused(self):
-        with pytest.raises(ValueError, match="at step 3 it is not"):
+        with pytest.raises(ValueError, match="at step 3 is not"):
             self.run(clipping.flat(1.0), bound_schedule=lambda step: 3.0 - step)
 
 
@@ -1135,7 +1135,7 @@ class TestAveraging:
 
     @kills("training/averaging.py", "and not kept.weight > 0:", "and False:")
     def test_errors_teach(self):
-        with pytest.raises(ValueError, match="from 0 up to"):
+        with pytest.raises(ValueError, match=r"in \[0, 1\)"):
             training.average_parameters(1.0)
         with pytest.raises(ValueError, match="no average is kept"):
             training.averaged(optax.sgd(0.1).init(jnp.zeros(3)))
