@@ -1137,7 +1137,7 @@ class TestAveraging:
     def test_errors_teach(self):
         with pytest.raises(ValueError, match=r"in \[0, 1\)"):
             training.average_parameters(1.0)
-        with pytest.raises(ValueError, match="no average is kept"):
+        with pytest.raises(ValueError, match="holds no average"):
             training.averaged(optax.sgd(0.1).init(jnp.zeros(3)))
         with pytest.raises(ValueError, match="no step was taken"):
             training.averaged(training.average_parameters(0.9).init(jnp.zeros(3)))

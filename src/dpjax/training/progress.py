@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One live line on a terminal; plain lines everywhere else."""
+"""Progress of a run: one live line on a terminal, plain lines in a file or a pipe."""
 
 from __future__ import annotations
 
