@@ -46,8 +46,8 @@ def test_the_dtype_is_kept():
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"scale": 0.0}, "scale must be positive"),
-        ({"inverse_temperature": -1.0}, "inverse_temperature must be positive"),
+        ({"scale": 0.0}, r"\(scale=0.0\): expected a positive number.*negate the input"),
+        ({"inverse_temperature": -1.0}, r"\(inverse_temperature=-1.0\): expected a positive"),
         ({"offset": float("nan")}, "offset must be finite"),
     ],
 )

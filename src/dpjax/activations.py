@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations, the bounded ones first.
 
-Clipping throws away the part of a gradient that is longer than the bound, so a network
-that keeps its activations, and with them its gradients, from growing loses less to it.
-Bounded activations do that by their shape; `tempered_sigmoid` is the family of which
-the sigmoid and tanh are two members, and the rest are here for comparison.
-
-An activation is a plain function of one array.  This room must never know of models,
-losses or privacy.
+Clipping shortens every gradient that is longer than the bound. Bounded activations keep
+activations, and with them gradients, from growing, so that clipping removes less.
+`tempered_sigmoid` is the family that contains the sigmoid and tanh; the other activations are
+here for comparison. An activation is a plain function of one array.
 """
 
 from __future__ import annotations
@@ -21,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dpjax import checks
+
 __all__ = ["Activation", "by_name", "tempered_sigmoid"]
 
 Activation: TypeAlias = Callable[[Float[Array, "..."]], Float[Array, "..."]]
@@ -31,15 +30,15 @@ def tempered_sigmoid(
 ) -> Activation:
     r"""Makes a sigmoid of chosen height, steepness and position.
 
-    .. math:: \phi(x) = s \, \sigma(T x) - o = \tfrac{s}{2} \tanh(\tfrac{T x}{2}) + \tfrac{s}{2} - o
+    $$ \phi(x) = s \, \sigma(T x) - o = \tfrac{s}{2} \tanh(\tfrac{T x}{2}) + \tfrac{s}{2} - o $$
 
-    The second form is the one computed: the first subtracts nearly equal numbers around
-    zero, where most activations lie.  With the defaults it *is* tanh, to the last bit.
+    The code computes the second form: the first subtracts nearly equal numbers around zero,
+    where most activations lie. With the defaults the function is tanh, to the last bit.
 
     Args:
-      scale: s, the height between the two asymptotes; positive.
-      inverse_temperature: T, how steeply it climbs; positive.
-      offset: o, how far the lower asymptote lies below zero.
+      scale: $s$, the height between the two asymptotes; positive.
+      inverse_temperature: $T$, the steepness; positive.
+      offset: $o$, how far the lower asymptote lies below zero.
 
     Returns:
       A function of one array, with values between ``-offset`` and ``scale - offset``.
@@ -53,24 +52,17 @@ def tempered_sigmoid(
       Papernot, Thakurta, Song, Chien and Erlingsson, "Tempered Sigmoid Activations for
       Deep Learning with Differential Privacy", 2021, section 3.
     """
-    _check("scale", scale, "it is the height between the two asymptotes")
-    _check("inverse_temperature", inverse_temperature, "it is how steeply the curve climbs")
+    call, hint = "activations.tempered_sigmoid", "For a falling curve, negate the input."
+    checks.positive(call, "scale", scale, hint)
+    checks.positive(call, "inverse_temperature", inverse_temperature, hint)
     if not math.isfinite(offset):
-        raise ValueError(f"activations.tempered_sigmoid(offset={offset}): offset must be finite.")
+        raise ValueError(f"{call}(offset={offset}): offset must be finite.")
     half, centre = scale / 2, scale / 2 - offset
 
     def activation(x: Float[Array, "..."]) -> Float[Array, "..."]:
         return half * jnp.tanh((inverse_temperature / 2) * x) + centre
 
     return activation
-
-
-def _check(name: str, value: float, meaning: str) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            f"activations.tempered_sigmoid({name}={value}): {name} must be positive and finite; "
-            f"{meaning}. For a falling curve, negate the input."
-        )
 
 
 _NAMED = MappingProxyType(
@@ -94,9 +86,9 @@ _NAMED = MappingProxyType(
 
 
 def by_name(name: str) -> Activation:
-    """Finds an activation by the word that users type on a command line.
+    """Finds an activation by name, for command lines and configurations.
 
-    ``"tempered_sigmoid"`` is the one with the default parameters, which is tanh.
+    ``"tempered_sigmoid"`` has the default parameters, and so is tanh.
 
     Args:
       name: One of the known names, in lower case.
@@ -109,10 +101,8 @@ def by_name(name: str) -> Activation:
       >>> by_name("relu")(jnp.array([-1.0, 2.0]))
       Array([0., 2.], dtype=float32)
     """
-    if name not in _NAMED:
-        raise ValueError(
-            f"activations.by_name({name!r}): expected one of {', '.join(_NAMED)}. "
-            "For a function of your own, or a tempered sigmoid with other parameters, pass "
-            "the function itself to the model: TemperedCNN(activation=tempered_sigmoid(1.6))."
-        )
-    return _NAMED[name]
+    hint = (
+        "For a function of your own, or a tempered sigmoid with other parameters, pass "
+        "the function itself to the model: TemperedCNN(activation=tempered_sigmoid(1.6))."
+    )
+    return _NAMED[checks.one_of("activations.by_name", "name", name, _NAMED, hint)]

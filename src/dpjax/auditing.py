@@ -2,7 +2,7 @@
 """Audits: what an attacker can really tell, measured.
 
 An accountant proves an upper bound on epsilon from the description of a mechanism; an
-audit measures a lower bound from what the program does.  The two must not cross: a lower
+audit measures a lower bound from what the program does. The two must not cross: a lower
 bound above the claim means that the program is not the mechanism that was accounted.
 `audit_step` looks inside one step; `epsilon_lower_bound` turns guesses about canaries
 after a whole run into a bound.
@@ -35,7 +35,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
 
-    with the noise measured rather than believed, of each leaf by itself.  A step with
+    with the noise measured rather than believed, of each leaf by itself. A step with
     multiplier $m$ whose canary fills the rule's bounds has $\mu = 1 / m$; more means that the
     guarantee is broken, less that noise is wasted.
 

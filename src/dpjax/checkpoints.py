@@ -2,13 +2,13 @@
 """Checkpoints: any state on disk, atomically, and back again to the last bit.
 
 Orbax writes them, in the background and one folder a step, which gets its name only when
-it is whole.  A digest of every number is written beside them, so a checkpoint that was cut
+it is whole. A digest of every number is written beside them, so a checkpoint that was cut
 off or altered later is noticed, set aside, and the one before it taken.
 
-A state is a tree of arrays.  JAX arrays come back with the shape they had; NumPy arrays,
-such as a ledger's, may have grown.  This file must never know what a state means.
+A state is a tree of arrays. JAX arrays come back with the shape they had; NumPy arrays,
+such as a ledger's, may have grown. This file must never know what a state means.
 
-Privacy: checkpoints hold the root key.  Who reads one can subtract the noise, so the folder
+Privacy: checkpoints hold the root key. Who reads one can subtract the noise, so the folder
 is closed to other users, and is no part of what is released.
 """
 
@@ -89,7 +89,7 @@ class Checkpoints:
           facts: Whatever else belongs to it, as JSON has it.
 
         Returns:
-          Whether all went well so far, the save before this one included.  A full disk is
+          Whether all went well so far, the save before this one included. A full disk is
           logged and answered False; earlier checkpoints are left alone.
         """
         went_well = self.wait()

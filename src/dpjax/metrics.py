@@ -6,13 +6,11 @@ calibration, which compares the confidence of predictions with how often they ar
 All are functions of logits and labels, on arrays, fit for `jax.jit`; inside it labels out of
 range are not noticed.
 
-========================  ====================================================================
-edge case                 value
-========================  ====================================================================
-NaN among the logits      no prediction: wrong, and in no column of the table; the rest is NaN
-no example of a class     NaN for that class
-bfloat16, float16         probabilities, sums and counts are float32
-========================  ====================================================================
+| edge case | value |
+|---|---|
+| NaN among the logits | no prediction: wrong, and in no column of the table; the rest is NaN |
+| no example of a class | NaN for that class |
+| bfloat16, float16 | probabilities, sums and counts are float32 |
 
 These numbers look at examples without any noise: on training data they are private.
 This room must never know what made the logits.
@@ -123,7 +121,7 @@ def per_class_accuracy(
 
 
 def nll(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> Float[Array, ""]:
-    r"""The mean negative log-likelihood, :math:`-\frac1n \sum_i \log p_i[y_i]`, in nats.
+    r"""The mean negative log-likelihood, $-\frac1n \sum_i \log p_i[y_i]$, in nats.
 
     Args:
       logits: Scores of each class.
@@ -181,7 +179,7 @@ def ece(
 ) -> Float[Array, ""]:
     r"""The expected calibration error: how far confidence is from accuracy, on average.
 
-    .. math:: \sum_b \frac{n_b}{n} \, | \text{accuracy}_b - \text{confidence}_b |
+    $$ \sum_b \frac{n_b}{n} \, | \text{accuracy}_b - \text{confidence}_b | $$
 
     Args:
       logits: Scores of each class.

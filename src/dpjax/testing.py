@@ -4,7 +4,7 @@
 Other libraries test their parts; what makes training private is their composition.
 Each function here takes the real thing, measures the conserved quantity and raises
 `LawBroken` with what was found: one example's influence on the sum, the agreement of
-engines, the noise that really comes out of a chain.  `dpjax.auditing` looks at whole
+engines, the noise that really comes out of a chain. `dpjax.auditing` looks at whole
 steps and whole runs.
 """
 

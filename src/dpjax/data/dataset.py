@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a data set is: two parts of inputs and targets, and what a reader must be told.
+"""A data set: a training part, a test part, and a note for readers of results.
 
-Every data set passes `checked` before anyone sees it, so that a damaged or mistaken file is
-an error that names it, and not a strange accuracy later.  Splits depend on the number of
+Every reader passes its data set through `checked`, so that a damaged or wrong file raises an
+error that names the file, instead of changing an accuracy. Splits depend on the number of
 examples alone.
 """
 
@@ -20,29 +20,26 @@ _Train = TypeVar("_Train", Split, Stream)
 
 
 class Dataset(NamedTuple, Generic[_Train]):
-    """Examples to learn from and examples to test on.
-
-    Attributes:
-      name: The word it was loaded by.
-      train: Inputs and targets, ``(x, y)``, with one example a row; or a `Stream` of them.
-      test: Inputs and targets, never trained on.
-      classes: How many labels there are; None where the target is a quantity.
-      note: What a reader of results must be told about the data; often empty.
-    """
+    """Training examples and test examples."""
 
     name: str
+    """The name that `load` was called with."""
     train: _Train
+    """Inputs and targets, ``(x, y)``, with one example a row; or a `Stream` of them."""
     test: Split
+    """Inputs and targets that are not trained on."""
     classes: int | None
+    """The number of labels; None if the target is a quantity."""
     note: str = ""
+    """A caveat about the data for readers of results; often empty."""
 
     @property
     def examples(self) -> int:
-        """How many there are to learn from."""
+        """The number of training examples."""
         return len(self.train) if isinstance(self.train, Stream) else len(self.train[1])
 
     def rows(self, indices: np.ndarray) -> Split:
-        """Some of the examples to learn from, read from the disk if they lie there."""
+        """The training examples at these indices; a `Stream` reads them from the disk."""
         if isinstance(self.train, Stream):
             return self.train.rows(indices)
         x, y = self.train
@@ -50,20 +47,18 @@ class Dataset(NamedTuple, Generic[_Train]):
 
 
 def hold_out(split: Split, size: int) -> tuple[Split, Split]:
-    """Splits rows off a data set, to validate on or to test on.
-
-    Shuffled, because tables come sorted; always alike, because a split is part of a result.
+    """Splits rows off a data set, for validation or for a test.
 
     Args:
       split: Inputs and targets.
-      size: How many rows to split off.
+      size: The number of rows to split off.
 
     Returns:
       ``(rest, held)``; every row is in one of them.
 
     Privacy:
-      Rows split off from private data are private too.  They are not in the training's
-      epsilon, nor is a choice that was made by looking at them.
+      Rows of private data are private in either part. The epsilon of a training does not cover
+      the held rows, nor a choice that was made by looking at them.
 
     Example:
       >>> rest, held = hold_out((np.zeros((10, 3)), np.arange(10)), size=2)
@@ -73,28 +68,29 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
     x, y = split
     if not 0 < size < len(y):
         raise ValueError(
-            f"data.hold_out(size={size}): the data hold {len(y)} rows; expected at least 1 row to "
-            "split off and at least 1 to be left."
+            f"data.hold_out(size={size}): the data have {len(y)} rows; expected at least 1 row to "
+            "split off and at least 1 row to remain."
         )
+    # Shuffled, because tables come sorted; with a fixed seed, because a split is part of a result.
     order = np.random.default_rng(0).permutation(len(y))
     rest, held = order[size:], order[:size]
     return (x[rest], y[rest]), (x[held], y[held])
 
 
 def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.ndarray:
-    """Shifts and scales features by constants that the caller knows from elsewhere.
+    """Shifts and scales features by public constants.
 
     Args:
       values: ``[examples, features]``, or images ``[examples, height, width, channels]``.
-      mean: What becomes 0; one number, or one a feature.
-      scale: What becomes 1; one number, or one a feature; positive.
+      mean: The value that becomes 0; one number, or one a feature.
+      scale: The distance from ``mean`` that becomes 1; one number, or one a feature; positive.
 
     Returns:
       ``(values - mean) / scale`` in float32.
 
     Privacy:
       The constants must be public: published about data of this kind, or measured on other
-      data.  A mean of the private examples themselves is a release that nobody accounts.
+      data. A mean of the private examples themselves is a release that no accountant sees.
 
     Example:
       >>> standardize(np.array([[10.0, 2.0]]), mean=[8.0, 0.0], scale=[2.0, 1.0])
@@ -102,19 +98,21 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
     """
     if not np.all(np.asarray(scale) > 0):
         raise ValueError(
-            f"data.standardize(scale={scale}): every scale must be positive. A feature that never "
-            "changes has no scale of its own: give it 1, or leave it out."
+            f"data.standardize(scale={scale}): every scale must be positive. For a feature that "
+            "is constant use the scale 1, or leave the feature out."
         )
     return ((values - np.asarray(mean)) / np.asarray(scale)).astype(np.float32)
 
 
 def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dataset[_Train]:
-    """The data set, if it is one.  Of a `Stream` only the shape: its rows are not here yet.
+    """Returns the data set, or raises if shapes, numbers or labels are wrong.
+
+    Of a `Stream` only the shape is checked, because its rows are read later.
 
     Args:
-      dataset: As it was read.
-      shape: Of one example's inputs.
-      where: The file, or the place it was read from, for the error.
+      dataset: The result of a reader.
+      shape: The shape of one example's inputs.
+      where: The file or the service that was read, for the error.
     """
     train = dataset.train
     if isinstance(train, Stream):

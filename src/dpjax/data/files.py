@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in a folder: ``.npz`` of images (or of their JPEG streams), ``.csv`` tables.
+"""Readers of files: ``.npz`` of images (or of their JPEG streams), ``.csv`` tables.
 
-Files are data, never code: nothing is unpickled.  One that was cut off or changed is an
-error that names it.
+Files are data, never code: nothing is unpickled. A truncated or changed file raises an error
+that names it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.jpeg import decoded
 from dpjax.data.sources import Source
 
-# Whatever zipfile and NumPy say of a file that was cut off or changed.
+# The errors of zipfile and NumPy for a truncated or changed file.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
 DAMAGED += (KeyError, NotImplementedError, RuntimeError)
 
-# What the arrays of a part are called: as Keras does, and as MedMNIST does.
+# The names of a part's arrays: Keras's, Keras's with JPEG streams, and MedMNIST's.
 _LAYOUTS = (("x_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
 
@@ -37,7 +37,7 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
     if x.ndim != 4:
         raise ValueError(
             f"data.load: {where}: got images of shape {x.shape}; expected [examples, height, "
-            "width, channels], or without the channels if there is one."
+            "width, channels], or [examples, height, width] for one channel."
         )
     if x.dtype == np.uint8:
         return x.astype(np.float32) / np.float32(255)
@@ -45,18 +45,18 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
         reach = f" from {x.min()} to {x.max()}" if x.size else ""
         raise ValueError(
             f"data.load: {where}: got images of type {x.dtype}{reach}; "
-            "expected bytes, or numbers in [0, 1]. Images that were standardised must be stored "
-            "as they came."
+            "expected bytes, or numbers in [0, 1]. Usually the images were standardised: store "
+            "the original ones."
         )
     return x.astype(np.float32)
 
 
 def table(name: str, source: Source, x: np.ndarray, y: np.ndarray, where: str) -> Dataset[Split]:
-    """A table as a data set: some of its rows are split off for the test."""
+    """A table as a data set; the test part is split off from its rows."""
     if len(x) <= source.test_size:
         raise ValueError(
             f"data.load({name!r}): {where}: got {len(x)} rows; expected more than the "
-            f"{source.test_size} that are kept for the test. The file may have been cut off."
+            f"{source.test_size} rows of the test part. The file may have been cut off."
         )
     rows = (x.astype(np.float32), y.astype(np.float32))
     return Dataset(name, *hold_out(rows, source.test_size), source.classes, source.note)
@@ -105,7 +105,7 @@ def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
 
 
 def _arrays(name: str, path: Path) -> Mapping[str, np.ndarray]:
-    """All arrays of a file, or an error if one of them is not whole."""
+    """All arrays of a file; an error if any of them cannot be read."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {key: stored[key] for key in stored.files}
@@ -124,15 +124,15 @@ def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path
 
 
 def _whole(y: np.ndarray, path: Path) -> np.ndarray:
-    """Labels as int32, ``[examples]``; MedMNIST has a second axis of length 1."""
+    """Labels as int32, ``[examples]``; MedMNIST's have a second axis of length 1."""
     column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     numbers = column.ndim == 1 and column.dtype.kind in "iuf" and np.isfinite(column).all()
-    # No absolute value: that of -2**63 is itself.
+    # Not by the absolute value: in int64, abs(-2**63) is -2**63.
     fits = numbers and column.min(initial=0) >= -(2**31) and column.max(initial=0) < 2**31
     if not fits or np.any(column % 1):
         raise ValueError(
             f"data.load: {path}: got labels of type {y.dtype} and shape {y.shape}; expected a "
-            "whole number for each example, counted from 0. One-hot rows become so by "
+            "whole number for each example, counted from 0. Convert one-hot rows by "
             ".argmax(axis=1)."
         )
     return column.astype(np.int32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images that are stored as JPEG streams, all in one buffer.
 
-Such a file is a tenth as large as its pixels, and its images are lossy copies: whoever reads it
-says so in the data set's note.  This page must never know of parts or labels.
+Such a file is a tenth as large as its pixels. Its images are lossy copies, and the note of the
+data set says so.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
     """Images from a buffer of JPEG streams.
 
     Args:
-      stream: Their bytes, one image after the other.
-      starts: Where each begins, and at last the end.
+      stream: The bytes of all images, concatenated.
+      starts: The offset of each image, and the end of the last one.
       path: The file, for errors.
 
     Returns:
@@ -28,13 +28,13 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
     edges = np.zeros(0, np.int64) if starts is None else starts
     if edges.ndim != 1 or edges.dtype.kind not in "iu" or len(edges) < 2 or stream.ndim != 1:
         raise ValueError(
-            f"data.load: {path} holds JPEG streams, but not where they begin: offsets_train and "
-            "offsets_test are whole numbers, one more than there are images."
+            f"data.load: {path} holds JPEG streams without their offsets; expected offsets_train "
+            "and offsets_test, whole numbers, one more than there are images."
         )
     if edges[0] != 0 or edges[-1] != stream.nbytes:
         raise ValueError(
-            f"data.load: {path} holds {stream.nbytes} bytes of JPEG streams, and by their offsets "
-            f"they reach from {edges[0]} to {edges[-1]}. It may have been cut off: fetch it again."
+            f"data.load: {path} holds {stream.nbytes} bytes of JPEG streams, but the offsets "
+            f"are from {edges[0]} to {edges[-1]}. It may have been cut off: fetch it again."
         )
     try:
         from PIL import Image

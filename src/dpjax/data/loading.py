@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a name to a data set: a file in a folder first, then TensorFlow Datasets.
 
-The digits come with scikit-learn and need neither.  Whatever is found is checked before it
-is returned.
+The digits come with scikit-learn and need neither. Every data set is checked before it is
+returned.
 """
 
 from __future__ import annotations
@@ -26,35 +26,33 @@ NAMES: tuple[str, ...] = ("digits", *SOURCES)
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[Split]:
     """Loads a data set by name.
 
-    ======================  ==========  ===========  ====================================
-    name                    train/test  one example  looked for in the folder
-    ======================  ==========  ===========  ====================================
-    ``digits``              1437/360    (8, 8, 1)    (embedded in scikit-learn)
-    ``mnist``               60000/10000 (28, 28, 1)  ``mnist.npz``
-    ``fashion_mnist``       60000/10000 (28, 28, 1)  ``fashion_mnist.npz``
-    ``cifar10``             50000/10000 (32, 32, 3)  ``cifar10.npz``
-    ``cifar100``            50000/10000 (32, 32, 3)  ``cifar100.npz``
-    ``svhn``                73257/26032 (32, 32, 3)  ``svhn.npz``
-    ``pathmnist``           89996/7180  (28, 28, 3)  ``pathmnist.npz``
-    ``organamnist``         34561/17778 (28, 28, 1)  ``organamnist.npz``
-    ``organcmnist``         12975/8216  (28, 28, 1)  ``organcmnist.npz``
-    ``organsmnist``         13932/8827  (28, 28, 1)  ``organsmnist.npz``
-    ``california_housing``  18576/2064  (8,)         ``california_housing.csv``
-    ``wine_quality``        1279/320    (11,)        ``wine_quality_red.csv``
-    ======================  ==========  ===========  ====================================
+    | name | train/test | one example | file in the folder |
+    |---|---|---|---|
+    | ``digits`` | 1437/360 | (8, 8, 1) | (embedded in scikit-learn) |
+    | ``mnist`` | 60000/10000 | (28, 28, 1) | ``mnist.npz`` |
+    | ``fashion_mnist`` | 60000/10000 | (28, 28, 1) | ``fashion_mnist.npz`` |
+    | ``cifar10`` | 50000/10000 | (32, 32, 3) | ``cifar10.npz`` |
+    | ``cifar100`` | 50000/10000 | (32, 32, 3) | ``cifar100.npz`` |
+    | ``svhn`` | 73257/26032 | (32, 32, 3) | ``svhn.npz`` |
+    | ``pathmnist`` | 89996/7180 | (28, 28, 3) | ``pathmnist.npz`` |
+    | ``organamnist`` | 34561/17778 | (28, 28, 1) | ``organamnist.npz`` |
+    | ``organcmnist`` | 12975/8216 | (28, 28, 1) | ``organcmnist.npz`` |
+    | ``organsmnist`` | 13932/8827 | (28, 28, 1) | ``organsmnist.npz`` |
+    | ``california_housing`` | 18576/2064 | (8,) | ``california_housing.csv`` |
+    | ``wine_quality`` | 1279/320 | (11,) | ``wine_quality_red.csv`` |
 
-    An ``.npz`` holds ``x_train, y_train, x_test, y_test`` (bytes, or numbers in [0, 1]), or
-    instead of each ``x`` a buffer ``jpeg_train`` of JPEG streams that begin at
-    ``offsets_train``, whose last entry is the end; or it is as MedMNIST publishes it, whose
-    validation part is left out.
+    An ``.npz`` holds ``x_train, y_train, x_test, y_test`` (bytes, or numbers in [0, 1]). Instead
+    of ``x_train`` it may hold ``jpeg_train``, a buffer of JPEG streams, and ``offsets_train``,
+    where each begins and the last ends; so too for the test part. MedMNIST's files are read as
+    published, without their validation part.
     A ``.csv`` has a header, and its target in the last column.
 
     Args:
       name: One of the names above.
-      data_dir: The folder; by default what ``DPJAX_DATA_DIR`` says.
+      data_dir: The folder; by default the environment variable ``DPJAX_DATA_DIR``.
 
     Returns:
-      The data set, the same in every call.
+      The data set, equal in every call.
 
     Example:
       >>> digits = load("digits")
@@ -81,30 +79,26 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
 def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[Stream]:
     """Loads a data set by name, but leaves its training part on the disk.
 
-    TensorFlow Datasets serves what it has prepared there, in a format with random access
-    (``array_record`` or ``parquet``).  Else a file of `load`'s formats does, which is read whole
-    and stays in memory.  Only where there is neither does TensorFlow Datasets download it.
+    A data set that TensorFlow Datasets has prepared in a format with random access
+    (``array_record`` or ``parquet``) is preferred. Otherwise a file of `load`'s formats is read
+    whole and stays in memory. If neither exists, TensorFlow Datasets downloads the data set.
 
     Args:
       name: One of `load`'s names, of images.
-      data_dir: The folder; by default what ``DPJAX_DATA_DIR`` says.
+      data_dir: The folder; by default the environment variable ``DPJAX_DATA_DIR``.
 
     Returns:
       The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
-      memory.  A label out of range is an error when it is read.
-
-    Example:
-      Data of your own, and data sets without a name here, are a `Stream` at once::
-
-          train = data.Stream(tfds.data_source("imagenet2012", split="train"), example=...)
+      memory. A label out of range is an error when it is read. For other data sets, make a
+      `Stream` yourself.
     """
     if name == "digits":
-        raise ValueError("data.stream('digits'): they fit into memory: data.load('digits').")
+        raise ValueError("data.stream('digits'): they fit into memory. Use data.load('digits').")
     source = _source(name, "stream")
     if source.classes is None:
         raise ValueError(
-            f"data.stream({name!r}): this is a table, which is small and has no test part of its "
-            f"own. Load it: data.load({name!r})."
+            f"data.stream({name!r}): this is a small table without a test part. "
+            f"Load it: data.load({name!r})."
         )
     folder = _folder(data_dir, f"stream({name!r})")
     installed = importlib.util.find_spec("tensorflow_datasets") is not None
@@ -121,20 +115,20 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
 
 
 def _from_memory(dataset: Dataset[Split]) -> Dataset[Stream]:
-    """The same, its training part read by index."""
+    """A data set whose training part is read from memory by index."""
     x, y = dataset.train
     train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
     return Dataset(dataset.name, train, dataset.test, dataset.classes, dataset.note)
 
 
 def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.PathLike[str] | None:
-    """Where to look, if anywhere was said; a folder that is not there is a mistake."""
+    """The folder that the caller or the environment names; a missing folder is an error."""
     folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR") or None
     if folder is not None and not Path(folder).is_dir():
         said = "DPJAX_DATA_DIR" if data_dir is None else "data_dir"
         raise FileNotFoundError(
-            f"data.{asked}: {said} is {str(folder)!r}, and there is no such folder, so nothing is "
-            "looked for or downloaded. Usually the path has a slip; for TensorFlow Datasets to "
+            f"data.{asked}: {said} is {str(folder)!r}, and there is no such folder. Nothing was "
+            "searched or downloaded. Usually the path is misspelt. If TensorFlow Datasets should "
             "prepare data there, make the folder first."
         )
     return folder
@@ -144,7 +138,7 @@ def _source(name: str, asked: str) -> Source:
     if name not in SOURCES:
         raise ValueError(
             f"data.{asked}({name!r}): no such data set; expected one of {', '.join(NAMES)}. "
-            "Data of your own needs no name: wherever a data set is asked for, arrays do."
+            "Data of your own needs no name: functions that take a data set take arrays too."
         )
     return SOURCES[name]
 

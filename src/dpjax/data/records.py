@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of a source with random access, and the examples that are made of them.
 
-A record that cannot be read is an error that says which, whether records were asked for one by
-one or many at once.  This page must never know of batches or threads.
+An error names the record that cannot be read, whether records were read one by one or in one
+call.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dpjax.types import PyTree
 class RandomAccess(Protocol):
     """A source of records: a length, and the record at an index.
 
-    This is grain's ``RandomAccessDataSource``.  A source that also has
-    ``__getitems__(indices)``, as those of TensorFlow Datasets do, is asked for many at once.
+    This is grain's ``RandomAccessDataSource``. If a source also has ``__getitems__(indices)``,
+    as sources of TensorFlow Datasets do, many records are read in one call.
     """
 
     def __len__(self) -> int:
-        """How many records there are."""
+        """The number of records."""
         ...
 
     def __getitem__(self, index: Any, /) -> Any:
@@ -37,11 +37,11 @@ def examples(
     """The examples at indices, in their order.
 
     Args:
-      source: Where the records are.
-      example: What an example is made of; by default the record itself.
+      source: The records.
+      example: From a record to an example; by default the record itself.
       indices: Of the records; they may repeat.
     """
-    records = _at_once(source, indices)
+    records = _in_one_call(source, indices)
     for place, index in enumerate(indices):
         try:
             record = source[index] if records is None else records[place]
@@ -55,19 +55,19 @@ def examples(
         yield made
 
 
-def _at_once(source: RandomAccess, indices: list[int]) -> list[Any] | None:
+def _in_one_call(source: RandomAccess, indices: list[int]) -> list[Any] | None:
     """All records by one call; None if they have to be read one by one."""
     many = getattr(source, "__getitems__", None)
     if many is None:
         return None
     try:
         records = list(many(indices))
-    except Exception:  # it cannot say where: found again, and named, one by one
+    except Exception:  # it does not name the record: reading one by one finds it
         return None
     if len(records) != len(indices):
         raise ValueError(
             f"data.Stream: the source's __getitems__ gave {len(records)} records for "
-            f"{len(indices)} indices; expected one for each, repeated ones too."
+            f"{len(indices)} indices; expected one for each index, also where indices repeat."
         )
     return records
 
@@ -76,7 +76,7 @@ def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
     """Indices that are whole numbers and lie in a source of this size, ``[n]``.
 
     Args:
-      indices: As they were given; an empty list may be of any type.
+      indices: The caller's argument; an empty list may have any type.
       size: The number of records.
     """
     indices = np.asarray(indices)
@@ -88,6 +88,6 @@ def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
     if indices.size and not (indices.min() >= 0 and indices.max() < size):
         raise IndexError(
             f"data.Stream: got indices from {indices.min()} to {indices.max()}; the source has "
-            f"{size} examples. Padding is cut off before reading: draw.indices[:draw.size]."
+            f"{size} examples. Usually padding was not cut off: draw.indices[:draw.size]."
         )
     return indices.astype(np.int64)

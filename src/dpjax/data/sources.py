@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of names: which file holds a data set, and what TensorFlow Datasets calls it.
+"""The table of names: the file of each data set, its shape, its name in TensorFlow Datasets.
 
-A new data set of a known format is a row here.  This page must never read anything.
+A new data set of a known format is a row here. The shape belongs to the name, so that a file of
+another data set under this name is an error.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a data set is found.
+    """The place and the format of a data set.
 
     Args:
-      file: Its name in the folder; ``.npz`` or ``.csv``.
-      shape: Of one example's inputs.
-      classes: How many labels there are; None where the target is a quantity.
-      test_size: How many rows of a table are kept for the test.
-      tfds: What TensorFlow Datasets calls it; None if it does not have it.
-      note: What a reader of results must be told.
+      file: The file's name in the folder; ``.npz`` or ``.csv``.
+      shape: The shape of one example's inputs.
+      classes: The number of labels; None if the target is a quantity.
+      test_size: The number of rows of a table in the test part.
+      tfds: The name in TensorFlow Datasets; None if it has no such data set.
+      note: A caveat for readers of results.
     """
 
     file: str

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples that stay on the disk, for data larger than memory.
 
-A `Stream` reads examples by their index out of any source with random access: a data source
-of grain or of TensorFlow Datasets, a memory map, a list.  Nothing but the rows asked for is
-ever read, and threads read the next batches while the present one is computed.
-
-Everything here is host code.  It must never choose an index: that is sampling, and is
-accounted.
+A `Stream` reads examples by their index from any source with random access: a data source of
+grain or of TensorFlow Datasets, a memory map, a list. It reads the requested rows only, and
+threads read the next batches while the device computes. The indices come from a sampler, whose
+draws are accounted; so iterators, which choose their own order, are refused.
 """
 
 from __future__ import annotations
@@ -32,20 +30,18 @@ class Stream:
 
     Args:
       source: A length and a record for each index; see `RandomAccess`.
-      example: What an example is made of, on the host: ``record -> tree of NumPy arrays``,
-        such as ``(image / 255, label)``; by default the record itself.  The
-        same record must give the same example, or a resumed run would be another one.
-      workers: How many threads read; 1 for a source that only one thread may read.
+      example: From a record to a tree of NumPy arrays, on the host, such as
+        ``(image / 255, label)``; by default the record itself. Equal records must give equal
+        examples; otherwise a resumed run differs from an uninterrupted one.
+      workers: The number of threads that read; 1 for a source that is not thread-safe.
 
-    Every example has the shapes and types of the first, because a compiled step has one
-    shape; they are the types that JAX makes of them (float32 for float64 unless JAX is told
-    otherwise).
+    Every example has the shapes and types of the first, because a compiled step has one shape.
+    The types are JAX's for these arrays: float32 for float64 unless ``jax_enable_x64`` is set.
 
     Privacy:
-      The source holds the private data, and all that is read from it is private.  Which
-      indices are read is private as well: amplification by sampling rests on nobody knowing
-      the draw, so a storage service that logs its reads is trusted with it.  Shapes and the
-      number of examples are taken to be public.
+      The records are private, and so are the indices that are read: amplification by sampling
+      assumes that the draw is secret, so a storage service that logs its reads must be trusted.
+      Shapes and the number of examples count as public.
 
     Example:
       >>> squares = Stream(range(100), example=lambda i: (np.float32(i), np.int32(i * i)))
@@ -53,10 +49,8 @@ class Stream:
       >>> x.tolist(), y.tolist()
       ([3.0, 1.0, 3.0], [9, 1, 9])
 
-      Any data set that TensorFlow Datasets has prepared in a format with random access::
-
-          source = tfds.data_source("imagenet2012", split="train")
-          images = Stream(source, example=lambda r: (resized(r["image"]), r["label"]))
+      With a data set that TensorFlow Datasets has prepared in a format with random access:
+      ``Stream(tfds.data_source("imagenet2012", split="train"), example=...)``.
     """
 
     source: RandomAccess
@@ -68,15 +62,15 @@ class Stream:
             raise TypeError(
                 f"data.Stream: the source is of type {type(self.source).__name__}, which has no "
                 "length or cannot be indexed; expected random access, as data sources of grain and "
-                "of TensorFlow Datasets, memory maps and lists have. An iterator can only be "
-                "read in its own order, and that is no sampling that can be accounted."
+                "of TensorFlow Datasets, memory maps and lists have. An iterator chooses its own "
+                "order, which no accountant describes."
             )
         if _is_columns(self.source):
             raise TypeError(
                 f"data.Stream: the source is a {type(self.source).__name__} of arrays, which would "
                 f"be taken for {len(self.source)} examples; expected one record an index. Usually "
                 "these are inputs and targets: Stream(range(len(x)), example=lambda i: (x[i], "
-                "y[i])). Arrays in memory need no Stream: give (x, y) itself as the data."
+                "y[i])). Arrays in memory need no Stream: pass (x, y) as the data."
             )
         if not len(self.source):
             raise ValueError("data.Stream: the source is empty; expected at least one record.")
@@ -84,12 +78,12 @@ class Stream:
             raise ValueError(f"data.Stream(workers={self.workers}): at least one thread reads.")
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return len(self.source)
 
     @cached_property
     def row(self) -> PyTree:
-        """Shapes and types of one example, found by reading the first."""
+        """Shapes and types of one example on the device; reads the first example."""
         return jax.tree.map(
             lambda r: jax.ShapeDtypeStruct(r.shape, jax.dtypes.canonicalize_dtype(r.dtype)),
             self._first,
@@ -97,20 +91,20 @@ class Stream:
 
     @cached_property
     def _first(self) -> PyTree:
-        """Shapes and types of the first example as they are read."""
+        """Shapes and types of the first example in the source."""
         (example,) = examples(self.source, self.example, [0])
         for path, leaf in jax.tree_util.tree_leaves_with_path(example):
             if np.asarray(leaf).dtype.kind not in "biufcV":  # V: bfloat16 and its like
                 raise TypeError(
-                    f"data.Stream: {jax.tree_util.keystr(path) or 'the example'} is {leaf!r:.60}, "
-                    "not numbers. Pick what the loss needs: "
+                    f"data.Stream: {jax.tree_util.keystr(path) or 'the example'} is {leaf!r:.60}; "
+                    "expected numbers. Select the entries that the loss needs: "
                     "Stream(source, example=lambda record: (record['image'], record['label']))."
                 )
         return jax.tree.map(_shape, example)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of 16 examples spread over the stream, and their number."""
+        """The number of examples, and a hash of 16 of them spread over the stream."""
         some = np.linspace(0, len(self) - 1, 16).astype(int)
         return f"{len(self)} streamed, {trees.fingerprint(self.rows(some))}"
 
@@ -121,23 +115,22 @@ class Stream:
           indices: ``[n]``, in any order; an index may repeat, and there may be none.
 
         Returns:
-          The examples stacked, ``[n, ...]`` for every leaf of `row`, in the order asked for.
+          The examples stacked, ``[n, ...]`` for every leaf of `row`, in the order of ``indices``.
         """
         (batch,) = self.batches([indices], ahead=0)
         return batch
 
     def batches(self, draws: Iterable[np.ndarray], ahead: int = 2) -> Generator[PyTree, None, None]:
-        """Reads batch after batch, the next ones while the caller works on this one.
+        """Reads batch after batch; threads read the next ones while the caller computes.
 
         Args:
-          draws: The indices of each batch, as `rows` takes them.  They are asked for from the
-            caller's own thread, `ahead` batches before they are needed.
-          ahead: How many batches are read in advance; so many and one more are in memory.
+          draws: The indices of each batch, as `rows` takes them. The caller's own thread
+            iterates over them, ``ahead`` batches before they are needed.
+          ahead: The number of batches that are read in advance; ``ahead + 1`` are in memory.
 
         Returns:
-          What `rows` gives for each of them, in their order.  Threads end with the
-          iterator: when it is exhausted, closed or no longer referred to, or an error leaves
-          it.
+          An iterator of batches. Its threads end when it is exhausted, closed or garbage
+          collected, or when it raises.
         """
         waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
@@ -154,7 +147,7 @@ class Stream:
     def _begin(
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
-        """Room for a batch, and the threads' promises to fill it."""
+        """Arrays for a batch, and the futures of the threads that fill them."""
         indices = checked_indices(indices, len(self))
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
         shares = np.array_split(np.arange(len(indices)), max(1, min(self.workers, len(indices))))
@@ -166,7 +159,7 @@ class Stream:
         return jax.tree.unflatten(jax.tree.structure(self.row), room)
 
     def _fill(self, room: list[np.ndarray], indices: np.ndarray, share: np.ndarray) -> None:
-        """Puts a share of a batch in its places."""
+        """Reads a share of a batch into its rows."""
         first, structure = jax.tree.flatten(self._first)
         read = examples(self.source, self.example, indices[share].tolist())
         for place, example in zip(share, read, strict=True):
@@ -176,8 +169,8 @@ class Stream:
             if found != structure or kinds != [(r.shape, r.dtype) for r in first]:
                 raise ValueError(
                     f"data.Stream: example {indices[place]} is {jax.tree.map(_shape, example)}; "
-                    f"the first one, and so every one, is {self._first}. Let `example` bring them "
-                    "to one shape and type."
+                    f"the first one, and so every one, is {self._first}. Let `example` return one "
+                    "shape and type for all records."
                 )
             for rows, array in zip(room, arrays, strict=True):
                 rows[place] = array

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets that TensorFlow Datasets (TFDS) prepares: found, or downloaded by it.
+"""Data sets that TensorFlow Datasets (TFDS) has prepared or downloads.
 
-Formats that allow random access are read without TensorFlow, whole or as a `Stream`.  What
-is on the disk already is not downloaded again.
+Formats that allow random access are read without TensorFlow, whole or as a `Stream`. Data sets
+on the disk are not downloaded again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dpjax.data.streaming import Stream
 
 
 def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Dataset[Split]:
-    """A data set as TensorFlow Datasets has it, in memory.
+    """A data set of TensorFlow Datasets, in memory.
 
     Args:
-      name: The word it is asked for by.
-      source: Where it is found.
-      folder: Where TFDS keeps its data; by default where it likes.
+      name: The data set's name in `load`.
+      source: Its row in the table.
+      folder: The folder of TFDS; by default TFDS's own default.
     """
     builder = _prepared(f"load({name!r})", source, folder)
     try:
@@ -51,7 +51,13 @@ def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) 
 def stream_from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> Dataset[Stream]:
-    """The same, with a training part that stays on the disk; of images."""
+    """A data set of images whose training part stays on the disk.
+
+    Args:
+      name: The data set's name in `stream`.
+      source: Its row in the table.
+      folder: The folder of TFDS; by default TFDS's own default.
+    """
     builder = _prepared(f"stream({name!r})", source, folder)
     parts = _random_access(name, builder)
     assert source.classes is not None
@@ -60,11 +66,11 @@ def stream_from_tfds(
 
 
 def is_prepared(source: Source, folder: str | os.PathLike[str]) -> bool:
-    """Whether TFDS has it on the disk.  Nothing is downloaded, and no folder made.
+    """Whether TFDS has the data set on the disk; downloads nothing and makes no folder.
 
     Args:
-      source: What it is called.
-      folder: Where TFDS would keep it.
+      source: Its row in the table.
+      folder: The folder of TFDS.
     """
     if source.tfds is None or not Path(folder, source.tfds).is_dir():
         return False
@@ -73,11 +79,11 @@ def is_prepared(source: Source, folder: str | os.PathLike[str]) -> bool:
 
 
 def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None) -> Any:
-    """The TFDS builder of a data set that is on the disk, downloaded if it was not."""
+    """The TFDS builder of a data set on the disk; downloads the data set if necessary."""
     if source.tfds is None:
         raise FileNotFoundError(
             f"data.{asked}: TensorFlow Datasets does not have it. Put {source.file} into a "
-            "folder and name it by data_dir=... or the environment variable DPJAX_DATA_DIR."
+            "folder, and give that folder as data_dir=... or in DPJAX_DATA_DIR."
         )
     tfds = importlib.import_module("tensorflow_datasets")
     place = None if folder is None else os.fspath(folder)
@@ -85,7 +91,7 @@ def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None)
     try:
         builder = tfds.builder(source.tfds, data_dir=place)
         if not builder.is_prepared():
-            # The default format is one that only TensorFlow writes and reads.
+            # TFDS's default format is written and read by TensorFlow only.
             builder = tfds.builder(source.tfds, data_dir=place, file_format="array_record")
             builder.download_and_prepare()
         return builder
@@ -109,7 +115,7 @@ def _sweep(entries: list[Path]) -> None:
 
 
 def _random_access(name: str, builder: Any) -> Mapping[str, Sequence[Any]]:
-    """Parts that are read by index; nothing is read yet."""
+    """The parts as sources that read by index; reads nothing yet."""
     try:
         return builder.as_data_source()
     except NotImplementedError as error:
@@ -125,8 +131,8 @@ def _whole(stream: Stream, builder: Any) -> Split:
         return stream.rows(np.arange(len(stream)))
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"data: what TensorFlow Datasets prepared in {builder.data_dir} cannot be read whole. "
-            f"{error} Delete that folder, and it is prepared anew."
+            f"data: the data set that TensorFlow Datasets prepared in {builder.data_dir} cannot be "
+            f"read whole. {error} Delete that folder, and TFDS prepares the data set again."
         ) from error
 
 
@@ -135,7 +141,7 @@ def _images(rows: Sequence[Any], classes: int) -> Stream:
 
 
 def _image(record: Mapping[str, Any], *, classes: int) -> Split:
-    """One example; checked here, because nobody reads all of them at once."""
+    """One example; its label is checked here, because a stream is never read whole."""
     label = int(record["label"])
     if not 0 <= label < classes:
         raise ValueError(f"its label is {label}; expected 0 to {classes - 1}")

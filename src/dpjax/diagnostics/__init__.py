@@ -8,7 +8,7 @@ value of the Hessian; `kernel` the matrices from which convergence_calibration_2
 reasons; `vectors` reads trees as vectors.
 
 All of it but `weight_norms` sees gradients or data without any noise: look, but do not
-publish.  This room must never know of noise, sampling or epsilon.
+publish. This room must never know of noise, sampling or epsilon.
 """
 
 from dpjax.diagnostics.bias import (

@@ -2,10 +2,10 @@
 """What clipping does to a batch: which norms there are, who is cut, where the mean goes.
 
 Clipping is the part of private training that changes its direction even without noise:
-long gradients count for less than they are.  The cosine between the clipped and the
+long gradients count for less than they are. The cosine between the clipped and the
 unclipped mean says by how much, and the norms say whether the bound is the cause.
 
-Gradients are held for some examples at a time.  This file must never know of noise.
+Gradients are held for some examples at a time. This file must never know of noise.
 """
 
 from __future__ import annotations
@@ -55,15 +55,13 @@ def clipping_bias(
 ) -> Bias:
     r"""Compares the clipped with the unclipped mean gradient of a batch.
 
-    .. math:: \cos\left(\sum_i f_i g_i, \; \sum_i g_i\right)
+    $$ \cos\left(\sum_i f_i g_i, \; \sum_i g_i\right) $$
 
-    ======================================  ===================================================
-    edge case                               value
-    ======================================  ===================================================
-    a NaN or infinite gradient of one       left out of both means
-    the gradients add up to 0               cosine and shrinkage NaN
-    the clipped ones do (bound 0)           cosine NaN, shrinkage 0
-    ======================================  ===================================================
+    | edge case | value |
+    |---|---|
+    | a NaN or infinite gradient of one | left out of both means |
+    | the gradients add up to 0 | cosine and shrinkage NaN |
+    | the clipped ones do (bound 0) | cosine NaN, shrinkage 0 |
 
     Args:
       loss: ``loss(params, example) -> scalar``.

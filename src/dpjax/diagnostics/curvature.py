@@ -4,7 +4,7 @@
 Flat losses bear noise better: a step of private training lands somewhere in a ball
 around where it meant to, and this number bounds what that costs.
 
-Only products of the Hessian with a vector are formed.  This file must never know what the
+Only products of the Hessian with a vector are formed. This file must never know what the
 parameters are for.
 """
 
@@ -41,10 +41,10 @@ def sharpness(
 ) -> Sharpness:
     r"""The largest singular value of the Hessian of the mean loss, by power iteration.
 
-    .. math:: v \leftarrow Hv / \|Hv\|, \qquad \|Hv\| \to \max_k |\lambda_k|
+    $$ v \leftarrow Hv / \|Hv\|, \qquad \|Hv\| \to \max_k |\lambda_k| $$
 
     One product with the Hessian is the derivative of a gradient along v; the matrix is
-    never formed.  A Hessian is symmetric, so singular values are sizes of eigenvalues.
+    never formed. A Hessian is symmetric, so singular values are sizes of eigenvalues.
 
     Args:
       loss: ``loss(params, example) -> scalar``, twice differentiable.
@@ -52,7 +52,7 @@ def sharpness(
       batch: Examples, on leading axes.
       key: Of the first direction; consumed.
       iterations: At most so many products.
-      tolerance: It ends when the value changes by less than this part of itself.  Where the
+      tolerance: It ends when the value changes by less than this part of itself. Where the
         two largest singular values are nearly equal this is early, and the value too small.
 
     Returns:

@@ -3,10 +3,10 @@
 
 In the limit of small steps the loss falls along H, the Gram matrix of the outputs'
 gradients; clipping multiplies it by a diagonal, HC, or a sum of such products, and what
-was symmetric and positive need not stay so.  That is how convergence_calibration_2023
+was symmetric and positive need not stay so. That is how convergence_calibration_2023
 explains why a small bound can make training fail.
 
-Gradients of all inputs are held at once: a few hundred, not a data set.  This file must
+Gradients of all inputs are held at once: a few hundred, not a data set. This file must
 never know how factors were made.
 """
 
@@ -51,10 +51,10 @@ def ntk(
 ) -> Float[Array, "rows rows"]:
     r"""The neural tangent kernel of a batch, and what clipping makes of it.
 
-    .. math:: H = J J^\top, \quad HC = H \,\mathrm{diag}(C_1, \dots, C_n), \quad
-              \sum_r H_r C_r \text{ for groups } r
+    $$ H = J J^\top, \quad HC = H \,\mathrm{diag}(C_1, \dots, C_n), \quad
+       \sum_r H_r C_r \text{ for groups } r $$
 
-    Row i of J is the gradient of the output for input i.  A network of several outputs
+    Row i of J is the gradient of the output for input i. A network of several outputs
     has as many rows for each input, next to each other.
 
     Args:
@@ -104,9 +104,9 @@ def ntk(
 def definiteness(matrix: Float[Array, "n n"], tolerance: float = 1e-5) -> Definiteness:
     r"""Measures the symmetry and the two positivities of a square matrix, in float64.
 
-    Positive in quadratic form: :math:`x^\top A x \ge 0` for all x, that is, the symmetric
-    part has no negative eigenvalue.  Positive in eigenvalues: those of A itself are real and
-    none is negative.  HC of flat clipping keeps the second and may lose the first; a group
+    Positive in quadratic form: $x^\top A x \ge 0$ for all x, that is, the symmetric
+    part has no negative eigenvalue. Positive in eigenvalues: those of A itself are real and
+    none is negative. HC of flat clipping keeps the second and may lose the first; a group
     for each layer may lose both.
 
     Args:

@@ -2,10 +2,10 @@
 """Norms layer by layer: of weights, and of what enters the activations.
 
 Private training with the cross-entropy lets both grow without end, and gradients with
-them; bounded activations and the penalty of losing_less_2022 are cures.  These two
+them; bounded activations and the penalty of losing_less_2022 are cures. These two
 functions draw the curves of that paper.
 
-Layers are called by their names in the tree.  This file must never know a model's class.
+Layers are called by their names in the tree. This file must never know a model's class.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Features: what a fixed transform makes of a data set, brought to one scale and kept on disk.
 
 `scattered` transforms all images once; `cached` remembers what any transform made of any data,
-by content.  `group_norm` scales each example by itself and costs nothing; `Normalization` scales
+by content. `group_norm` scales each example by itself and costs nothing; `Normalization` scales
 channels by statistics of the whole data set, and these are private only with noise: two Gaussian
 queries (four if the clipping thresholds are found privately too), which a `dpjax.Mechanism`
 accounts as its ``preparation``.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of a whole data set: computed once, then read.
 
-A file is found by what went in: a hash of the data's bytes and of the transform's settings.  So
-it is never stale, needs no name, and two data sets never meet.  It begins with a hash of what
-came out: a file that was cut off, or changed, is noticed and computed anew.  It is written
+A file is found by what went in: a hash of the data's bytes and of the transform's settings. So
+it is never stale, needs no name, and two data sets never meet. It begins with a hash of what
+came out: a file that was cut off, or changed, is noticed and computed anew. It is written
 beside its place and then moved there, so a reader sees all of it or none.
 
-What lies here is a function of private examples: a cache is as secret as the data.  Files are
+What lies here is a function of private examples: a cache is as secret as the data. Files are
 data, never code: nothing is unpickled.
 """
 

@@ -2,11 +2,11 @@
 """The means and variances of channels, found in private data.
 
 Each example gives the vector of its channel means, clipped to a threshold, and the noisy sum over
-all examples is a Gaussian query; so is that of the mean squares.  Both run on the whole data set,
+all examples is a Gaussian query; so is that of the mean squares. Both run on the whole data set,
 so no sampling amplifies them, and a `dpjax.Mechanism` accounts them as its ``preparation``.
 
 A threshold is a number that was known before (measured on public data, say), or is found here by
-a noisy histogram, at the price of one more query.  A median of the private norms, taken as it
+a noisy histogram, at the price of one more query. A median of the private norms, taken as it
 is, would be a release that nobody accounts.
 """
 
@@ -38,7 +38,7 @@ def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
       Two arrays ``[examples]``.
 
     Privacy:
-      One number an example, without noise.  Their medians are good thresholds if the data are
+      One number an example, without noise. Their medians are good thresholds if the data are
       public, and a leak if they are not.
 
     Example:
@@ -171,7 +171,7 @@ class Normalization:
 
         Args:
           key: Consumed; the root key of the run may be given, for no other purpose shares
-            its streams.  A second release, of other features say, is more queries and needs
+            its streams. A second release, of other features say, is more queries and needs
             another key: equal noise on both would cancel in their difference.
           features: ``[examples, height, width, channels]``, one example after the other made
             from one raw example each.

@@ -2,7 +2,7 @@
 """Features brought to one scale: example by example, or by moments that are known.
 
 Under noise every coordinate pays for the largest, so features are normalised before anything is
-trained on them.  `group_norm` looks at one example at a time and costs nothing.  `normalize`
+trained on them. `group_norm` looks at one example at a time and costs nothing. `normalize`
 applies the means and variances of channels, and costs nothing either: what costs is to find them
 in private data, which is next door, in `normalization`.
 
@@ -88,7 +88,7 @@ def normalize(
       stabilizer: $s$, added to the variance.
 
     Returns:
-      Features of the same shape.  A channel whose noisy variance is not positive says nothing
+      Features of the same shape. A channel whose noisy variance is not positive says nothing
       and becomes 0.
 
     Privacy:

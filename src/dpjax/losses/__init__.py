@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of one example, and the step from a model to a function of parameters.
 
-A private gradient is clipped example by example, so a loss here takes the output for
-**one** example and returns one number; averaging is not its business.  `classification`
-and `regression` hold the plain ones, `combined` the one of losing_less_2022, which also
-looks at the epoch and at pre-activations.  `of` joins a module and a loss into the
-``loss(params, example)`` that the rest of dpjax asks for; any other pure function of that
-form, made with NNX or Equinox, does as well.  `augmented` averages it over views of an
-example.
+A private gradient is clipped example by example, so a loss here takes the output for **one**
+example and returns one number, in float32 or wider. `of` joins a Linen module and such a loss
+into the ``loss(params, example)`` that the rest of dpjax takes; any other pure function of that
+form, made with NNX or Equinox, works too. `augmented` averages a loss over views of an example.
 
-All are computed in float32 or wider.  This room must never know of batches, clipping or
-noise.
+`classification` and `regression` hold the plain losses, `combined` the loss of losing_less_2022,
+which also reads the epoch and the pre-activations.
 """
 
 from dpjax.losses.augmentation import augmented

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several views of one example, averaged before anything is clipped.
+"""Several views of one example, averaged before clipping.
 
-A private step pays for an example once, however much is learnt from it.  So its loss may be
-the mean over random crops and flips of it: the gradient is still one example's, clipped to
-one bound, and the noise does not grow.
-
-Randomness comes from the example, as its other leaves do; this file must never keep a key of
-its own.
+The privacy cost of an example in a step does not depend on how much is learnt from it. So its
+loss may be the mean over random crops and flips: the gradient is still that of one example,
+clipped to one bound, and the noise does not grow.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.types import Key, LossFn, PyTree
 
 
@@ -28,18 +24,18 @@ def augmented(
 ) -> LossFn:
     r"""Makes the mean of a loss over random views of an example.
 
-    .. math:: \frac1K \sum_{k=1}^K \text{loss}(\theta, (a_k(x), y))
+    $$ \frac1K \sum_{k=1}^K \text{loss}(\theta, (a_k(x), y)) $$
 
     Args:
       loss: ``loss(params, (x, y))``, such as `of` returns.
       augment: ``augment(key, x) -> view``, of the shape of x.
       views: K, the multiplicity; time and memory of a step grow with it.
-      key: Where the views' randomness begins; it need not be secret.
+      key: Root key of the views; it need not be secret.
 
     Returns:
-      ``loss(params, (x, y, *numbers))``.  The whole numbers make the randomness of an example
-      its own and that of a step new: its row, from the data, and the step, by ``per_step``.
-      Without numbers the views are always the same.
+      ``loss(params, (x, y, *numbers))``. The whole numbers are folded into the key: the
+      example's row, from the data, gives each example its own views, and the step, from
+      ``per_step``, gives new views in each step. Without numbers the views never change.
 
     Privacy:
       The mean over views is one example's loss: clipped once, sensitivity unchanged.
@@ -56,11 +52,7 @@ def augmented(
       De, Berrada, Hayes, Smith and Balle, "Unlocking High-Accuracy Differentially Private
       Image Classification through Scale", 2022, section 3.3.
     """
-    if operator.index(views) < 1:
-        raise ValueError(
-            f"losses.augmented(views={views}): expected at least 1; it is how many views of an "
-            "example are averaged. 8 or 16 are usual."
-        )
+    checks.whole("losses.augmented", "views", views, "8 or 16 are usual.")
     trees.check_key(key, "losses.augmented")
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
@@ -75,13 +67,13 @@ def augmented(
 
 
 def _whole(number: Array) -> Array:
-    """The number, if it is one that randomness can be told apart by."""
+    """The number as an array, if `fold_in` can tell it from its neighbours."""
     number = jnp.asarray(number)
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
         raise TypeError(
             f"losses.augmented: got a number of shape {number.shape} and type {number.dtype} "
             "after (x, y); expected whole numbers, such as the example's row and the step. "
-            "Fractions would be cut off, and different examples have the same views: write "
+            "Fractions would be truncated, so that different examples have the same views. Write "
             "(x, y, jnp.arange(len(x)))."
         )
     return number

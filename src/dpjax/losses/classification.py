@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of class labels: logits of one example and its whole number in, one number out.
+"""Losses of class labels: the logits and the label of one example in, one number out.
 
-The cross-entropy and its focal variant, in forms that stay exact for logits of any size:
-a private step cannot afford to lose an example to an overflow that clipping then drops.
-`one_hot` makes a loss of labels of any loss of numbers.  Nothing here looks at more than
-one example.
+The cross-entropy and its focal variant are computed in forms that stay exact for logits of any
+size, because clipping drops an example whose gradient overflows. `one_hot` turns any loss of
+numbers into a loss of labels.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from jaxtyping import Array, Float, Int
 
 
 def cross_entropy(logits: Float[Array, " classes"], label: Int[Array, ""]) -> Float[Array, ""]:
-    r"""The cross-entropy of one example, :math:`\log \sum_j e^{h_j} - h_y`.
+    r"""The cross-entropy of one example, $\log \sum_j e^{h_j} - h_y$.
 
-    Its gradient by the logits is ``softmax(logits) - one_hot(label)``, whose norm is at
-    most the square root of 2.
+    Its gradient with respect to the logits is ``softmax(logits) - one_hot(label)``, whose norm
+    is at most the square root of 2.
 
-    ======================  ===========================================
-    edge case               value
-    ======================  ===========================================
-    logits of any size      exact: no exponential of a large number
-    label out of range      NaN, with a gradient of zero
-    ======================  ===========================================
+    | edge case | value |
+    |---|---|
+    | logits of any size | exact: no exponential of a large number |
+    | label out of range | NaN, with a gradient of zero |
 
     Args:
       logits: h, one score for each class.
@@ -46,15 +43,15 @@ def cross_entropy(logits: Float[Array, " classes"], label: Int[Array, ""]) -> Fl
 
 
 def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
-    r"""Makes a cross-entropy that pays less heed to what is already learnt.
+    r"""Makes a cross-entropy in which examples that are already learnt weigh less.
 
-    .. math:: -(1 - p_y)^\gamma \log p_y, \qquad p = \mathrm{softmax}(h)
+    $$ -(1 - p_y)^\gamma \log p_y, \qquad p = \mathrm{softmax}(h) $$
 
-    The probability of being wrong, :math:`1 - p_y`, is taken from the other logits and not
-    by subtraction, so that neither it nor its powers lose their digits when it is small.
+    The probability of being wrong, $1 - p_y$, is computed from the other logits and not by
+    subtraction, so that small values and their powers keep their digits.
 
     Args:
-      gamma: 0 gives the cross-entropy; the larger, the less an easy example counts.
+      gamma: 0 gives the cross-entropy; the larger gamma, the less an easy example weighs.
 
     Returns:
       A loss of one example.
@@ -70,7 +67,7 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
     if not (math.isfinite(gamma) and gamma >= 0):
         raise ValueError(
             f"losses.focal(gamma={gamma}): gamma must be at least 0 and finite; it is the power "
-            "of the probability of being wrong. 0 gives the cross-entropy, 2 is usual."
+            "of the probability of being wrong. 0 gives the cross-entropy; 2 is usual."
         )
 
     def loss(logits: Float[Array, " classes"], label: Int[Array, ""]) -> Float[Array, ""]:
@@ -87,9 +84,9 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
 def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     r"""Makes a loss of class labels from a loss of numbers, on the logits themselves.
 
-    .. math:: \text{error}(h, e_y), \qquad e_y = (0, \dots, 1, \dots, 0)
+    $$ \text{error}(h, e_y), \qquad e_y = (0, \dots, 1, \dots, 0) $$
 
-    With `squared_error` it is the SSE of losing_less_2022, with `absolute` its SAE.  A label
+    With `squared_error` this is the SSE of losing_less_2022, with `absolute` its SAE. A label
     out of range gives NaN, with a gradient of zero.
 
     Args:
@@ -116,21 +113,21 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
 
 
 def _classes(name: str, logits: Array, label: Array) -> tuple[Array, Array]:
-    """The logits, wide enough to sum, and which of them is the label's."""
+    """The logits in float32 or wider, and a mask that selects the label's logit."""
     logits, label = jnp.asarray(logits), jnp.asarray(label)
     whole = jnp.issubdtype(label.dtype, jnp.integer)
     if logits.ndim != 1 or label.ndim != 0 or not whole:
         raise ValueError(
             f"losses.{name}: got logits of shape {logits.shape} and a label of shape {label.shape} "
             f"and type {label.dtype}; expected [classes] and one whole number. A loss takes a "
-            f"single example: for a batch use jax.vmap(losses.{name}). Labels that are floats or "
-            "one-hot rows are made whole numbers first: y.astype(int), y.argmax(-1)."
+            f"single example: for a batch use jax.vmap(losses.{name}). Convert labels that are "
+            "floats or one-hot rows first: y.astype(int), y.argmax(-1)."
         )
     scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return scores, jnp.arange(logits.size) == label
 
 
 def _known(chosen: Array, loss: Array) -> Array:
-    # A label outside the classes has no loss.  NaN says so, and its gradient, through this
-    # branch, is zero: the example drops out of a private sum instead of pulling it somewhere.
+    # A label outside the classes has no loss: the value is NaN. The gradient through this branch
+    # is zero, so the example contributes nothing to a private sum.
     return jnp.where(chosen.any(), loss, jnp.nan)

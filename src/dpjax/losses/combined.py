@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of losing_less_2022: easy first, hard later, and nothing may grow.
+"""The loss of losing_less_2022: squared error first, focal loss later, and a penalty.
 
-Three terms, each with its reason.  The squared error on logits converges fast and keeps
-logits small while privacy is cheap; the focal loss takes over once the easy examples are
-learnt; the penalty on pre-activations keeps weights, and with them gradients, from
-growing past the bound at which clipping would cut them.
+The squared error on logits converges fast and keeps logits small in the first epochs. The focal
+loss takes over once the easy examples are learnt. The penalty on pre-activations keeps weights,
+and with them gradients, from growing past the clipping bound.
 
-It is a function of one example: its logits, its label, its pre-activations, and the
-epoch.  Where those come from is the business of `of`, and of ``dpsgd(per_step=...)``.
+The loss is a function of the logits, label and pre-activations of one example, and of the epoch.
+`of` passes the pre-activations, and ``dpsgd(per_step=...)`` passes the epoch.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dpjax import checks
 from dpjax.losses.classification import focal, one_hot
 from dpjax.losses.regression import squared_error
 
@@ -34,43 +34,39 @@ def composite(
 ) -> Callable[..., Float[Array, ""]]:
     r"""Makes the weighted sum of focal loss, squared error and pre-activation penalty.
 
-    .. math:: \alpha \, \text{focal}_\gamma(h, y) + (1 - \alpha) \, \tfrac12 \|h - y\|^2
-              + \tfrac1\beta \sum_m \tfrac1{d_m} \|h_m\|^2,
-              \qquad \alpha = \sigma(e - e_t)
+    $$ \alpha \, \text{focal}_\gamma(h, y) + (1 - \alpha) \, \tfrac12 \|h - y\|^2
+       + \tfrac1\beta \sum_m \tfrac1{d_m} \|h_m\|^2,
+       \qquad \alpha = \sigma(e - e_t) $$
 
-    with the one-hot label y and the pre-activations :math:`h_m`, of :math:`d_m` numbers
-    each, of the hidden layers.  Published choices of (threshold, beta, gamma):
+    with the one-hot label $y$, the epoch $e$ and the pre-activations $h_m$ of the hidden layers,
+    of $d_m$ numbers each. Published choices of (threshold, beta, gamma):
 
-    =====================  ============  =============  ============
-    network                CIFAR-10      Fashion-MNIST  MNIST
-    =====================  ============  =============  ============
-    end to end             (7, 11, 5)    (0, 1, 5)      (0, 1, 5)
-    on wavelet features    (2, 1, 2)     (2, 51, 2)     (2, 11, 10)
-    =====================  ============  =============  ============
+    | network | CIFAR-10 | Fashion-MNIST | MNIST |
+    |---|---|---|---|
+    | end to end | (7, 11, 5) | (0, 1, 5) | (0, 1, 5) |
+    | on wavelet features | (2, 1, 2) | (2, 51, 2) | (2, 11, 10) |
 
     On MNIST and Fashion-MNIST the two errors beat cross-entropy early and equal it at the end, but
     the penalty cost accuracy at every beta tried (``experiments/papers/losing_less2022_loss.py``).
 
     Args:
-      gamma: Of the focal loss.
-      threshold: The epoch at which both errors weigh the same.
-      beta: Strength of the penalty; positive.  ``math.inf`` is no penalty at all.
-      coefficient: How it enters.  Print has lost the sign before the penalty; "1/beta" is
-        what fits the values that were searched.
-      error: In the place of the squared error, such as ``losses.absolute``.
+      gamma: The power in the focal loss.
+      threshold: $e_t$, the epoch at which both errors weigh the same.
+      beta: Strength of the penalty; positive. ``math.inf`` means no penalty.
+      coefficient: How beta enters. The printed formula has lost the sign before the penalty;
+        "1/beta" is the reading that fits the published values.
+      error: Replaces the squared error, for example by ``losses.absolute``.
 
     Returns:
-      ``loss(logits, label, *, hidden, epoch)``; `of` gives it the last two, and
-      ``dpjax.dpsgd(..., per_step=lambda step: step // steps_per_epoch)`` the epoch to `of`.
+      ``loss(logits, label, *, hidden, epoch)``. `of` passes ``hidden`` and ``epoch``;
+      ``dpjax.dpsgd(..., per_step=lambda step: step // steps_per_epoch)`` defines the epoch.
 
-    ========================  =================================================
-    edge case                 value
-    ========================  =================================================
-    no hidden layers          no penalty
-    beta infinite             no penalty; pre-activations are asked for all the same
-    label out of range        NaN, with a gradient of zero
-    epoch far from threshold  exactly one of the two errors, no overflow
-    ========================  =================================================
+    | edge case | value |
+    |---|---|
+    | no hidden layers | no penalty |
+    | beta infinite | no penalty; ``hidden`` is still an argument |
+    | label out of range | NaN, with a gradient of zero |
+    | epoch far from threshold | exactly one of the two errors, no overflow |
 
     Example:
       >>> loss = composite(gamma=0.0, beta=2.0)
@@ -95,14 +91,14 @@ def composite(
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
         both = alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
         total = both + weight * _mean_squares(hidden) if weight else both
-        # The whole of an example without a class drops out, its penalty too.
+        # An example without a class contributes nothing, and so neither does its penalty.
         return jnp.where((label >= 0) & (label < logits.size), total, jnp.nan)
 
     return loss
 
 
 def _mean_squares(hidden: Sequence[Array]) -> Array:
-    r""":math:`\sum_m \|h_m\|^2 / d_m`."""
+    r"""$\sum_m \|h_m\|^2 / d_m$."""
     wide = [h.astype(jnp.promote_types(h.dtype, jnp.float32)) for h in hidden]
     return sum((jnp.mean(h * h) for h in wide), jnp.zeros((), jnp.float32))
 
@@ -111,12 +107,9 @@ def _weight(beta: float, coefficient: str) -> float:
     if not beta > 0 or (coefficient == "beta" and math.isinf(beta)):
         raise ValueError(
             f"losses.composite(beta={beta}, coefficient={coefficient!r}): beta must be positive; "
-            "it is the strength of the penalty, or one over it. For no penalty at all, let it "
-            "be math.inf and leave the coefficient at '1/beta', which is 0 then."
+            "it is the strength of the penalty, or one over it. For no penalty, give "
+            "beta=math.inf and leave the coefficient at '1/beta', which is then 0."
         )
-    if coefficient not in ("1/beta", "beta"):
-        raise ValueError(
-            f"losses.composite(coefficient={coefficient!r}): expected '1/beta' or 'beta', "
-            "which is how beta enters as the penalty's coefficient."
-        )
+    hint = "It says how beta enters as the penalty's coefficient."
+    checks.one_of("losses.composite", "coefficient", coefficient, ("1/beta", "beta"), hint)
     return 1 / beta if coefficient == "1/beta" else beta

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a module and a loss to ``loss(params, example)``, a pure function of one example.
 
-Here it is decided what a loss is shown: the output and the target, and, if it has
-arguments of these names, the pre-activations and the epoch.  And here a model whose
-examples see each other is turned away.
-
-This file must never know a layer's name.
+A loss receives the output and the target and, if it has arguments of these names, the
+pre-activations (``hidden``) and the ``epoch``. A model whose examples depend on each other, such
+as one with batch normalisation, is refused: clipping could not bound an example's influence.
 """
 
 from __future__ import annotations
@@ -29,31 +27,30 @@ ExampleLoss: TypeAlias = Callable[..., Float[Array, ""]]
 def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     """Joins a Linen module and a loss: ``loss(model.apply({"params": params}, x), y)``.
 
-    A loss may ask for more by the names of its arguments:
+    A loss may take more arguments, by name:
 
-    ==========  ===========================================================================
-    argument    what it is given
-    ==========  ===========================================================================
-    ``hidden``  the pre-activations of all hidden layers: whatever the model keeps by
-                ``self.sow("preactivations", name, h)``, as the models of dpjax do
-    ``epoch``   the third entry of an example ``(x, y, epoch)``, which `dpjax.dpsgd` adds if
-                it is told what an epoch is: ``per_step=lambda step: step // 117``; or fix it
-                beforehand, with ``functools.partial(loss, epoch=3)``
-    ==========  ===========================================================================
+    | argument | value |
+    |---|---|
+    | ``hidden`` | the pre-activations of all hidden layers |
+    | ``epoch`` | the third entry of an example ``(x, y, epoch)`` |
+
+    A model of dpjax keeps its pre-activations; other models call
+    ``self.sow("preactivations", name, h)``. `dpjax.dpsgd` adds the epoch if ``per_step`` defines
+    it, as in ``per_step=lambda step: step // 117``.
 
     Args:
       model: A module whose only variables are its parameters.
       loss: Takes the output for one example and its target.
-      **options: For ``model.apply``, such as ``train=True``.  Not ``rngs``: a key that is given
-        here is that of all examples and steps, and so is its dropout mask.
+      **options: For ``model.apply``, such as ``train=True``. ``rngs`` is refused: with one key,
+        all examples and steps would share one dropout mask.
 
     Returns:
       ``loss(params, example)`` with ``example = (x, y)``, one example without a batch axis,
       and ``params`` the inner tree, ``variables["params"]``.
 
     Privacy:
-      The parameters are all the state there is.  Batch statistics are refused: with them the
-      output for one example depends on the others, and no clipping bounds its influence.
+      The model has no state but its parameters. Batch statistics are refused: with them the
+      output for one example depends on the others, and clipping does not bound its influence.
 
     Example:
       >>> from dpjax.losses import cross_entropy
@@ -64,8 +61,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       >>> round(float(loss(params, (jnp.zeros(64), jnp.array(7)))), 4)
       2.3026
 
-      Where a model drops out, the loss makes its key of the example's row, which is in the data,
-      and of the step, which ``dpsgd(per_step=lambda step: step)`` adds:
+      For a model with dropout, the loss derives the key from the example's row, which is in the
+      data, and from the step, which ``dpsgd(per_step=lambda step: step)`` adds:
 
       >>> import flax.linen as nn
       >>> model = nn.Sequential([nn.Dense(10), nn.Dropout(0.5, deterministic=False)])
@@ -74,10 +71,10 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       ...     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row), step)
       ...     return cross_entropy(model.apply({"params": params}, x, rngs={"dropout": key}), y)
 
-      A module of NNX or Equinox is parameters and a rest; the loss puts them together again.
-      With ``copy=True`` nothing that a call changes outlives it.  So a Dropout in training has one
-      mask for all examples and steps, and a BatchNorm in training takes its statistics from a
-      single example: split after ``model.eval()``, and normalise by groups or layers.
+      A module of NNX or Equinox splits into parameters and a rest, and the loss merges them.
+      With ``copy=True``, changes of state are discarded after each call. So a Dropout in training
+      has one mask for all examples and steps, and a BatchNorm in training takes its statistics
+      from a single example: split after ``model.eval()``, and use group or layer normalisation.
 
       >>> from flax import nnx
       >>> model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
@@ -128,16 +125,16 @@ def _check_module(model: Any) -> None:
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(
             f"losses.of: the model is {kind}; expected a Linen module, such as "
-            "dpjax.models.MLP(), whose `apply` is called. Any other model needs no `of`: write "
-            "loss(params, example) yourself. Of NNX: graph, params, rest = nnx.split(model, "
-            "nnx.Param, ...), and in the loss nnx.merge(graph, params, rest, copy=True)(x). Of "
+            "dpjax.models.MLP(), which has `apply`. For any other model, write "
+            "loss(params, example) yourself. With NNX: graph, params, rest = nnx.split(model, "
+            "nnx.Param, ...), and in the loss nnx.merge(graph, params, rest, copy=True)(x). With "
             "Equinox: params, rest = eqx.partition(model, eqx.is_inexact_array), and in the loss "
             "eqx.combine(params, rest)(x)."
         )
 
 
 _OWN_KEY = (
-    "make the key in a loss of your own, from the example: "
+    "derive the key in a loss of your own, from the example: "
     'loss(model.apply({"params": params}, x, rngs={"dropout": key}), y) with '
     "key = jax.random.fold_in(jax.random.fold_in(root, row), step), where x, y, row, step = "
     "example; the row is in the data, (x, y, jnp.arange(len(x))), and the step is added by "
@@ -145,19 +142,19 @@ _OWN_KEY = (
 )
 
 _ONE_KEY = (
-    "losses.of(rngs=...): a key that is given here is that of all examples and steps, so that all "
+    "losses.of(rngs=...): this key would serve all examples and steps, so that all of them "
     f"would have one dropout mask. Instead, {_OWN_KEY}"
 )
 
 _NO_KEY = (
-    "draws random numbers, usually for dropout, and has no key for them. To leave them out, give "
-    "the option that switches them off, as in losses.of(model, loss, train=False), or define the "
-    f"model with deterministic=True. To train with them, {_OWN_KEY}"
+    "draws random numbers, usually for dropout, and has no key for them. To train without "
+    "dropout, give the option that disables it, as in losses.of(model, loss, train=False), or "
+    f"define the model with deterministic=True. To train with dropout, {_OWN_KEY}"
 )
 
 
 def _epoch(named: Mapping[str, inspect.Parameter], given: list[Any]) -> dict[str, Any]:
-    """The epoch, if the loss asks for one and the example brings one."""
+    """The epoch as a keyword argument, if the loss has one and the example brings one."""
     if len(given) > 1 or (given and "epoch" not in named):
         raise ValueError(
             f"losses.of: got an example of {2 + len(given)} entries; expected (x, y), or "
@@ -165,29 +162,30 @@ def _epoch(named: Mapping[str, inspect.Parameter], given: list[Any]) -> dict[str
         )
     if not given and "epoch" in named and named["epoch"].default is inspect.Parameter.empty:
         raise ValueError(
-            "losses.of: the loss depends on the epoch, and the example (x, y) brings none. Tell "
-            "dpjax.dpsgd what an epoch is, per_step=lambda step: step // steps_per_epoch; or give "
-            "(x, y, epoch) yourself, or fix it: functools.partial(loss, epoch=3)."
+            "losses.of: the loss depends on the epoch, and the example is (x, y). Define the "
+            "epoch by dpjax.dpsgd(per_step=lambda step: step // steps_per_epoch), or give "
+            "(x, y, epoch) yourself, or fix the epoch: functools.partial(loss, epoch=3)."
         )
     return {"epoch": given[0]} if given else {}
 
 
 def _hidden(model: nn.Module, params: PyTree, kept: Any) -> list[Array]:
-    """What the model kept; a model of several layers that keeps nothing is an error."""
+    """The pre-activations; a model of several layers that keeps none is an error."""
     hidden = jax.tree.leaves(kept)
+    # A penalty that is silently 0 would look like a result.
     if not hidden and sum(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(params)) > 1:
         raise ValueError(
-            f"losses.of: the loss asks for pre-activations, and {type(model).__name__} keeps "
-            'none. In its hidden layers write self.sow("preactivations", "hidden", h) before '
-            "the activation is applied; models of dpjax do."
+            f"losses.of: the loss has an argument `hidden`, and {type(model).__name__} keeps no "
+            'pre-activations. In its hidden layers write self.sow("preactivations", "hidden", h) '
+            "before the activation is applied, as the models of dpjax do."
         )
     return hidden
 
 
 _STATE = (
-    "losses.of: {} variables beside its parameters, most often the batch_stats of batch "
-    "normalisation. Batch statistics mix the examples of a batch, so that one example's influence "
-    "on the gradient is not bounded by clipping. Use nn.GroupNorm or nn.LayerNorm, which look at "
+    "losses.of: {} variables that are not parameters, most often the batch_stats of batch "
+    "normalisation. Batch statistics mix the examples of a batch, so that clipping does not bound "
+    "one example's influence on the gradient. Use nn.GroupNorm or nn.LayerNorm, which look at "
     'one example, and give the inner tree: model.init(...)["params"].'
 )
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of numbers: a prediction and a target of one shape in, one number out.
 
-Squared, absolute, and Huber's between the two.  On logits, with `dpjax.losses.one_hot`,
-the first is the SSE of losing_less_2022.  Sums over components, never means: the scale of
-a gradient is what clipping looks at, and should not hide a division.
+The squared and the absolute error, and Huber's loss between the two. All are sums over
+components, not means: a mean would divide the gradient, and so change which examples are clipped.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float
 
 
 def squared_error(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
-    r"""Half the squared distance, :math:`\tfrac12 \|h - y\|^2`; its gradient is the residual.
+    r"""Half the squared distance, $\tfrac12 \|h - y\|^2$; its gradient is the residual.
 
     Args:
       prediction: h.
@@ -32,7 +31,7 @@ def squared_error(prediction: Float[Array, "..."], target: Float[Array, "..."]) 
 
 
 def absolute(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
-    r"""The absolute error, :math:`\sum_j |h_j - y_j|`; its gradient is a sign, 0 at 0.
+    r"""The absolute error, $\sum_j |h_j - y_j|$; its gradient is a sign, 0 at 0.
 
     Args:
       prediction: h.
@@ -46,21 +45,21 @@ def absolute(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Fl
       3.0
     """
     residual = _residual("absolute", prediction, target)
-    # Not jnp.abs, whose derivative at 0 is 1: a perfect prediction would still pull.
+    # Not jnp.abs: its derivative at 0 is 1, so a perfect prediction would have a gradient.
     return jnp.sum(residual * jnp.sign(residual))
 
 
 def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
     r"""Makes a loss that is squared near the target and absolute far from it.
 
-    .. math:: \sum_j \begin{cases} \tfrac12 r_j^2 & |r_j| \le \delta \\
-              \delta (|r_j| - \tfrac12 \delta) & \text{else} \end{cases}, \qquad r = h - y
+    $$ \sum_j \begin{cases} \tfrac12 r_j^2 & |r_j| \le \delta \\
+       \delta (|r_j| - \tfrac12 \delta) & \text{else} \end{cases}, \qquad r = h - y $$
 
-    Its gradient is the residual clipped to ``[-delta, delta]``.  Equation 11 of
+    Its gradient is the residual clipped to ``[-delta, delta]``. Equation 11 of
     losing_less_2022 is this loss divided by delta.
 
     Args:
-      delta: Where one turns into the other; positive.
+      delta: The largest residual that is still squared; positive.
 
     Returns:
       A loss of one example.
@@ -93,7 +92,7 @@ def _residual(name: str, prediction: Array, target: Array) -> Array:
         raise ValueError(
             f"losses.{name}: got a prediction of shape {prediction.shape} and a target of shape "
             f"{target.shape}; expected the same shape, for a single example. For a batch use "
-            "jax.vmap; of a column of targets take y[:, 0]; for class labels use "
+            "jax.vmap; for a column of targets give y[:, 0]; for class labels use "
             "losses.one_hot(losses.squared_error)."
         )
     kind = jnp.promote_types(jnp.result_type(prediction, target), jnp.float32)

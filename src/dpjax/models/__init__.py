@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks, as Flax Linen modules: the papers' own, and what comes after them.
+"""Networks as Flax Linen modules: those in the five papers, wide ResNets and Transformers.
 
-Each takes **one example**, without a batch axis, because a private loss is a function
-of one example; a batch on leading axes gives the same answers.  Images are channels-last.
-None has batch normalisation: it mixes the examples of a batch, and then no bound on one
-example's influence holds.  Hidden layers keep their pre-activations for whoever asks for
-the collection "preactivations".
+Each maps **one example**, without a batch axis, to logits or predictions, because a private loss
+is a function of one example; leading batch axes give the same answers. Images are channels-last.
+No network has batch normalisation: it mixes the examples of a batch, so that no bound on one
+example's influence holds. Hidden layers keep their pre-activations in the Flax collection
+"preactivations".
 
-`papers` holds the small ones, `resnets` and `transformers` the larger; `pretrained` fills
-parameters from published files, `initial` says where they begin, `parts` builds layers.
-A model maps an input to logits (or predictions).  It must never know how it is trained.
+`papers` holds the small networks, `resnets` and `transformers` the larger ones. `pretrained`
+fills parameters from published files, `initial` chooses initialisers, `parts` builds layers.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from dpjax import checks
 from dpjax.models.papers import (
     CIFARCNN,
     MLP,
@@ -76,26 +76,24 @@ NAMES: tuple[str, ...] = tuple(_NAMED)
 def by_name(
     name: str, classes: int, *, activation: Activation | None = None, **options: Any
 ) -> nn.Module:
-    """Finds a model by the word that users type on a command line.
+    """Finds a model by name, for command lines and configurations.
 
-    ======================================================  =====================================
-    name                                                    takes
-    ======================================================  =====================================
-    ``linear``, ``mlp``                                     vectors, or images of any size
-    ``regression_mlp``                                      vectors; classes=1
-    ``tempered_cnn``                                        28x28 images
-    ``cifar_cnn``, ``cifar_dense_cnn``                      32x32 images
-    ``scatter_linear``, ``scatter_cnn``                     wavelet features of 28x28 images
-    ``scatter_cifar_cnn``                                   wavelet features of 32x32 images
-    ``wide_resnet``                                         images
-    ``vit`` (small, patches of 4), ``vit_base`` (of 16)     images whose sides the patch divides
-    ``text_transformer``                                    tokens
-    ======================================================  =====================================
+    | name | takes |
+    |---|---|
+    | ``linear``, ``mlp`` | vectors, or images of any size |
+    | ``regression_mlp`` | vectors; classes=1 |
+    | ``tempered_cnn`` | 28x28 images |
+    | ``cifar_cnn``, ``cifar_dense_cnn`` | 32x32 images |
+    | ``scatter_linear``, ``scatter_cnn`` | wavelet features of 28x28 images |
+    | ``scatter_cifar_cnn`` | wavelet features of 32x32 images |
+    | ``wide_resnet`` | images |
+    | ``vit`` (small, patches of 4), ``vit_base`` (of 16) | images whose sides the patch divides |
+    | ``text_transformer`` | tokens |
 
     Args:
-      name: One of the above.
+      name: One of the names above.
       classes: Number of outputs.
-      activation: Of the hidden layers; the model's own by default.
+      activation: Of the hidden layers; by default the default of the model.
       **options: Further fields of the module, such as ``features`` of an MLP.
 
     Returns:
@@ -105,11 +103,8 @@ def by_name(
       >>> by_name("mlp", classes=10).features
       (64, 64)
     """
-    if name not in _NAMED:
-        raise ValueError(
-            f"models.by_name({name!r}): expected one of {', '.join(_NAMED)}. "
-            "A module of your own needs no name: pass it to losses.of."
-        )
+    hint = "A module of your own needs no name: pass it to losses.of."
+    checks.one_of("models.by_name", "name", name, _NAMED, hint)
     if activation is not None:
         options["activation"] = activation
     make = _NAMED[name]

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where weights begin: Flax's defaults, one's own, or PyTorch's.
+"""Initialisers: Flax's defaults, the caller's own, or PyTorch's.
 
-The published private results were trained in PyTorch, whose layers begin with uniform
-kernels *and* biases of a width given by the fan-in; Flax begins with normal kernels and
-zero biases.  Private training has few steps and feels the difference, so every model of
-this room takes ``torch_init=True``.
-
-Only shapes matter here.  This file must never know what a layer is for.
+The published private results were trained in PyTorch, which draws kernels *and* biases uniformly,
+with a width given by the fan-in. Flax draws normal kernels and sets biases to zero. Private
+training has few steps, so the difference is visible in accuracy; every model of this room takes
+``torch_init=True``.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ class Initializer(Protocol):
 
 
 class Styled(Protocol):
-    """What a model says about its beginnings."""
+    """The fields of a model that choose its initialisers."""
 
     @property
     def kernel_init(self) -> Initializer:
-        """Draws kernels; biases begin at 0."""
+        """Draws kernels; biases start at 0."""
         ...
 
     @property
     def torch_init(self) -> bool:
-        """Whether kernels and biases begin as PyTorch's do instead."""
+        """Whether kernels and biases start as in PyTorch instead."""
         ...
 
 
@@ -62,7 +60,7 @@ def symmetric(limit: float) -> Initializer:
 def layer(style: Styled, fan_in: int) -> dict[str, Any]:
     r"""The initialisers of a dense or convolutional layer, as arguments for Flax.
 
-    PyTorch's: kernel and bias uniform in :math:`\pm 1/\sqrt{\text{fan-in}}`.
+    PyTorch's are uniform in $\pm 1/\sqrt{\text{fan-in}}$, for the kernel and the bias.
 
     Args:
       style: The model.
@@ -84,8 +82,15 @@ def layer(style: Styled, fan_in: int) -> dict[str, Any]:
 def attention(style: Styled, width: int) -> dict[str, Any]:
     r"""The initialisers of an attention layer, as arguments for Flax.
 
-    PyTorch's: query, key and value are one matrix of ``width`` by ``3 width``, uniform in
-    :math:`\pm\sqrt{6 / (4\,\text{width})}`; the output as any layer's; biases 0.
+    In PyTorch, query, key and value are one matrix of ``width`` by ``3 width``, uniform in
+    $\pm\sqrt{6 / (4\,\text{width})}$; the output layer is as in `layer`, without the bias.
+
+    Args:
+      style: The model.
+      width: Length of every token's vector.
+
+    Returns:
+      The initialisers of kernels and biases, by Flax's names.
     """
     if not style.torch_init:
         return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks of the five papers, parameter for parameter.
 
-Convolutional ones for 28x28 and 32x32 images, with the paddings and heads that are in
-use; those for wavelet features, as published code has them and as a paper prints them;
-and the perceptron, which is the linear model and the regression network too.
+Convolutional networks for 28x28 and 32x32 images, with the paddings and heads that are in use;
+networks for wavelet features, in the published code's version and in the printed one; and the
+perceptron, which is also the linear model and the regression network.
 
-Each maps one example (or a batch on leading axes) to logits or predictions.  Activation,
-initialiser and pooling are arguments.  No network may know how it is trained.
+Each maps one example (or a batch on leading axes) to logits or predictions. Activation,
+initialiser and pooling are arguments.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ Logits = Float[Array, "*batch classes"]
 class MLP(nn.Module):
     """A multilayer perceptron; with no hidden layers, a linear model.
 
-    ==================  =======================================
-    shape of the input  read as
-    ==================  =======================================
-    ``(d,)``            one vector
-    ``(batch, d)``      a batch of vectors
-    ``(h, w, c)``       one image, flattened
-    ``(..., h, w, c)``  a batch of images, each flattened
-    ==================  =======================================
+    | shape of the input | read as |
+    |---|---|
+    | ``(d,)`` | one vector |
+    | ``(batch, d)`` | a batch of vectors |
+    | ``(h, w, c)`` | one image, flattened |
+    | ``(..., h, w, c)`` | a batch of images, each flattened |
 
     On wavelet features the linear model has 39,700 parameters for ``(7, 7, 81)`` and
     155,530 for ``(8, 8, 243)``.
@@ -55,8 +53,8 @@ class MLP(nn.Module):
         is the regression network of convergence_calibration_2023.
       classes: Width of the output; 1 for regression of one number.
       activation: Applied after every hidden layer.
-      kernel_init: Draws the kernels; biases begin at 0.
-      torch_init: Kernels and biases begin as PyTorch's do instead.
+      kernel_init: Draws the kernels; biases start at 0.
+      torch_init: Kernels and biases start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -98,8 +96,8 @@ class TemperedCNN(nn.Module):
       activation: Applied after every hidden layer.
       padding: Of the first convolution: "SAME", or pixels on each side.
       pooling: `flax.linen.max_pool`, or another of its form.
-      kernel_init: Draws the kernels; biases begin at 0.
-      torch_init: Kernels and biases begin as PyTorch's do instead.
+      kernel_init: Draws the kernels; biases start at 0.
+      torch_init: Kernels and biases start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -109,7 +107,7 @@ class TemperedCNN(nn.Module):
 
     References:
       Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential
-      Privacy", 2021, table 1 ("SAME").  Tramer and Boneh, "Differentially Private Learning
+      Privacy", 2021, table 1 ("SAME"). Tramer and Boneh, "Differentially Private Learning
       Needs Better Features (or Much More Data)", 2021, appendix (2).
     """
 
@@ -138,14 +136,14 @@ class CIFARCNN(nn.Module):
 
     Three blocks of [conv, conv, average-pool 2x2] with 32, 64 and 128 channels, a
     convolution of 256, one of ``classes`` channels, and the mean over what is left of the
-    image.  All convolutions are 3x3 and keep the size; all but the last are activated.
+    image. All convolutions are 3x3 and keep the size; all but the last are activated.
 
     Attributes:
       classes: Number of logits.
       activation: Applied after every convolution but the last.
       pooling: `flax.linen.avg_pool`, or another of its form.
-      kernel_init: Draws the kernels; biases begin at 0.
-      torch_init: Kernels and biases begin as PyTorch's do instead.
+      kernel_init: Draws the kernels; biases start at 0.
+      torch_init: Kernels and biases start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -177,7 +175,7 @@ class CIFARDenseCNN(nn.Module):
     """A network for 32x32 colour images with a dense head: 550,570 parameters.
 
     Three blocks of [conv, conv, max-pool 2x2] with 32, 64 and 128 channels, a dense layer
-    of 128 and one of ``classes``.  Attributes are those of `CIFARCNN`.
+    of 128 and one of ``classes``. The fields are the same as in `CIFARCNN`.
 
     Example:
       >>> import jax
@@ -225,8 +223,8 @@ class ScatterCNN(nn.Module):
       as_printed: With the two 2x2 poolings of stride 1 that the table of losing_less_2022
         prints and the published code does not have: 20,778 parameters.
       pooling: Used if ``as_printed``.
-      kernel_init: Draws the kernels; biases begin at 0.
-      torch_init: Kernels and biases begin as PyTorch's do instead.
+      kernel_init: Draws the kernels; biases start at 0.
+      torch_init: Kernels and biases start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -236,7 +234,7 @@ class ScatterCNN(nn.Module):
 
     References:
       Tramer and Boneh, "Differentially Private Learning Needs Better Features (or Much
-      More Data)", 2021, and its code.  Shamsabadi and Papernot, "Losing Less", 2022, table 3.
+      More Data)", 2021, and its code. Shamsabadi and Papernot, "Losing Less", 2022, table 3.
     """
 
     classes: int = 10
@@ -262,8 +260,8 @@ class ScatterCNN(nn.Module):
 class ScatterCIFARCNN(nn.Module):
     """A network on ``(8, 8, 243)`` wavelet features of 32x32 images: 187,210 parameters.
 
-    Conv 64, 3x3 - max-pool 2x2, stride 2 - Conv 64, 3x3 - dense ``classes``.  Attributes
-    are those of `ScatterCNN`, except:
+    Conv 64, 3x3 - max-pool 2x2, stride 2 - Conv 64, 3x3 - dense ``classes``. The other fields
+    are the same as in `ScatterCNN`.
 
     Attributes:
       as_printed: Two convolutions and a pooling in each block, as the table of

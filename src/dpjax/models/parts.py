@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the networks of this room are built from: layers, norms, and pre-activations kept.
+"""The parts of the networks of this room: layers, norms and kept pre-activations.
 
-Every helper is called inside a module's ``__call__`` and makes a Flax layer there, begun
-as the module's style says.  Nothing here has batch statistics, and every norm names the
-axes of one example, so that one example alone and a batch on leading axes give the same.
+Every helper is called inside a module's ``__call__`` and makes a Flax layer with the initialisers
+that the module chooses. No part has batch statistics, and every norm names the axes of one
+example, so that one example and a batch on leading axes give the same outputs.
 
-`activated` is how hidden layers apply their activation: it first keeps the pre-activation
-in the Flax collection ``"preactivations"``, where penalties and diagnostics find all of
-them without knowing a layer's name.  Nobody pays for it who does not ask.
+`activated` applies an activation after it has kept the pre-activation in the Flax collection
+``"preactivations"``, where penalties and diagnostics find all layers without their names. If the
+collection is not mutable, this costs nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def conv(
 
 def activated(module: nn.Module, activation: Activation, h: Float[Array, "..."]) -> Array:
     """Keeps a pre-activation in the collection "preactivations" and applies the activation."""
-    if not module.is_initializing():  # else `init` would return it among the variables
+    if not module.is_initializing():  # `init` would return them among the variables
         module.sow("preactivations", "hidden", h)
     return activation(h)
 
@@ -65,14 +65,11 @@ def group_norm(
 ) -> Float[Array, "*batch height width channels"]:
     r"""Normalises each example alone, channels in groups, with a learnt scale and bias.
 
-    .. math:: \hat x = (x - \mu_g) / \sqrt{\sigma_g^2 + 10^{-5}}
-
-    The axes are named, because Flax takes the first of an unbatched image for its batch
-    and would normalise row by row.
+    $$ \hat x = (x - \mu_g) / \sqrt{\sigma_g^2 + 10^{-5}} $$
 
     Args:
       x: One image, or a batch.
-      groups: How many; must divide the channels.
+      groups: How many groups; must divide the channels.
       name: Of the layer.
 
     References:
@@ -81,10 +78,11 @@ def group_norm(
     *_, height, width, channels = x.shape
     if channels % groups or height * width * channels == groups:
         raise ValueError(
-            f"models.group_norm: {groups} groups over {channels} channels of {height}x{width} "
+            f"models.group_norm: got {groups} groups over {channels} channels of {height}x{width} "
             "pixels; groups must divide the channels, and a group of a single number is "
-            "always normalised to 0. Fewer groups do."
+            "always normalised to 0. Use fewer groups."
         )
+    # Flax takes the first axis of an unbatched image for a batch and would normalise each row.
     norm = nn.GroupNorm(groups, epsilon=1e-5, reduction_axes=(-3, -2, -1), name=name)
     return norm(x)
 
@@ -92,13 +90,13 @@ def group_norm(
 def standardized(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Array:
     r"""A convolution whose kernel is standardised, for ``Conv(conv_general_dilated=...)``.
 
-    .. math:: \hat w = (w - \mu_o) / \sqrt{n \, \sigma_o^2 + 10^{-4}}
+    $$ \hat w = (w - \mu_o) / \sqrt{n \, \sigma_o^2 + 10^{-4}} $$
 
-    for each output channel o with n inputs, so that the output keeps the input's variance.
+    for each output channel $o$ with $n$ inputs, so that the output has the input's variance.
 
     References:
       Qiao, Wang, Liu, Shen and Yuille, "Micro-Batch Training with Batch-Channel
-      Normalization and Weight Standardization", 2019.  Brock, De and Smith,
+      Normalization and Weight Standardization", 2019. Brock, De and Smith,
       "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized
       ResNets", 2021, section 4 (the factor n).
     """
@@ -110,21 +108,21 @@ def standardized(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Ar
 
 
 def expect_image(name: str, x: Array, *, smallest: int) -> None:
-    """Raises unless ``x`` ends in ``height, width, channels`` with sides that are enough."""
+    """Raises unless ``x`` ends in ``height, width, channels`` with sides that are long enough."""
     if x.ndim < 3 or min(x.shape[-3:-1]) < smallest:
         raise ValueError(
             f"models.{name}: got an input of shape {x.shape}; expected [..., height, width, "
-            f"channels] with sides of at least {smallest}. A missing channel axis is the usual "
-            "cause (x[..., None] adds it); for smaller images use models.MLP."
+            f"channels] with sides of at least {smallest}. The usual cause is a missing channel "
+            "axis: x[..., None] adds it. For smaller images use models.MLP."
         )
 
 
 def expect_wavelets(name: str, x: Array, *, smallest: int) -> None:
-    """Raises unless ``x`` can be wavelet features; an image would train, as something else."""
+    """Raises unless ``x`` can be wavelet features; an image would train without an error."""
     expect_image(name, x, smallest=smallest)
     if x.shape[-1] <= 4:
         raise ValueError(
             f"models.{name}: got an input of shape {x.shape}, which looks like an image; expected "
             "its wavelet features, many channels at a quarter of the sides. Compute them with "
-            "features.scattered(images), or take a model that reads images: models.TemperedCNN."
+            "features.scattered(images), or use a model for images: models.TemperedCNN."
         )

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published weights: local files in, parameters out.
 
-Two layouts are read: the ``.npz`` files of the original Vision Transformer release,
-whose names `dpjax.models.ViT` uses itself, and BERT's ``.safetensors`` files, whose names
-are translated.  A weight fits or is named in an error; only the last layer, which is made
-for other classes, may begin anew.
+Two layouts are read: the ``.npz`` files of the original Vision Transformer release, whose names
+`dpjax.models.ViT` uses, and BERT's ``.safetensors`` files, whose names are translated. A weight
+that does not fit is an error that names it; only the last layer keeps its initial values if the
+file has other classes.
 
-Files are data and never code: nothing is unpickled, and every size is checked before it
-is believed.  Nothing is downloaded.
+Files are data and never code: nothing is unpickled, and every size in a header is checked.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from scipy import ndimage
 
 from dpjax.types import PyTree
 
@@ -63,18 +62,16 @@ _BERT = (
 def load_vit(path: str | Path, params: PyTree) -> PyTree:
     """Fills the parameters of a `ViT` from an ``.npz`` of the original release.
 
-    ==========================  ==========================================================
-    in the file                 in the result
-    ==========================  ==========================================================
-    a weight of the same shape  that weight, in the dtype of ``params``
-    positions of another grid   resized linearly, corners on corners; both grids square
-    a head of other classes     the head of ``params``
-    any other difference        an error that names it
-    ==========================  ==========================================================
+    | the file has | the result has |
+    |---|---|
+    | a weight of the same shape | that weight, in the dtype of ``params`` |
+    | positions of another grid | resized linearly, corners on corners; both grids square |
+    | a head of other classes | the head of ``params`` |
+    | any other difference | an error that names it |
 
     Args:
       path: The file; names may begin with ``params/`` or ``opt/target/``.
-      params: What ``model.init(...)["params"]`` gave, for the size of image to be used.
+      params: ``model.init(...)["params"]``, for the size of image to be used.
 
     Returns:
       Parameters of the same structure.
@@ -104,15 +101,14 @@ def load_vit(path: str | Path, params: PyTree) -> PyTree:
 def load_bert(path: str | Path, params: PyTree) -> PyTree:
     """Fills a ``TextTransformer(layout="bert")`` from a BERT ``.safetensors`` file.
 
-    Kernels are transposed and divided among the heads; the file does not say how many
-    heads there are, so take that number from the ``config.json`` beside it.  Positions
-    beyond the model's length are left out.  Without segments in the model, the first
-    segment's vector is added to every position, which is what BERT does with one sentence.
-    The classifier of the file is taken if it has the model's classes.
+    Kernels are transposed and divided among the heads. The file does not contain the number of
+    heads; the ``config.json`` in the same folder does. Positions beyond the model's length are
+    left out. If the model has no segments, the first segment's vector is added to every position,
+    as BERT does with one sentence. The classifier is read if it has the model's classes.
 
     Args:
-      path: The file; names may begin with ``bert.``, and norms may say gamma and beta.
-      params: What ``model.init(...)["params"]`` gave.
+      path: The file; names may begin with ``bert.``, and norms may have gamma and beta.
+      params: ``model.init(...)["params"]``.
 
     Returns:
       Parameters of the same structure.
@@ -143,7 +139,7 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
       path: The file.
 
     Returns:
-      Arrays by name; bfloat16 as `ml_dtypes` has it.
+      Arrays by name; bfloat16 is the type of ``ml_dtypes``.
     """
     data = memoryview(_existing(path).read_bytes())
     size = int.from_bytes(data[:8], "little")
@@ -159,7 +155,7 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path}: not a whole safetensors file ({error}). Usually the download broke off, "
-            "or what was saved is a page of text: fetch it again and compare its size."
+            "or the saved file is a page of text: fetch it again and compare its size."
         ) from error
 
 
@@ -216,6 +212,8 @@ def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.
             f"{path}: {_POSITIONS} has {stored.shape[1]} positions, the model {shape[1]}; both "
             "must be a square and one class token. Use square images."
         )
+    from scipy import ndimage  # half a second that only another image size costs
+
     first, grid = stored[0, :1], stored[0, 1:].reshape(sides[0], sides[0], -1)
     factor = sides[1] / sides[0]
     grid = np.asarray(ndimage.zoom(grid.astype(np.float32), (factor, factor, 1), order=1))
@@ -223,7 +221,7 @@ def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.
 
 
 def _bert_given(path: str | Path) -> dict[str, np.ndarray]:
-    """BERT's weights by their names of today."""
+    """BERT's weights by their current names; old files call norms' parameters gamma and beta."""
     today = {"gamma": "weight", "beta": "bias"}
     return {
         re.sub(r"(gamma|beta)$", lambda m: today[m[0]], name.removeprefix("bert.")): value
@@ -268,5 +266,5 @@ def _expect_nothing(path: str | Path, complaint: str, names: set[str]) -> None:
         shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
         raise ValueError(
             f"{path}: {complaint} {shown} ({len(names)} in all). Usually depth, width, heads or "
-            "patch of the model are not those of the file: print the shapes of both."
+            "patch of the model differ from the file's: print the shapes of both."
         )

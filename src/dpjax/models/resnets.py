@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wide residual networks without batch statistics, for what comes after the papers.
+"""Wide residual networks without batch statistics.
 
-A residual block adds a small change to what it is given; wide ones are shallow enough
-for the few steps of private training.  Group normalisation looks at one example, so the
-bound on its influence holds; standardised kernels make up for some of what batch
-normalisation gave.  At scale, with large batches, these are the networks that hold the
-best private results on CIFAR-10 without outside data.
-
-Nothing here knows of privacy: what matters is only that no example sees another.
+A wide residual network is shallow enough for the few steps of private training. Group
+normalisation looks at one example, so the bound on its influence holds; standardised kernels
+regain part of what batch normalisation gave. With large batches these networks have the best
+published private results on CIFAR-10 without outside data.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ class WideResNet(nn.Module):
 
     Conv 3x3 of 16 channels; three stages of ``(depth - 4) / 6`` blocks with 16, 32 and 64
     times ``width`` channels, the later two halving the sides; norm, activation, mean over
-    the image, dense ``classes``.  A block is [norm, activation, conv 3x3] twice, added to
+    the image, dense ``classes``. A block is [norm, activation, conv 3x3] twice, added to
     its input; where channels or sides change, the input passes a 1x1 convolution.
     WRN-28-10 has 36,479,194 parameters, WRN-16-4 has 2,748,890.
 
@@ -40,8 +37,8 @@ class WideResNet(nn.Module):
       groups: Of every norm; must divide 16.
       activation: After every norm.
       standardized: Whether the kernels of convolutions are standardised.
-      kernel_init: Draws the kernels; the dense bias begins at 0.
-      torch_init: Layers begin as PyTorch's do instead.
+      kernel_init: Draws the kernels; the dense bias starts at 0.
+      torch_init: Layers start as in PyTorch instead.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -51,7 +48,7 @@ class WideResNet(nn.Module):
       (10,)
 
     References:
-      Zagoruyko and Komodakis, "Wide Residual Networks", 2016.  De, Berrada, Hayes, Smith
+      Zagoruyko and Komodakis, "Wide Residual Networks", 2016. De, Berrada, Hayes, Smith
       and Balle, "Unlocking High-Accuracy Differentially Private Image Classification
       through Scale", 2022, section 3.
     """
@@ -100,8 +97,8 @@ def _blocks(depth: int) -> int:
     blocks, rest = divmod(depth - 4, 6)
     if rest or blocks < 1:
         raise ValueError(
-            f"models.WideResNet(depth={depth}): depth must be 6 n + 4 with n at least 1, two "
-            "convolutions a block in three stages and four layers beside; 10, 16, 28 and 40 "
-            "are usual."
+            f"models.WideResNet(depth={depth}): depth must be 6 n + 4 with n at least 1: two "
+            "convolutions a block in three stages, and four other layers. Usual are 10, 16, 28 "
+            "and 40."
         )
     return blocks

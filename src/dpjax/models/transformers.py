@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers: one encoder, read as a classifier of texts and as one of images.
+"""Transformers: one encoder for a classifier of texts and a classifier of images.
 
-Fine-tuning a pretrained Transformer is where private training loses least, so the
-parameters here carry the names and shapes of the original Vision Transformer release,
-and `dpjax.models.pretrained` can fill them from its files; with ``layout="bert"`` the
-text classifier is BERT's network and takes BERT's weights.
-
-Attention and layer normalisation look at the positions of one example only.  Nothing
-here knows of files, tokenisers or training.
+Private training loses least where it fine-tunes a pretrained Transformer. So the parameters have
+the names and shapes of the original Vision Transformer release, and `dpjax.models.load_vit` fills
+them from its files; with ``layout="bert"`` the text classifier is BERT's network, and
+`dpjax.models.load_bert` fills it. Attention and layer normalisation see one example only.
 """
 
 from __future__ import annotations
@@ -94,7 +91,7 @@ class _Encoder(nn.Module):
 
 
 def _norm(layout: str, name: str) -> nn.LayerNorm:
-    # One pass over the variance loses its digits; two do not.
+    # Flax's fast variance, E[x^2] - E[x]^2, cancels digits.
     epsilon = 1e-12 if layout == "bert" else 1e-6
     return nn.LayerNorm(epsilon=epsilon, use_fast_variance=False, name=name)
 
@@ -102,31 +99,29 @@ def _norm(layout: str, name: str) -> nn.LayerNorm:
 class TextTransformer(nn.Module):
     """A Transformer that classifies texts: tokens in, logits out.
 
-    ==============  ====================================  ===================================
-    ``layout``      each block                            what is classified
-    ==============  ====================================  ===================================
-    ``"pre-norm"``  x + f(norm(x)); a last norm           the mean over tokens
-    ``"bert"``      norm(x + f(x)); a first norm          tanh of a dense layer of token 0
-    ==============  ====================================  ===================================
+    | ``layout`` | each block | the input of the head |
+    |---|---|---|
+    | ``"pre-norm"`` | x + f(norm(x)); a last norm | the mean over tokens |
+    | ``"bert"`` | norm(x + f(x)); a first norm | tanh of a dense layer of token 0 |
 
-    An input is ``tokens [length]``, or ``(tokens, segments)`` if there are segments (first
-    and second sentence), shorter than ``length`` or as long; batch axes may lead.  A text
-    of padding alone gives finite logits.
+    An input is ``tokens``, at most ``length`` of them, or ``(tokens, segments)`` if there are
+    segments (first and second sentence); batch axes may lead. A text of padding alone gives
+    finite logits.
 
     Attributes:
       classes: Number of logits.
-      vocabulary: How many tokens there are.
+      vocabulary: Number of different tokens.
       length: The longest text.
-      width: Of every token's vector; a multiple of ``heads``.
-      depth: How many blocks.
-      heads: Of attention.
+      width: Length of every token's vector; a multiple of ``heads``.
+      depth: Number of blocks.
+      heads: Number of attention heads.
       hidden: Width of the hidden layer of a block; 4 ``width`` by default.
-      segments: How many kinds of segments; 0 for none.
-      padding: The token that is not looked at; None if there is no such token.
-      layout: See above.
+      segments: Number of kinds of segments; 0 for none.
+      padding: The token that attention masks; None if there is none.
+      layout: ``"pre-norm"`` or ``"bert"``, as above.
       activation: Of the hidden layer; GELU.
-      kernel_init: Draws the kernels; biases begin at 0.
-      torch_init: Layers begin as PyTorch's do instead.
+      kernel_init: Draws the kernels; biases start at 0.
+      torch_init: Layers start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -136,8 +131,8 @@ class TextTransformer(nn.Module):
       (2,)
 
     References:
-      Vaswani et al., "Attention Is All You Need", 2017.  Devlin, Chang, Lee and Toutanova,
-      "BERT", 2019.  Xiong et al., "On Layer Normalization in the Transformer
+      Vaswani et al., "Attention Is All You Need", 2017. Devlin, Chang, Lee and Toutanova,
+      "BERT", 2019. Xiong et al., "On Layer Normalization in the Transformer
       Architecture", 2020.
     """
 
@@ -182,19 +177,19 @@ class TextTransformer(nn.Module):
 class ViT(nn.Module):
     """A Vision Transformer: patches of an image, one class token, logits.
 
-    The defaults are ViT-Base with patches of 16, 86 million parameters.  Smaller sides or
+    The defaults are ViT-Base with patches of 16, 86 million parameters. Smaller sides or
     patches make small ones.
 
     Attributes:
       classes: Number of logits.
       patch: Side of a patch in pixels; must divide the sides of the image.
-      width: Of every patch's vector; a multiple of ``heads``.
-      depth: How many blocks.
-      heads: Of attention.
+      width: Length of every patch's vector; a multiple of ``heads``.
+      depth: Number of blocks.
+      heads: Number of attention heads.
       hidden: Width of the hidden layer of a block; 4 ``width`` by default.
       activation: Of the hidden layer; GELU by its tanh approximation.
-      kernel_init: Draws the kernels; biases begin at 0.
-      torch_init: Layers begin as PyTorch's do instead.
+      kernel_init: Draws the kernels; biases start at 0.
+      torch_init: Layers start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -238,7 +233,7 @@ class ViT(nn.Module):
 
 
 def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:
-    """The encoder of a model, under the name that published weights give it."""
+    """The encoder of a model, with the name that published weights give it."""
     if model.width % model.heads or layout not in _LAYOUTS:
         raise ValueError(
             f"models.{type(model).__name__}(width={model.width}, heads={model.heads}), layout "

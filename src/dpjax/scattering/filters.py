@@ -2,12 +2,12 @@
 """The filters of the scattering transform, as plain arrays of float64.
 
 Band-pass filters are Morlet wavelets, a wave under a Gaussian from which so much of the Gaussian
-is taken that the mean is 0; the low-pass filter is a Gaussian.  All are sampled on the padded
+is taken that the mean is 0; the low-pass filter is a Gaussian. All are sampled on the padded
 image, wrapped around it, and held by their Fourier transforms, which are real.
 
 Every constant is that of the published ScatterNets (kymatio's), the rounded 3.1415 in the norm of
 the Gaussians included: features and thresholds of the literature then carry over to the sixth
-digit.  This page knows nothing of JAX, images or batches.
+digit. This page knows nothing of JAX, images or batches.
 """
 
 import functools

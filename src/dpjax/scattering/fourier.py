@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fourier transforms of fields, as products with small matrices of cosines and sines.
 
-For images of this size they are faster than an FFT, and nothing is complex.  A *field* has its
-rows first (in `mirrored` order) and its columns last.  A *spectrum* has, in its last axis, the
+For images of this size they are faster than an FFT, and nothing is complex. A *field* has its
+rows first (in `mirrored` order) and its columns last. A *spectrum* has, in its last axis, the
 real and the imaginary parts side by side, in blocks which lie so that folding the spectrum
-(subsampling the field) adds whole blocks.  One product turns the last axis, one the first.
+(subsampling the field) adds whole blocks. One product turns the last axis, one the first.
 
 This page must never know of scales, angles or paths, nor mix what lies between the two axes.
 """

@@ -2,7 +2,7 @@
 """The scattering transform of a batch of images: the cascade of wavelets, moduli and averages.
 
 A *field* is laid out for the products of `fourier`: rows first, in `mirrored` order, columns last,
-and between them everything that is alike for all pixels: images, paths.  No array is transposed
+and between them everything that is alike for all pixels: images, paths. No array is transposed
 before the features are done.
 
 This page must never look at two images together, nor at a label.
@@ -66,7 +66,7 @@ def scatter(
     over all wavelets $\psi_1$ and all coarser $\psi_2$, subsampled by $2^J$.
 
     Args:
-      images: Channels last.  Pixels outside are taken as reflected at the edge.
+      images: Channels last. Pixels outside are taken as reflected at the edge.
       J: How many scales; features are ``2**J`` times as coarse as pixels.
       L: How many angles.
       order: 0, 1 or 2: the largest number of wavelets in a row.
@@ -74,7 +74,7 @@ def scatter(
     Returns:
       Features, channels last, ``paths(J, L, order)`` for the first channel of the image, then
       for the second, and so on: ``(batch, 7, 7, 81)`` for MNIST and ``(batch, 8, 8, 243)`` for
-      CIFAR-10.  In the images' dtype, or float32 if that is narrower.  Compiled here, and may
+      CIFAR-10. In the images' dtype, or float32 if that is narrower. Compiled here, and may
       also be part of a larger program; differentiable in the images.
 
     Privacy:
