@@ -112,13 +112,13 @@ def jpegs():
 @pytest.mark.parametrize(
     ("array", "change", "word"),
     [
-        ("jpeg_train", lambda x: x[:-300], "reach from 0 to"),
+        ("jpeg_train", lambda x: x[:-300], "offsets are from 0 to"),
         ("jpeg_train", lambda x: x[: len(x) // 2], "cut off: fetch it again"),
         ("jpeg_train", lambda x: np.concatenate([x[:-300], x[:300]]), "do not decode"),
-        ("offsets_train", lambda x: None, "not where they begin"),
-        ("offsets_train", lambda x: x.astype(float), "not where they begin"),
-        ("offsets_train", lambda x: x[None], "not where they begin"),
-        ("offsets_train", lambda x: x[1:], "by their offsets they reach"),
+        ("offsets_train", lambda x: None, "without their offsets"),
+        ("offsets_train", lambda x: x.astype(float), "without their offsets"),
+        ("offsets_train", lambda x: x[None], "without their offsets"),
+        ("offsets_train", lambda x: x[1:], "but the offsets are from"),
         ("offsets_train", lambda x: x[[0, 2, 1, 3]], "do not decode"),
         ("offsets_train", lambda x: x[[0, 1, 3]], "2 inputs and 3 targets"),
     ],

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking into a private training: what clipping cuts, what grows, how the loss bends.
+"""Diagnostics of private training: clipping bias, norms by layer, curvature, kernels.
 
-`bias` compares the clipped with the unclipped mean gradient and summarises norms;
-`layers` shows the weights and pre-activations of each layer, which the bounded
-activations and the penalty of the papers hold down; `curvature` has the largest singular
-value of the Hessian; `kernel` the matrices from which convergence_calibration_2023
-reasons; `vectors` reads trees as vectors.
+`bias` compares the clipped with the unclipped mean gradient and summarises norms. `layers`
+measures the weights and pre-activations of each layer, which bounded activations and the penalty
+of losing_less_2022 keep small. `curvature` has the largest singular value of the Hessian,
+`kernel` the matrices of convergence_calibration_2023; `vectors` reads trees as vectors.
 
-All of it but `weight_norms` sees gradients or data without any noise: look, but do not
-publish. This room must never know of noise, sampling or epsilon.
+All functions except `weight_norms` read gradients or data without noise: their results are
+private.
 """
 
 from dpjax.diagnostics.bias import (

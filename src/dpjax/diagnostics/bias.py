@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clipping does to a batch: which norms there are, who is cut, where the mean goes.
+"""The effect of clipping on a batch: norms, clipped examples, and the mean gradient.
 
-Clipping is the part of private training that changes its direction even without noise:
-long gradients count for less than they are. The cosine between the clipped and the
-unclipped mean says by how much, and the norms say whether the bound is the cause.
-
-Gradients are held for some examples at a time. This file must never know of noise.
+Clipping changes the direction of the mean gradient even without noise, because it shortens long
+gradients. The cosine between the clipped and the unclipped mean measures the change; the norms
+show whether the bound causes it. Per-example gradients exist for one microbatch at a time.
 """
 
 from __future__ import annotations
@@ -17,32 +15,35 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dpjax import clipping, trees
+from dpjax import checks, clipping, trees
 from dpjax.diagnostics.vectors import cosine, length
 from dpjax.types import Clipping, LossFn, PyTree
 
 
 class Bias(NamedTuple):
-    """What clipping does to the mean gradient of a batch, **before** any noise.
+    """The effect of clipping on the mean gradient of a batch, **before** any noise.
 
-    Privacy: none of it is private.
+    Privacy:
+      No field has noise: all of them are as private as the batch.
     """
 
     cosine: Float[Array, ""]
-    """Between the clipped and the unclipped mean: 1 if clipping changes its length alone."""
+    """Cosine between the clipped and the unclipped mean: 1 if clipping changes only the length."""
     shrinkage: Float[Array, ""]
-    """Length of the clipped mean, as a part of the unclipped one."""
+    """Length of the clipped mean over length of the unclipped mean."""
     norms: Float[Array, "batch groups"]
-    """Of each example's gradient, before clipping."""
+    """Norms of each example's gradient, before clipping."""
     clipped: Float[Array, " groups"]
-    """The part of the examples above the bound."""
+    """The fraction of the examples above the bound."""
 
 
 class Histogram(NamedTuple):
-    """How many examples fall between each two edges; the last bin takes the largest too."""
+    """The number of examples in each bin; the last bin contains its upper edge."""
 
     counts: Int[Array, "groups bins"]
+    """The number of norms between neighbouring edges."""
     edges: Float[Array, " edges"]
+    """The ``bins + 1`` edges, from 0."""
 
 
 def clipping_bias(
@@ -59,16 +60,16 @@ def clipping_bias(
 
     | edge case | value |
     |---|---|
-    | a NaN or infinite gradient of one | left out of both means |
-    | the gradients add up to 0 | cosine and shrinkage NaN |
-    | the clipped ones do (bound 0) | cosine NaN, shrinkage 0 |
+    | an example with a non-finite gradient | left out of both means |
+    | the gradients sum to 0 | cosine and shrinkage NaN |
+    | the clipped gradients sum to 0 (bound 0) | cosine NaN, shrinkage 0 |
 
     Args:
       loss: ``loss(params, example) -> scalar``.
       rule: A `dpjax.clipping` rule.
-      params: Where the gradients are taken.
+      params: The parameters at which gradients are taken.
       batch: Examples, on leading axes.
-      microbatch_size: How many per-example gradients are held at once.
+      microbatch_size: The number of per-example gradients in memory at a time.
 
     Returns:
       A `Bias`.
@@ -83,12 +84,8 @@ def clipping_bias(
     References:
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
-    size = trees.leading_size(batch)
-    if not size or microbatch_size < 1:
-        raise ValueError(
-            f"diagnostics.clipping_bias(microbatch_size={microbatch_size}): got a batch of {size} "
-            "examples; expected at least one, and at least one at a time."
-        )
+    size = checks.whole("diagnostics.clipping_bias", "examples", trees.leading_size(batch))
+    checks.whole("diagnostics.clipping_bias", "microbatch_size", microbatch_size)
     part = jax.jit(partial(_part, loss, rule))
     parts = [
         part(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
@@ -118,8 +115,8 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
     """Counts per-example norms in bins of equal width, from 0 to the largest finite norm.
 
     Args:
-      norms: As `ClippedSum` and `Bias` hold them.
-      bins: How many.
+      norms: Norms of a `ClippedSum` or a `Bias`.
+      bins: The number of bins.
 
     Returns:
       Counts per group; an infinite or NaN norm is in no bin.
@@ -129,8 +126,7 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
       Array([[1, 2]], dtype=int32)
     """
     _expect_norms("norm_histogram", norms)
-    if bins < 1:
-        raise ValueError(f"diagnostics.norm_histogram(bins={bins}): expected at least one bin.")
+    checks.whole("diagnostics.norm_histogram", "bins", bins)
     finite = jnp.isfinite(norms)
     top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
     edges = jnp.linspace(0, jnp.where(top > 0, top, 1), bins + 1)
@@ -142,9 +138,17 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
 def clipped_fraction(
     norms: Float[Array, "batch groups"], rule: Clipping
 ) -> Float[Array, " groups"]:
-    """The part of the examples whose norm is above the bound, per group.
+    """The fraction of the examples with a norm above the bound, per group.
 
-    An infinite norm is above any bound; a NaN is above none, though the example is dropped.
+    An infinite norm is above every bound. A NaN is above none, although clipping drops the
+    example.
+
+    Args:
+      norms: Norms of a `ClippedSum` or a `Bias`.
+      rule: The clipping rule that has the bounds.
+
+    Returns:
+      One number from 0 to 1 for each group.
 
     Example:
       >>> clipped_fraction(jnp.array([[0.5], [1.0], [3.0], [2.0]]), clipping.flat(1.0))

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sharply the mean loss bends: the largest singular value of its Hessian.
+"""Sharpness: the largest singular value of the Hessian of the mean loss.
 
-Flat losses bear noise better: a step of private training lands somewhere in a ball
-around where it meant to, and this number bounds what that costs.
-
-Only products of the Hessian with a vector are formed. This file must never know what the
-parameters are for.
+Noise moves a private step away from the point that the gradient gives, and this number bounds
+the increase of the loss to second order. Power iteration needs Hessian-vector products only.
 """
 
 from __future__ import annotations
@@ -16,18 +13,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.diagnostics.vectors import length, unit
 from dpjax.types import Key, LossFn, PyTree
 
 
 class Sharpness(NamedTuple):
-    """The largest singular value of a Hessian, and how it was found."""
+    """The largest singular value of a Hessian, with its singular vector."""
 
     value: Float[Array, ""]
+    """The singular value; 0 if the Hessian is zero."""
     direction: PyTree
     """The singular vector, of the parameters' structure and of length 1."""
     iterations: Int[Array, ""]
+    """The number of Hessian-vector products."""
 
 
 def sharpness(
@@ -43,20 +42,20 @@ def sharpness(
 
     $$ v \leftarrow Hv / \|Hv\|, \qquad \|Hv\| \to \max_k |\lambda_k| $$
 
-    One product with the Hessian is the derivative of a gradient along v; the matrix is
-    never formed. A Hessian is symmetric, so singular values are sizes of eigenvalues.
+    A product with the Hessian is the derivative of a gradient along $v$; the matrix is not
+    materialised. A Hessian is symmetric, so singular values are absolute values of eigenvalues.
 
     Args:
       loss: ``loss(params, example) -> scalar``, twice differentiable.
-      params: Where the Hessian is taken.
+      params: The parameters at which the Hessian is taken.
       batch: Examples, on leading axes.
-      key: Of the first direction; consumed.
-      iterations: At most so many products.
-      tolerance: It ends when the value changes by less than this part of itself. Where the
-        two largest singular values are nearly equal this is early, and the value too small.
+      key: Draws the first direction; consumed.
+      iterations: The largest number of products.
+      tolerance: Iteration stops when the relative change of the value is smaller. If the two
+        largest singular values are nearly equal, it stops early, and the value is too small.
 
     Returns:
-      A `Sharpness`; where the Hessian is zero, the value is 0.
+      A `Sharpness`.
 
     Example:
       >>> loss = lambda w, x: 0.5 * x * (w[0] ** 2 - 3 * w[1] ** 2)
@@ -67,11 +66,8 @@ def sharpness(
     References:
       Golub and Van Loan, "Matrix Computations", 2013, section 8.2.
     """
-    if not trees.leading_size(batch) or iterations < 1:
-        raise ValueError(
-            f"diagnostics.sharpness(iterations={iterations}): expected at least one iteration, and "
-            "at least one example."
-        )
+    checks.whole("diagnostics.sharpness", "examples", trees.leading_size(batch))
+    checks.whole("diagnostics.sharpness", "iterations", iterations)
 
     def mean(params: PyTree) -> Array:
         return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))

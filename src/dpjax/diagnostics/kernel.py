@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The neural tangent kernel of private training, and in which sense it is positive.
+"""The neural tangent kernel of private training, and two senses in which it is positive.
 
-In the limit of small steps the loss falls along H, the Gram matrix of the outputs'
-gradients; clipping multiplies it by a diagonal, HC, or a sum of such products, and what
-was symmetric and positive need not stay so. That is how convergence_calibration_2023
-explains why a small bound can make training fail.
-
-Gradients of all inputs are held at once: a few hundred, not a data set. This file must
-never know how factors were made.
+In the limit of small steps, $H$, the Gram matrix of the outputs' gradients, determines how the
+loss falls. Clipping multiplies $H$ by a diagonal, or sums such products over groups; the result
+need not be symmetric or positive. convergence_calibration_2023 explains by this why training
+with a small bound can fail. The gradients of all inputs are in memory together, so use a few
+hundred inputs.
 """
 
 from __future__ import annotations
@@ -26,20 +24,23 @@ from dpjax.types import Partition, PyTree
 
 
 class Definiteness(NamedTuple):
-    """How far a square matrix is from symmetric, and the two ways of being positive.
+    r"""The asymmetry of a square matrix $A$, and two senses in which it can be positive.
 
-    The two agree for a symmetric matrix and not otherwise; either may hold alone.
+    For a symmetric matrix the two senses agree; otherwise either may hold alone.
     """
 
     asymmetry: float
-    """Norm of A - A^T as a part of twice the norm of A: 0 symmetric, 1 antisymmetric."""
+    r"""$\|A - A^\top\| / 2\|A\|$: 0 for a symmetric matrix, 1 for an antisymmetric one."""
     quadratic: float
-    """The smallest x^T A x of all x of length 1."""
+    r"""The smallest $x^\top A x$ over all $x$ of length 1."""
     eigenvalue: float
     """The smallest real part of an eigenvalue."""
     symmetric: bool
+    """Whether the asymmetry is at most the tolerance."""
     positive_quadratic: bool
+    """Whether the quadratic form is nonnegative, up to the tolerance."""
     positive_eigenvalues: bool
+    """Whether all eigenvalues are real and nonnegative, up to the tolerance."""
 
 
 def ntk(
@@ -49,23 +50,23 @@ def ntk(
     factors: Float[Array, "batch groups"] | None = None,
     partition: Partition | None = None,
 ) -> Float[Array, "rows rows"]:
-    r"""The neural tangent kernel of a batch, and what clipping makes of it.
+    r"""The neural tangent kernel of a batch, without or with clipping.
 
     $$ H = J J^\top, \quad HC = H \,\mathrm{diag}(C_1, \dots, C_n), \quad
        \sum_r H_r C_r \text{ for groups } r $$
 
-    Row i of J is the gradient of the output for input i. A network of several outputs
-    has as many rows for each input, next to each other.
+    Row $i$ of $J$ is the gradient of the output for input $i$. For a network of several outputs,
+    each input has one row for each output, and these rows are neighbours.
 
     Args:
       function: ``function(params, input)`` gives the output for one input.
-      params: Where the gradients are taken.
+      params: The parameters at which gradients are taken.
       inputs: A batch, on leading axes.
-      factors: The clipping factors of each example and group; without them, H itself.
-      partition: Which group each leaf is in; one group by default.
+      factors: The clipping factors of each example and group; without them the result is $H$.
+      partition: The group of each leaf; one group by default.
 
     Returns:
-      The matrix: H (symmetric, positive semi-definite), HC or the sum over groups.
+      The matrix: $H$ (symmetric, positive semi-definite), $HC$ or the sum over groups.
 
     Example:
       >>> inputs = jnp.array([[1.0, 0.0], [1.0, 1.0]])
@@ -88,8 +89,8 @@ def ntk(
     if not size or columns.shape != (size, max(groups) + 1):
         raise ValueError(
             f"diagnostics.ntk: got factors of shape {columns.shape} for {size} inputs and "
-            f"{max(groups) + 1} groups; expected one for each input and group, as in "
-            "ClippedSum.factors of the same batch, the rule's partition, and at least one input."
+            f"{max(groups) + 1} groups; expected one for each input and group, and at least one "
+            "input. Give ClippedSum.factors of the same batch and the rule's partition."
         )
     wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
     return sum(
@@ -104,14 +105,14 @@ def ntk(
 def definiteness(matrix: Float[Array, "n n"], tolerance: float = 1e-5) -> Definiteness:
     r"""Measures the symmetry and the two positivities of a square matrix, in float64.
 
-    Positive in quadratic form: $x^\top A x \ge 0$ for all x, that is, the symmetric
-    part has no negative eigenvalue. Positive in eigenvalues: those of A itself are real and
-    none is negative. HC of flat clipping keeps the second and may lose the first; a group
-    for each layer may lose both.
+    $A$ is positive in quadratic form if $x^\top A x \ge 0$ for all $x$: the symmetric part has no
+    negative eigenvalue. $A$ is positive in eigenvalues if its eigenvalues are real and
+    nonnegative. $HC$ of flat clipping keeps the second property and may lose the first; with a
+    group for each layer it may lose both.
 
     Args:
-      matrix: A.
-      tolerance: What counts as 0, as a part of the norm of A.
+      matrix: $A$.
+      tolerance: Smaller numbers, relative to the norm of $A$, count as 0.
 
     Returns:
       A `Definiteness`, of plain numbers.

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms layer by layer: of weights, and of what enters the activations.
+"""Norms of weights and of pre-activations, by layer.
 
-Private training with the cross-entropy lets both grow without end, and gradients with
-them; bounded activations and the penalty of losing_less_2022 are cures. These two
-functions draw the curves of that paper.
-
-Layers are called by their names in the tree. This file must never know a model's class.
+In private training with the cross-entropy both grow, and gradients with them; bounded activations
+and the penalty of losing_less_2022 prevent this. These two functions give the curves of that
+paper. Layers have their names in the tree of parameters.
 """
 
 from __future__ import annotations
@@ -21,10 +19,16 @@ from dpjax.types import PyTree
 
 
 def weight_norms(params: PyTree) -> dict[str, Array]:
-    """The norm of the weights of each layer; a layer is what its leaves' names share.
+    """The norm of the weights of each layer: all leaves whose names share their prefix.
+
+    Args:
+      params: A tree of parameters.
+
+    Returns:
+      The norm of each layer's leaves together.
 
     Privacy:
-      Of parameters that are private already: free, unlike the rest of this room.
+      A function of the parameters alone: if these were released, the norms are free.
 
     Example:
       >>> weight_norms({"Dense_0": {"bias": jnp.array([3.0]), "kernel": jnp.array([[4.0]])}})
@@ -41,7 +45,7 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
 
     Args:
       model: A Linen module that keeps its pre-activations in the collection
-        "preactivations", as those of `dpjax.models` do.
+        "preactivations", as all modules of `dpjax.models` do.
       params: Its parameters.
       x: A batch of inputs.
 
@@ -49,7 +53,7 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
       The mean over examples of the norm, by layer, sorted by name.
 
     Privacy:
-      A mean over the batch without noise: as private as the batch.
+      The mean over the batch has no noise: it is as private as the batch.
 
     Example:
       >>> from dpjax.models import MLP

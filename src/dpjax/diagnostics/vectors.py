@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees read as vectors: inner product, length, angle.
 
-A gradient or a set of parameters is a point in one space, however many arrays hold it.
-Products are taken and summed in float32 or wider, whatever the leaves are, and are no
-matrix products, whose inputs accelerators round.
-
-This file must never know what the vectors mean.
+All leaves of a gradient or of parameters form one vector. Products are computed and summed in
+float32 or wider. They are elementwise and not matrix products, because accelerators round the
+inputs of matrix products.
 """
 
 from __future__ import annotations
@@ -19,7 +17,14 @@ from dpjax.types import PyTree
 
 
 def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
-    """The cosine of the angle between two trees, each read as one vector; NaN for a zero.
+    """The cosine of the angle between two trees, each read as one vector.
+
+    Args:
+      a: A tree of arrays.
+      b: A tree of the same structure.
+
+    Returns:
+      A number from -1 to 1; NaN if either tree is zero.
 
     Example:
       >>> float(cosine({"w": jnp.array([1.0, 0.0])}, {"w": jnp.array([2.0, 0.0])}))
@@ -29,19 +34,19 @@ def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
 
 
 def inner(a: PyTree, b: PyTree) -> Float[Array, ""]:
-    """The inner product of two trees of one structure."""
+    """The inner product of two trees of the same structure."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     products = (jnp.sum(x.astype(trees.wide(x.dtype)) * y) for x, y in pairs)
     return sum(products, jnp.zeros((), jnp.float32))
 
 
 def length(tree: PyTree) -> Float[Array, ""]:
-    """The norm of all leaves together."""
+    """The Euclidean norm of all leaves together."""
     return jnp.sqrt(inner(tree, tree))
 
 
 def unit(tree: PyTree, instead: PyTree) -> PyTree:
-    """The tree with length 1; ``instead`` where it has none."""
+    """The tree scaled to length 1; ``instead`` if the length is 0."""
     size = length(tree)
     return jax.tree.map(
         lambda x, y: jnp.where(size > 0, x / jnp.where(size > 0, size, 1), y).astype(x.dtype),
