@@ -22,7 +22,7 @@ from dpjax.gradients._bookkeeping import sites
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import bytes_per_example
 from dpjax.gradients.nan_isolation import isolated
-from dpjax.training import step
+from dpjax.training import info as training_info
 
 RULE = clipping.flat(1.0)
 
@@ -524,7 +524,7 @@ def test_an_example_without_a_finite_loss_spoils_no_mean_and_is_told(monkeypatch
     )
     algorithm = dpjax.dpsgd(scored, optax.sgd(1.0), plan, (x, labels))
     told = []
-    monkeypatch.setattr(step.logging, "log_first_n", lambda *args: told.append(args))
+    monkeypatch.setattr(training_info.logging, "log_first_n", lambda *args: told.append(args))
     _, info = algorithm.step(algorithm.init(jax.random.key(0), jnp.ones(3)))
     assert float(info.loss) == pytest.approx(np.log(3) + 0.3)
     assert (info.examples, info.dropped) == (4, 0)

@@ -960,7 +960,7 @@ def run_timed(per_step, steps, seed=0, state=None, **options):
 class TestPerStep:
     @pytest.mark.sample(1)
     @kills(
-        "training/step.py",
+        "training/recipe.py",
         "jax.tree.map(jnp.asarray, recipe.entry(key, step))",
         "jax.tree.map(jnp.asarray, recipe.entry(key, 0 * step))",
         case="None-vmap",
@@ -983,7 +983,7 @@ class TestPerStep:
 
     @pytest.mark.slow
     @kills(
-        "training/step.py",
+        "training/recipe.py",
         "    return (*rows, jax",
         "    return (*jax.tree.map(lambda x: jnp.roll(x, 1, -1), rows), jax",
         slow=True,
@@ -1063,7 +1063,7 @@ class TestWeights:
 
     @pytest.mark.sample(1)
     @kills(
-        "training/step.py",
+        "training/recipe.py",
         "return each(lambda example: weigh(state.step, state.params, example), examples)",
         "return jnp.roll(each(lambda example: weigh(state.step, "
         "state.params, example), examples), 1)",

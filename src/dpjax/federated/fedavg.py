@@ -26,7 +26,7 @@ from dpjax.federated.weights import Weights
 from dpjax.gradients.clipped_grad import check_loss
 from dpjax.mechanism import Mechanism
 from dpjax.training.dpsgd import assemble
-from dpjax.training.step import Recipe
+from dpjax.training.recipe import Recipe
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, trained
-from dpjax.training.step import Sums, mean_info
+from dpjax.training.info import Sums, mean_info
 from dpjax.types import Draw, Key, LossFn, PyTree, Sampler
 
 

@@ -15,11 +15,11 @@
 from dpjax.training.averaging import average_parameters, averaged
 from dpjax.training.dpsgd import dpsgd
 from dpjax.training.fit import fit
+from dpjax.training.info import Info
 from dpjax.training.optimizers import dp_adam, scaled_rate
 from dpjax.training.run_folder import earlier, forget
 from dpjax.training.samples import keep_samples, predictive, samples
 from dpjax.training.sgld import dp_sgld, on_mean_gradient
-from dpjax.training.step import Info
 from dpjax.types import State
 
 __all__ = [

@@ -32,7 +32,8 @@ from dpjax.training.checks import (
     whole,
 )
 from dpjax.training.in_memory import bound_to, in_memory
-from dpjax.training.step import Recipe, Sums, example_of, mean_info
+from dpjax.training.info import Sums, mean_info
+from dpjax.training.recipe import Recipe, example_of
 from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 

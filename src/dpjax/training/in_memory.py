@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dpjax.training.step import Recipe, Sums, no_sums, private_step
+from dpjax.training.info import Sums, no_sums
+from dpjax.training.recipe import Recipe
+from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
 
 Steps = Callable[[State, int], tuple[State, Sums]]
@@ -49,7 +51,7 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
             state, sums = private_step(here, data, state)
             return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
 
-        none = no_sums(here, state.params)._replace(gradients=None)
+        none = no_sums(recipe.mechanism.clipping, state.params)._replace(gradients=None)
         seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
         return jax.lax.fori_loop(0, count, body, (state, seen))
 

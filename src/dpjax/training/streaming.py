@@ -17,15 +17,9 @@ import numpy as np
 from dpjax.data import Stream
 from dpjax.gradients.batching import on_each
 from dpjax.training.in_memory import Steps
-from dpjax.training.step import (
-    Recipe,
-    Sums,
-    add_clipped,
-    draw_step,
-    layout_of,
-    no_sums,
-    release,
-)
+from dpjax.training.info import Sums, no_sums
+from dpjax.training.recipe import Recipe, layout_of
+from dpjax.training.step import add_clipped, draw_step, release
 from dpjax.types import PyTree, State
 
 
@@ -41,7 +35,9 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         return layout_of(recipe, state.params, stream.row).devices
 
     def start(state: State) -> Sums:
-        return on_each(lambda which, p: no_sums(recipe, p), devices(state))(state.params)
+        return on_each(lambda which, p: no_sums(recipe.mechanism.clipping, p), devices(state))(
+            state.params
+        )
 
     def add(state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
         def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:

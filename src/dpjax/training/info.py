@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step sums over its draw, and what an observer sees of these sums.
+
+Everything in this file is computed **before** the noise, so all of it is private.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jaxtyping import Array, Float, Int
+
+from dpjax import trees
+from dpjax.types import Clipping, PyTree
+
+
+class Sums(NamedTuple):
+    """What a step has summed over its draw, **before** any noise: all of it is secret."""
+
+    gradients: PyTree
+    losses: Float[Array, ""]
+    scored: Int[Array, ""]
+    """How many losses were summed. A loss may be NaN although its gradient is finite."""
+    norms: Float[Array, " groups"]
+    over: Float[Array, " groups"]
+    below: Float[Array, ""]
+    """The count that an adapted bound follows; 0 without one."""
+    drawn: Int[Array, ""]
+    working: Int[Array, ""]
+    """Drawn rows that hold at least one example."""
+    dropped: Int[Array, ""]
+    examples: Int[Array, ""]
+
+
+def no_sums(rule: Clipping, params: PyTree) -> Sums:
+    """The sums over no examples."""
+    groups = jnp.zeros(len(rule.bounds), jnp.float32)
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    gradients = trees.zeros_wide(params)
+    return Sums(gradients, zero, none, groups, groups, zero, none, none, none, none)
+
+
+class Info(NamedTuple):
+    """What a step saw, **before** any noise.
+
+    Privacy: computed from private data without noise. Look at it, do not publish it.
+    """
+
+    loss: Float[Array, ""]
+    """Mean loss of the drawn examples that counted and have a finite loss; NaN if none."""
+    examples: Int[Array, ""]
+    """How many examples were drawn."""
+    dropped: Int[Array, ""]
+    """How many of them contributed zero because their gradient was not finite."""
+    norm: Float[Array, " groups"]
+    """Mean gradient norm per group before clipping, over the examples that counted."""
+    clipped: Float[Array, " groups"]
+    """Fraction of the drawn examples with a norm above the bound, per group."""
+
+
+_UNSCORED = (
+    "dpsgd: %d of %d examples have a finite gradient and a loss that is not finite. They count in "
+    "the step and not in info.loss. Usually a label is out of range."
+)
+
+
+def mean_info(sums: Sums) -> Info:
+    """The means of steps, ``[steps, ...]``, from the sums that `release` returned.
+
+    NumPy computes the means on the host: an empty draw is lawful and has none, and
+    ``jax_debug_nans`` would end the run there.
+    """
+    sums = jax.tree.map(np.asarray, sums)
+    counted = sums.working - sums.dropped
+    if unscored := int(np.sum(counted - sums.scored)):
+        logging.log_first_n(logging.WARNING, _UNSCORED, 1, unscored, int(np.sum(counted)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        loss = np.float32(sums.losses / sums.scored)
+        norm = np.float32(sums.norms / counted[:, None])
+        clipped = np.float32(sums.over / sums.working[:, None])
+    return Info._make([loss, sums.examples, sums.dropped, norm, clipped])

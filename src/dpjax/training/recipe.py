@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every step of a run does, and what follows from it by shapes alone.
+
+A `Recipe` holds the arguments of `dpjax.dpsgd`. The functions below turn a row of the data into the
+example that the loss receives, weigh it, and choose the microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from dpjax.gradients import layout
+from dpjax.gradients.batching import Layout
+from dpjax.gradients.nan_isolation import each
+from dpjax.mechanism import Mechanism
+from dpjax.types import Key, LossFn, PyTree, Schedule, State
+
+
+class Recipe(NamedTuple):
+    """What every step of a run does; the arguments of `dpjax.dpsgd`, and two of federated runs."""
+
+    loss: LossFn
+    optimizer: optax.GradientTransformation
+    mechanism: Mechanism
+    engine: str = "auto"
+    entry: Callable[[Key, Int[Array, ""]], PyTree] | None = None
+    """``entry(key, step)``, which the step appends to every example; `per_step` of dpsgd."""
+    bound_schedule: Schedule | None = None
+    weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None = None
+    microbatch_size: int | None = None
+    sizes: Callable[[PyTree], Int[Array, " size"]] | None = None
+    """How many examples each row holds, where a row is a client. Rows of 0 are masked."""
+
+    @property
+    def rescales(self) -> bool:
+        """Whether the rule's bounds change with the step."""
+        return self.bound_schedule is not None or self.mechanism.adaptive is not None
+
+    def bound_scale(self, state: State) -> Any:
+        """The factor on the rule's bounds, and on the noise with them, at this step."""
+        if self.bound_schedule is not None:
+            return jnp.asarray(self.bound_schedule(state.step), jnp.float32)
+        return state.bound_scale if self.mechanism.adaptive is not None else 1.0
+
+
+def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
+    """The microbatch and the devices of a run, chosen by shapes alone.
+
+    Args:
+      recipe: What the run does.
+      params: Parameters, or their shapes.
+      row: Shapes of one row of the data.
+    """
+    return layout(
+        lambda p, x: (recipe.loss(p, x), None),
+        params,
+        example_of(recipe, row),
+        recipe.mechanism.sampling.usual_size,
+        recipe.engine,
+        microbatch_size=recipe.microbatch_size,
+    )
+
+
+def example_of(recipe: Recipe, row: PyTree) -> PyTree:
+    """Shapes of the example that the loss receives, from the shapes of a row of the data."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(lambda k, rows: with_entry(recipe, k, jnp.int32(0), rows, ()), key, row)
+
+
+def with_entry(
+    recipe: Recipe, key: Key, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]
+) -> PyTree:
+    """Rows, with the entry of the step appended to each if the recipe has one."""
+    if recipe.entry is None:
+        return rows
+    entry = jax.tree.map(jnp.asarray, recipe.entry(key, step))
+    return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), entry))
+
+
+def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
+    """The weight of each example. It is mapped over examples, so none can see another."""
+    weigh = recipe.weights
+    if weigh is None:
+        return None
+    return each(lambda example: weigh(state.step, state.params, example), examples)
