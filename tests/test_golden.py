@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import dpjax
-from dpjax import clipping, noise, sampling
+from dpjax import clipping, federated, noise, sampling
 
 
 def test_the_noise_of_a_key():
@@ -73,6 +73,32 @@ def test_ten_steps_on_the_digits():
     assert optax.tree.norm(state.params) == pytest.approx(5.954816, rel=1e-3)
     assert mechanism.epsilon(1e-5) == pytest.approx(2.671722, rel=1e-5)
     assert mechanism.epsilon(1e-5, "pld") == pytest.approx(2.145836, rel=1e-3)
+
+
+def test_three_rounds_of_clients():
+    """The draw, the order of local examples, the weights and the noise of (key, round)."""
+    sizes = np.random.default_rng(0)
+    clients = federated.Clients.of([sizes.normal(size=(1 + i % 4, 3)) for i in range(20)])
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(20, 8),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=3,
+        unit="client",
+    )
+    algorithm = federated.fedavg(
+        lambda w, x: 0.5 * jnp.sum((w - x) ** 2),
+        optax.sgd(1.0, momentum=0.9),
+        mechanism,
+        clients,
+        client_optimizer=optax.sgd(0.1),
+        local_batch_size=2,
+        local_epochs=1,
+    )
+    state, infos = algorithm.run(algorithm.init(jax.random.key(3), jnp.zeros(3)), 3)
+    assert infos.clients.tolist() == [11, 9, 3]
+    np.testing.assert_allclose(state.params, [-0.7241166, 0.261763, 0.2294626], rtol=1e-4)
+    assert float(infos.norm[2, 0]) == pytest.approx(0.1641086, rel=1e-4)
 
 
 def test_the_statement_word_for_word():

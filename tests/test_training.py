@@ -362,6 +362,15 @@ def test_what_is_no_algorithm_or_no_state_is_said():
             take(jnp.zeros(3))
 
 
+@kills("training/dpsgd.py", "        check_step(name, state)\n", "")
+def test_a_state_whose_step_is_not_that_of_its_ledger_is_refused():
+    """The noise of a step that ran would be drawn a second time, on another sum."""
+    algorithm = make()
+    state, _ = algorithm.step(start(algorithm))
+    with pytest.raises(ledger.Refused, match=r"at step 0 and its ledger at 1"):
+        algorithm.step(state._replace(step=jnp.int32(0)))
+
+
 def test_a_state_that_run_has_used_up_is_said_to_be():
     algorithm = make(steps=3)
     state = start(algorithm)
@@ -667,7 +676,10 @@ def test_many_steps_at_once_are_the_same_steps():
     for _ in range(7):
         state, info = one.step(state)
         losses.append(info.loss)
-    whole, infos = many.run(start(many), 7)
+    key, params = jax.random.key(0), jnp.zeros(3)
+    whole, infos = many.run(many.init(key, params), 7)
+    assert not params.is_deleted(), "`run` donates the buffers of the state, not the caller's"
+    assert not key.is_deleted()
     np.testing.assert_array_equal(whole.params, state.params)
     np.testing.assert_array_equal(infos.loss, np.stack(losses))
     assert whole.ledger.steps == state.ledger.steps == 7
