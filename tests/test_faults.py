@@ -240,7 +240,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
     ):
         killable_runs.fit(tmp_path, larger, killable_runs.start(larger, size=6))
     other = dpjax.dpsgd(killable_runs.loss, optax.sgd(0.1), algorithm.mechanism, killable_runs.DATA)
-    with pytest.raises(ValueError, match="the model or the optimizer is another one"):
+    with pytest.raises(ValueError, match="the model or the optimizer was changed"):
         killable_runs.fit(tmp_path, other)
 
 

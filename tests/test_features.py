@@ -121,7 +121,7 @@ def test_a_write_that_fails_leaves_nothing_and_loses_nothing(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         found = ask(tmp_path, compute, inputs)
-    assert "could not be kept (no space left)" in caplog.text
+    assert "could not be written (no space left)" in caplog.text
     assert not list(tmp_path.iterdir())
     assert np.array_equal(ask(tmp_path, compute, inputs), found)
     assert compute.runs == 2
@@ -167,7 +167,7 @@ def test_a_whole_data_set_is_what_its_images_are(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     assert features.scattered(images[:0], 1, 2).shape == (0, 4, 4, 3)
     for size in (0, -3):
-        with pytest.raises(ValueError, match="at least one image at a time"):
+        with pytest.raises(ValueError, match="expected a whole number, at least 1"):
             features.scattered(images, 1, 2, batch_size=size)
 
 

@@ -151,7 +151,7 @@ def test_images_are_each_on_their_own(monkeypatch):
     one_by_one = jnp.concatenate([scattering.scatter(image[None], 1, 2) for image in images])
     np.testing.assert_allclose(together, one_by_one, atol=1e-6)
     # Lots of 2, 2, 2 and 1, whatever this machine would take.
-    monkeypatch.setattr(transform, "_at_once", lambda *_: 2)
+    monkeypatch.setattr(transform, "_part_size", lambda *_: 2)
     in_lots = transform._scatter.__wrapped__(jnp.asarray(images), 1, 2, 2)
     np.testing.assert_allclose(together, in_lots, atol=1e-6)
     broken = images.copy()
@@ -191,7 +191,7 @@ def test_narrow_images_are_computed_in_float32():
 @pytest.mark.parametrize(
     ("images", "arguments", "error", "words"),
     [
-        (np.zeros((1, 8, 8, 1), np.uint8), {}, TypeError, "divided by 255"),
+        (np.zeros((1, 8, 8, 1), np.uint8), {}, TypeError, "Divide bytes by 255"),
         (np.zeros((8, 8, 1)), {}, ValueError, r"images\[..., None\]"),
         (np.zeros((2, 8, 8, 0)), {"J": 1}, ValueError, "at least one channel"),
         (np.zeros((1, 8, 8, 1)), {"J": 4}, ValueError, "fewer than 16 a side"),

@@ -41,14 +41,33 @@ def test_a_broken_engine_is_caught(monkeypatch):
         )
 
 
-def test_wrong_noise_is_caught():
-    like = jnp.zeros(1_000_000)
-    for factor, sound in [(1.0, True), (0.9, False), (1.1, False), (0.0, False)]:
-        link = optax.chain(
-            noise.gaussian(2.0, clipping.flat(1.0), key=jax.random.key(0)), optax.scale(factor)
-        )
-        if sound:
-            testing.assert_noise(link, like, 2.0)
-        else:
-            with pytest.raises(testing.LawBroken, match="expected 2"):
-                testing.assert_noise(link, like, 2.0)
+RULE = clipping.flat(1.0)
+LINK = noise.gaussian(2.0, RULE, key=jax.random.key(0))
+LIKE = jnp.zeros(1_000_000)
+
+
+def test_right_noise_passes():
+    testing.assert_noise(LINK, LIKE, 2.0)
+    testing.assert_noise(optax.chain(LINK, optax.scale(0.5)), LIKE, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("chain", "found"),
+    [
+        (optax.identity(), 0),
+        (noise.gaussian(0.0, RULE, key=jax.random.key(0)), 0),
+        (optax.chain(LINK, LINK), 4),
+        (optax.chain(LINK, noise.gaussian(2.0, RULE, key=jax.random.key(1))), 2.83),
+        (optax.chain(LINK, optax.scale(0.9)), 1.8),
+        (optax.chain(LINK, optax.scale(1.1)), 2.2),
+        (noise.gaussian(2.0, clipping.flat(3.0), key=jax.random.key(0)), 6),
+        (optax.MultiSteps(LINK, 4).gradient_transformation(), 0),
+        (optax.chain(LINK, optax.apply_every(4)), 0),
+    ],
+)
+def test_wrong_noise_is_caught(chain, found):
+    """The mistakes that the docstring of `assert_noise` lists."""
+    with pytest.raises(testing.LawBroken, match="expected 2") as error:
+        testing.assert_noise(chain, LIKE, 2.0)
+    measured = float(str(error.value).split("deviation ")[1].split(",")[0])
+    assert measured == pytest.approx(found, rel=0.01)

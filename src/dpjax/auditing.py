@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits: what an attacker can really tell, measured.
+"""Audits: measured lower bounds on what an attacker can learn.
 
-An accountant proves an upper bound on epsilon from the description of a mechanism; an
-audit measures a lower bound from what the program does. The two must not cross: a lower
-bound above the claim means that the program is not the mechanism that was accounted.
-`audit_step` looks inside one step; `epsilon_lower_bound` turns guesses about canaries
-after a whole run into a bound.
+An accountant proves an upper bound on epsilon from the description of a mechanism; an audit
+measures a lower bound on the running program. A lower bound above the claim means that the
+program is not the mechanism that was accounted. `audit_step` measures one step;
+`epsilon_lower_bound` turns guesses about canaries after a whole run into a bound.
 
-An audit that finds nothing proves nothing.
+An audit without a finding proves nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 from numpy.typing import ArrayLike
-from scipy.stats import binom
 
 from dpjax import clipping, trees
 from dpjax.mechanism import Mechanism
@@ -27,7 +25,7 @@ from dpjax.types import Key, PyTree
 
 __all__ = ["audit_step", "epsilon_lower_bound", "guess_members"]
 
-_ENOUGH = 4096  # numbers, of which a standard deviation is known to about one per cent
+_ENOUGH = 4096  # the standard deviation of this many numbers is known to about one per cent
 
 
 def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key) -> float:
@@ -35,14 +33,14 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
 
-    with the noise measured rather than believed, of each leaf by itself. A step with
-    multiplier $m$ whose canary fills the rule's bounds has $\mu = 1 / m$; more means that the
-    guarantee is broken, less that noise is wasted.
+    The standard deviation of the noise is measured, for each leaf separately. A step with
+    multiplier $m$ and a canary that reaches the rule's bounds has $\mu = 1 / m$. A larger value
+    means that the guarantee is broken, a smaller one that noise is wasted.
 
     Args:
-      mechanism: Its first step is audited, sampling left out.
-      gradients: Per-example gradients of the batch ``(batch, ...)``; the noise of a leaf of few
-        numbers is measured over as many first steps, of other keys, as make 4,096 of them.
+      mechanism: Its first step is audited, without sampling.
+      gradients: Per-example gradients of the batch ``(batch, ...)``. The noise of a leaf of fewer
+        than 4,096 numbers is measured over several first steps with other keys.
       canary: One example's gradient, without batch axis.
       key: Root key of the audited steps.
 
@@ -77,7 +75,7 @@ def _check_canary(gradients: PyTree, canary: PyTree) -> None:
     if wanted != given:
         raise ValueError(
             f"auditing.audit_step: the canary is {given!s:.200}, the gradients {wanted!s:.200}; "
-            "expected the same tree of both, for the canary is one more example's gradient."
+            "expected the same tree, because the canary is one more example's gradient."
         )
     both = map(jax.tree.leaves, (gradients, canary))
     for name, rows, leaf in zip(trees.leaf_names(canary), *both, strict=True):
@@ -85,7 +83,7 @@ def _check_canary(gradients: PyTree, canary: PyTree) -> None:
             raise ValueError(
                 f"auditing.audit_step: the canary's {name or 'array'} has shape {np.shape(leaf)}; "
                 f"expected {np.shape(rows)[1:]}, one row of the gradients' {np.shape(rows)}. "
-                "Usually its batch axis was left on: jax.tree.map(lambda g: g[0], canary)."
+                "Usually its batch axis was left on: use jax.tree.map(lambda g: g[0], canary)."
             )
 
 
@@ -102,16 +100,16 @@ def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating
 
 
 def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
-    """Guesses who took part: the highest scores did, the lowest did not, the rest is silence.
+    """Guesses that the highest scores are members and the lowest are not; abstains on the rest.
 
     Args:
       scores: ``[canaries]``, higher where a canary is more likely a member; NaN is refused.
-      members: ``[canaries]``, whether each, by a fair coin of its own, took part: truth values,
-        or 0 and 1.
-      guesses: How many to guess, half of them on either side.
+      members: ``[canaries]``, whether each canary took part, decided by independent fair coins:
+        truth values, or 0 and 1.
+      guesses: The number of guesses, half of them on either side.
 
     Returns:
-      How many guesses were right, and how many were made.
+      The number of right guesses, and the number of guesses.
 
     Example:
       >>> guess_members(np.array([3.0, -1.0, 0.1, 2.0]), np.array([True, False, True, False]), 2)
@@ -121,18 +119,18 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
     if scores.ndim != 1 or np.any(np.isnan(scores)):
         raise ValueError(
             f"auditing.guess_members(scores of shape {scores.shape}): expected one number for each "
-            "canary, and no NaN, which has no place in an order. Usually training diverged."
+            "canary, and no NaN, which cannot be sorted. Usually training diverged."
         )
     if truths.shape != scores.shape or not np.all((truths == 0) | (truths == 1)):
         raise ValueError(
             f"auditing.guess_members(members of shape {truths.shape}, {truths.dtype}): expected "
             f"True or False for each of {scores.size} scores: whether that canary took part. "
-            "Usually the numbers of those who did were given: np.isin(np.arange(canaries), them)."
+            "Usually the members' indices were given: use np.isin(np.arange(canaries), indices)."
         )
     if not 2 <= guesses <= scores.size or guesses % 1 != 0:
         raise ValueError(
             f"auditing.guess_members(guesses={guesses}): expected 2 to {scores.size} guesses, "
-            "one for each canary at most."
+            "at most one for each canary."
         )
     order, half, inside = np.argsort(scores), int(guesses) // 2, truths == 1
     right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
@@ -142,21 +140,21 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
 def epsilon_lower_bound(
     correct: int, guesses: int, *, canaries: int, delta: float = 0.0, confidence: float = 0.95
 ) -> float:
-    r"""The largest epsilon that so many right guesses refute, from a single run.
+    r"""The largest epsilon that this number of right guesses refutes, from a single run.
 
-    If a run is (epsilon, delta)-private, the number of right guesses about canaries that
-    joined by fair coins is at most binomial with probability
-    $e^\epsilon / (1 + e^\epsilon)$, up to a term in delta.
+    If a run is $(\epsilon, \delta)$-private, the number of right guesses about canaries that
+    joined by fair coins is stochastically at most binomial with probability
+    $e^\epsilon / (1 + e^\epsilon)$, up to a term in $\delta$.
 
     Args:
-      correct: How many guesses were right.
-      guesses: How many were made.
-      canaries: How many canaries there were, guessed or not.
+      correct: The number of right guesses.
+      guesses: The number of guesses.
+      canaries: The number of canaries, guessed or not.
       delta: The delta of the claim.
-      confidence: Of the bound.
+      confidence: The confidence of the bound.
 
     Returns:
-      A lower bound on epsilon, at most 50; 0 if nothing is refuted.
+      A lower bound on epsilon, at most 50; 0 if no epsilon is refuted.
 
     Example:
       >>> round(epsilon_lower_bound(100, 100, canaries=100), 2)
@@ -172,9 +170,10 @@ def epsilon_lower_bound(
     if not (0 <= delta <= 1 and 0 < confidence < 1):
         raise ValueError(
             f"auditing.epsilon_lower_bound(delta={delta}, confidence={confidence}): expected a "
-            "delta from 0 to 1, that of the claim, and a confidence between 0 and 1, such as 0.95; "
-            "one of 95 was usually meant in per cent."
+            "delta from 0 to 1, that of the claim, and a confidence between 0 and 1, such as 0.95. "
+            "Usually the confidence was given in per cent."
         )
+    from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:
         chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
@@ -198,5 +197,5 @@ def _check_guesses(correct: int, guesses: int, canaries: int) -> None:
         raise ValueError(
             f"auditing.epsilon_lower_bound({correct}, {guesses}, canaries={canaries}): expected "
             "whole numbers, each from 0 to the next: right guesses, guesses, canaries. Usually "
-            "rates or per cents were given, or guess_members' two results in the other order."
+            "rates or percentages were given, or guess_members' two results in the other order."
         )

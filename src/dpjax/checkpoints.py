@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: any state on disk, atomically, and back again to the last bit.
+"""Checkpoints: saves any state atomically, and restores it to the last bit.
 
-Orbax writes them, in the background and one folder a step, which gets its name only when
-it is whole. A digest of every number is written beside them, so a checkpoint that was cut
-off or altered later is noticed, set aside, and the one before it taken.
+Orbax writes in the background, one folder a step, which gets its name only when it is whole. A
+digest of all numbers is saved with them: a truncated or altered checkpoint is detected and set
+aside, and the previous one is restored. (Orbax itself detects truncation only.)
 
-A state is a tree of arrays. JAX arrays come back with the shape they had; NumPy arrays,
-such as a ledger's, may have grown. This file must never know what a state means.
+A state is a tree of arrays. JAX arrays are restored with the shape they had; NumPy arrays, such
+as a ledger's, may have grown.
 
-Privacy: checkpoints hold the root key. Who reads one can subtract the noise, so the folder
-is closed to other users, and is no part of what is released.
+Privacy: a checkpoint holds the root key, with which a reader can subtract the noise. So other
+users cannot read the folder, and it must not be released.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ __all__ = ["Checkpoints", "Damaged", "Restored"]
 
 
 class Damaged(RuntimeError):
-    """Checkpoints are there, and none can be read."""
+    """Checkpoints exist, and none can be read."""
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held."""
+    """The contents of a checkpoint."""
 
     state: PyTree
+    """The saved state, in the structure of ``like``."""
     facts: Mapping[str, Any]
+    """The JSON that was saved with it."""
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      directory: A folder of their own; made if it is not there.
-      keep: How many of the last are kept.
+      directory: A folder for these checkpoints alone; made if it does not exist.
+      keep: The number of latest checkpoints that are kept.
 
     Example:
       >>> import tempfile
@@ -72,7 +74,7 @@ class Checkpoints:
         self.manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        import orbax.checkpoint as ocp  # it takes a second, which only runs with a folder pay
+        import orbax.checkpoint as ocp  # a second that only runs with a folder cost
 
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self.keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
@@ -81,16 +83,16 @@ class Checkpoints:
         return ocp.CheckpointManager(self.directory, options=options)
 
     def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> bool:
-        """Begins to write a state; the caller may go on, and reuse its buffers.
+        """Starts to write a state; the caller may change or donate its buffers immediately.
 
         Args:
-          step: Its number; one that is there already is left as it is.
+          step: The number of the checkpoint; an existing one is not overwritten.
           state: A tree of arrays and typed keys.
-          facts: Whatever else belongs to it, as JSON has it.
+          facts: Further facts, as JSON.
 
         Returns:
-          Whether all went well so far, the save before this one included. A full disk is
-          logged and answered False; earlier checkpoints are left alone.
+          Whether this save has started and all earlier ones succeeded. If not, the error is
+          logged, and earlier checkpoints remain.
         """
         went_well = self.wait()
         if step in self.manager.all_steps():
@@ -112,7 +114,7 @@ class Checkpoints:
         return went_well
 
     def wait(self) -> bool:
-        """Waits for what is being written; False if it failed."""
+        """Waits for the save in the background; False if it failed."""
         try:
             self.manager.wait_until_finished()
         except Exception as error:  # storage layers raise many unrelated kinds
@@ -121,22 +123,22 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> bool:
         logging.error(
-            "checkpoints: a checkpoint could not be written to %s (%s). The run goes on from what "
-            "it has in memory; the last good checkpoint is %s. Usually the disk is full.",
+            "checkpoints: a checkpoint could not be written to %s (%s). The run continues with its "
+            "state in memory; the last good checkpoint is %s. Usually the disk is full.",
             *(self.directory, str(error).strip().split("\n")[0], self.manager.latest_step()),
         )
         self.manager = self._open()
         return False
 
     def latest(self, like: PyTree) -> Restored | None:
-        """The last checkpoint that is whole; None if there never was one.
+        """The latest checkpoint that is whole; None if there never was one.
 
         Args:
-          like: A state of the same kind, for the structure and the shapes.
+          like: A state with the structure and the shapes of the saved one.
 
         Raises:
-          Damaged: There are checkpoints, and none of them is whole.
-          ValueError: A whole checkpoint is of another kind than ``like``.
+          Damaged: Checkpoints exist, and none of them is whole.
+          ValueError: A whole checkpoint has another structure or other shapes than ``like``.
         """
         self.wait()
         steps = sorted(self.manager.all_steps(), reverse=True)
@@ -149,9 +151,9 @@ class Checkpoints:
             return Restored(_as(like, numbers, f"{self.directory}/{step}"), facts)
         if steps or list(self.directory.glob("damaged-*")):
             raise Damaged(
-                f"checkpoints: none of those in {self.directory} is whole. They hold the root key "
-                "of the run, so it cannot go on. What it has released is spent all the same: count "
-                "it beside whatever is run instead."
+                f"checkpoints: no checkpoint in {self.directory} is whole. The root key of the run "
+                "is lost, so the run cannot resume. Its releases are spent all the same: add "
+                "their cost to the cost of a new run."
             )
         return None
 
@@ -168,14 +170,14 @@ class Checkpoints:
         found = read(state=self.args.StandardRestore(target))["state"]
         numbers = [np.asarray(found.get(str(i), x)) for i, x in enumerate(empty)]
         if trees.fingerprint(numbers) != digest:
-            raise ValueError("its numbers are not those that were written")
+            raise ValueError("its numbers differ from the saved ones")
         return numbers, notes["facts"]
 
     def _set_aside(self, step: int, error: Exception) -> None:
         again = len(list(self.directory.glob(f"damaged-{step}*")))
         aside = self.directory / (f"damaged-{step}-{again + 1}" if again else f"damaged-{step}")
         logging.error(
-            "checkpoints: %s/%d is damaged (%s). It is set aside as %s, and the one before taken.",
+            "checkpoints: %s/%d is damaged (%s). It is set aside as %s; the previous one is read.",
             *(self.directory, step, str(error).strip().split("\n")[0], aside.name),
         )
         self.manager.close()
@@ -183,7 +185,7 @@ class Checkpoints:
         self.manager = self._open()
 
     def close(self) -> None:
-        """Waits for what is being written and ends the threads."""
+        """Waits for the save in the background and ends the threads."""
         self.wait()
         self.manager.close()
 
@@ -197,13 +199,13 @@ def _dtype(name: str) -> np.dtype:
 
 
 def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
-    """The numbers in the structure of a state, as the kinds of arrays that it has."""
+    """The numbers in the structure of ``like``, as JAX arrays, keys or NumPy arrays like there."""
     leaves, structure = jax.tree.flatten(like)
     names = trees.leaf_names(like)
     if len(leaves) != len(numbers):
         raise ValueError(
             f"checkpoints: {where} holds {len(numbers)} arrays, and this run's state has "
-            f"{len(leaves)}. Usually the model or the optimizer is another one."
+            f"{len(leaves)}. Usually the model or the optimizer was changed."
         )
 
     def one(name: str, old: Any, new: np.ndarray) -> Any:
@@ -214,11 +216,11 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
         if (plain.shape, plain.dtype) != (new.shape, new.dtype):
             raise ValueError(
                 f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}, and this run's "
-                f"state as {plain.dtype}{list(plain.shape)}. Usually the model is another one."
+                f"state as {plain.dtype}{list(plain.shape)}. Usually the model was changed."
             )
         if is_key:
             return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(old))
-        # What was free to go where it is needed stays so: a run may need it on several devices.
+        # An uncommitted array stays uncommitted: JAX may then move it to the run's devices.
         return jax.device_put(new, old.sharding) if old.committed else jnp.asarray(new)
 
     return structure.unflatten(map(one, names, leaves, numbers))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good predictions are, and how well they know it.
+"""Accuracy and calibration of predictions.
 
-Accuracy in total, by class and as a confusion table; the negative log-likelihood; and
-calibration, which compares the confidence of predictions with how often they are right.
-All are functions of logits and labels, on arrays, fit for `jax.jit`; inside it labels out of
-range are not noticed.
+Accuracy in total, by class and as a confusion matrix; the negative log-likelihood; and
+calibration, which compares the confidence of predictions with their accuracy. All are functions
+of arrays of logits and labels and may be called inside `jax.jit`, which does not detect labels
+out of range.
 
 | edge case | value |
 |---|---|
@@ -12,8 +12,7 @@ range are not noticed.
 | no example of a class | NaN for that class |
 | bfloat16, float16 | probabilities, sums and counts are float32 |
 
-These numbers look at examples without any noise: on training data they are private.
-This room must never know what made the logits.
+These numbers have no noise: on training data they are as private as the data.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
+
+from dpjax import checks
 
 __all__ = [
     "Reliability",
@@ -39,23 +40,20 @@ __all__ = [
 
 
 class Reliability(NamedTuple):
-    """Predictions sorted into bins of confidence: a reliability diagram as numbers.
-
-    Attributes:
-      counts: How many predictions fall into each bin.
-      confidence: Their mean confidence; 0 in an empty bin.
-      accuracy: Which part of them is right; 0 in an empty bin.
-    """
+    """Predictions sorted into bins of confidence: a reliability diagram as numbers."""
 
     counts: Float[Array, " bins"]
+    """The number of predictions in each bin."""
     confidence: Float[Array, " bins"]
+    """Their mean confidence; 0 in an empty bin."""
     accuracy: Float[Array, " bins"]
+    """The fraction of them that is right; 0 in an empty bin."""
 
 
 def accuracy(
     logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
 ) -> Float[Array, ""]:
-    """The part of the examples whose largest logit is at their label.
+    """The fraction of the examples with the largest logit at their label.
 
     Args:
       logits: Scores of each class.
@@ -100,7 +98,7 @@ def per_class_accuracy(
 ) -> Float[Array, " classes"]:
     """The accuracy among the examples of each class.
 
-    Privacy costs rare and hard classes the most, which the total hides.
+    Private training costs rare and hard classes the most accuracy, which the total hides.
 
     Args:
       logits: Scores of each class.
@@ -149,7 +147,7 @@ def reliability(
     Args:
       logits: Scores of each class.
       labels: The right classes.
-      bins: How many bins of equal width divide the confidences from 0 to 1.
+      bins: The number of bins of equal width that divide the confidences from 0 to 1.
 
     Returns:
       Count, mean confidence and accuracy of every bin.
@@ -160,10 +158,7 @@ def reliability(
       Array([0. , 0.5], dtype=float32)
     """
     logits, labels = _batch("reliability", logits, labels)
-    if bins < 1:
-        raise ValueError(
-            f"metrics.reliability(bins={bins}): expected at least one bin; 15 is usual."
-        )
+    checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
     confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
     right = (_predicted(logits) == labels).astype(confidence.dtype)
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
@@ -229,18 +224,18 @@ def mce(
 
 
 def _predicted(logits: Array) -> Int[Array, " batch"]:
-    """The class of the largest logit; where one is NaN, a class that does not exist."""
+    """The class of the largest logit; a class that does not exist where any logit is NaN."""
     logits = jnp.asarray(logits)
     return jnp.where(jnp.isnan(logits).any(axis=-1), logits.shape[-1], logits.argmax(axis=-1))
 
 
 def _wide(logits: Array) -> Array:
-    logits = jnp.asarray(logits)  # float64 of NumPy's is float32 here, without a warning
+    logits = jnp.asarray(logits)  # makes NumPy's float64 float32 without a warning
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
-    """Both as arrays, lists too, if they are of one batch."""
+    """Logits and labels as arrays; raises unless they belong to one batch."""
     logits, labels = (x if hasattr(x, "dtype") else np.asarray(x) for x in (logits, labels))
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
@@ -252,11 +247,11 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
         )
     if isinstance(labels, Tracer):
         return logits, labels
-    seen = np.asarray(labels)  # inside jit, JAX would put the comparison off
+    seen = np.asarray(labels)  # a JAX comparison would be traced inside jit
     if seen.min() < 0 or seen.max() >= logits.shape[-1]:
         raise ValueError(
             f"metrics.{name}: got labels from {seen.min()} to {seen.max()} for logits of "
-            f"{logits.shape[-1]} classes; classes are counted from 0. Labels from 1 on need "
-            "labels - 1; others belong to another data set than the model."
+            f"{logits.shape[-1]} classes; classes are counted from 0. For labels from 1 on, pass "
+            "labels - 1. Otherwise, model and data set do not belong together."
         )
     return logits, labels

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws of private training, as functions to run on your own rules, losses and chains.
+"""The laws of private training, as assertions on your own rules, losses and chains.
 
-Other libraries test their parts; what makes training private is their composition.
-Each function here takes the real thing, measures the conserved quantity and raises
-`LawBroken` with what was found: one example's influence on the sum, the agreement of
-engines, the noise that really comes out of a chain. `dpjax.auditing` looks at whole
-steps and whole runs.
+The composition of correct parts can still break the guarantee. Each function here runs the
+user's rule, loss or chain, measures a conserved quantity and raises `LawBroken` with the measured
+value: one example's influence on the sum, the agreement of engines, the noise in the output of a
+chain. `dpjax.auditing` measures whole steps and whole runs.
 """
 
 from __future__ import annotations
@@ -33,15 +32,18 @@ __all__ = [
 
 
 class LawBroken(AssertionError):
-    """A guarantee was measured and did not hold."""
+    """A measurement contradicts a guarantee."""
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
-    """How far the clipped sum moves, at most, when one of these examples is removed.
+    """The largest change of the clipped sum when one of these examples is removed.
 
     Args:
       rule: The rule.
-      gradients: Per-example gradients ``(batch, ...)``; hostile ones are welcome.
+      gradients: Per-example gradients ``(batch, ...)``; try zero, infinite and NaN rows too.
+
+    Returns:
+      The largest distance, over all examples.
 
     Example:
       >>> influence(clipping.flat(2.0), {"w": jnp.array([[3.0, 0.0], [0.0, 1.0]])})
@@ -55,7 +57,7 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
         return _vector(clipping.clip(rule, taken, mask)[0])
 
     whole = summed(every, np.ones(size, bool))
-    # Masked, as padding is, and really gone.
+    # An example can leave the sum in two ways: masked like padding, or absent from the batch.
     without = [
         rest
         for i in every
@@ -65,17 +67,22 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
 
 
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
-    """Raises unless no example moves the sum by more than ``rule.sensitivity``.
+    """Raises if one of these examples moves the sum by more than ``rule.sensitivity``.
 
-    Allows for float32: a relative 2e-6 of the sum's own size.
+    Finds a rule with factors that are too large, or with a sensitivity that is stated too small.
+    The tolerance for float32 is 2e-6 of the sensitivity plus the norm of the sum.
+
+    Args:
+      rule: The rule.
+      gradients: Per-example gradients ``(batch, ...)``, as in `influence`.
     """
     found = influence(rule, gradients)
     total = _vector(clipping.clip(rule, gradients)[0])
     rounding = 2e-6 * (rule.sensitivity + float(np.linalg.norm(total)))
     if not found <= rule.sensitivity + rounding:
         raise LawBroken(
-            f"{rule.name}: one example moved the sum by {found:.6g}; its sensitivity is "
-            f"stated as {rule.sensitivity:.6g}, and noise is scaled to that."
+            f"{rule.name}: one example moved the sum by {found:.6g}; the rule's sensitivity is "
+            f"{rule.sensitivity:.6g}, and noise is scaled to that."
         )
 
 
@@ -90,7 +97,18 @@ def assert_engines_agree(
     microbatch_sizes: Sequence[int] = (3,),
     tolerance: float = 1e-5,
 ) -> None:
-    """Raises unless every engine gives the sum, losses, norms and factors of ``vmap``."""
+    """Raises unless every engine gives the sum, losses, norms and factors of ``"vmap"``.
+
+    Args:
+      loss: ``loss(params, example) -> scalar``.
+      rule: The rule.
+      params: The parameters.
+      batch: Examples, on leading axes.
+      mask: Which examples count, as in `dpjax.clipped_grad`; by default all.
+      engines: The names of the engines to compare; by default all.
+      microbatch_sizes: The sizes that every engine runs with.
+      tolerance: Largest difference, relative to the largest number and to 1.
+    """
 
     def run(engine: str, size: int | None) -> ClippedSum:
         return jax.jit(clipped_grad(loss, rule, engine, size))(params, batch, mask)
@@ -103,8 +121,8 @@ def assert_engines_agree(
             scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
             if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 raise LawBroken(
-                    f"engine {engine!r} with microbatches of {size} gives other {name} than "
-                    f"'vmap': largest difference {np.max(np.abs(a - b)):.3g}."
+                    f"engine {engine!r} with microbatches of {size} and 'vmap' differ in {name} "
+                    f"by {np.max(np.abs(a - b)):.3g}."
                 )
 
 
@@ -115,13 +133,32 @@ def assert_noise(
     *,
     tolerance: float = 0.005,
 ) -> None:
-    """Raises unless a link (or a whole chain) adds noise of this standard deviation.
+    """Raises unless the output of a link (or a whole chain) has noise of this deviation.
+
+    The chain runs for one update on zeros, so its output is noise alone.
+
+    | mistake in the chain | measured deviation |
+    |---|---|
+    | no noise link, or a multiplier of 0 | 0 |
+    | a second noise link | too large; with equal keys twice as large |
+    | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
+    | noise for another bound or batch size | scaled by the same factor |
+    | `optax.MultiSteps` around the noise, or `optax.apply_every` behind it | 0 |
+
+    It does not find two runs with equal keys, a wrong deviation in later steps, or
+    `optax.apply_every` before the noise. If the chain divides by the expected batch size or
+    multiplies by a learning rate, so must ``deviation``.
 
     Args:
-      link: Started and run once on zeros.
+      link: The link or chain.
       params: A tree of the sums' shapes; 1e6 numbers or more for the default tolerance.
-      deviation: The standard deviation expected of what comes out.
-      tolerance: Relative.
+      deviation: The expected standard deviation of the output.
+      tolerance: Relative tolerance.
+
+    Example:
+      >>> from dpjax import noise
+      >>> link = noise.gaussian(2.0, clipping.flat(3.0), key=jax.random.key(0))
+      >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
     zeros = jax.tree.map(jnp.zeros_like, params)
     noise, _ = link.update(zeros, link.init(params), params)

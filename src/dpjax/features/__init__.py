@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features: what a fixed transform makes of a data set, brought to one scale and kept on disk.
+"""Features: a fixed transform of a data set, normalised and cached on disk.
 
-`scattered` transforms all images once; `cached` remembers what any transform made of any data,
-by content. `group_norm` scales each example by itself and costs nothing; `Normalization` scales
-channels by statistics of the whole data set, and these are private only with noise: two Gaussian
-queries (four if the clipping thresholds are found privately too), which a `dpjax.Mechanism`
-accounts as its ``preparation``.
-
-This room must never know what is trained on the features.
+`scattered` transforms all images once; `cached` stores the result of any transform under a hash
+of its inputs. `group_norm` scales each example by itself and costs no privacy. `Normalization`
+scales channels by statistics of the whole data set, which are private only with noise: two
+Gaussian queries (four if the clipping thresholds are found privately too), which a
+`dpjax.Mechanism` accounts as its ``preparation``.
 """
 
 from dpjax.features.cache import cached, scattered

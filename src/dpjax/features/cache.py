@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of a whole data set: computed once, then read.
 
-A file is found by what went in: a hash of the data's bytes and of the transform's settings. So
-it is never stale, needs no name, and two data sets never meet. It begins with a hash of what
-came out: a file that was cut off, or changed, is noticed and computed anew. It is written
-beside its place and then moved there, so a reader sees all of it or none.
+The name of a file is a hash of the data's bytes and of the transform's settings, so a file is
+never stale and two data sets never share one. Its first bytes are a hash of the features: a
+truncated or changed file is detected and computed again. A file is written under a temporary
+name and then renamed, so a reader sees all of it or none.
 
-What lies here is a function of private examples: a cache is as secret as the data. Files are
-data, never code: nothing is unpickled.
+Features are functions of private examples: a cache is as secret as the data. Files are data,
+never code: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import jax
 import numpy as np
 from absl import logging
 
+from dpjax import checks
 from dpjax.scattering import scatter
 
-_VERSION = 1  # of the transforms here: another one, and old files are no longer found
+_VERSION = 1  # raise it when the values of a transform change: old files are then not found
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -43,32 +44,30 @@ def scattered(
 
     Args:
       images: ``[examples, height, width, channels]``, floating point.
-      J: How many scales; see `dpjax.scattering.scatter`.
-      L: How many angles.
-      order: The largest number of wavelets in a row.
-      directory: Where features are kept; by default they are computed in every call.
-      batch_size: How many images are on the device at once; speed and memory only.
+      J: The number of scales; see `dpjax.scattering.scatter`.
+      L: The number of angles.
+      order: The largest number of wavelets in a path.
+      directory: The folder of the cache; by default features are computed in every call.
+      batch_size: The number of images on the device; changes speed and memory only.
 
     Returns:
       ``[examples, out_height, out_width, features]``, in the order of the images.
 
     Privacy:
-      One image, one row: the features cost nothing, and they are as private as the images.
+      Each row is a function of one image: the features cost nothing, and are as secret as the
+      images.
 
     Example:
       >>> scattered(np.ones((5, 8, 8, 1), np.float32), J=1, L=2, batch_size=2).shape
       (5, 4, 4, 3)
     """
-    if batch_size < 1:
-        raise ValueError(
-            f"features.scattered(batch_size={batch_size}): at least one image at a time."
-        )
+    checks.whole("features.scattered", "batch_size", batch_size)
 
     def transform(part: Any) -> jax.Array:
         return scatter(part, J, L, order)
 
     images = np.asarray(images)
-    images = images.astype(images.dtype.newbyteorder("="), copy=False)  # as the device has them
+    images = images.astype(images.dtype.newbyteorder("="), copy=False)  # JAX has no other order
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
@@ -76,7 +75,7 @@ def scattered(
         size = min(batch_size, len(images))
         for start in range(0, len(images), max(1, size)):
             part = images[start : start + size]
-            if len(part) < size:  # a program of its own would take longer to compile
+            if len(part) < size:  # padded, because compiling a second shape would take longer
                 missing = ((0, size - len(part)), *[(0, 0)] * (images.ndim - 1))
                 part = np.pad(part, missing)
             features[start : start + size] = transform(part)[: len(images) - start]
@@ -96,26 +95,26 @@ def cached(
     directory: str | os.PathLike[str],
     name: str = "features",
 ) -> np.ndarray:
-    """What ``compute(inputs)`` returns, from the disk if it was computed before.
+    """Returns ``compute(inputs)``, from the disk if it was computed before.
 
     Args:
       compute: A function of the inputs that returns one array.
       inputs: An array; a single changed bit makes another key.
-      settings: Whatever else the result depends on, as JSON knows it: numbers, words, lists.
-      directory: The folder; made if it is not there.
-      name: How the file's name begins.
+      settings: All other facts that the result depends on, as JSON: numbers, strings, lists.
+      directory: The folder; made if it does not exist.
+      name: The first part of the file's name.
 
     Returns:
       The array, equal to the last bit.
 
-    | the file | what happens |
+    | the file | effect |
     |---|---|
-    | is not there | computed, written |
+    | does not exist | computed and written |
     | is whole | read |
-    | was cut off, or a bit of it changed | said, computed, written again |
-    | is being written by another process | not seen; both write the same |
+    | was truncated or changed | a warning; computed and written again |
+    | is being written by another process | not seen; both write equal files |
     | cannot be written, because of the folder | an error, before anything is computed |
-    | cannot be written in the end (a full disk) | said; the array is returned |
+    | cannot be written in the end (a full disk) | logged as an error; the array is returned |
 
     Example:
       >>> folder = tempfile.mkdtemp()
@@ -140,18 +139,19 @@ def cached(
         if found.dtype.kind not in "biufc":
             raise TypeError(
                 f"features.cached: the transform returned {found.dtype}, which a file of plain "
-                "arrays does not bring back as it was. Return numbers that NumPy knows itself: "
+                "arrays does not preserve. Return NumPy's own numeric types: "
                 "bfloat16 as float32, and no objects."
             )
         try:
             _write(path, found)
         except OSError as error:
-            logging.error("features.cached: %s could not be kept (%s).", path, error)
+            logging.error("features.cached: %s could not be written (%s).", path, error)
     return found
 
 
 def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
-    # By two names: float16 and bfloat16 are alike in bytes, byte orders alike in words.
+    # Both names are needed: `str` is equal for bfloat16 and other void types, `name` for both
+    # byte orders.
     kind = [inputs.dtype.name, inputs.dtype.str]
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
@@ -160,19 +160,19 @@ def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
 
 
 def _read(path: Path) -> np.ndarray | None:
-    """The array of a file that is there and whole."""
+    """The array of a file; None if the file does not exist or is damaged."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
         if file.read(_DIGEST) == _digest(file):
             file.seek(_DIGEST)
             return np.load(file, allow_pickle=False)
-    logging.warning("features.cached: %s is damaged; what it held is computed anew.", path)
+    logging.warning("features.cached: %s is damaged; its features are computed again.", path)
     return None
 
 
 def _try(folder: Path) -> None:
-    """Refuses a folder that cannot be written to, before hours are spent on what goes there."""
+    """Refuses a folder that cannot be written to, before hours of computation."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -180,13 +180,13 @@ def _try(folder: Path) -> None:
     except OSError as error:
         raise OSError(
             f"features.cached(directory={str(folder)!r}): nothing can be written there ({error}), "
-            "and nothing was computed. Expected a folder of your own, or a path where one can be "
-            "made. Usually it is a file, or belongs to somebody else."
+            "and nothing was computed. Expected a writable folder, or a path where one can be "
+            "made. Usually the path is a file, or the folder belongs to another user."
         ) from error
 
 
 def _write(path: Path, array: np.ndarray) -> None:
-    """Writes a file beside its place, and moves it there when it is whole."""
+    """Writes a file under a temporary name, and renames it when it is whole."""
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(handle, "w+b") as file:
@@ -205,7 +205,7 @@ def _write(path: Path, array: np.ndarray) -> None:
 
 
 def _digest(file: BinaryIO) -> bytes:
-    """The hash of a file from where it stands to its end."""
+    """The hash of a file from its current position to its end."""
     hashed = hashlib.sha256()
     while piece := file.read(2**20):
         hashed.update(piece)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The means and variances of channels, found in private data.
+"""The means and variances of channels, released privately.
 
 Each example gives the vector of its channel means, clipped to a threshold, and the noisy sum over
-all examples is a Gaussian query; so is that of the mean squares. Both run on the whole data set,
-so no sampling amplifies them, and a `dpjax.Mechanism` accounts them as its ``preparation``.
+all examples is a Gaussian query; so is the noisy sum of the mean squares. Both run on the whole
+data set, so no sampling amplifies them. A `dpjax.Mechanism` accounts them as its ``preparation``.
 
-A threshold is a number that was known before (measured on public data, say), or is found here by
-a noisy histogram, at the price of one more query. A median of the private norms, taken as it
-is, would be a release that nobody accounts.
+A threshold is public (measured on public data, say), or a noisy histogram finds it, at the price
+of one more query. An exact median of the private norms would be a release that no accountant sees.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from dpjax.types import Key, Purpose
 
 Features = Float[Array, "examples height width channels"]
 
-_MEANS, _SQUARES = 0, 1  # the two queries; their searches have streams of noise of their own
+_MEANS, _SQUARES = 0, 1  # the two queries; their threshold searches have the streams 2 and 3
 
 
 def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
-    """The norms that thresholds are compared with: of channel means, and of mean squares.
+    """The per-example norms that thresholds clip: of channel means, and of mean squares.
 
     Args:
       features: Channels last.
@@ -38,8 +37,8 @@ def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
       Two arrays ``[examples]``.
 
     Privacy:
-      One number an example, without noise. Their medians are good thresholds if the data are
-      public, and a leak if they are not.
+      The norms have no noise. Their medians are good thresholds if the data are public, and a
+      leak if the data are private.
 
     Example:
       >>> means, squares = channel_norms(jnp.full((1, 2, 2, 4), 3.0))
@@ -52,17 +51,19 @@ def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """How thresholds are found privately: a quantile of a noisy histogram of the norms.
+    """A private search for thresholds: a quantile of a noisy histogram of the norms.
 
-    Every example adds 1 to one bin, so a histogram has sensitivity 1; there is one for each of
-    the two thresholds.
+    There is one histogram for each of the two thresholds.
 
     Args:
-      noise_multiplier: Of each histogram.
-      quantile: The fraction of norms that shall lie below the threshold.
+      noise_multiplier: The noise multiplier of each histogram.
+      quantile: The fraction of norms that should lie below the threshold.
       lowest: Upper edge of the first bin; public.
       highest: Upper edge of the last bin; public.
-      bins: How many, in a geometric row.
+      bins: The number of bins; their edges are in geometric progression.
+
+    Sensitivity:
+      Every example adds 1 to one bin, so a histogram has sensitivity 1.
 
     Example:
       >>> Search(noise_multiplier=20.0).edges[[0, -1]]
@@ -76,23 +77,23 @@ class Search:
     bins: int = 121
 
     def __post_init__(self) -> None:
-        """Refuses searches that can find nothing."""
+        """Refuses searches that cannot find a threshold."""
         _check_number("Search", self.noise_multiplier, bound=1.0)
         if not (0 < self.quantile < 1 and 0 < self.lowest < self.highest and self.bins >= 2):
             raise ValueError(
                 f"{self}: expected 0 < quantile < 1, 0 < lowest < highest and 2 bins or more. "
-                "The bins are a public guess of where the norms lie; let them reach too far."
+                "The bins are a public guess of the range of the norms; choose them too wide."
             )
 
     @property
     def edges(self) -> np.ndarray:
-        """The upper edge of each bin; norms beyond the last are counted in it."""
+        """The upper edge of each bin; larger norms are counted in the last bin."""
         return np.geomspace(self.lowest, self.highest, self.bins)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normalization:
-    r"""The private normalisation of channels, described once: what runs is what is accounted.
+    r"""The private normalisation of channels: one description for the run and the accountant.
 
     Per example $i$ with channel means $a_i$ and mean squares $b_i$,
 
@@ -105,16 +106,17 @@ class Normalization:
     Args:
       examples: $N$, the number of examples; public.
       noise_multiplier: $z$, of each of the two queries, relative to its threshold.
-      thresholds: $(\tau_1, \tau_2)$, known from elsewhere; or a `Search` that finds them.
+      thresholds: $(\tau_1, \tau_2)$, public; or a `Search` that finds them.
 
     Privacy:
-      Costs what ``multipliers`` lists, before the first step of training and not amplified by
-      its sampling: hand them to the mechanism as ``preparation=normalization.multipliers``.
+      ``multipliers`` lists the queries. They run before the first step of training, and its
+      sampling does not amplify them: give ``preparation=normalization.multipliers`` to the
+      mechanism.
 
     | given | result |
     |---|---|
-    | an example with NaN or infinite features | contributes exactly nothing |
-    | multiplier 0, infinite thresholds | the exact moments; not private, and accounted so |
+    | an example with NaN or infinite features | contributes exactly 0 |
+    | multiplier 0, infinite thresholds | the exact moments; accounted as not private |
     | multiplier above 0, infinite thresholds | refused |
 
     Example:
@@ -143,11 +145,11 @@ class Normalization:
     thresholds: tuple[float, float] | Search
 
     def __post_init__(self) -> None:
-        """Refuses descriptions that mean nothing."""
+        """Refuses impossible descriptions."""
         if self.examples < 1 or int(self.examples) != self.examples:
             raise ValueError(
-                f"Normalization(examples={self.examples}): expected the number of examples, "
-                "which is public and divides the sums."
+                f"Normalization(examples={self.examples}): expected the number of examples, a "
+                "public whole number that divides the sums."
             )
         bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
         if np.shape(bounds) != (2,):
@@ -160,30 +162,30 @@ class Normalization:
 
     @property
     def multipliers(self) -> tuple[float, ...]:
-        """The noise multiplier of every query on the data, each a Gaussian on all of them."""
+        """The noise multiplier of every query; each is a Gaussian query on all examples."""
         queries = (float(self.noise_multiplier),) * 2
         if isinstance(self.thresholds, Search):
             return (float(self.thresholds.noise_multiplier),) * 2 + queries
         return queries
 
     def release(self, key: Key, features: Features) -> Moments:
-        """Runs the queries on all examples at once.
+        """Runs the queries on all examples.
 
         Args:
-          key: Consumed; the root key of the run may be given, for no other purpose shares
-            its streams. A second release, of other features say, is more queries and needs
+          key: Consumed. The root key of the run may be given: no other purpose shares these
+            streams. A second release, of other features say, is more queries and needs
             another key: equal noise on both would cancel in their difference.
-          features: ``[examples, height, width, channels]``, one example after the other made
-            from one raw example each.
+          features: ``[examples, height, width, channels]``; each example is a function of one
+            raw example.
 
         Returns:
-          The noisy moments; they may be published.
+          The noisy moments, which may be published.
         """
         if features.shape[0] != self.examples:
             raise ValueError(
-                f"Normalization.release: got {features.shape[0]} examples, and the sums are "
-                f"divided by {self.examples}. Describe it with this data set's number of "
-                "examples, and release from the training examples alone."
+                f"Normalization.release: got {features.shape[0]} examples; expected "
+                f"{self.examples}, by which the sums are divided. Give this data set's number of "
+                "examples to Normalization, and release from the training examples alone."
             )
         means, squares = _statistics(features)
         mean = self._noisy_mean(key, _MEANS, means)
@@ -195,7 +197,7 @@ class Normalization:
         return _release(key, query, rows, bound, self.noise_multiplier) / self.examples
 
     def _threshold(self, key: Key, query: int, rows: Array) -> float:
-        """What was given, or the quantile of a noisy histogram."""
+        """The given threshold, or the quantile of a noisy histogram."""
         search = self.thresholds
         if not isinstance(search, Search):
             return search[query]
@@ -210,7 +212,7 @@ class Normalization:
 def _check_number(name: str, multiplier: float, bound: float) -> None:
     if callable(multiplier) or np.ndim(multiplier):
         raise TypeError(
-            f"{name}(noise_multiplier={multiplier}): expected one number; every query runs once, "
+            f"{name}(noise_multiplier={multiplier}): expected one number. Every query runs once, "
             "so there is neither a schedule nor a multiplier per group."
         )
     noise.check_multiplier(multiplier, clipping.flat(bound))
@@ -230,7 +232,7 @@ def _statistics(features: Features) -> tuple[Array, Array]:
 
 
 def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float) -> Array:
-    """The sum of rows clipped to a bound, with noise: one Gaussian query on all examples."""
+    """The noisy sum of rows that are clipped to a bound: one Gaussian query on all examples."""
     rule = clipping.flat(bound)
     factors = rule.factors(trees.group_norms(rows, (0,), 1))
     total = trees.scaled_sum(rows, factors, (0,))

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features brought to one scale: example by example, or by moments that are known.
+"""Feature scaling: example by example, or by given moments.
 
-Under noise every coordinate pays for the largest, so features are normalised before anything is
-trained on them. `group_norm` looks at one example at a time and costs nothing. `normalize`
-applies the means and variances of channels, and costs nothing either: what costs is to find them
-in private data, which is next door, in `normalization`.
-
-This page must never compute anything over several examples.
+Noise is as large as the largest coordinate needs, so features are normalised before training.
+`group_norm` reads one example at a time and costs no privacy. `normalize` applies given means and
+variances of channels and costs none either; `Normalization` pays for finding them in private data.
 """
 
 from __future__ import annotations
@@ -39,14 +36,14 @@ def group_norm(
 
     Args:
       features: Channels last, with any number of leading axes.
-      groups: How many; the papers' choices are 9, 27 or 81 for the features of a ScatterNet.
-      stabilizer: $s$; what keeps a constant group from being divided by 0.
+      groups: The number of groups; the papers use 9, 27 or 81 for the features of a ScatterNet.
+      stabilizer: $s$; prevents division by 0 in a constant group.
 
     Returns:
-      Features of the same shape and dtype; every group has mean 0 and variance 1, or less.
+      Features of the same shape and dtype; every group has mean 0 and a variance of at most 1.
 
     Privacy:
-      An example's result depends on that example alone: nothing is spent.
+      An example's result depends on that example alone, so it costs nothing.
 
     Example:
       >>> group_norm(jnp.array([[[1.0, 3.0, 7.0, 7.0]]]), groups=2).round(3)
@@ -60,7 +57,7 @@ def group_norm(
     if groups < 1 or channels % groups:
         raise ValueError(
             f"features.group_norm(groups={groups}): {channels} channels are not divided evenly "
-            "into so many groups. For 81 or 243 channels take 9, 27 or 81."
+            f"into {groups} groups. For 81 or 243 channels use 9, 27 or 81."
         )
     wide = features.astype(trees.wide(features.dtype))
     split = wide.reshape(*rest, groups, channels // groups)
@@ -77,7 +74,7 @@ def normalize(
     *,
     stabilizer: float = 1e-5,
 ) -> Float[Array, "*examples height width channels"]:
-    r"""Shifts and scales channels by moments that were released, or are public.
+    r"""Shifts and scales channels by released or public moments.
 
     $$ y_c = \frac{x_c - \mu_c}{\sqrt{\sigma_c^2 + s}},
        \quad y_c = 0 \text{ where } \sigma_c^2 = 0 $$
@@ -88,11 +85,11 @@ def normalize(
       stabilizer: $s$, added to the variance.
 
     Returns:
-      Features of the same shape. A channel whose noisy variance is not positive says nothing
-      and becomes 0.
+      Features of the same shape. A channel becomes 0 if its noisy variance is not positive,
+      because it then has more noise than signal.
 
     Privacy:
-      Free: nothing but the released moments is shared between examples.
+      Free: the examples share only the released moments.
 
     Example:
       >>> moments = Moments(mean=jnp.array([2.0, 5.0]), variance=jnp.array([4.0, 0.0]))
@@ -111,16 +108,16 @@ def normalize(
 
 
 def checked(features: Array) -> Array:
-    """The features, if they are: floating point, and with two axes of places and one of channels.
+    """Returns the features; raises unless they are floating point with three axes or more.
 
     Args:
-      features: As they were given.
+      features: The caller's argument.
     """
     features = jnp.asarray(features)
     if features.ndim < 3 or not jnp.issubdtype(features.dtype, jnp.floating):
         raise ValueError(
             f"features: got {features.dtype} of shape {features.shape}; expected floating-point "
-            "numbers, (examples, height, width, channels), as scattering makes them. A table of "
-            "vectors has places too, one each: vectors[:, None, None]."
+            "numbers, (examples, height, width, channels), as scattering makes them. Give "
+            "vectors a height and a width of 1: vectors[:, None, None]."
         )
     return features

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wavelet scattering: what an image looks like to filters that nobody trained.
+"""Wavelet scattering: image features from fixed filters, without training.
 
-Convolve with wavelets of several scales and angles, take the modulus, average; do the same once
-more to what the first average lost. No weight is learned, so the features cost no privacy, and
-under noise a linear model on them beats most networks on pixels.
+The transform convolves with wavelets of several scales and angles, takes the modulus and
+averages; it repeats this once for the detail that the first average removes. No weight is
+learned and each image's features depend on that image alone, so the features cost no privacy.
+Under noise a linear model on them beats most networks on pixels.
 
-`scatter` is the transform, `paths` says what each of its channels is. Three pages: `filters`
-builds the wavelets, once a shape, in NumPy; `fourier` convolves with them, in JAX; `transform`
-is the cascade. Nothing here looks at more than one image at a time: that is what makes the
-features free.
+`scatter` is the transform and `paths` lists its channels. `filters` builds the wavelets in
+NumPy, once for each shape; `fourier` convolves with them in JAX; `transform` is the cascade.
 
 References:
   Bruna and Mallat, "Invariant Scattering Convolution Networks", 2013.

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filters of the scattering transform, as plain arrays of float64.
+"""The filters of the scattering transform, as NumPy arrays of float64.
 
-Band-pass filters are Morlet wavelets, a wave under a Gaussian from which so much of the Gaussian
-is taken that the mean is 0; the low-pass filter is a Gaussian. All are sampled on the padded
-image, wrapped around it, and held by their Fourier transforms, which are real.
+Band-pass filters are Morlet wavelets: a wave times a Gaussian, minus a multiple of the Gaussian
+that makes the mean 0. The low-pass filter is a Gaussian. All are sampled on the padded image with
+periodic boundaries and represented by their Fourier transforms, which are real.
 
-Every constant is that of the published ScatterNets (kymatio's), the rounded 3.1415 in the norm of
-the Gaussians included: features and thresholds of the literature then carry over to the sixth
-digit. This page knows nothing of JAX, images or batches.
+Every constant is kymatio's, which published ScatterNets use, so that published features and
+thresholds agree to the sixth digit.
 """
 
 import functools
@@ -16,12 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-_PI = 3.1415  # in the norm of every Gaussian, where the published filters have just these digits
-_REACH = 2  # filters are wrapped around the image this often on either side
+_PI = 3.1415  # kymatio's digits in the norm of every Gaussian
+_REACH = 2  # periods on either side of the image at which filters are sampled
 
 
 class Bank(NamedTuple):
-    """The filters for images of one padded shape, by their Fourier transforms."""
+    """The Fourier transforms of all filters for images of one padded shape."""
 
     wavelets: tuple[np.ndarray, ...]
     """For each scale $j$, real: ``[angles, rows, columns]``."""
@@ -30,7 +29,11 @@ class Bank(NamedTuple):
 
 
 def padded_size(size: int, J: int) -> int:
-    """The length to which a side is padded: a multiple of ``2**J``, with a margin.
+    """The length of a padded side: a multiple of ``2**J``, with a margin.
+
+    Args:
+      size: The side of the image.
+      J: The number of scales.
 
     Example:
       >>> padded_size(28, J=2), padded_size(32, J=2)
@@ -49,17 +52,17 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     $$ \psi_{jl} = g - \kappa |g|, \qquad
        g(u) = \frac{s}{2\pi\sigma_j^2} e^{-(a^2 + s^2 b^2) / 2\sigma_j^2 + i \xi_j a}, $$
 
-    where $(a, b)$ is $u$ turned by $\theta_l$, $s = 4/L$, and $\kappa$ makes the mean 0; the
-    low-pass filter is the round Gaussian of width $\sigma_{J-1}$.
+    where $(a, b)$ is $u$ rotated by $\theta_l$, $s = 4/L$, and $\kappa$ makes the mean 0; the
+    low-pass filter is the isotropic Gaussian of width $\sigma_{J-1}$.
 
     Args:
       rows: Height of the padded image.
-      columns: Its width.
-      J: How many scales, each twice as coarse as the one before.
-      L: How many angles.
+      columns: Width of the padded image.
+      J: The number of scales, each twice as coarse as the one before.
+      L: The number of angles.
 
     Returns:
-      The `Bank`; the same object in every call, and so not to be written to.
+      The `Bank`; all calls return one object, so its arrays are read-only.
 
     Example:
       >>> bank = filter_bank(36, 36, J=2, L=8)
@@ -90,7 +93,7 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
     envelope = norm * np.exp(-square / (2 * _width(j) ** 2))
     wave = envelope * np.exp(0.75j * math.pi / 2**j * along)
     wavelet = _wrap(wave - wave.sum() / envelope.sum() * envelope, shape)
-    return np.fft.fft2(wavelet).real  # what is dropped is 0 up to rounding
+    return np.fft.fft2(wavelet).real  # the imaginary part is 0 up to rounding
 
 
 def _gaussian(size: int, j: int) -> np.ndarray:
@@ -101,7 +104,7 @@ def _gaussian(size: int, j: int) -> np.ndarray:
 
 
 def _wrap(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Adds up all periods of a function that was sampled on several."""
+    """Sums all periods of a function that was sampled on several."""
     periods = 2 * _REACH + 1
     split = values.reshape([n for size in shape for n in (periods, size)])
     return split.sum(axis=tuple(range(0, 2 * len(shape), 2)))
@@ -111,12 +114,12 @@ def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
     """The filter for fields that were subsampled by ``2**resolution``.
 
     Args:
-      response: A filter by its Fourier transform; all axes but the first are frequencies.
-      resolution: How often the field was halved.
+      response: The Fourier transform of a filter; all axes but the first are frequencies.
+      resolution: How many times the field was halved.
 
     Returns:
-      The same filter on the coarser grid: the upper frequencies, which it hardly passes, are
-      dropped, and what is left is folded.
+      The filter on the coarser grid: the upper frequencies, which it hardly passes, are set to 0,
+      and the rest is folded.
 
     Example:
       >>> coarsen(np.array([[4.0, 2.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0]]), resolution=1)
@@ -133,12 +136,12 @@ def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
 
 
 def averaging(lowpass: np.ndarray, resolution: int, J: int) -> np.ndarray:
-    """The matrix that averages one axis of a field, subsamples it, and cuts off the margins.
+    """The matrix that averages one axis of a field, subsamples it, and removes the margins.
 
     Args:
       lowpass: One factor of the low-pass filter, on the finest grid.
-      resolution: How often the field was halved already.
-      J: How often it is to be halved in all.
+      resolution: How many times the field was already halved.
+      J: How many times the features are halved in total.
 
     Returns:
       ``[out, size]``.
@@ -152,8 +155,11 @@ def averaging(lowpass: np.ndarray, resolution: int, J: int) -> np.ndarray:
 def mirrored(size: int) -> np.ndarray:
     """The indices of an axis as 0, 1, ..., and then -1, -2, ...
 
-    Sines and cosines of opposite indices are equal up to a sign, so in this order a transform is
-    half a matrix, used twice.
+    Sines and cosines of opposite indices are equal up to a sign, so in this order a transform
+    uses half a matrix twice.
+
+    Args:
+      size: Length of the axis.
 
     Example:
       >>> mirrored(6)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scattering transform of a batch of images: the cascade of wavelets, moduli and averages.
 
-A *field* is laid out for the products of `fourier`: rows first, in `mirrored` order, columns last,
-and between them everything that is alike for all pixels: images, paths. No array is transposed
-before the features are done.
-
-This page must never look at two images together, nor at a label.
+A *field* has the layout of the products in `fourier`: rows first, in `mirrored` order, columns
+last, and images and paths between them. So no array is transposed until the features are
+complete.
 """
 
 import functools
@@ -23,19 +21,21 @@ from dpjax.trees import wide
 
 
 class Path(NamedTuple):
-    """What one channel has been through: the wavelet of each order, by scale and angle."""
+    """The wavelets that one channel has passed, in their order."""
 
     scales: tuple[int, ...]
+    """The scale of each wavelet."""
     angles: tuple[int, ...]
+    """The angle of each wavelet."""
 
 
 def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
     """The channels of `scatter` for one input channel, in their order.
 
     Args:
-      J: How many scales.
-      L: How many angles.
-      order: The largest number of wavelets in a row.
+      J: The number of scales.
+      L: The number of angles.
+      order: The largest number of wavelets in a path.
 
     Returns:
       ``1 + J L + L**2 J (J - 1) / 2`` paths for order 2.
@@ -66,20 +66,20 @@ def scatter(
     over all wavelets $\psi_1$ and all coarser $\psi_2$, subsampled by $2^J$.
 
     Args:
-      images: Channels last. Pixels outside are taken as reflected at the edge.
-      J: How many scales; features are ``2**J`` times as coarse as pixels.
-      L: How many angles.
-      order: 0, 1 or 2: the largest number of wavelets in a row.
+      images: Channels last. Padding reflects the pixels at the edge.
+      J: The number of scales; features are ``2**J`` times as coarse as pixels.
+      L: The number of angles.
+      order: 0, 1 or 2: the largest number of wavelets in a path.
 
     Returns:
       Features, channels last, ``paths(J, L, order)`` for the first channel of the image, then
       for the second, and so on: ``(batch, 7, 7, 81)`` for MNIST and ``(batch, 8, 8, 243)`` for
-      CIFAR-10. In the images' dtype, or float32 if that is narrower. Compiled here, and may
-      also be part of a larger program; differentiable in the images.
+      CIFAR-10. Their dtype is the images', or float32 if that is narrower. The function is
+      jitted, may be called inside ``jax.jit``, and is differentiable in the images.
 
     Privacy:
-      Each image's features are a function of that image alone, so they cost nothing, and what
-      is trained on them is as private as if it were trained on pixels.
+      Each image's features are a function of that image alone, so they cost nothing: a model
+      that is trained on them is as private as a model that is trained on pixels.
 
     | images | features |
     |---|---|
@@ -107,13 +107,13 @@ def _check(images: Array, J: int, L: int, order: int) -> None:
     if not jnp.issubdtype(images.dtype, jnp.floating):
         raise TypeError(
             f"scattering.scatter: got {images.dtype} images; expected floating-point numbers, "
-            "usually in [0, 1]. Bytes are divided by 255 first; data.load does that."
+            "usually in [0, 1]. Divide bytes by 255 first, as data.load does."
         )
     if images.ndim != 4 or not images.shape[-1]:
         raise ValueError(
             f"scattering.scatter: got images of shape {images.shape}; expected (batch, height, "
             "width, channels), with at least one channel. Usually the channel axis is missing: "
-            "images[..., None]; or it is one image: images[None]."
+            "images[..., None]; or the batch axis of one image: images[None]."
         )
     if J < 1 or L < 1 or order not in (0, 1, 2):
         raise ValueError(
@@ -123,15 +123,15 @@ def _check(images: Array, J: int, L: int, order: int) -> None:
     if min(images.shape[1:3]) < 2**J:
         raise ValueError(
             f"scattering.scatter(J={J}): {images.shape[1]} x {images.shape[2]} pixels are fewer "
-            f"than {2**J} a side, so no feature would be left. Use fewer scales; if the images "
-            f"are not that small, their axes are in another order than channels last."
+            f"than {2**J} a side, so no feature would be left. Use fewer scales. If the images "
+            "are larger, their axes are in another order than channels last."
         )
 
 
 @functools.partial(jax.jit, static_argnames=("J", "L", "order"))
 def _scatter(images: Array, J: int, L: int, order: int) -> Array:
-    """Takes as many images at a time as suits the machine; each is on its own anyway."""
-    size, each = images.shape[0], min(images.shape[0], _at_once(images, J, L))
+    """Transforms the images in parts; the size of a part changes speed and memory only."""
+    size, each = images.shape[0], min(images.shape[0], _part_size(images, J, L))
     whole = size // each * each if each else 0
     parts = images[:whole].reshape(-1, max(1, each), *images.shape[1:])
     features = jax.lax.map(lambda part: _cascade(part, J, L, order), parts)
@@ -141,17 +141,18 @@ def _scatter(images: Array, J: int, L: int, order: int) -> Array:
     return jnp.concatenate([features, _cascade(images[whole:], J, L, order)])
 
 
-def _at_once(images: Array, J: int, L: int) -> int:
-    """How many images: on a CPU the spectra stay in its caches, elsewhere they fill the chip."""
+def _part_size(images: Array, J: int, L: int) -> int:
+    """The number of images in a part, a power of 2."""
     _, height, width, channels = images.shape
     pixels = padded_size(height, J) * padded_size(width, J)
     spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
+    # On a CPU the spectra of a part should stay in its caches; elsewhere they should fill the chip.
     room = 2**23 if jax.default_backend() == "cpu" else 2**30
     return 2 ** max(0, int(math.log2(room / spectra)))
 
 
 def _cascade(images: Array, J: int, L: int, order: int) -> Array:
-    """All paths of one lot of images, from pixels to features."""
+    """All paths of one part of the images, from pixels to features."""
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     found = [_average(field, bank, 0)[:, :, None]]
@@ -168,7 +169,7 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
 
 
 def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images paths columns"]:
-    """What all coarser wavelets make of the first order's moduli at scale ``j``, averaged."""
+    """The averaged moduli of all coarser wavelets, applied to the first order's at scale ``j``."""
     J = len(bank.wavelets)
     spectrum = spectrum_of(first, 2 ** (J - 1 - j))
     found = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
@@ -179,7 +180,7 @@ def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images
 def _response(
     spectrum: Array, bank: Bank, j: int, resolution: int
 ) -> Float[Array, "rows *images_and_paths angles columns"]:
-    """The moduli of all wavelets of scale ``j``, from the spectrum of a field halved so often."""
+    """The moduli of all wavelets of scale ``j``; the field was halved ``resolution`` times."""
     blocks = 2 ** (len(bank.wavelets) - 1 - resolution)
     step = 2 ** (j - resolution)
     passed = filtered(spectrum, coarsen(bank.wavelets[j], resolution), step, blocks)
@@ -187,13 +188,13 @@ def _response(
 
 
 def _average(field: Array, bank: Bank, resolution: int) -> Array:
-    """The low-pass filter, subsampling, and the margins cut off."""
+    """Applies the low-pass filter, subsamples, and removes the margins."""
     down, across = (averaging(f, resolution, len(bank.wavelets)) for f in bank.lowpass)
     return on_columns(on_rows(down[:, mirrored(down.shape[1])], field), across.T)
 
 
 def _field(images: Array, J: int) -> Float[Array, "rows images columns"]:
-    """Pads by reflection, and brings rows to the front and columns to the end."""
+    """Pads by reflection, and moves rows to the front and columns to the end."""
     batch, height, width, channels = images.shape
     rows, columns = (_reflected(side, J) for side in (height, width))
     images = images[:, rows[mirrored(len(rows))]][:, :, columns]
@@ -201,6 +202,6 @@ def _field(images: Array, J: int) -> Float[Array, "rows images columns"]:
 
 
 def _reflected(size: int, J: int) -> np.ndarray:
-    """Which pixel stands at each place of a padded side."""
+    """The index of the pixel at each place of a padded side."""
     margin = padded_size(size, J) - size
     return np.pad(np.arange(size), (margin // 2, margin - margin // 2), mode="reflect")
