@@ -17,6 +17,8 @@ MUTANT = os.environ.get("DPJAX_TESTED_SOURCES")
 if MUTANT:  # a mutant that is not loaded is no test
     assert pathlib.Path(dpjax.__file__).is_relative_to(MUTANT), dpjax.__file__
 
+collect_ignore = ["guards.py"]  # A plugin of pytest's, loaded by its name.
+
 PHASES = set(hypothesis.Phase)
 hypothesis.settings.register_profile(
     "dpjax",

@@ -420,6 +420,7 @@ TEACHES = [
     (lambda: clipping.hard_threshold(inf, 2.0), r"no infinite length\. To switch clipping off"),
     (lambda: clipping.automatic(inf), "no infinite length"),
     (lambda: clipping.psac(inf), "no infinite length"),
+    (lambda: clipping.grouped(total=-1.0, groups=2), "total must be positive"),
     (lambda: clipping.normalized(inf), "no infinite length"),
     (lambda: clipping.hard_threshold(math.nan), "bound must be positive"),
     (lambda: clipping.balanced(3).assign({"a": jnp.zeros(2)}), "only 1 leaves"),

@@ -110,7 +110,7 @@ def test_a_full_disk_is_survived_and_reported(server, tmp_path):
 
 def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints.Checkpoints, "save", lambda *_: False)
-    with pytest.raises(OSError, match="Nothing was run"):
+    with pytest.raises(OSError, match="No step ran"):
         killable_runs.fit(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
@@ -447,7 +447,7 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     with jax.threefry_partitionable(False):
         with caplog.at_level("WARNING"), pytest.raises(InterruptedError):
             _seen(tmp_path, algorithm, last=3, state=other)
-        assert "goes on at step 2, nothing runs again" in caplog.text
+        assert "resumes at step 2. No step runs again" in caplog.text
     with pytest.raises(ledger.Refused, match="partitionable: False there, True now"):
         _seen(tmp_path)
     with jax.threefry_partitionable(False):
@@ -589,7 +589,9 @@ def test_parts_of_a_run_share_its_folder(tmp_path):
     done, _ = killable_runs.fit(tmp_path, algorithm, steps=20)
     assert done.ledger.steps == 20
     # A script of two calls, begun again: the second would add its steps to what is done already.
-    with pytest.raises(ledger.Refused, match="20 steps ran there, this call asks for those up to"):
+    with pytest.raises(
+        ledger.Refused, match="20 steps ran there, and this call asks for steps up to"
+    ):
         killable_runs.fit(tmp_path, algorithm, steps=10)
 
 

@@ -524,8 +524,9 @@ def test_searches_that_find_nothing_are_refused():
 def test_another_data_set_is_refused():
     with pytest.raises(ValueError, match="got 41 examples"):
         describe().release(KEY, some(examples=41))
-    with pytest.raises(ValueError, match="as scattering makes them"):
-        describe().release(KEY, jnp.zeros((40, 3)))
+    for shape in [(40, 3), (40, 8, 3)]:
+        with pytest.raises(ValueError, match=r"shape \(40, .*3\); expected"):
+            describe().release(KEY, jnp.zeros(shape))
 
 
 @pytest.mark.skipif("DPJAX_DATA_DIR" not in os.environ, reason="DPJAX_DATA_DIR is not set")

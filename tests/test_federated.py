@@ -674,7 +674,7 @@ def test_what_was_spent_in_another_unit_is_not_added():
     spent = before.spent(before.multipliers)
     assert spent_of(json.loads(json.dumps(before.facts)), 3)[0].unit == "client"
     assert mechanism(30, multiplier=1.0, before=[spent]).epsilon(1e-5) > before.epsilon(1e-5)
-    with pytest.raises(ValueError, match="protects one client"):
+    with pytest.raises(ValueError, match="protect one client"):
         dataclasses.replace(before, unit="example", before=[spent])
 
 

@@ -167,7 +167,7 @@ REFUSED = {
     "all orders": ({"order": math.inf}, "one order above 1"),
     "an order for gdp": ({"method": "gdp"}, "leave it out"),
     "no epsilon": ({"epsilon": 0.0}, "expected a positive one"),
-    "epsilon for delta": ({"delta": 3.0}, "delta must lie strictly between 0 and 1"),
+    "epsilon for delta": ({"delta": 3.0}, "expected a number between 0 and 1"),
     "spent less than nothing": ({"spent": -10.0}, "more through than the budget"),
     "spent NaN": ({"spent": math.nan}, "0 or more"),
     "less than no steps": ({"steps": -1}, "how many they are"),

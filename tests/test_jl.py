@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -443,6 +444,17 @@ TEACHES = [
         lambda: mechanism_for(multiplier=8.0, neighbours="replace-one").delta(1.0, "pld"),
         ValueError,
         "no proof for neighbours='replace-one'",
+    ),
+    (
+        lambda: accounting.epsilon(
+            dp_accounting.ComposedDpEvent(
+                [mechanism_for(multiplier=8.0).event, dp_accounting.LaplaceDpEvent(1.0)]
+            ),
+            1e-5,
+            "pld",
+        ),
+        ValueError,
+        "compose with Gaussian steps and queries only",
     ),
     (
         lambda: mechanism_for(sampler=sampling.fixed(12, 6)).event,

@@ -286,6 +286,19 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     assert "2.25" not in text(page)
 
 
+def test_figures_say_what_they_miss(tmp_path):
+    run = load_run.read(write(tmp_path, weight_norms=np.ones(7)))
+    with pytest.raises(load_run.Missing, match="has no colour"):
+        run.array("evaluation", "colour")
+    with pytest.raises(load_run.Missing, match="has 7 weight_norms and"):
+        drawn(layers.weights, run)
+    card = {**CARD, "steps": 0}
+    with pytest.raises(load_run.Missing, match="no step ran"):
+        drawn(curves.noise, run._replace(card=card))
+    with pytest.raises(load_run.Missing, match=r"privacy\.json"):
+        drawn(curves.noise, run._replace(card=None))
+
+
 def test_whatever_comes_from_outside_is_escaped(whole):
     raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
     assert "<script" not in raw

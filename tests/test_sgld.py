@@ -424,7 +424,7 @@ def test_what_means_nothing_is_refused(case):
 
 
 def test_a_sampler_is_no_rule():
-    with pytest.raises(TypeError, match=r"sampling=Clipping\(.*expected a Sampler"):
+    with pytest.raises(TypeError, match="sampling is a Clipping; expected a Sampler"):
         training.dp_sgld(flat, 1e-4, WIDE, sampling.full(10), 4, np.zeros((10, 3)))
 
 
@@ -439,7 +439,7 @@ def test_narrow_parameters_are_refused():
 
 
 def test_samples_that_are_not_there():
-    with pytest.raises(ValueError, match="no samples are kept"):
+    with pytest.raises(ValueError, match="holds no samples"):
         training.samples(optax.sgd(0.1).init(jnp.zeros(3)))
     link = training.keep_samples(2)
     with pytest.raises(ValueError, match="update needs the parameters"):

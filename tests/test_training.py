@@ -202,7 +202,7 @@ def test_whole_numbers_may_be_floats():
 def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
     """`earlier` reads the run's own description."""
     algorithm, where = make(steps=2), {"directory": tmp_path, "progress": False}
-    with pytest.raises(ValueError, match=f"{name} would replace what the run says of itself"):
+    with pytest.raises(ValueError, match=f"{name} would replace facts"):
         dpjax.fit(algorithm, start(algorithm), configuration={name: 60_000}, **where)
 
 
@@ -213,6 +213,24 @@ def test_a_configuration_with_nan_goes_on(tmp_path):
     dpjax.fit(algorithm, start(algorithm), steps=1, **options)
     state, _ = dpjax.fit(algorithm, start(algorithm), **options)
     assert state.ledger.steps == 2
+
+
+def test_steps_and_ledger_count_alike():
+    algorithm = make()
+    state, _ = algorithm.step(start(algorithm))
+    with pytest.raises(ledger.Refused, match="at step 0 and its ledger at 1"):
+        algorithm.step(state._replace(step=0 * state.step))
+
+    def twice(state):
+        return algorithm.step(algorithm.step(state)[0])
+
+    for mechanism, error, message in [
+        (None, ValueError, "has no mechanism"),
+        (algorithm.mechanism, RuntimeError, "the ledger counts 2"),
+    ]:
+        wrong = dpjax.types.Algorithm(algorithm.init, twice, mechanism)
+        with pytest.raises(error, match=message):
+            dpjax.fit(wrong, start(algorithm), progress=False)
 
 
 @kills("training/run_folder.py", " and not _furthest(folder)", "", slow=True)
@@ -1151,7 +1169,7 @@ class TestAveraging:
             training.average_parameters(1.0)
         with pytest.raises(ValueError, match="holds no average"):
             training.averaged(optax.sgd(0.1).init(jnp.zeros(3)))
-        with pytest.raises(ValueError, match="no step was taken"):
+        with pytest.raises(ValueError, match="no step ran"):
             training.averaged(training.average_parameters(0.9).init(jnp.zeros(3)))
         link = training.average_parameters(0.9)
         with pytest.raises(ValueError, match="needs the parameters"):

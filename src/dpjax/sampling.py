@@ -318,11 +318,7 @@ def fold(
       >>> int(fold(draw, size=2, add=add, first=jnp.array(0)))
       7
     """
-    if (size := _whole("fold", "size", size)) < 1:
-        raise ValueError(
-            f"sampling.fold(size={size}): expected the size of a microbatch, 1 or more; no number "
-            "of empty ones comes to the end of a draw."
-        )
+    size = _whole("fold", "size", size)
     # The list of indices is padded so that the last microbatch is never shifted back.
     indices = jnp.pad(draw.indices, (0, size))
     which, of = share
