@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, Integer
 
-from dpjax import checks
+from dpjax import checks, trees
 
 __all__ = [
     "Reliability",
@@ -51,7 +52,7 @@ class Reliability(NamedTuple):
 
 
 def accuracy(
-    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
+    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
 ) -> Float[Array, ""]:
     """The fraction of the examples with the largest logit at their label.
 
@@ -71,7 +72,7 @@ def accuracy(
 
 
 def confusion(
-    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
+    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
 ) -> Int[Array, "classes classes"]:
     """Counts how often the class of each row was predicted as the class of each column.
 
@@ -94,7 +95,7 @@ def confusion(
 
 
 def per_class_accuracy(
-    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
+    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
 ) -> Float[Array, " classes"]:
     """The accuracy among the examples of each class.
 
@@ -118,7 +119,9 @@ def per_class_accuracy(
     return rights / counts
 
 
-def nll(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> Float[Array, ""]:
+def nll(
+    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
+) -> Float[Array, ""]:
     r"""The mean negative log-likelihood, $-\frac1n \sum_i \log p_i[y_i]$, in nats.
 
     Args:
@@ -133,12 +136,15 @@ def nll(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> 
       2.3026
     """
     logits, labels = _batch("nll", logits, labels)
-    scores = jax.nn.log_softmax(_wide(logits))
+    scores = jax.nn.log_softmax(logits.astype(trees.wide(logits.dtype)))
     return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
 
 
 def reliability(
-    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"], *, bins: int = 15
+    logits: Float[ArrayLike, "batch classes"],
+    labels: Integer[ArrayLike, " batch"],
+    *,
+    bins: int = 15,
 ) -> Reliability:
     """Sorts predictions by their confidence, the largest probability, into equal bins.
 
@@ -159,7 +165,7 @@ def reliability(
     """
     logits, labels = _batch("reliability", logits, labels)
     checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
-    confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
+    confidence = jax.nn.softmax(logits.astype(trees.wide(logits.dtype))).max(axis=-1)
     right = (_predicted(logits) == labels).astype(confidence.dtype)
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
     place = jnp.clip(place, 0, bins - 1)
@@ -170,7 +176,10 @@ def reliability(
 
 
 def ece(
-    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"], *, bins: int = 15
+    logits: Float[ArrayLike, "batch classes"],
+    labels: Integer[ArrayLike, " batch"],
+    *,
+    bins: int = 15,
 ) -> Float[Array, ""]:
     r"""The expected calibration error: how far confidence is from accuracy, on average.
 
@@ -198,7 +207,10 @@ def ece(
 
 
 def mce(
-    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"], *, bins: int = 15
+    logits: Float[ArrayLike, "batch classes"],
+    labels: Integer[ArrayLike, " batch"],
+    *,
+    bins: int = 15,
 ) -> Float[Array, ""]:
     """The maximum calibration error: the gap of `ece` in the worst bin that is not empty.
 
@@ -225,17 +237,11 @@ def mce(
 
 def _predicted(logits: Array) -> Int[Array, " batch"]:
     """The class of the largest logit; a class that does not exist where any logit is NaN."""
-    logits = jnp.asarray(logits)
     return jnp.where(jnp.isnan(logits).any(axis=-1), logits.shape[-1], logits.argmax(axis=-1))
 
 
-def _wide(logits: Array) -> Array:
-    logits = jnp.asarray(logits)  # makes NumPy's float64 float32 without a warning
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-
-
 def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
-    """Logits and labels as arrays; raises unless they belong to one batch."""
+    """Logits and labels as JAX arrays; raises unless they belong to one batch."""
     logits, labels = (x if hasattr(x, "dtype") else np.asarray(x) for x in (logits, labels))
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
@@ -246,7 +252,7 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
             "labels.argmax(-1)."
         )
     if isinstance(labels, Tracer):
-        return logits, labels
+        return jnp.asarray(logits), labels
     seen = np.asarray(labels)  # a JAX comparison would be traced inside jit
     if seen.min() < 0 or seen.max() >= logits.shape[-1]:
         raise ValueError(
@@ -254,4 +260,4 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
             f"{logits.shape[-1]} classes; classes are counted from 0. For labels from 1 on, pass "
             "labels - 1. Otherwise, model and data set do not belong together."
         )
-    return logits, labels
+    return jnp.asarray(logits), jnp.asarray(labels)

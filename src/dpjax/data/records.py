@@ -8,13 +8,14 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from dpjax.types import PyTree
 
 
+@runtime_checkable
 class RandomAccess(Protocol):
     """A source of records: a length, and the record at an index.
 

@@ -58,7 +58,7 @@ class Stream:
     workers: int = 8
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.source, "__len__") and hasattr(self.source, "__getitem__")):
+        if not isinstance(self.source, RandomAccess):
             raise TypeError(
                 f"data.Stream: the source is of type {type(self.source).__name__}, which has no "
                 "length or cannot be indexed; expected random access, as data sources of grain and "

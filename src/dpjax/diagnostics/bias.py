@@ -131,7 +131,7 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
     top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
     edges = jnp.linspace(0, jnp.where(top > 0, top, 1), bins + 1)
     place = jnp.clip(jnp.searchsorted(edges, norms, side="right") - 1, 0, bins - 1)
-    counts = jnp.sum((place[..., None] == jnp.arange(bins)) & finite[..., None], axis=0)
+    counts = jnp.sum(jax.nn.one_hot(place, bins, dtype=bool) & finite[..., None], axis=0)
     return Histogram(counts, edges)
 
 
@@ -155,7 +155,7 @@ def clipped_fraction(
       Array([0.5], dtype=float32)
     """
     _expect_norms("clipped_fraction", norms, len(rule.bounds))
-    return jnp.mean(norms > jnp.asarray(rule.bounds), axis=0)
+    return jnp.mean(norms > jnp.asarray(rule.bounds)[None], axis=0)
 
 
 def _expect_norms(name: str, norms: Array, groups: int | None = None) -> None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Num
 
 from dpjax import trees
 from dpjax.types import Partition, PyTree
@@ -47,7 +48,7 @@ def ntk(
     function: Callable[[PyTree, Any], Array],
     params: PyTree,
     inputs: PyTree,
-    factors: Float[Array, "batch groups"] | None = None,
+    factors: Float[ArrayLike, "batch groups"] | None = None,
     partition: Partition | None = None,
 ) -> Float[Array, "rows rows"]:
     r"""The neural tangent kernel of a batch, without or with clipping.
@@ -85,7 +86,7 @@ def ntk(
         for leaf in jax.tree.leaves(rows)
     ]
     groups = partition.assign(params) if partition else (0,) * len(leaves)
-    columns = jnp.ones((size, max(groups) + 1)) if factors is None else factors
+    columns = jnp.ones((size, max(groups) + 1)) if factors is None else jnp.asarray(factors)
     if not size or columns.shape != (size, max(groups) + 1):
         raise ValueError(
             f"diagnostics.ntk: got factors of shape {columns.shape} for {size} inputs and "
@@ -95,14 +96,14 @@ def ntk(
     wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
     return sum(
         (
-            jnp.matmul(j, j.T, precision="highest") * wide[:, g]
+            jnp.matmul(j, j.T, precision="highest") * wide[None, :, g]
             for j, g in zip(leaves, groups, strict=True)
         ),
         jnp.zeros(()),
     )
 
 
-def definiteness(matrix: Float[Array, "n n"], tolerance: float = 1e-5) -> Definiteness:
+def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Definiteness:
     r"""Measures the symmetry and the two positivities of a square matrix, in float64.
 
     $A$ is positive in quadratic form if $x^\top A x \ge 0$ for all $x$: the symmetric part has no

@@ -203,7 +203,7 @@ class Normalization:
             return search[query]
         norms = trees.group_norms(rows, (0,), 1)
         bins = jnp.minimum(jnp.searchsorted(jnp.asarray(search.edges), norms), search.bins - 1)
-        votes = jax.nn.one_hot(bins[:, 0], search.bins) * jnp.isfinite(norms)
+        votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bins[:, 0], search.bins), 0)
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
         below = np.cumsum(np.asarray(counts, np.float64)) >= search.quantile * self.examples
         return float(search.edges[np.argmax(below) if below.any() else -1])

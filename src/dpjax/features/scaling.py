@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import trees
@@ -25,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def group_norm(
-    features: Float[Array, "*examples height width channels"],
+    features: Float[ArrayLike, "*examples height width channels"],
     groups: int,
     *,
     stabilizer: float = 1e-5,
@@ -69,7 +70,7 @@ def group_norm(
 
 
 def normalize(
-    features: Float[Array, "*examples height width channels"],
+    features: Float[ArrayLike, "*examples height width channels"],
     moments: Moments,
     *,
     stabilizer: float = 1e-5,
@@ -104,10 +105,11 @@ def normalize(
             "variance for each channel. Usually the moments are of other features."
         )
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
-    return (features - moments.mean) * scale
+    mean, scale = (jnp.broadcast_to(x, features.shape) for x in (moments.mean, scale))
+    return (features - mean) * scale
 
 
-def checked(features: Array) -> Array:
+def checked(features: ArrayLike) -> Array:
     """Returns the features; raises unless they are floating point with three axes or more.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks, trees
@@ -66,7 +67,7 @@ def augmented(
     return mean_loss
 
 
-def _whole(number: Array) -> Array:
+def _whole(number: ArrayLike) -> Array:
     """The number as an array, if `fold_in` can tell it from its neighbours."""
     number = jnp.asarray(number)
     if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):

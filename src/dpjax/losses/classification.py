@@ -13,10 +13,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Integer
+
+from dpjax import trees
 
 
-def cross_entropy(logits: Float[Array, " classes"], label: Int[Array, ""]) -> Float[Array, ""]:
+def cross_entropy(
+    logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
+) -> Float[Array, ""]:
     r"""The cross-entropy of one example, $\log \sum_j e^{h_j} - h_y$.
 
     Its gradient with respect to the logits is ``softmax(logits) - one_hot(label)``, whose norm
@@ -70,7 +75,9 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
             "of the probability of being wrong. 0 gives the cross-entropy; 2 is usual."
         )
 
-    def loss(logits: Float[Array, " classes"], label: Int[Array, ""]) -> Float[Array, ""]:
+    def loss(
+        logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
+    ) -> Float[Array, ""]:
         scores, chosen = _classes("focal", logits, label)
         total = jax.nn.logsumexp(scores)
         log_right = jnp.sum(scores, where=chosen) - total
@@ -105,14 +112,16 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
       Learning", 2022, equation 5 and appendix F.
     """
 
-    def loss(logits: Float[Array, " classes"], label: Int[Array, ""]) -> Float[Array, ""]:
+    def loss(
+        logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
+    ) -> Float[Array, ""]:
         scores, chosen = _classes("one_hot", logits, label)
         return _known(chosen, error(scores, chosen.astype(scores.dtype)))
 
     return loss
 
 
-def _classes(name: str, logits: Array, label: Array) -> tuple[Array, Array]:
+def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Array]:
     """The logits in float32 or wider, and a mask that selects the label's logit."""
     logits, label = jnp.asarray(logits), jnp.asarray(label)
     whole = jnp.issubdtype(label.dtype, jnp.integer)
@@ -123,8 +132,7 @@ def _classes(name: str, logits: Array, label: Array) -> tuple[Array, Array]:
             f"single example: for a batch use jax.vmap(losses.{name}). Convert labels that are "
             "floats or one-hot rows first: y.astype(int), y.argmax(-1)."
         )
-    scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return scores, jnp.arange(logits.size) == label
+    return logits.astype(trees.wide(logits.dtype)), jnp.arange(logits.size) == label
 
 
 def _known(chosen: Array, loss: Array) -> Array:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Integer
 
-from dpjax import checks
+from dpjax import checks, trees
 from dpjax.losses.classification import focal, one_hot
 from dpjax.losses.regression import squared_error
 
@@ -82,12 +83,13 @@ def composite(
     hard, easy = focal(gamma), one_hot(error)
 
     def loss(
-        logits: Float[Array, " classes"],
-        label: Int[Array, ""],
+        logits: Float[ArrayLike, " classes"],
+        label: Integer[ArrayLike, ""],
         *,
-        hidden: Sequence[Float[Array, "..."]],
-        epoch: Any,
+        hidden: Sequence[Float[ArrayLike, "..."]],
+        epoch: ArrayLike,
     ) -> Float[Array, ""]:
+        logits, label = jnp.asarray(logits), jnp.asarray(label)
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
         both = alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
         total = both + weight * _mean_squares(hidden) if weight else both
@@ -97,9 +99,9 @@ def composite(
     return loss
 
 
-def _mean_squares(hidden: Sequence[Array]) -> Array:
+def _mean_squares(hidden: Sequence[ArrayLike]) -> Array:
     r"""$\sum_m \|h_m\|^2 / d_m$."""
-    wide = [h.astype(jnp.promote_types(h.dtype, jnp.float32)) for h in hidden]
+    wide = [h.astype(trees.wide(h.dtype)) for h in map(jnp.asarray, hidden)]
     return sum((jnp.mean(h * h) for h in wide), jnp.zeros((), jnp.float32))
 
 

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Num
+
+from dpjax import trees
 
 
-def squared_error(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
+def squared_error(
+    prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
+) -> Float[Array, ""]:
     r"""Half the squared distance, $\tfrac12 \|h - y\|^2$; its gradient is the residual.
 
     Args:
@@ -30,7 +35,9 @@ def squared_error(prediction: Float[Array, "..."], target: Float[Array, "..."]) 
     return 0.5 * jnp.sum(jnp.square(_residual("squared_error", prediction, target)))
 
 
-def absolute(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
+def absolute(
+    prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
+) -> Float[Array, ""]:
     r"""The absolute error, $\sum_j |h_j - y_j|$; its gradient is a sign, 0 at 0.
 
     Args:
@@ -77,7 +84,9 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
             "that is still squared. For the plain absolute error use losses.absolute."
         )
 
-    def loss(prediction: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, ""]:
+    def loss(
+        prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
+    ) -> Float[Array, ""]:
         residual = _residual("huber", prediction, target)
         inside = jnp.clip(residual, -delta, delta)
         return jnp.sum(inside * (residual - 0.5 * inside))
@@ -85,7 +94,7 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
     return loss
 
 
-def _residual(name: str, prediction: Array, target: Array) -> Array:
+def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
     one_number = prediction.shape == (1,) and target.shape == ()
     if prediction.shape != target.shape and not one_number:
@@ -95,5 +104,5 @@ def _residual(name: str, prediction: Array, target: Array) -> Array:
             "jax.vmap; for a column of targets give y[:, 0]; for class labels use "
             "losses.one_hot(losses.squared_error)."
         )
-    kind = jnp.promote_types(jnp.result_type(prediction, target), jnp.float32)
+    kind = trees.wide(jnp.result_type(prediction, target))
     return prediction.astype(kind) - target.astype(kind)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax.scattering.filters import Bank, averaging, coarsen, filter_bank, mirrored, padded_size
@@ -54,7 +55,7 @@ def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
 
 
 def scatter(
-    images: Float[Array, "batch height width channels"],
+    images: Float[ArrayLike, "batch height width channels"],
     J: int = 2,
     L: int = 8,
     order: int = 2,
@@ -95,8 +96,8 @@ def scatter(
 
     References:
       Bruna and Mallat, "Invariant Scattering Convolution Networks", 2013.
-      Andreux et al., "Kymatio: Scattering Transforms in Python", 2020; the values are those of
-      its ``Scattering2D``.
+      Andreux et al., "Kymatio: Scattering Transforms in Python", 2020; its ``Scattering2D``
+      has the same values.
     """
     images = jnp.asarray(images)
     _check(images, J, L, order)
