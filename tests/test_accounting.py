@@ -400,7 +400,6 @@ def test_neighbours(event, method, neighbours, expected):
     agrees(event, 1e-5, method, expected, neighbours)
 
 
-@kills("accounting/rdp_accountant.py", "if swap and parts.sampled:", "if False:", slow=True)
 @kills(
     "accounting/rdp_accountant.py",
     "event.sample_size, _exchanged(inner)\n            )\n",

@@ -518,9 +518,6 @@ def test_searches_that_find_nothing_are_refused():
         describe(thresholds=features.Search(noise_multiplier=-1.0))
 
 
-@kills(
-    "features/normalization.py", "if features.shape[0] != self.examples:", "if False:", slow=True
-)
 def test_another_data_set_is_refused():
     with pytest.raises(ValueError, match="got 41 examples"):
         describe().release(KEY, some(examples=41))

@@ -668,7 +668,6 @@ def test_the_statement_and_the_card_say_one_client():
     assert "1/clients=0.001: publishing one client outright" in too_large
 
 
-@kills("mechanism/description.py", "if set(before) - {unit}:", "if False:", slow=True)
 def test_what_was_spent_in_another_unit_is_not_added():
     before = mechanism(30, multiplier=1.0)
     spent = before.spent(before.multipliers)
@@ -681,14 +680,12 @@ def test_what_was_spent_in_another_unit_is_not_added():
 # What it refuses ------------------------------------------------------------------------
 
 
-@kills("federated/fedavg.py", "if sizes != (expected, expected):", "if False:", slow=True)
 def test_a_sampler_that_counts_examples_is_refused():
     clients = some_clients(*[5] * 20)
     with pytest.raises(ValueError, match=r"20 clients and 20 weights.*draws from 100"):
         fedavg(clients, mechanism(100, sampler=sampling.poisson(100, 10)))
 
 
-@kills("federated/fedavg.py", 'if mechanism.unit != "client":', "if False:", slow=True)
 def test_a_mechanism_for_examples_is_refused():
     plan = dataclasses.replace(mechanism(3), unit="example")
     with pytest.raises(ValueError, match=r"Mechanism\(unit='client'"):
@@ -851,27 +848,6 @@ def test_a_draw_that_is_made_once_is_refused():
         fedavg(some_clients(*range(9)), mechanism(9, sampler=own))
 
 
-@kills(
-    "federated/fedavg.py",
-    "if mechanism.adaptive is not None:",
-    "if False:",
-    case="a bound that moves",
-    slow=True,
-)
-@kills(
-    "federated/fedavg.py",
-    "if mechanism.clipping.projections is not None:",
-    "if False:",
-    case="norms that are estimated",
-    slow=True,
-)
-@kills(
-    "federated/clients.py",
-    "if counts.sum() > _MOST:",
-    "if False:",
-    case="more rows than indices can name",
-)
-@kills("federated/fedavg.py", "if not isinstance(weights, Weights):", "if False:", slow=True)
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     make, kind, message = BAD[name]

@@ -186,7 +186,6 @@ def test_what_no_theorem_covers_is_refused(case):
         Filter(**{"epsilon": 1.0, "delta": 1e-5, "order": 12.0, **settings})
 
 
-@kills("accounting/filters.py", "if sampling_rate != 1:", "if False:", slow=True)
 def test_steps_that_no_theorem_covers_are_refused():
     budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
     with pytest.raises(ValueError, match=r"rate 1.*method='rdp'"):

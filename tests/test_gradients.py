@@ -379,7 +379,6 @@ for jitted, devices in [(True, 2), (True, None), (False, None)]:
 
 
 @pytest.mark.slow
-@kills("gradients/sharding_checks.py", "if kind.manual_axis_type.varying:", "if False:", slow=True)
 def test_a_shard_map_that_sums_gradients_by_itself_is_refused():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     over, whole = jax.P("d"), jax.P()

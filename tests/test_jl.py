@@ -471,13 +471,6 @@ TEACHES = [
 ]
 
 
-@kills(
-    "accounting/random_projections.py",
-    'if neighbours == "replace-one":',
-    "if False:",
-    case="<lambda>-ValueError-no proof for neighbours='replace-one'0",
-    slow=True,
-)
 @pytest.mark.parametrize(("act", "error", "message"), TEACHES)
 def test_errors_teach(act, error, message):
     with pytest.raises(error, match=message):

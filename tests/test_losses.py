@@ -174,7 +174,6 @@ class Normalised(nn.Module):
         return nn.BatchNorm(use_running_average=average)(nn.Dense(3)(x))
 
 
-@kills("losses/modules.py", 'if "batch_stats" in params:', "if False:", slow=True)
 @pytest.mark.parametrize("average", [False, True])
 def test_of_refuses_batch_statistics(average):
     shapes = jax.eval_shape(lambda x: Normalised().init(KEY, x, average=average), np.zeros(5))

@@ -282,13 +282,6 @@ TEACHES = [
 ]
 
 
-@kills(
-    "mechanism/description.py",
-    'if preparation and unit != "example":',
-    "if False:",
-    case="changes10-one client may have many",
-    slow=True,
-)
 @pytest.mark.parametrize(("changes", "message"), TEACHES)
 def test_errors_teach(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
@@ -348,12 +341,6 @@ def spent(steps=40, multiplier=1.5, **options):
     return Spent(sampling=sampling.poisson(100, 20), runs=((multiplier, steps),), **options)
 
 
-@kills(
-    "mechanism/description.py",
-    "if not all(isinstance(spent, Spent) for spent in each):",
-    "if False:",
-    slow=True,
-)
 @pytest.mark.parametrize("before", [[make()], spent(), "runs/a", [spent(), None], None])
 def test_only_what_was_spent_comes_before(before):
     with pytest.raises(TypeError, match=r"list of mechanism\.Spent.*training\.earlier"):

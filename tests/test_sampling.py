@@ -95,12 +95,6 @@ def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
     np.testing.assert_array_equal(draw.indices, np.pad(wanted, (0, 301 - wanted.size)))
 
 
-@kills(
-    "mechanism/description.py",
-    "if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):",
-    "if False:",
-    slow=True,
-)
 @pytest.mark.parametrize("name", ["shuffled", "fixed"])
 def test_no_sampler_claims_more_neighbours_than_are_proved(name):
     """Cut points shift when an example joins, so shuffled batches have no add-or-remove."""
@@ -209,7 +203,6 @@ def test_every_sampler_says_what_is_proved(name):
     assert sampler.draw(jax.random.key(0), jnp.int32(2)).indices.shape == (sampler.capacity,)
 
 
-@kills("sampling.py", "if examples > _MOST:", "if False:", slow=True)
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "full"])
 def test_more_examples_than_an_index_can_name_are_refused(name):
     """The last size is traced, for it would fill the memory; the next one would wrap."""
@@ -247,7 +240,6 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
     assert "give the number of examples that it draws: 240" in caplog.text
 
 
-@kills("sampling.py", "if not isinstance(public, bool):", "if False:", slow=True)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -197,7 +197,6 @@ def test_whole_numbers_may_be_floats():
         algorithm.run(start(algorithm), 1.5)
 
 
-@kills("training/fit.py", "    if taken:\n", "    if False:\n", case="examples", slow=True)
 @pytest.mark.parametrize("name", ["mechanism", "drawn by", "data", "numerics"])
 def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
     """`earlier` reads the run's own description."""
@@ -357,9 +356,6 @@ MISTAKES = {
 }
 
 
-@kills(
-    "training/checks.py", 'if mechanism.unit != "example":', "if False:", case="clients", slow=True
-)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_stands_in_the_wrong_place_is_said_before_anything_runs(name):
     changed, error, message = MISTAKES[name]
@@ -649,12 +645,6 @@ def test_bfloat16_parameters_stay_bfloat16(optimizer):
     assert training.averaged(state.optimizer).dtype == jnp.float32
 
 
-@kills(
-    "ledger.py",
-    "if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):",
-    "if False:",
-    slow=True,
-)
 def test_the_step_is_not_to_be_traced():
     algorithm = make()
     with pytest.raises(TypeError, match="the ledger has to look before every one"):
