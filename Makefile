@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all format lint types bench bench-peers clean rebuild
+.PHONY: help demo test test-all format lint types docs bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -39,6 +39,10 @@ lint: $(VENV)/ready-dev ## check format, lint and types
 
 types: $(VENV)/ready-dev ## check types
 	$(PY) -m pyright --pythonpath $(PY)
+
+docs: $(VENV)/ready-docs ## build the documentation in build/docs; a warning fails it
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f docs/mkdocs.yml
+	@echo "dpjax: open build/docs/index.html"
 
 bench: $(VENV)/ready-run ## time a training step, or with BENCH= another benchmark
 	$(PY) experiments/benchmarks/$(BENCH).py $(ARGS)
@@ -74,6 +78,11 @@ $(VENV)/ready-run: pyproject.toml .ci/lock.txt $(BROKEN)
 $(VENV)/ready-dev: $(VENV)/ready-run
 	@echo "dpjax: installing the tools for tests, lint and types"
 	@$(PIP) install -q -c .ci/lock.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/ready-docs: $(VENV)/ready-run
+	@echo "dpjax: installing the tools for the documentation"
+	@$(PIP) install -q -c .ci/lock.txt -e '.[docs]'
 	@touch $@
 
 # The peers live apart, so that nothing of theirs can reach what users install. PyTorch comes

@@ -25,15 +25,12 @@ T = TypeVar("T")
 
 
 class Layout(NamedTuple):
-    """How a batch is split.
-
-    Args:
-      microbatch_size: Examples in flight on each device.
-      devices: How many devices share the batch.
-    """
+    """How a batch is split."""
 
     microbatch_size: int
+    """Examples in flight on each device."""
     devices: int
+    """How many devices share the batch."""
 
 
 def sum_over(
