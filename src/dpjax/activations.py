@@ -57,6 +57,7 @@ def tempered_sigmoid(
     checks.positive(call, "inverse_temperature", inverse_temperature, hint)
     if not math.isfinite(offset):
         raise ValueError(f"{call}(offset={offset}): offset must be finite.")
+    # In Python floats: with the defaults they are exactly 1 and 0, and the result is tanh.
     half, centre = scale / 2, scale / 2 - offset
 
     def activation(x: Float[Array, "..."]) -> Float[Array, "..."]:

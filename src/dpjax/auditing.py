@@ -59,6 +59,8 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     with_canary = privatized(clipping.clip(mechanism.clipping, both)[0], key)
     without = privatized(clipping.clip(mechanism.clipping, gradients)[0], key)
+    # With one key the noise of both batches is equal and cancels in their difference, so only
+    # its standard deviation has to be measured.
     noise = _measured(lambda key: privatized(like, key), key)
     moved = [
         np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
@@ -181,6 +183,7 @@ def epsilon_lower_bound(
         slack = np.max(below / steps, initial=0.0)
         return float(binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack)
 
+    # By bisection: the p-value grows with epsilon. An epsilon of 50 bounds nothing in practice.
     low, high = 0.0, 50.0
     if p_value(low) > 1 - confidence:
         return 0.0

@@ -69,7 +69,7 @@ class Checkpoints:
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
         self.directory = pathlib.Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.directory.chmod(0o700)
+        self.directory.chmod(0o700)  # checkpoints hold the root key
         self.keep = keep
         self.manager = self._open()
 
@@ -98,6 +98,7 @@ class Checkpoints:
         if step in self.manager.all_steps():
             return went_well
         numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
+        # Orbax cannot write arrays without elements; their shapes are in the notes.
         written = {str(i): x for i, x in enumerate(numbers) if x.size}
         notes = {
             "facts": facts,
@@ -180,6 +181,7 @@ class Checkpoints:
             "checkpoints: %s/%d is damaged (%s). It is set aside as %s; the previous one is read.",
             *(self.directory, step, str(error).strip().split("\n")[0], aside.name),
         )
+        # The manager keeps its own list of steps, so it is opened again after the move.
         self.manager.close()
         os.replace(self.directory / str(step), aside)
         self.manager = self._open()

@@ -91,6 +91,7 @@ def confusion(
     logits, labels = _batch("confusion", logits, labels)
     classes = logits.shape[-1]
     counts = jnp.zeros((classes, classes), jnp.int32)
+    # "drop" leaves out predictions from NaN logits, which have a class that does not exist.
     return counts.at[labels, _predicted(logits)].add(1, mode="drop")
 
 
@@ -114,6 +115,7 @@ def per_class_accuracy(
     """
     logits, labels = _batch("per_class_accuracy", logits, labels)
     right = _predicted(logits) == labels
+    # Integers count exactly; float32 would stop at 2**24.
     rows = jnp.stack([jnp.ones_like(right), right], axis=-1).astype(jnp.int32)
     counts, rights = jax.ops.segment_sum(rows, labels, num_segments=logits.shape[-1]).T
     return rights / counts
@@ -168,6 +170,7 @@ def reliability(
     confidence = jax.nn.softmax(logits.astype(trees.wide(logits.dtype))).max(axis=-1)
     right = (_predicted(logits) == labels).astype(confidence.dtype)
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
+    # NaN is at -1 here, and rounding may put a confidence of 1 beyond the last bin.
     place = jnp.clip(place, 0, bins - 1)
     rows = jnp.stack([jnp.ones_like(confidence), confidence, right], axis=-1)
     counts, *sums = jax.ops.segment_sum(rows, place, num_segments=bins).T

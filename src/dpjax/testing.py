@@ -118,6 +118,7 @@ def assert_engines_agree(
         got = run(engine, size)
         for name in ("value", "losses", "norms", "factors"):
             a, b = _vector(getattr(want, name)), _vector(getattr(got, name))
+            # Engines sum in other orders, so rounding is relative to the largest number.
             scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
             if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 raise LawBroken(

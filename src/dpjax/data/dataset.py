@@ -101,6 +101,7 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
             f"data.standardize(scale={scale}): every scale must be positive. For a feature that "
             "is constant use the scale 1, or leave the feature out."
         )
+    # In the wider dtype first: float32 would round large offsets before they are subtracted.
     return ((values - np.asarray(mean)) / np.asarray(scale)).astype(np.float32)
 
 
@@ -134,6 +135,7 @@ def _fault(x: np.ndarray, y: np.ndarray, shape: tuple[int, ...], classes: int | 
         return f"{len(x)} inputs and {len(y)} targets; each needs one"
     if x.shape[1:] != shape:
         return _other_shape(x.shape[1:], shape)
+    # A NaN would reach training as an example that clipping silently drops.
     if not np.isfinite(x).all() or not np.isfinite(y).all():
         return "numbers that are NaN or infinite"
     if classes is not None and not (y.min() >= 0 and y.max() < classes):

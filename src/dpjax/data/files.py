@@ -40,6 +40,7 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
             "width, channels], or [examples, height, width] for one channel."
         )
     if x.dtype == np.uint8:
+        # In float32 alone: a float64 copy of all images would take eight times their bytes.
         return x.astype(np.float32) / np.float32(255)
     if x.dtype.kind != "f" or (x.size and not (x.min() >= 0 and x.max() <= 1)):
         reach = f" from {x.min()} to {x.max()}" if x.size else ""
@@ -66,8 +67,10 @@ def _read_csv(name: str, source: Source, path: Path) -> Dataset[Split]:
     try:
         header, *lines = path.read_text(encoding="utf-8-sig").splitlines() or [""]
         separator = ";" if ";" in header else ","
+        # Without this check a table without a header would silently lose its first row.
         if all(map(_number, header.split(separator))):
             raise ValueError(f"its first line has numbers and no names ({header[:60]})")
+        # A "#" in a row is an error, not a comment that hides the rest of the row.
         options = {"delimiter": separator, "comments": None, "ndmin": 2}
         rows = np.loadtxt(lines, **options) if lines else np.zeros((0, 1))
     except ValueError as error:
@@ -107,6 +110,7 @@ def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
 def _arrays(name: str, path: Path) -> Mapping[str, np.ndarray]:
     """All arrays of a file; an error if any of them cannot be read."""
     try:
+        # Pickled arrays are refused, because they can run code when they are read.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {key: stored[key] for key in stored.files}
     except DAMAGED as error:

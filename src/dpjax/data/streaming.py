@@ -105,6 +105,7 @@ class Stream:
     @property
     def fingerprint(self) -> str:
         """The number of examples, and a hash of 16 of them spread over the stream."""
+        # Hashing all examples would read the whole data set before a run starts.
         some = np.linspace(0, len(self) - 1, 16).astype(int)
         return f"{len(self)} streamed, {trees.fingerprint(self.rows(some))}"
 
@@ -142,6 +143,7 @@ class Stream:
             while waiting:
                 yield self._finish(*waiting.popleft())
         finally:
+            # Also when the caller leaves the loop early, which closes the generator.
             pool.shutdown(cancel_futures=True)
 
     def _begin(
@@ -149,13 +151,14 @@ class Stream:
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
         """Arrays for a batch, and the futures of the threads that fill them."""
         indices = checked_indices(indices, len(self))
+        # Threads write rows into one array, so that a batch is in memory once.
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
         shares = np.array_split(np.arange(len(indices)), max(1, min(self.workers, len(indices))))
         return room, [pool.submit(self._fill, room, indices, share) for share in shares]
 
     def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
         for promise in promises:
-            promise.result()
+            promise.result()  # raises what the thread raised
         return jax.tree.unflatten(jax.tree.structure(self.row), room)
 
     def _fill(self, room: list[np.ndarray], indices: np.ndarray, share: np.ndarray) -> None:

@@ -87,6 +87,7 @@ def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None)
         )
     tfds = importlib.import_module("tensorflow_datasets")
     place = None if folder is None else os.fspath(folder)
+    # TFDS makes folders before it fails; `_sweep` removes the new ones.
     before = set() if place is None else set(os.listdir(place))
     try:
         builder = tfds.builder(source.tfds, data_dir=place)

@@ -86,6 +86,7 @@ def clipping_bias(
     """
     size = checks.whole("diagnostics.clipping_bias", "examples", trees.leading_size(batch))
     checks.whole("diagnostics.clipping_bias", "microbatch_size", microbatch_size)
+    # In microbatches: a batch of per-example gradients of a large model does not fit in memory.
     part = jax.jit(partial(_part, loss, rule))
     parts = [
         part(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
@@ -128,6 +129,7 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
     _expect_norms("norm_histogram", norms)
     checks.whole("diagnostics.norm_histogram", "bins", bins)
     finite = jnp.isfinite(norms)
+    # One infinite norm would make every edge infinite.
     top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
     edges = jnp.linspace(0, jnp.where(top > 0, top, 1), bins + 1)
     place = jnp.clip(jnp.searchsorted(edges, norms, side="right") - 1, 0, bins - 1)

@@ -87,6 +87,7 @@ def sharpness(
 
     first = trees.random_like(jax.random.normal, key, params)
     first = jax.tree.map(lambda v, p: v.astype(p.dtype), first, params)
+    # The first two values, 0 and -1, differ by more than any tolerance, so the loop starts.
     nothing = jnp.zeros_like(length(first))
     start = (unit(first, first), nothing, nothing - 1, jnp.int32(0))
     direction, value, _, steps = jax.jit(lambda s: jax.lax.while_loop(going, body, s))(start)

@@ -132,6 +132,7 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
             f"diagnostics.definiteness: got shape {a.shape}; expected a square matrix of finite "
             "numbers. A NaN usually comes from an example whose gradient is not finite."
         )
+    # A zero matrix is symmetric and positive; 1e-300 only prevents the division by 0.
     scale = max(float(np.linalg.norm(a, 2)), 1e-300)
     asymmetry = float(np.linalg.norm(a - a.T) / (2 * max(np.linalg.norm(a), 1e-300)))
     quadratic = float(np.linalg.eigvalsh((a + a.T) / 2)[0])

@@ -74,4 +74,5 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
         named = zip(trees.leaf_names(kept), jax.tree.leaves(kept), strict=True)
         return {name.removeprefix("preactivations/"): length(h) for name, h in named}
 
+    # By vmap, because a model may be written for one example only.
     return jax.tree.map(jnp.mean, jax.vmap(norms)(x))

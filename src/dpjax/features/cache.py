@@ -197,7 +197,7 @@ def _write(path: Path, array: np.ndarray) -> None:
             file.seek(0)
             file.write(digest)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
         os.replace(beside, path)
     except BaseException:
         Path(beside).unlink(missing_ok=True)

@@ -190,6 +190,7 @@ class Normalization:
         means, squares = _statistics(features)
         mean = self._noisy_mean(key, _MEANS, means)
         square = self._noisy_mean(key, _SQUARES, squares)
+        # Noise can make the difference negative; post-processing may set it to 0.
         return Moments(mean, jnp.maximum(square - mean**2, 0))
 
     def _noisy_mean(self, key: Key, query: int, rows: Array) -> Array:
@@ -205,6 +206,7 @@ class Normalization:
         bins = jnp.minimum(jnp.searchsorted(jnp.asarray(search.edges), norms), search.bins - 1)
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bins[:, 0], search.bins), 0)
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
+        # By the public number of examples: the sum of the noisy counts would add their noise.
         below = np.cumsum(np.asarray(counts, np.float64)) >= search.quantile * self.examples
         return float(search.edges[np.argmax(below) if below.any() else -1])
 
@@ -236,6 +238,8 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     rule = clipping.flat(bound)
     factors = rule.factors(trees.group_norms(rows, (0,), 1))
     total = trees.scaled_sum(rows, factors, (0,))
+    # The library's own rule and noise link: the tests of training also cover this query. The
+    # purpose keeps its noise apart from the noise of every training step with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     link = noise.gaussian(multiplier, rule, key=stream)
     noisy, _ = link.update(total, link.init(total))

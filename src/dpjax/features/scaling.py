@@ -60,6 +60,7 @@ def group_norm(
             f"features.group_norm(groups={groups}): {channels} channels are not divided evenly "
             f"into {groups} groups. For 81 or 243 channels use 9, 27 or 81."
         )
+    # A mean over a group in bfloat16 would keep two digits.
     wide = features.astype(trees.wide(features.dtype))
     split = wide.reshape(*rest, groups, channels // groups)
     axes = (-4, -3, -1)
@@ -104,6 +105,7 @@ def normalize(
             f"shapes {moments.mean.shape} and {moments.variance.shape}; expected a mean and a "
             "variance for each channel. Usually the moments are of other features."
         )
+    # A variance of 0 after noise means that noise dominates: its root would amplify the channel.
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
     mean, scale = (jnp.broadcast_to(x, features.shape) for x in (moments.mean, scale))
     return (features - mean) * scale

@@ -57,6 +57,8 @@ def augmented(
     trees.check_key(key, "losses.augmented")
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
+        # Randomness comes from the example, not from a state: a loss stays a pure function, and
+        # a resumed run draws the same views.
         x, y, *numbers = example
         own = key
         for number in numbers:

@@ -81,6 +81,7 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
         scores, chosen = _classes("focal", logits, label)
         total = jax.nn.logsumexp(scores)
         log_right = jnp.sum(scores, where=chosen) - total
+        # log(1 - p) from p would be log(0) for an example that is learnt to the last bit.
         log_wrong = jax.nn.logsumexp(jnp.where(chosen, -jnp.inf, scores)) - total
         weight = jnp.exp(gamma * log_wrong) if gamma else 1.0  # 0 times minus infinity is NaN
         return _known(chosen, -weight * log_right)

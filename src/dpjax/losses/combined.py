@@ -92,6 +92,7 @@ def composite(
         logits, label = jnp.asarray(logits), jnp.asarray(label)
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
         both = alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
+        # With weight 0 the penalty is left out: 0 times an infinite pre-activation is NaN.
         total = both + weight * _mean_squares(hidden) if weight else both
         # An example without a class contributes nothing, and so neither does its penalty.
         return jnp.where((label >= 0) & (label < logits.size), total, jnp.nan)

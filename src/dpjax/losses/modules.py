@@ -97,6 +97,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     _check_module(model)
     if "rngs" in options:
         raise ValueError(_ONE_KEY)
+    # By argument name, so that one `of` serves all losses. Read once, not in every trace.
     named = inspect.signature(loss).parameters
 
     def per_example(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
@@ -105,6 +106,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         more = _epoch(named, epoch)
         try:
             if "hidden" in named:
+                # No other collection is mutable: batch statistics raise and are refused below.
                 output, kept = model.apply(
                     {"params": params}, x, mutable=["preactivations"], **options
                 )

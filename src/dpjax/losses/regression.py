@@ -88,6 +88,7 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
         prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
     ) -> Float[Array, ""]:
         residual = _residual("huber", prediction, target)
+        # c (r - c / 2) with c = clip(r) is both branches, without a `where` and its NaN gradients.
         inside = jnp.clip(residual, -delta, delta)
         return jnp.sum(inside * (residual - 0.5 * inside))
 

@@ -94,6 +94,7 @@ def attention(style: Styled, width: int) -> dict[str, Any]:
     """
     if not style.torch_init:
         return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}
+    # Xavier's bound with fan-in `width` and fan-out `3 width`: PyTorch draws the three together.
     return {
         "kernel_init": symmetric(math.sqrt(6 / (4 * width))),
         "out_kernel_init": symmetric(1 / math.sqrt(width)),

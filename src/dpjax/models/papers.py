@@ -76,7 +76,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*example"]) -> Logits:
         """Gives the logits of one example, or of a batch."""
-        if x.ndim >= 3:
+        if x.ndim >= 3:  # two axes are a batch of vectors, not an image
             x = flat(x)
         for width in self.features:
             x = activated(self, self.activation, dense(self, x, width))
@@ -121,6 +121,7 @@ class TemperedCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
+        # With padding=2, fewer pixels would leave nothing for the last pooling.
         expect_image("TemperedCNN", x, smallest=16)
         act = partial(activated, self, self.activation)
         x = act(conv(self, x, 16, 8, strides=2, padding=self.padding))
@@ -168,6 +169,7 @@ class CIFARCNN(nn.Module):
         expect_image("CIFARCNN", x, smallest=8)
         x = _trunk(self, x)
         x = activated(self, self.activation, conv(self, x, 256, 3))
+        # Axes are counted from the end, so that leading batch axes are allowed.
         return conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
 
@@ -249,6 +251,7 @@ class ScatterCNN(nn.Module):
         """Gives the logits of one example's features, or of a batch."""
         expect_wavelets("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
+            # As in the published code; with stride 2, "SAME" would pad even sides at one end only.
             h = conv(self, x, channels, 3, strides=stride, padding=1)
             x = activated(self, self.activation, h)
             if self.as_printed:

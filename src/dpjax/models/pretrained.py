@@ -163,6 +163,7 @@ def _tensor(data: memoryview, name: str, entry: Mapping) -> np.ndarray:
     begin, end = entry["data_offsets"]
     dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
     count = math.prod(shape)
+    # A header from elsewhere may lie: no offset is used before it is compared with the file.
     if not 0 <= begin <= end <= len(data) or end - begin != count * dtype.itemsize:
         raise ValueError(f"{name} of shape {shape} is said to be at {begin}:{end}")
     return np.frombuffer(data, dtype, count, begin).reshape(shape)
@@ -214,6 +215,7 @@ def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.
         )
     from scipy import ndimage  # half a second that only another image size costs
 
+    # The class token has no place in the image, so its vector is not interpolated.
     first, grid = stored[0, :1], stored[0, 1:].reshape(sides[0], sides[0], -1)
     factor = sides[1] / sides[0]
     grid = np.asarray(ndimage.zoom(grid.astype(np.float32), (factor, factor, 1), order=1))
@@ -238,7 +240,7 @@ def _bert_name(name: str) -> str:
 def _bert_weight(name: str, weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if name == _POSITIONS:
         return weight[None, : shape[1]]
-    if name.endswith("kernel"):
+    if name.endswith("kernel"):  # PyTorch stores [outputs, inputs]
         weight = weight.T
     divided = "MultiHeadDotProductAttention_1" in name and weight.size == math.prod(shape)
     return weight.reshape(shape) if divided else weight
@@ -247,6 +249,7 @@ def _bert_weight(name: str, weight: np.ndarray, shape: tuple[int, ...]) -> np.nd
 def _fill(path: str | Path, leaves: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> PyTree:
     """The stored weights where they fit, the given ones for a head that does not."""
     unfit = {n for n, leaf in leaves.items() if n not in stored or stored[n].shape != leaf.shape}
+    # A head for other classes is expected in fine-tuning; every other difference is an error.
     heads = {n for n in leaves if n.startswith("head/")}
     fresh = heads if heads & unfit else set()
     wrong = {

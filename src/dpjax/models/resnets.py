@@ -72,6 +72,7 @@ class WideResNet(nn.Module):
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
+                # The first block of a later stage halves the sides.
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = self._block(x, 2**stage * 16 * self.width, stride)
         x = self._normed(x).mean(axis=(-3, -2))

@@ -47,6 +47,7 @@ class _EncoderBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"], mask: Any) -> Array:
         style = (self.activation, self.kernel_init, self.torch_init)
+        # The numbers in the names are the published ones; both layouts share them.
         norms = [_norm(self.layout, f"LayerNorm_{i}") for i in (0, 2)]
         attention = nn.MultiHeadDotProductAttention(
             self.heads,
@@ -170,6 +171,7 @@ class TextTransformer(nn.Module):
     def _summary(self, h: Array, real: Bool[Array, "*batch positions"]) -> Array:
         if self.layout == "bert":
             return jnp.tanh(dense(self, h[..., 0, :], self.width, name="pooler"))
+        # At least 1: the mean over a text of padding alone would be 0 / 0.
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
         return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
 

@@ -42,6 +42,7 @@ def padded_size(size: int, J: int) -> int:
     return (size // 2**J + 2) * 2**J
 
 
+# Filters are built while a program is traced, and several programs share a shape.
 @functools.lru_cache(maxsize=32)
 def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     r"""All filters for padded images of this shape.
@@ -74,7 +75,7 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
         np.stack([_morlet((rows, columns), j, angle, 4 / L) for angle in angles]) for j in range(J)
     )
     lowpass = _gaussian(rows, J - 1), _gaussian(columns, J - 1)
-    for shared in (*wavelets, *lowpass):
+    for shared in (*wavelets, *lowpass):  # by all callers, through the cache
         shared.setflags(write=False)
     return Bank(wavelets, lowpass)
 

@@ -43,6 +43,7 @@ def spectrum_of(field: Array, blocks: int) -> Float[Array, "rows *images_and_pat
     rows, columns = field.shape[0], field.shape[-1]
     cosine, sine = _waves(np.arange(rows // 2 + 1), mirrored(rows), rows)
     across, down = _waves(np.arange(columns), np.arange(columns), columns)
+    # Opposite rows share cosines, and sines up to a sign: half the products give all rows.
     even = on_columns(on_rows(cosine, field), _parts(across, -down, blocks))
     odd = on_columns(on_rows(sine, field), _parts(-down, -across, blocks))
     return jnp.concatenate([even + odd, (even - odd)[(rows - 1) // 2 : 0 : -1]])
@@ -86,4 +87,5 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
 def _norm(real: Array, imaginary: Array) -> Array:
     """The length of a complex number, with a gradient of 0 instead of NaN where it is 0."""
     square = real * real + imaginary * imaginary
+    # The derivative of a root at 0 is infinite, and that of the maximum there is 0.
     return jnp.sqrt(jnp.maximum(square, jnp.finfo(square.dtype).tiny))

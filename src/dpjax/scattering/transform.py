@@ -134,6 +134,7 @@ def _scatter(images: Array, J: int, L: int, order: int) -> Array:
     """Transforms the images in parts; the size of a part changes speed and memory only."""
     size, each = images.shape[0], min(images.shape[0], _part_size(images, J, L))
     whole = size // each * each if each else 0
+    # A loop over equal parts, and one rest: padding the last part would compute unused features.
     parts = images[:whole].reshape(-1, max(1, each), *images.shape[1:])
     features = jax.lax.map(lambda part: _cascade(part, J, L, order), parts)
     features = features.reshape(whole, *features.shape[2:])
@@ -162,6 +163,7 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
         once = [_response(spectrum, bank, j, 0) for j in range(J)]
         found += [_average(first, bank, j) for j, first in enumerate(once)]
         if order == 2:
+            # The coarsest scale has no coarser wavelet.
             found += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
     features = jnp.concatenate(found, axis=2)
     height, _, _, width = features.shape
