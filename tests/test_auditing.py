@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits: they measure what is stated, and find what is broken."""
+"""Audits measure the stated separation and find broken mechanisms."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_the_audit_over_many_noise_seeds(multiplier):
 
 
 def one_run(multiplier, *, steps=20, canaries=1000):
-    """Trains once with a thousand one-hot canaries, each in by a fair coin; guesses who was."""
+    """Trains once with 1,000 one-hot canaries, each included by a fair coin; guesses members."""
     members = np.random.default_rng(0).random(canaries) < 0.5
     data = jnp.asarray(np.eye(canaries, dtype=np.float32) * members[:, None])
     mechanism = dpjax.Mechanism(
@@ -153,7 +153,7 @@ def test_nothing_right_of_nothing_refutes_nothing():
 @kills("auditing.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
 @pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
 def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
-    """A bias of one number has noise too, though a single draw does not show how much."""
+    """The noise of a bias of one number is measured too, over many draws."""
     rule = clipping.flat(1.0) if multiplier == 1.0 else clipping.per_group([1.0, 3.0], 2)
     mechanism = dpjax.Mechanism(
         sampling=sampling.full(10), clipping=rule, noise_multiplier=multiplier, steps=1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints by themselves: what comes back, and what is refused.  Faults: `test_faults`."""
+"""Checkpoints alone: restored values and refusals. `test_faults` has runs with faults."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_every_kind_of_leaf_comes_back(kept):
 
 
 def test_the_buffers_may_be_used_again_at_once(kept):
-    """Saving goes on in the background, from copies."""
+    """The background thread writes copies."""
     numbers = np.arange(5.0)
     kept.save(0, {"x": numbers}, {})
     numbers[:] = -1

@@ -198,7 +198,7 @@ def test_a_missing_file_is_answered_with_what_to_do(tmp_path, name):
 
 
 def no_jpegs():
-    """Arrays of the right names whose bytes are no images."""
+    """Arrays with the right names and bytes that no JPEG decoder accepts."""
     each = {"jpeg": np.zeros(9, np.uint8), "offsets": np.array([0, 9]), "y": np.zeros(1, int)}
     return {f"{name}_{part}": array for name, array in each.items() for part in ("train", "test")}
 
@@ -273,7 +273,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path, save, kept):
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_whatever_a_flipped_bit_makes_of_a_file_is_told_by_its_name(tmp_path, save):
-    """Also ways of packing that do not exist, and entries that claim to be encrypted."""
+    """Also with unknown compression methods, and entries flagged as encrypted."""
     x = np.zeros((2, 28, 28), np.uint8)
     save(tmp_path / "mnist.npz", x_train=x, y_train=[0, 1], x_test=x, y_test=[0, 1])
     whole = (tmp_path / "mnist.npz").read_bytes()
@@ -404,7 +404,7 @@ def test_a_table_that_is_not_whole_or_another_is_refused(tmp_path, content, word
 
 
 def fake_tfds(monkeypatch, contents, *, prepared=True, random_access=True, tensorflow=False):
-    """Puts a module in the place of TFDS that serves `contents`, and records how it is asked."""
+    """Puts a module in the place of TFDS that serves `contents`, and records its calls."""
     asked = []
 
     class Builder:
@@ -653,7 +653,7 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
         assert np.array_equal(x, loaded.train[0][draw])
         assert np.array_equal(y, loaded.train[1][draw])
 
-    # What trains on the arrays trains on what is read from the disk, to the same end.
+    # Training on the arrays and training on the stream give equal parameters.
     ends = []
     for dataset in (loaded, streamed):
         (image,), _ = dataset.rows(np.array([3]))

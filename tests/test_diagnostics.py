@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnostics: against matrices written out, the facts of the paper, and edges."""
+"""Diagnostics agree with explicit matrices and the facts of the paper; edge cases."""
 
 import flax.linen as nn
 import jax
@@ -22,7 +22,7 @@ def quadratic(params, example):
 
 
 def gradients():
-    """One row an example, written out."""
+    """The per-example gradients as a matrix, one row for each example."""
     return (X[:, :, None] * (X @ W - Y)[:, None]).reshape(7, -1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features: a cache that is never wrong, and a normalisation that costs what it says."""
+"""Features: the cache returns exact results; normalisation costs its stated multipliers."""
 
 import json
 import math
@@ -27,7 +27,7 @@ DELTA = 1e-5
 
 
 class Counted:
-    """A transform that knows how often it ran."""
+    """A transform that counts its calls."""
 
     def __init__(self):
         self.runs = 0
@@ -73,7 +73,7 @@ def test_other_data_are_other_features(tmp_path, change):
 
 
 def test_equal_bytes_of_another_type_are_other_data(tmp_path):
-    """Settings may have the names of other facts, and two types the same bytes."""
+    """Settings may share names with other facts, and two types may share their bytes."""
     compute = Counted()
     for kind in (np.float16, jnp.bfloat16, ">f2", np.int16):
         ask(tmp_path, compute, np.arange(6, dtype=np.int16).view(kind), dtype="float32", shape=6)
@@ -231,7 +231,7 @@ def test_moments_of_other_features_are_refused(channels):
         features.normalize(jnp.ones((3, 2, 2, 6)), moments)
 
 
-# --- all examples at once, with noise ---------------------------------------------------------
+# --- all examples together, with noise ---------------------------------------------------------
 
 
 def describe(**changes):
@@ -255,7 +255,7 @@ def test_without_noise_or_thresholds_it_is_the_moments():
 
 
 def queries(x, normalization, monkeypatch):
-    """For each query: what it would say without its noise, and bound and multiplier of that."""
+    """For each query: its exact answer, its bound and its noise multiplier."""
     asked, real = {}, room._release
 
     def release(key, query, rows, bound, multiplier):
@@ -336,7 +336,7 @@ def test_one_example_moves_a_histogram_by_no_more_than_one(monkeypatch, scale):
     "link = noise.gaussian(min(multiplier, 1.0), rule, key=stream)",
 )
 def test_the_noise_of_each_query_has_its_scale():
-    """No example shows, so what is released is noise: threshold x multiplier / examples."""
+    """With zero features the release is noise alone: threshold x multiplier / examples."""
     nothing = jnp.zeros((2, 1, 1, 300_000))
     for bounds in ((0.5, 0.0), (0.0, 0.2)):
         facts = {"examples": 2, "noise_multiplier": 3.0, "thresholds": bounds}
@@ -384,7 +384,7 @@ def test_thresholds_are_found():
     assert far._threshold(KEY, 0, room._statistics(x)[0]) == pytest.approx(1e-3)
 
 
-# --- what it costs ----------------------------------------------------------------------------
+# --- privacy cost -----------------------------------------------------------------------------
 
 
 @kills(
@@ -417,7 +417,7 @@ def mechanism(normalization, **changes):
 
 
 def test_it_is_composed_into_the_training():
-    """The scattering runs of the literature on CIFAR-10, with and without it."""
+    """The published scattering runs on CIFAR-10, with and without normalisation."""
     bare, prepared = mechanism(None), mechanism(describe())
     assert bare.epsilon(DELTA, "pld") == pytest.approx(2.2599, abs=2e-3)
     assert prepared.epsilon(DELTA, "pld") == pytest.approx(2.3824, abs=2e-3)
@@ -427,7 +427,7 @@ def test_it_is_composed_into_the_training():
 
 
 def test_with_replace_one_neighbours_its_sums_move_twice_as_far():
-    """As a full batch of the same multiplier does: one relation for the whole mechanism."""
+    """A query behaves like a full batch with its multiplier: one relation for the mechanism."""
     sampler, asked = sampling.full(50_000), {"neighbours": "replace-one"}
     queries = mechanism(describe(), steps=0, sampling=sampler, **asked)
     facts = {"sampling": sampler, "noise_multiplier": 8.0}

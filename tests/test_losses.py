@@ -217,7 +217,7 @@ def test_of_says_what_to_do_with_other_models(model, kind):
 
 
 class Dropped(nn.Module):
-    """A model that behaves otherwise in training."""
+    """A model with dropout, which is active in training only."""
 
     @nn.compact
     def __call__(self, x, train):
@@ -299,7 +299,7 @@ def test_of_gives_a_loss_the_preactivations_and_the_epoch():
 
 
 def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_of_late():
-    """Through `dpsgd`, as it is trained: the loss of step t is that of the formula at t."""
+    """In a run of `dpsgd`, the loss of step t follows the formula at the epoch of t."""
     model = models.MLP(features=(4,), classes=3)
     x, y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
     composite = losses.composite(threshold=1.0, gamma=2.0)
@@ -413,7 +413,7 @@ X, Y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
 
 
 def as_linen(params):
-    """What a network of two layers says of the same parameters, by Linen."""
+    """The output of a Linen network of two layers with these parameters."""
     rule, model = clipping.flat(0.5), models.MLP(features=(4,), classes=3)
     loss = losses.of(model, losses.cross_entropy)
     gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
@@ -444,7 +444,7 @@ def test_a_model_of_nnx():
 
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_a_model_of_nnx_with_dropout(evaluated):
-    """In training its one mask is that of all examples, as the documentation of `of` says."""
+    """In training all examples share one mask, as the docstring of `of` warns."""
     from flax import nnx
 
     model = nnx.Sequential(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: against counting by hand."""
+"""Metrics agree with plain counting in NumPy."""
 
 import jax
 import jax.numpy as jnp

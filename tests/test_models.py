@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: published parameter counts, one example as good as a batch, engines, weights."""
+"""Models: published parameter counts, equal outputs in batches, engines, published weights."""
 
 import json
 import math
@@ -349,7 +349,7 @@ def attend(q, k, v):
 
 
 def bert_by_hand(w, tokens, segments, heads, depth):
-    """BERT, from its published names."""
+    """BERT's network in NumPy, from the published names."""
 
     def linear(name, x):
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
@@ -491,7 +491,7 @@ def test_a_truncated_safetensors_file_is_named(tmp_path, keep):
 
 
 def vit_by_hand(w, image, patch, heads, depth):
-    """The Vision Transformer, from its published names."""
+    """The Vision Transformer in NumPy, from the published names."""
     side = image.shape[0] // patch
     cut = image.reshape(side, patch, side, patch, -1).transpose(0, 2, 1, 3, 4)
     kernel = w["embedding/kernel"].reshape(-1, w["embedding/kernel"].shape[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scattering: the published values, a slow definition, and what a transform of one image owes."""
+"""Scattering: published values, a slow definition, independence of images, refusals."""
 
 import os
 
@@ -58,7 +58,7 @@ def test_the_published_values_in_colour():
     means = features.mean(axis=(0, 1, 2))[[0, 1, 9, 17, 80]]
     want = [0.4942326746, 0.0177891296, 0.0360069067, 0.0023300779, 0.0013665468]
     np.testing.assert_allclose(means, want, atol=1e-5)
-    # One colour after the other, each as if it were alone.
+    # The channels of each colour, in the order of the colours.
     alone = scattering.scatter(images[..., 1:2].astype(np.float32))
     np.testing.assert_allclose(features[..., 81:162], alone, atol=1e-6)
 
@@ -115,7 +115,7 @@ def test_the_products_are_fourier_transforms(rows, columns):
     want = np.fft.fft2(field, axes=(0, 2))
     np.testing.assert_allclose(parts[:, :, 0].reshape(field.shape), want.real, atol=1e-4)
     np.testing.assert_allclose(parts[:, :, 1].reshape(field.shape), want.imag, atol=1e-4)
-    # Filters that pass everything, and every second pixel of what has passed.
+    # Filters that pass everything, followed by every second pixel.
     for step in (1, 2):
         passed = fourier.filtered(spectrum, np.ones((2, rows, columns)), step, 2)
         found = fourier.moduli(passed, 2 // step)
@@ -150,7 +150,7 @@ def test_images_are_each_on_their_own(monkeypatch):
     together = scattering.scatter(images, 1, 2)
     one_by_one = jnp.concatenate([scattering.scatter(image[None], 1, 2) for image in images])
     np.testing.assert_allclose(together, one_by_one, atol=1e-6)
-    # Lots of 2, 2, 2 and 1, whatever this machine would take.
+    # Parts of 2, 2, 2 and 1 images, on every machine.
     monkeypatch.setattr(transform, "_part_size", lambda *_: 2)
     in_lots = transform._scatter.__wrapped__(jnp.asarray(images), 1, 2, 2)
     np.testing.assert_allclose(together, in_lots, atol=1e-6)

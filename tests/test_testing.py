@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws that users run: they pass on what is sound and break on what is not."""
+"""The laws that users run pass for sound parts and raise for broken ones."""
 
 import jax
 import jax.numpy as jnp
