@@ -102,7 +102,7 @@ class Checkpoints:
         written = {str(i): x for i, x in enumerate(numbers) if x.size}
         notes = {
             "facts": facts,
-            "leaves": _described(numbers),
+            "leaves": [[list(x.shape), x.dtype.name] for x in numbers],
             "digest": trees.fingerprint(numbers),
         }
         args = self.args.Composite(
@@ -166,7 +166,8 @@ class Checkpoints:
 
         notes = read(notes=self.args.JsonRestore())["notes"]
         leaves, digest = notes["leaves"], notes["digest"]
-        empty = [np.empty(shape, _dtype(dtype)) for shape, dtype in leaves]
+        # By jnp.dtype, which knows bfloat16's name.
+        empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in leaves]
         target = {str(i): x for i, x in enumerate(empty) if x.size}
         found = read(state=self.args.StandardRestore(target))["state"]
         numbers = [np.asarray(found.get(str(i), x)) for i, x in enumerate(empty)]
@@ -190,14 +191,6 @@ class Checkpoints:
         """Waits for the save in the background and ends the threads."""
         self.wait()
         self.manager.close()
-
-
-def _described(numbers: Sequence[np.ndarray]) -> list[list[Any]]:
-    return [[list(x.shape), x.dtype.name] for x in numbers]
-
-
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(jnp.dtype(name))
 
 
 def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
