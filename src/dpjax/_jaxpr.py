@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One interpreter of jaxprs, and one analysis of which values depend on which inputs.
+"""One interpreter of jaxprs, and one analysis of how values depend on inputs.
 
 `evaluate` keeps the environment of a program and gives each equation to a *rule*. With `bind`
 as the rule it computes the program. Other rules compute something else of the same program: the
@@ -80,7 +80,7 @@ def evaluate(
 
 
 def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a program, those of inner programs included."""
+    """All equations of a program and of its inner programs."""
     for equation in program.eqns:
         yield equation
         for inner in inner_programs(equation):

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: what was really spent, what one more step would cost, and refusal.
+"""The ledger: what was spent, what one more step would cost, and refusal.
 
-A `Ledger` is part of a run's state.  It holds the multiplier of every step that ran, in
-order, equal neighbours in one row.  `admit` is called before a step: it refuses, *before
-any gradient is computed*, a step beyond the plan and a step that would pass the budget,
-and otherwise writes the step down.  What a run reports is composed from these rows, so a
-run that stopped early reports what it spent and not what it planned.
+A `Ledger` is part of a run's state. It holds the multiplier of every step that ran, run-length
+encoded in order. `admit` is called before a step: it refuses, *before any gradient is computed*, a
+step beyond the plan and a step that would pass the budget, and otherwise records the step. A run
+that stopped early therefore reports what it spent and not what it planned.
 
-The multipliers are fixed in advance, so the stopping time does not depend on the data
-and ordinary composition is enough; for noise that is chosen on the way there is
-`dpjax.accounting.Filter`.  This file must never look at params or data.
+The multipliers are fixed in advance, so the stopping time does not depend on the data and ordinary
+composition is enough. `dpjax.accounting.Filter` is for noise that depends on releases. The ledger
+stays on the host, so reading it never waits for the device.
 """
 
 from __future__ import annotations
@@ -227,9 +226,9 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused(
             "ledger: the steps in this state ran under another mechanism: with other examples, "
-            "sampling, batch size, preparation, earlier runs or unit, by which they cost something "
-            "else. Usually a state was handed to an algorithm built from another mechanism; "
-            "continue it with its own. To go on under other settings, begin a fresh state from "
+            "sampling, batch size, preparation, earlier runs or unit, so their privacy cost "
+            "differs. Usually a state was handed to an algorithm built from another mechanism; "
+            "continue it with its own. To change settings, begin a fresh state from "
             "its params, with Mechanism(..., before=...)."
         )
     # A state that was put on a device holds its multipliers in float32.

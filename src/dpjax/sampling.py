@@ -301,16 +301,16 @@ def scored(
 def fold(
     draw: Draw, size: int, add: Callable[..., T], first: T, share: tuple[Any, int] = (0, 1)
 ) -> T:
-    """Goes through a draw, ``size`` examples at a time: each of them once, and nothing else.
+    """Folds ``add`` over a draw, ``size`` examples at a time; each example is visited once.
 
     Args:
-      draw: Of any size, also empty.
-      size: Of a microbatch; speed and memory only.
+      draw: Of any size, including an empty one.
+      size: Rows in a microbatch; speed and memory only.
       add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
         ``mask`` saying which of them belong to the draw: the last one is filled up.
       first: The total of an empty draw.
-      share: ``(which, of)``: of every so many microbatches that one alone.  All shares together
-        are the draw.
+      share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
+        together are the draw.
 
     Example:
       >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))

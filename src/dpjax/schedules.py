@@ -83,7 +83,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, "steps"]:
       steps: How many.
 
     Returns:
-      The values, float32; for a `table` exactly those that the noise uses.
+      The values, float32; for a `table` exactly the values that the noise uses.
 
     Example:
       >>> values(CURRICULA["linear-down"](epochs=5), 401)[[0, 99, 100, 400]]

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic on trees of arrays: group norms, scaled sums, keys and random trees.
 
-Everything is computed in float32 or wider, whatever the dtype of the leaves: a norm
-taken in float16 underflows to 0 and then nothing is clipped, and a sum kept in bfloat16
-stops growing at 256.  Sums over examples are products at the highest precision, because
-accelerators otherwise round the inputs of products.
-
-This file must never know what a gradient is for: no rules, no bounds, no noise scale.
+Everything is computed in float32 or wider, whatever the dtype of the leaves: a float16 norm
+underflows to 0, so nothing would be clipped, and a bfloat16 sum stops growing at 256. Sums over
+examples are matrix products at the highest precision, because accelerators round the inputs of
+products otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ __all__ = [
     "zeros_wide",
 ]
 
-# As many numbers are drawn at once, for all leaves that they suffice for: 16 MiB.
+# Numbers per draw, 16 MiB: many small draws run, and above all compile, far more slowly.
 _TOGETHER = 2**22
 
 

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of dpjax: what flows between its rooms, and nothing that computes.
+"""The shapes that flow between the rooms of dpjax, and the glossary.
 
-Every other file imports from here, so a reader who knows these few shapes knows the
-grammar of the library.  `Clipping` says how much one example may move a sum,
-`ClippedSum` is that sum before any noise, `Sampler` says which examples a step sees
-and what that is worth to the privacy of each, and `Algorithm` is anything that runs.
+Every other file imports from here. `Clipping` says how much one example may move a sum and holds
+every rule to that, `ClippedSum` is the sum before any noise, `Sampler` says which examples a step
+sees and what that is worth, `State` is what the next step needs, and `Algorithm` is anything that
+runs.
 
-Glossary.  *bound*: largest L2 norm that one example may contribute, per group.
-*sensitivity*: how far the sum moves when one example joins or leaves.
-*noise_multiplier*: standard deviation of the noise on the sum / sensitivity.
-*batch_size*: the **expected** size of a batch.  *mask*: 1 for a real example, 0 for
-padding.  *norms*, *factors*: arrays ``[batch, groups]``.
-
-This file must never know how anything is computed, drawn or accounted.
+Glossary. *bound*: largest L2 norm that one example may contribute, per group. *sensitivity*: how
+far the sum moves when one example joins or leaves. *noise_multiplier*: standard deviation of the
+noise on the sum / sensitivity. *batch_size*: the **expected** size of a batch. *mask*: 1 for a
+real example, 0 for padding. *norms*, *factors*: arrays ``[batch, groups]``.
 """
 
 from __future__ import annotations
@@ -57,7 +54,9 @@ Schedule: TypeAlias = Callable[[Any], Any]
 NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 
 
-_LEAST = 1e-12  # what a billion entries that square to 0 add up to is less by far
+# Norm floor. Entries below about 1e-19 underflow to 0 when squared; a billion of them contribute
+# far less than this to a norm.
+_LEAST = 1e-12
 
 
 class Neighbours(enum.StrEnum):
@@ -143,11 +142,11 @@ class Clipping:
     Args:
       partition: Which group each leaf is in.
       bounds: The largest norm that one example may contribute, per group.
-      factors: The wish: norms ``[batch, groups]`` -> factors ``[batch, groups]``.  It is asked
-        of one example at a time, in a batch of 1.
+      factors: The wish: norms ``[batch, groups]`` -> factors ``[batch, groups]``. It is
+        evaluated for one example at a time, in a batch of 1.
       name: How reports call the rule.
-      projections: If norms are not known but estimated from so many random projections; see
-        `dpjax.clipping.jl`.
+      projections: The number of random projections from which norms are estimated, or None if
+        norms are exact; see `dpjax.clipping.jl`.
       facts: What else tells it from others of its name, as JSON has it.
 
     Sensitivity:
@@ -283,8 +282,8 @@ class Sampler:
       neighbours: The neighbouring relation for which ``event`` holds.
       claim: In words, what is proved.
       facts: What else accounting needs, as JSON has it; public, for it stands on cards.
-      fingerprint: What else tells it from others of its name.  **Not** public: a hash of what
-        is known of each example tells whoever guesses that it was right.
+      fingerprint: What else tells it from others of its name.  **Not** public: with a hash
+        over the examples an attacker can confirm a guess.
     """
 
     name: str

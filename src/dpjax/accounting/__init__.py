@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a private computation costs: events, their composition, epsilon and delta.
 
-An *event* (dp_accounting's `DpEvent`) says which noisy queries run, on which random samples, how
-often. `epsilon`, `delta`, `calibrate` and `largest_steps` read events and nothing else: this room
-has never heard of gradients, models or data. Four methods answer: RDP (the default), PLD
-(tighter, slower), and, so that papers' figures can be printed, RDP with its first conversion and
-the CLT estimate of Gaussian DP.
+An *event* (dp_accounting's `DpEvent`) says which noisy queries ran, on which random samples and how
+often. `epsilon`, `delta`, `calibrate` and `largest_steps` read events alone. Four methods answer:
+RDP (the default), PLD (tighter, slower), RDP with the conversion that older papers print, and the
+CLT estimate of Gaussian DP.
 
-One convention rules: a noise multiplier in an event is relative to the *add-or-remove*
-sensitivity (one example joins or leaves). Asking for `neighbours="replace-one"` doubles the
-sensitivity, and that is converted here, once. Read `events`, then `leaves`, `rdp`, `pld`, `gdp`,
-then `methods` and `search`, which join them, and last what is asked of them: `selection` (to keep
-the best of many runs), `groups` (users with several examples) and `filters` (noise that is chosen
-on the way).
+A noise multiplier in an event is relative to the *add-or-remove* sensitivity (one example joins or
+leaves). `neighbours="replace-one"` doubles the sensitivity, and this room alone converts it.
+
+| file | what it holds |
+|---|---|
+| `events`, `event_parts` | building events; flattening them for the accountants |
+| `rdp_divergence`, `rdp_accountant`, `pld`, `gdp` | the accountants |
+| `methods`, `search` | the table of methods; calibration |
+| `selection`, `user_level` | the best of several runs; users with several examples |
+| `filters`, `random_projections` | noise that depends on releases; `clipping.jl` |
 """
 
 from dpjax.accounting.event_parts import NEIGHBOURS

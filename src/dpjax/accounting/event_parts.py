@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event, sorted: any tree of events becomes a short list of what is really paid for.
+"""Flattens an event: a tree of events becomes a short list of what is paid for.
 
-Every accountant here wants the same thing: sampled Gaussians with equal (rate, multiplier)
-counted together, and all unsampled Gaussians melted into one, `1/z^2` adding up. So the tree is
-walked once. Several Gaussians under one sample are joined *before* the sampling is applied. Kinds
-of event that this page does not know (Laplace, sampling without replacement, mixtures) are handed
-on as they are, for dp_accounting itself to judge.
-
-It knows no accounting method, and never turns a tree into a number.
+Every accountant needs sampled Gaussians with equal (rate, multiplier) counted together, and all
+unsampled Gaussians joined into one, because `1/z^2` adds up. Several Gaussians under one sample
+are joined *before* the sampling is applied. Other kinds of event (Laplace, sampling without
+replacement, mixtures) are passed to dp_accounting unchanged.
 """
 
 import math
@@ -90,8 +87,7 @@ def split(event: DpEvent) -> Parts:
         if not isinstance(leaf, DpEvent):
             raise TypeError(
                 f"accounting: {reprlib.repr(leaf)} was given; expected a privacy event. Of a "
-                "dpjax.Mechanism it is mechanism.event; those of several are joined by "
-                "accounting.compose."
+                "dpjax.Mechanism it is mechanism.event; accounting.compose joins several."
             )
         match leaf:
             case dp_accounting.NoOpDpEvent():

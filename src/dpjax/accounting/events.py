@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: sentences that say what was run, in dp_accounting's grammar.
+"""Builds events in the grammar of dp_accounting.
 
-DP-SGD is one sentence: `steps` times, a Poisson sample of the data, then a Gaussian on its
-clipped sum. A noise schedule is the same sentence with a multiplier for every step; equal ones
-are gathered, for nothing about the total depends on their order. Grouped clipping is several
-Gaussians on *one* sample, whose multipliers join by `effective_multiplier` before the sampling is
-put around them (the other way round would promise too much).
-
-Multipliers are relative to the add-or-remove sensitivity, always. Nothing here computes an
-epsilon.
+DP-SGD is one sentence: `steps` times, a Poisson sample of the data, then a Gaussian on its clipped
+sum. A noise schedule has a multiplier for every step; equal ones are merged, because the total does
+not depend on their order. Grouped clipping is several Gaussians on *one* sample: their multipliers
+are joined by `effective_multiplier` before the sampling is applied. The other order would claim too
+much. Multipliers are relative to the add-or-remove sensitivity.
 """
 
 import math
@@ -152,7 +149,7 @@ def compose(*events: DpEvent) -> DpEvent:
     """All of `events`, one after the other; each may depend on what the ones before it released.
 
     Args:
-      *events: any number of events; those that cost nothing are left out.
+      *events: any number of events; events without cost are left out.
 
     Returns:
       No operation for none, the event itself for one, their composition for more.

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters: a budget that holds although noise is chosen on the way, from what was released.
+"""Filters: a budget that holds although the noise depends on what was released before.
 
-Composition as everywhere else here wants multipliers that were fixed in advance. Once a step's
-noise, sampling rate or whether it runs at all depends on earlier releases, adding up is sound
-only for a measure that bounds every step *given* the past, against a limit that was fixed before
-the first. Rényi divergence at one fixed order is such a measure, and so is the squared signal of
-Gaussians without sampling. A `Filter` holds the limit and what is spent, and refuses a step
-before it runs.
+Ordinary composition needs multipliers that were fixed in advance. If the noise, the sampling rate
+or the existence of a step depends on earlier releases, adding up is sound only for a measure that
+bounds every step *given* the past, against a limit fixed before the first step. Rényi divergence
+at one fixed order is such a measure, and so is the squared signal of unsampled Gaussians. A
+`Filter` holds the limit and the amount spent, and refuses a step before it runs.
 
-The order is chosen first, never last: taking the best of many afterwards is not covered. This
-page never runs a step and never looks at what one released.
+The order is chosen first: the theorem does not cover taking the best of several orders afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    r"""A budget for steps whose noise is chosen as the run goes on.
+    r"""A budget for steps whose noise is chosen during the run.
 
     With `r_t` the Rényi divergence of step t at the order `a`, a step is admitted if
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian differential privacy by the central limit theorem: an estimate, and it says so.
+"""Gaussian differential privacy by the central limit theorem: an estimate, not a bound.
 
-Many small sampled steps look, in the limit, like one Gaussian of signal `mu`. Papers print
-epsilons from that limit; with finitely many steps nothing says on which side of the truth they
-lie, and at small multipliers they lie far below it. So what this page returns is a float that
-calls itself an estimate wherever it is shown, and whatever promises something (calibration, a
-budget) refuses it. Unsampled Gaussians enter exactly.
+Many small sampled steps look, in the limit, like one Gaussian of signal `mu`. Papers print epsilons
+from that limit. For finitely many steps the error has no known sign, and at small multipliers the
+estimate is far too small. Every output is therefore labelled as an estimate, and calibration and
+budgets refuse the method. Unsampled Gaussians enter exactly.
 """
 
 import math

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epsilon and delta of an event, by the method you name.
+"""Epsilon and delta of an event, by a named method.
 
-Four rows in one table: how each method is called, whether its answer is proven, and its two
-functions. `epsilon` and `delta` check what they are given, sort the event once, settle the cases
-that need no method (nothing was run; something was released bare) and look the row up. A new
-method joins by adding a row.
-
-This page does no arithmetic of its own, and does not search: `search` next door inverts what is
-here.
+One table with a row per method: its name, whether it is proven, and its two functions. `epsilon`
+and `delta` check their arguments, flatten the event once, answer the cases that need no method (no
+step ran; a release without noise) and call the row. A new method is a new row.
 """
 
 import dataclasses

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Privacy loss distributions: the tightest proven epsilon here, and the slowest.
 
-The loss of one step is a random variable; losses of steps add, so their distributions convolve.
-dp_accounting does that on a grid, rounding pessimistically. This page prepares the event so that
-it is fast (equal steps together, unsampled Gaussians as one), keeps the grid to a size that fits
-in memory, and never returns more than RDP would: both are upper bounds, so the smaller one is
-proven too.
+The loss of one step is a random variable. Losses of steps add, so their distributions convolve;
+dp_accounting does that on a grid with pessimistic rounding. This file prepares the event so that
+the convolution is fast (equal steps together, unsampled Gaussians as one), keeps the grid small
+enough for memory, and returns the minimum with RDP: both are upper bounds.
 
-Many distinct multipliers are rounded *down* to a few, rates *up*: an upper bound again, for
-epsilon falls in the one and rises in the other.
+Many distinct multipliers are rounded *down* to a few and rates *up*, which is again an upper
+bound.
 """
 
 import math
@@ -28,7 +27,7 @@ GRID = 1e-4  # distance between the losses that the distribution is rounded to
 _MIXED = 1e-3  # with mixtures, whose losses are found by search: a tenth of the time, 0.1 %
 LEVELS = 64  # distinct steps that are composed as they are; beyond them multipliers are rounded
 _POINTS = 4_000_000
-_FAR = 5_000.0  # an epsilon above which nobody reads digits: RDP's answer is given
+_FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faster
 
 
 def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:

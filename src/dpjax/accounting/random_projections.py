@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Clipping by estimated norms: what it costs when a norm may be guessed too small.
+r"""Accounting for estimated norms (`clipping.jl`), where a norm may be estimated too small.
 
-A norm that is estimated from `r` random projections is, in exact numbers, the norm times
-`sqrt(chi2_r / r)`, whatever the gradient (`gradients.jl` rounds it up by what float32 may lose).
-So an example moves the clipped sum by up to `s = sqrt(r / chi2_r)` bounds: mostly about one, now
-and then many. Let the projections be released too, for they have not seen the data. Given them a
-step is a Gaussian whose multiplier is divided by `s`, and its privacy loss has the distribution of
-that Gaussian, mixed over `s`. That is one example more or fewer: two that change places have an `s`
-each, and nothing is proved for them.
+A norm estimated from `r` random projections is, in exact numbers, the norm times `sqrt(chi2_r / r)`
+for every gradient (the estimator rounds it up by what float32 may lose). An example therefore moves
+the clipped sum by up to `s = sqrt(r / chi2_r)` bounds: usually about one, rarely many. Suppose that
+the projections are released too; they do not depend on the data. Given them, a step is a Gaussian
+with its multiplier divided by `s`, and its privacy loss is that of this Gaussian, mixed over `s`.
+This covers one example more or fewer. For replace-one both examples have an `s`, and nothing is
+proved.
 
-There is no other number. The chance of a large `s` falls like a power, and Rényi divergences weigh
-it by the exponential of a square: they are infinite at every order, and an estimate by a central
-limit has no limit to go to. So every method but PLD is refused here.
+The probability of a large `s` falls like a power, and Rényi divergences weigh it by the exponential
+of a square: they are infinite at every order, and a central limit does not exist. Every method but
+PLD refuses such events.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class ProjectedGaussianDpEvent(DpEvent):
 
 
 def with_projections(event: DpEvent, projections: int) -> DpEvent:
-    """The same event, each Gaussian of which is on a sum clipped by estimated norms.
+    """The event, with every Gaussian on a sum clipped by estimated norms.
 
     Args:
       event: steps that were described as if norms were exact.

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From divergences to epsilon: the Rényi accountant, with its new conversion and its old one.
+"""The Rényi accountant: from divergences to epsilon, with the improved and the classic conversion.
 
-Divergences of steps add at every order; a conversion then turns the best order into (epsilon,
-delta). The improved conversion is the default. The first one, `epsilon = rdp + log(1/delta) /
-(alpha - 1)`, is proven too but looser; it is here because the papers of 2016 to 2021 print what
-it gives.
+Divergences of steps add at every order, and a conversion turns the best order into (epsilon,
+delta). The improved conversion is the default. The classic one, `epsilon = rdp + log(1/delta) /
+(alpha - 1)`, is proven too but looser; the papers of 2016 to 2021 print its result.
 
-Replace-one is settled on this page. The accounting library's own RDP doubles no sensitivity there,
-so whatever is handed on to it is rewritten first, however deep it lies in the event: Gaussians and
-Laplace noise by half. Poisson sampling has no RDP proof there, and kinds of event that nobody has
-looked at are refused.
+Replace-one is converted here. The RDP of dp_accounting does not double the sensitivity, so an
+event is rewritten before it is passed on, at every depth: Gaussian and Laplace noise by half.
+Poisson sampling has no RDP proof for replace-one and is refused, and so are kinds of event that
+are not on the list.
 """
 
 import math

@@ -3,12 +3,10 @@
 
 Step t with rate q and multiplier z has divergence `log A(alpha) / (alpha - 1)` at order alpha,
 where A is the alpha-th moment of the likelihood ratio f = (1-q) + q exp((2x-1) / 2z^2), x ~ N(0,
-z^2); steps add up. Whole orders are a binomial sum; the others are one integral of an analytic
-function, for which the trapezoid rule converges exponentially. Both work with A - 1, a sum of
+z^2); steps add up. Whole orders are a binomial sum. The others are one integral of an analytic
+function, for which the trapezoid rule converges exponentially. Both compute A - 1, a sum of
 positive terms (f has mean 1, and f^alpha lies above its tangent at 1), so small rates lose no
-digits and large rates always converge.
-
-Curves are cached by (q, z). Events, neighbours and epsilon belong to others.
+digits and large rates converge. Curves are cached by (q, z).
 """
 
 import math

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an epsilon is printed: rounded up, so that no page claims less than was proved.
+"""Rounds printed epsilons up, so that no page claims less than was proved.
 
-Rounding to nearest gives away half a unit of the last digit, every second time: what is
-proved is 2.6544, and (2.654, 1e-5)-differentially private is a claim that nobody has proved.
-Every claim of this house goes through `upwards`, whether it is an epsilon or a delta.
-
-This file must never know what the number means.
+If 2.6544 is proved, printing 2.654 claims a guarantee that is not proved. Every claim goes through
+`upwards`, for epsilon and for delta.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ def upwards(value: float, form: str = ".4g") -> str:
 
     Args:
       value: An epsilon or a delta; 0 and infinity are printed as they are.
-      form: As in an f-string: so many digits (``.4g``), or so many after the point (``.3f``).
+      form: As in an f-string: significant digits (``.4g``), or digits after the point (``.3f``).
 
     Returns:
       The least number of this form that is not below the value.  What the form can say

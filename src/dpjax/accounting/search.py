@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounting backwards: the least noise, or the most steps, that a budget allows.
 
-Both are one root of one monotone function. `calibrate` looks for the smallest parameter (a noise
-multiplier, or the scale of a whole schedule) whose epsilon does not exceed the target;
-`largest_steps` for the largest number of steps. Both return the end of the bracket that *keeps*
-the promise, checked by the same call that a report would make. The slow method starts from the
-fast one's answer.
+Both are the root of a monotone function. `calibrate` finds the smallest parameter (a noise
+multiplier, or the scale of a schedule) whose epsilon does not exceed the target; `largest_steps`
+the largest number of steps. Both return the end of the bracket that *keeps* the promise, checked
+by the same call that a report makes. The slow method starts from the answer of the fast one.
 
-Only proven methods may be inverted: noise chosen by an estimate would promise what nobody has
-shown.
+Only proven methods are inverted: noise chosen by an estimate would promise too much.
 """
 
 import contextlib

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search costs: many private runs, of which only the best is published.
+"""The cost of a search: several private runs, and only the best one is published.
 
-To keep the best of several runs is a query of its own, even if their scores come from public
-data: which run wins depends on what all of them learnt. A *fixed* number of runs costs their
-composition. A *random* number costs far less, because nobody can tell how many runs the winner
-has beaten; that is what `select_best` accounts, from the Rényi curve of one run, and `draw_runs`
-draws the number that is accounted.
-
-Three distributions of the number, one row each. This page knows nothing of what a run is, or how
-two of them are compared.
+Choosing the best run is a query of its own even if its scores come from public data, because the
+winner depends on what all runs learnt. A *fixed* number of runs costs their composition. A *random*
+number costs far less, because an observer cannot tell how many runs the winner has beaten:
+`select_best` accounts for it from the Rényi curve of one run, and `draw_runs` draws the number.
 """
 
 import math
@@ -36,7 +32,7 @@ class Selection(NamedTuple):
     Attributes:
       epsilon_one: one run that was fixed beforehand; *not* the price of a search.
       epsilon_best: the best of a random number of runs, if it alone is published.
-      epsilon_all: so many runs (rounded up) composed; then all of them may be published.
+      epsilon_all: `mean_runs` runs (rounded up) composed; then all of them may be published.
       mean_runs: how many runs there are on average.
     """
 
@@ -96,8 +92,8 @@ def select_best(
 
       1. `K` was drawn by `draw_runs` before the first result was seen, and stays secret: no table
          of runs, no seed from which it follows. To stop early, or to add a run, voids it.
-      2. Runs have keys of their own. Settings are drawn anew for each, from candidates that
-         were fixed beforehand and are *all* in `event`, drawn or not.
+      2. Runs have keys of their own. Settings are drawn independently for each from candidates
+         that were fixed beforehand and are *all* in `event`, drawn or not.
       3. The score is a function of what the run releases and of public data. A score on private
          data that is not paid for in `event` has no epsilon.
       4. The best run alone is published; with no run (Poisson), nothing or a constant.
@@ -135,7 +131,7 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     """Draws how many runs a search makes, from the distribution that `select_best` accounts.
 
     Args:
-      key: from `noise.secret_key()`, or whoever knows it knows the number; consumed.
+      key: from `noise.secret_key()`, because the key reveals the number; consumed.
       runs: the mean, 1 or more.
       distribution: as for `select_best`.
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups: what the same training costs somebody who owns several of the examples.
+"""User-level privacy: the cost of example-level training for a user with several examples.
 
-With k records a user the sum moves up to k times as far, but under Poisson sampling hardly ever
-so far: how many of the k are drawn is binomial. So a step is a Gaussian whose signal is a mixture
-over 0 to k, and PLD accounts that exactly; k times epsilon would be wrong, for delta grows too.
-Without sampling all k are always there, and the multiplier is simply divided by k.
-
-This page rewrites an event for larger units and leaves the arithmetic to the methods.
+With k records per user the sum moves up to k times as far, but under Poisson sampling rarely that
+far: the number of drawn records is binomial. A step is then a Gaussian whose signal is a mixture
+over 0 to k, which PLD accounts for exactly. Multiplying epsilon by k would be wrong, because delta
+grows too. Without sampling all k records are always drawn, and the multiplier is divided by k.
 """
 
 import dp_accounting

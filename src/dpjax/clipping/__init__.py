@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules: how much one example may contribute, and how its gradient is scaled to it.
+"""Rules: how much one example may contribute, and how its gradient is scaled to that.
 
-A rule answers two questions: into which groups are the leaves divided (`partitions`), and
-by which factor does each group of an example's gradient get scaled (`rules`).  Each rule is
-a `Clipping` that holds both, and whose ``sensitivity`` follows from its bounds.
-`clip_and_sum` puts a rule into an Optax chain (`application`).  A bound that is not known
-beforehand may follow the gradients that are seen, for a price: `Quantile` (`quantile`).
+A rule combines a partition of the leaves into groups (`partitions`) with a factor for each group
+of an example's gradient (`rules`). It is a `Clipping`, whose ``sensitivity`` follows from its
+bounds. `clip_and_sum` puts a rule into an Optax chain, and `Quantile` adapts the bounds to a
+quantile of the norms, for a price.
 
-Bounds and thresholds must not be computed from private data (or must be paid for).
-This room must never know how gradients are computed or what an epsilon is.
+Bounds and thresholds must not be computed from private data without paying for it.
 """
 
 from dpjax.clipping.application import ClipState, clip, clip_and_sum

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rule applied: from per-example gradients to their clipped sum.
+"""Applies a rule: from per-example gradients to their clipped sum.
 
-`clip` is the definition that every engine is held to; `clip_and_sum` puts it into an
-Optax chain, and refuses gradients that were averaged before it saw them.
-
-This file must never know how gradients are computed or what noise is.
+`clip` is the definition that every engine is held to. `clip_and_sum` puts it into an Optax chain,
+and refuses gradients that were averaged before.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partitions: which leaves of a gradient are clipped together.
 
-A partition assigns every leaf to a group, by its place, its name or its path.  Groups are
-orthogonal blocks, so their bounds add up as squares.  A leaf is never split.
-
-This file must never know a bound or a gradient's length.
+A partition assigns every leaf to a group by its place, its name or its path. Groups are orthogonal
+blocks, so their bounds add up as squares. A leaf is never split.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound that follows a quantile of the gradients' norms, by a count that is paid for.
+"""A bound that follows a quantile of the gradient norms, by a noised count.
 
-Which norm is typical is private, and changes as a model learns.  So each step also asks how
-many of its examples were below the bound; the answer, with noise, moves the bound of the
-next step.  One number a step is cheap: with enough noise to be nearly free it is still
-right to a few per cent of a batch.
+The typical norm is private and changes during training. Each step therefore also counts how many of
+its examples are below the bound, and the count, with noise, moves the bound of the next step. One
+number per step is cheap: with noise that costs nearly nothing the count is still accurate to a few
+per cent of a batch.
 
-What is adapted is a *scale* on all bounds of a rule; it begins at 1.  Given as
-``Mechanism(adaptive=Quantile(...))``, which splits the noise between gradients and count, so
-that both together cost what its ``noise_multiplier`` says.
-
-This file must never draw noise, nor know what an epsilon is.
+The adapted quantity is a *scale* on all bounds of a rule, which begins at 1.
+``Mechanism(adaptive=Quantile(...))`` splits the noise between gradients and count, so that both
+together cost what its ``noise_multiplier`` says.
 """
 
 from __future__ import annotations

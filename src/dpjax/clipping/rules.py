@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules: by which factor each group of an example's gradient is scaled.
+"""Rules: the factor by which each group of an example's gradient is scaled.
 
-Each function builds a `Clipping` that holds the wish for a factor and the bounds that the
-factor is held to; its ``sensitivity`` follows from the bounds, and nobody ever types that
-number.  What a rule wishes for is taste; what it is held to is the guarantee.
+Each function builds a `Clipping` that holds the wished factor and the bounds. The factor is held to
+the bounds, and the ``sensitivity`` is computed from them, never typed. The wish is a choice; the
+bounds are the guarantee.
 
-Bounds and thresholds must not be computed from private data (or must be paid for).
-This file must never know how gradients are computed, what noise is, or what an epsilon is.
+Bounds and thresholds must not be computed from private data without paying for it.
 """
 
 from __future__ import annotations

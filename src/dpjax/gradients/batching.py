@@ -83,7 +83,7 @@ def device_sum(totals: T) -> T:
 
 
 class Rows(NamedTuple):
-    """Examples, and what is to be made of each; all with the same leading axis.
+    """Examples with their masks and weights, all with the same leading axis.
 
     Args:
       batch: The examples.
@@ -102,7 +102,7 @@ the loss returns ``(scalar, aux)``."""
 
 
 def adding(engine: Callable[[LossFn, Clipping, PyTree, Rows], ClippedSum]) -> Engine:
-    """An engine of one that begins at zero."""
+    """An engine that adds to ``start``, from one that starts at zero."""
 
     def added(
         loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
@@ -114,11 +114,11 @@ def adding(engine: Callable[[LossFn, Clipping, PyTree, Rows], ClippedSum]) -> En
 
 
 def microbatched(engine: Engine, size: int) -> Engine:
-    """Microbatch after microbatch: memory of one, the sum of all, one compiled body.
+    """Runs an engine on one microbatch after the other, in one compiled loop.
 
     Args:
-      engine: What each microbatch is given to.
-      size: Of a microbatch; the last one is padded.
+      engine: Runs on each microbatch.
+      size: Rows in a microbatch; the last one is padded.
     """
 
     def loop(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
@@ -145,7 +145,7 @@ def microbatched(engine: Engine, size: int) -> Engine:
 
 
 def spread(engine: Engine, devices: int) -> Engine:
-    """The batch in equal parts on several devices, each with the engine; the sum of all.
+    """Splits a batch over devices, runs the engine on each, and sums.
 
     Args:
       engine: What each device runs.
@@ -170,13 +170,13 @@ def spread(engine: Engine, devices: int) -> Engine:
 def on_each(
     run: Callable[..., PyTree], devices: int, split: Collection[int] = ()
 ) -> Callable[..., PyTree]:
-    """Something on several devices at once; the results of all, stacked along a new axis.
+    """Runs a function on several devices in parallel and stacks the results along a new axis.
 
     Args:
       run: ``(which, *arguments) -> tree``, with the number of the device, from 0.
       devices: How many of this process's devices take part.
-      split: The arguments of which each device gets its own part, cut along the leading axis;
-        of all others it gets the whole.
+      split: Positions of the arguments that are split along the leading axis. Every device
+        receives the other arguments whole.
     """
 
     def one(*arguments: PyTree) -> PyTree:
@@ -194,7 +194,7 @@ def on_each(
 
 
 def _padded(rows: Rows, size: int) -> Rows:
-    """More rows, all masked: copies of the last one, so that they are sound if it is."""
+    """More rows, all masked. Copies of the last row are finite if it is; zeros may not be."""
     count = rows.mask.shape[0]
 
     def grow(x: Array) -> Array:

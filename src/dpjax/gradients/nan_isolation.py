@@ -99,5 +99,5 @@ def _groups(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def _convolutions(program: Jaxpr) -> list[JaxprEqn]:
-    """All convolutions of a program, those of inner programs included."""
+    """All convolutions of a program and of its inner programs."""
     return [e for e in equations(program) if e.primitive.name == "conv_general_dilated"]

@@ -2,7 +2,7 @@
 """The privacy card: the facts of a computation as a JSON object.
 
 A reader of the card can recompute its epsilon without dpjax, as `experiments/verify.py` does.
-Numbers are those that were accounted, never rounded.
+Numbers are the accounted ones, never rounded.
 
 | field | holds |
 |---|---|

@@ -3,8 +3,8 @@
 
 Where per-example gradients of the leaf exist, `Kept` sums them. Elsewhere `Recomputed` forms the
 sum in one product from the data and scaled cotangents of each site. Both have a careful variant
-for batches in which some example is not finite. A table, of which a batch uses few rows, is
-updated in place by `into_table`.
+for batches in which some example is not finite. `into_table` updates a table in place if
+a batch uses few of its rows.
 """
 
 from __future__ import annotations

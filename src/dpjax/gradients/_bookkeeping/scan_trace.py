@@ -26,7 +26,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
 
     Args:
       equation: The scan.
-      inputs: Its inputs, of which some are views.
+      inputs: Its inputs; some of them are views.
       book: Of the program around it.
       walk: Evaluates the body, ``(program, constants, arguments, book) -> outputs``.
     """
@@ -115,4 +115,4 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
 
 
 class _Sparse(dict):
-    """Leaves by number, with only those that a site reads."""
+    """Leaves by number, limited to the leaves that a site reads."""

@@ -29,7 +29,7 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     """A convolution; the cotangent of its input is a forward convolution too.
 
     Args:
-      parameters: Those of the ``conv_general_dilated`` equation.
+      parameters: The parameters of the ``conv_general_dilated`` equation.
       x: The input.
       kernel: Its cotangent is autodiff's own.
     """

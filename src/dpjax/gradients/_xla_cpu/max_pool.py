@@ -44,7 +44,7 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
     """The largest entry of each window.
 
     Args:
-      parameters: Those of the ``reduce_window_max`` equation.
+      parameters: The parameters of the ``reduce_window_max`` equation.
       x: The input.
     """
 
