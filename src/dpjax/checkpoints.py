@@ -97,6 +97,7 @@ class Checkpoints:
         went_well = self.wait()
         if step in self.manager.all_steps():
             return went_well
+        # A copy on the host: the next dispatch donates the buffers while Orbax writes.
         numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
         # Orbax cannot write arrays without elements; their shapes are in the notes.
         written = {str(i): x for i, x in enumerate(numbers) if x.size}
@@ -171,6 +172,7 @@ class Checkpoints:
         target = {str(i): x for i, x in enumerate(empty) if x.size}
         found = read(state=self.args.StandardRestore(target))["state"]
         numbers = [np.asarray(found.get(str(i), x)) for i, x in enumerate(empty)]
+        # Orbax notices a file that is cut off, not one whose content was exchanged.
         if trees.fingerprint(numbers) != digest:
             raise ValueError("its numbers differ from the saved ones")
         return numbers, notes["facts"]

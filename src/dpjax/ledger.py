@@ -120,6 +120,7 @@ def admit(
     if steps < 1:
         raise ValueError(f"ledger.admit(steps={steps}): expected at least 1 step.")
     require(ledger, mechanism, steps, budget)
+    # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
     spent = _multipliers(mechanism)[: ledger.steps + steps]
     starts = np.flatnonzero(np.diff(spent, prepend=np.nan))
     return Ledger(spent[starts], np.diff(starts, append=len(spent)), _digest(mechanism))
@@ -222,6 +223,8 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     Raises:
       Refused: They ran under another mechanism.
     """
+    # A state is handed about in memory, where no folder checks it: steps at rate 1 must not be
+    # stated at the price of a lower rate.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused(

@@ -323,6 +323,7 @@ def fold(
     indices = jnp.pad(draw.indices, (0, size))
     which, of = share
 
+    # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)

@@ -62,6 +62,8 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     """
     if not parts.sampled and not parts.foreign:
         return float(gdp.clt_epsilon(parts, delta, neighbours))
+    # RDP bounds the same quantity, so the minimum of both is proven, and grids that rounding makes
+    # coarse cannot return more than RDP does.
     proven = _or_infinity(rdp_accountant.rdp_epsilon, parts, delta, neighbours)
     if _hint(parts, neighbours) > _FAR:
         return min(
@@ -91,6 +93,8 @@ def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float]
       >>> len(rounded(steps)), min(z for _, z in rounded(steps))
       (64, 1.0)
     """
+    # dp_accounting convolves once per distinct step. A schedule with a multiplier per step would
+    # take minutes; rounding to a less private neighbour on a geometric grid costs little accuracy.
     if len(sampled) <= LEVELS:
         return sampled
     q, z = np.array(list(sampled)).T
@@ -115,6 +119,7 @@ def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float]
 def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
     """dp_accounting's accountant, having seen everything."""
     accountant = PLDAccountant(relation(neighbours), _grid(parts, neighbours))
+    # All unsampled Gaussians are one Gaussian, whose privacy loss has a closed form.
     if parts.precision:
         accountant.compose(dp_accounting.GaussianDpEvent(parts.unsampled_multiplier))
     for (q, z), count in rounded(parts.sampled).items():
@@ -151,6 +156,8 @@ def _grid(parts: Parts, neighbours: str) -> float:
         if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0
     ]
     finest = _MIXED if mixed else GRID
+    # The grid must span the losses of one step and of all steps: with a fixed grid, a huge epsilon
+    # would need more points than memory has.
     span = 2 * max(_hint(parts, neighbours), smallest**-2 / 2 + 10 / smallest, *mixed)
     return finest * 2.0 ** max(0, math.ceil(math.log2(max(span / finest / _POINTS, 1e-300))))
 

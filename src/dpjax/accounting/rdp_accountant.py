@@ -103,6 +103,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
       | randomized response | zero-out alone | the library's own, made for it |
       | other kinds | the library's own | refused |
     """
+    # Replace-one moves the sum twice as far. Our own Gaussians scale by 4 = 2^2 in the divergence.
     swap = neighbours == "replace-one"
     if swap and parts.sampled:
         raise ValueError(
@@ -128,6 +129,8 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
             f"neighbours={neighbours!r} has no proof: an example cannot leave without another "
             "taking its place. Ask for neighbours='replace-one', or sample with sampling.poisson."
         )
+    # dp_accounting's RDP does not double the sensitivity for replace-one: the best of ten runs
+    # would cost less than one of them. The event is rewritten before it is passed on.
     accountant = library.RdpAccountant(ORDERS.tolist(), relation(neighbours))
     try:
         return accountant.compose(_exchanged(event) if swap else event).rdp

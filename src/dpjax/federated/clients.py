@@ -87,6 +87,7 @@ class Clients:
                 f"{clients - 1} for each of {rows} rows; got {owners.dtype} of shape "
                 f"{owners.shape}. The number is the client that owns the row."
             )
+        # Stable: the order of a client's rows is that of the data set, so runs are reproducible.
         order = np.argsort(owners, kind="stable")
         sorted_rows = jax.tree.map(lambda x: _home(x).asarray(x)[order], data)
         return cls._joined(sorted_rows, np.bincount(owners, minlength=clients))

@@ -186,6 +186,8 @@ def _algorithm(
         check_loss(lambda p, x: (local.loss(p, x), None), params, one)
         return algorithm.init(key, params)
 
+    # The recipe's sampler orders clients by size, which changes no event: users see their
+    # mechanism.
     return replace(algorithm, init=init, mechanism=mechanism)
 
 
@@ -228,6 +230,7 @@ def _scaled(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        # A public constant: dividing by the drawn clients or weights would reveal them.
         mean = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), updates)
         return inner.update(mean, state, params, **{**extra, "bound_scale": scale})
 

@@ -68,6 +68,8 @@ def trained(
     batches = jnp.maximum(1, -(-count // size))
     steps = jnp.where(count > 0, local.trips(batches), 0)
     optimizer = local.optimizer.init(trees.widened(params))
+    # The update is carried rather than the parameters: a small step on a large bfloat16 parameter
+    # would be rounded away.
     carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:

@@ -41,6 +41,8 @@ def client_loss(local: Local) -> LossFn:
         clients: Clients, params: PyTree, example: tuple[Array, Array, Array, Key]
     ) -> Float[Array, ""]:
         client, _, _, key = example
+        # Local training is not differentiated: the update is a constant, and its product with (p -
+        # start) has gradient -update at p = start and value 0.
         start = jax.lax.stop_gradient(params)
         value, update = jax.lax.stop_gradient(
             trained(local, start, clients, client, jax.random.fold_in(key, client))

@@ -138,6 +138,7 @@ def microbatched(engine: Engine, size: int) -> Engine:
             return part.value, part._replace(value=None)
 
         folded = jax.tree.map(fold, _padded(rows, trips * size))
+        # The engine adds to the carried sum: writing a part and then adding it is a second pass.
         total, parts = jax.lax.scan(body, start, folded)
         return jax.tree.map(unfold, parts)._replace(value=total)
 
@@ -157,6 +158,7 @@ def spread(engine: Engine, devices: int) -> Engine:
             return engine(loss, rule, params, some, trees.zeros_wide(params))
 
         count = rows.mask.shape[0]
+        # Masked rows make the parts equal; shard_map needs an even split.
         even = _padded(rows, -(-count // devices) * devices)
         parts = on_each(part, devices, split={1})(params, even)
         each = jax.tree.map(
@@ -187,6 +189,8 @@ def on_each(
         whole, parts = PartitionSpec(), PartitionSpec("devices")
         specs = tuple(parts if i in split else whole for i in range(len(arguments)))
         mesh = Mesh(np.array(jax.local_devices()[:devices]), ("devices",))
+        # check_vma=False: JAX would otherwise insert a psum over the devices for shared
+        # parameters, so the gradients of several examples would be clipped as one.
         cut = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
         return cut(*arguments)
 

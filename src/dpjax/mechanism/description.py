@@ -276,6 +276,7 @@ class Mechanism:
             )
 
         # Without the count: bisection tries factors that `check_adaptive` refuses.
+        # A trial factor may leave no noise for the count of an adapted bound, which would raise.
         bare = dataclasses.replace(self, adaptive=None)
 
         def event(factor: float) -> dp.DpEvent:
@@ -361,7 +362,9 @@ class Mechanism:
                 "accounting does not cover this step. Plan more steps in the Mechanism."
             )
         deviations = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
+        # The divisor is the expected batch size, a public constant; the drawn size is private.
         noisy = add_noise(total, self.clipping.partition, deviations, key, step)
+        # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.
         share = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
         mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)
         if self.adaptive is None:

@@ -118,6 +118,7 @@ def langevin_multiplier(
             f"noise.langevin(examples={examples}, batch_size={batch_size}): expected a batch no "
             "larger than the data. examples is the size of the whole data set, not of a batch."
         )
+    # Setting (eta n / 2) * (m * Delta / L) = sqrt(eta T) and solving for m.
     scale = 2 * batch_size * math.sqrt(temperature) / (examples * rule.sensitivity)
     if not callable(learning_rate):
         _expect(learning_rate, "learning_rate", "it is the variance of the noise on the parameters")

@@ -115,6 +115,7 @@ def add_noise(
     """
     groups = partition.assign(total)
     scales = jax.tree.structure(total).unflatten([deviations[group] for group in groups])
+    # A function of (root key, step): a resumed run adds the same noise to the same sum.
     noise_key = trees.step_key(key, Purpose.NOISE, step)
     return trees.random_like(standard_normal, noise_key, total, scales, use=_added)
 
@@ -187,6 +188,7 @@ def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
                 f"noise.gaussian(noise_multiplier={multiplier}): expected a number >= 0; "
                 "it is the noise's standard deviation divided by the sensitivity."
             )
+    # 0 * inf is NaN; the pair is allowed only as "no clipping, no noise".
     if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
         raise ValueError(
             "noise.gaussian: the rule's bound is infinite, so no finite noise hides one example. "

@@ -67,6 +67,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
                 "optimizer.update(updates, state, params)."
             )
         after = optax.apply_updates(params, updates)
+        # Numerator and weight are kept apart, so the first steps are not biased towards zero.
         total = jax.tree.map(lambda s, p: decay * s + p, state.total, after)
         return updates, AverageState(total, decay * state.weight + 1)
 

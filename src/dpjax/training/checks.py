@@ -258,6 +258,7 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
             "a batch axis. If the loss needs anything else, it must close over it."
         )
         raise
+    # JAX instantiates a symbolic zero gradient as a broadcast literal 0 in the traced program.
     zeros = [
         equation.outvars[0]
         for equation in program.eqns

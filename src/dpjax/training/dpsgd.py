@@ -129,6 +129,7 @@ def dpsgd(
     recipe = Recipe(
         loss, optimizer, mechanism, engine, entry, bound_schedule, weights, microbatch_size
     )
+    # A function cannot be compared with the one of a resumed run; the table of its values can.
     scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else None
     identity = {
         "algorithm": "dpsgd",
@@ -177,6 +178,7 @@ def assemble(
         check_state(name, state)
         ledger.require_untraced(state, name)
         count = whole(f"{name}: run(count", count)
+        # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
         state, sums = steps(state._replace(ledger=None), count)
@@ -184,6 +186,7 @@ def assemble(
 
     def step(state: State) -> tuple[State, Any]:
         check_state(name, state)
+        # `step` keeps the caller's state usable, for notebooks; `run` donates it.
         state, infos = run(trees.copy(state), 1)
         return state, jax.tree.map(lambda x: x[0], infos)
 

@@ -110,6 +110,7 @@ def fit(
     evaluate_every = None if evaluate_every is None else whole("fit(evaluate_every", evaluate_every)
     save_every = None if save_every is None else whole("fit(save_every", save_every)
     begin = state.ledger.steps
+    # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
     # An accountant without an answer raises here, before the first step runs.
@@ -123,6 +124,8 @@ def fit(
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
+        # A script of two fits in one folder, killed in the second and restarted, would otherwise
+        # run the steps of the first call again on top.
         if run.done > end:
             raise ledger.Refused(
                 f"fit(directory={str(directory)!r}): {run.done} steps ran there, and this call "

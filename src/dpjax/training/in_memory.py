@@ -46,6 +46,8 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
     ) -> tuple[State, Sums]:
         here = bound_to(recipe, shared)
 
+        # The trip count is an argument of the loop: no number of steps compiles a new program, and
+        # a run is the same to the last bit however it is cut into dispatches.
         def body(i: Int[Array, ""], carry: tuple[State, Sums]) -> tuple[State, Sums]:
             state, seen = carry
             state, sums = private_step(here, data, state)
@@ -60,6 +62,7 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
     def steps(state: State, count: int) -> tuple[State, Sums]:
         parts = []
         while count > 0:
+            # One program serves every count, because the buffer of infos has a fixed size.
             some = min(count, _MOST)
             state, seen = compiled(state, data, shared, some)
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))

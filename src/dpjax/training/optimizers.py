@@ -126,6 +126,8 @@ def dp_adam(
         variances = jnp.square(jnp.stack(mechanism.deviations(state.step)) * bound_scale)
         first = optax.tree_utils.tree_update_moment(means, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(means, state.second, b2, 2)
+        # The variance comes from the mechanism, so schedules, groups and moving bounds are
+        # followed.
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
         count = state.step + 1
         leaves, structure = jax.tree.flatten(second)

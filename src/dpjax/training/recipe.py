@@ -79,6 +79,8 @@ def with_entry(
     """Rows, with the entry of the step appended to each if the recipe has one."""
     if recipe.entry is None:
         return rows
+    # The entry is one more leaf of the example, so engines, masks and devices need no second path.
+    # It depends on the step alone (and on the root key for clients), so it costs no privacy.
     entry = jax.tree.map(jnp.asarray, recipe.entry(key, step))
     return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), entry))
 
@@ -88,4 +90,6 @@ def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, "
     weigh = recipe.weights
     if weigh is None:
         return None
+    # `each` maps over examples, so a weight cannot see another example: a weight that took a mean
+    # over the batch would move everyone's contribution when one example leaves.
     return each(lambda example: weigh(state.step, state.params, example), examples)

@@ -62,6 +62,8 @@ class Folder:
         """
         path, now = self.path / "run.json", self.identity["numerics"]
         was = json.loads(path.read_text(encoding="utf-8")).get("numerics", {})
+        # Other versions or devices may change draws, noise or last bits. A repeated step would
+        # then be a second release of the same data, counted once.
         changed = "\n".join(
             f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now"
             for name in {**was, **now}
@@ -97,6 +99,8 @@ class Folder:
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
         rows = _rows(self.log)
+        # Rows after the checkpoint are written again by the resumed run. Someone may have read
+        # them, so `furthest` keeps their step as released.
         kept = [row for row in rows if row["step"] <= until]
         again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
@@ -255,6 +259,7 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
     there, now = map(_leaves, (before, identity))
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    # Queries of preparation are spent before the first step, so such a folder is never replaced.
     if names and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
         # A first step that does not compile would otherwise block the folder for good.
         logging.info("fit: the run in %s spent nothing; a new run replaces it.", folder)
@@ -294,6 +299,7 @@ def _short(text: str | None) -> str:
 def _replace(path: pathlib.Path, text: str) -> None:
     """Replaces a file atomically: it holds the whole new text, or the old one."""
     beside = path.with_name(path.name + ".part")
+    # fsync before the rename: after a power failure the new name must not hold an empty file.
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -42,6 +42,8 @@ class Run:
         self.state, self.pace, self.saved = trees.copy(state), 1, time.monotonic()
         self.board, self._told, self.began = None, False, ""
         if folder is not None:
+            # In the checkpoint beside the key, not in run.json: where one seed makes both key and
+            # parameters, the hash would let anyone search for the seed.
             self.began = trees.fingerprint(state.params)
             self._take_up(folder)
             self.board = Board(folder.path / "tensorboard", self.done)
@@ -66,7 +68,8 @@ class Run:
         if found.state.ledger.steps >= self.done:
             self.state, self.seen = found.state, list(found.facts["seen"])
         changed = folder.resume(self.done)
-        # Other numerics may make other parameters of one seed.
+        # Other numerics may make other parameters of one seed. Equal settings with other first
+        # parameters are another run: its noise would meet other sums.
         if not given and not changed and began != self.began:
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
@@ -110,6 +113,8 @@ class Run:
             )
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
+        # At most twice the last count: a first dispatch without compilation would otherwise be too
+        # long.
         self.pace = max(1, min(2 * self.pace, int(count * _DISPATCH / elapsed)))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,6 +133,7 @@ def dp_sgld(
         batch_size=sampling.batch_size,
         temperature=temperature,
     )
+    # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
     burn_in = steps // 2 if burn_in is None else burn_in
     every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every

@@ -59,6 +59,7 @@ def add_clipped(
     # clipping to bound * scale. The noise does not depend on the scale, nor does the accounting.
     scale = recipe.bound_scale(state)
     scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
+    # A client without examples is masked: it has no update, and a mean over none would be NaN.
     examples = with_entry(recipe, state.key, state.step, rows, mask.shape)
     sizes = mask if recipe.sizes is None else jnp.where(mask, recipe.sizes(rows), 0)
     real = sizes > 0
@@ -76,6 +77,8 @@ def add_clipped(
         sums.gradients,
     )
     finite = jnp.all(jnp.isfinite(part.norms), axis=1)
+    # A non-finite example contributed zero to the sum. It is counted here and left out of the
+    # means.
     scored = real & finite & jnp.isfinite(part.losses)
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
     over = part.norms > jnp.asarray(rule.bounds)
@@ -117,6 +120,7 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
     updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(  # line 7
         mean, state.optimizer, state.params, bound_scale=scale
     )
+    # The step counter moves with the release: draw and noise of the next step follow from it.
     after = state._replace(
         params=optax.apply_updates(state.params, updates),
         optimizer=optimizer,

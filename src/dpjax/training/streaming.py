@@ -54,6 +54,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         chosen = layout_of(recipe, state.params, stream.row)
         size, first, seen = chosen.microbatch_size * chosen.devices, int(state.step), []
         draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
+        # Draws are known in advance, so rows of the next steps are read while this one runs.
         batches = stream.batches(piece for pieces in draws for piece in pieces)
         for pieces in draws:
             sums = start(state)
@@ -77,6 +78,8 @@ def _padded(
 ) -> Iterator[tuple[PyTree, np.ndarray]]:
     """The next microbatches with their masks. Copies of the last row fill each up to ``size``."""
     for rows in (next(batches) for _ in range(count)):
+        # Copies of the last row rather than zeros: a zero row may have a NaN gradient, as of a
+        # norm at 0.
         found = len(jax.tree.leaves(rows)[0])
         places = np.minimum(np.arange(size), found - 1)
         whole = rows if found == size else jax.tree.map(lambda x, p=places: x[p], rows)
