@@ -19,6 +19,12 @@ if MUTANT:  # a mutant that is not loaded is no test
 
 collect_ignore = ["guards.py"]  # A plugin of pytest's, loaded by its name.
 
+# Tests of the rooms in which no dtype and no rank may be promoted silently.
+ROOMS = (
+    "adaptive clipping filters golden gradients groups ledger mechanism noise sampling trees types"
+)
+STRICT = {f"test_{room}" for room in ROOMS.split()}
+
 PHASES = set(hypothesis.Phase)
 hypothesis.settings.register_profile(
     "dpjax",
@@ -65,6 +71,16 @@ def pytest_collection_modifyitems(items):
             if number not in kept:
                 item.add_marker("slow")
     items.sort(key=lambda item: item.path.stem == "test_mutants")
+
+
+@pytest.fixture(autouse=True)
+def _strict(request):
+    """The core promotes dtypes and ranks in words; user code in a marked test need not."""
+    if request.path.stem not in STRICT or request.node.get_closest_marker("promotes"):
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

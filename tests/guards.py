@@ -13,13 +13,18 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import pathlib
+import re
 import signal
 import sys
 
+import beartype
+import jaxtyping
 import pytest
 from _pytest.runner import runtestprotocol
 
 SOURCES = pathlib.Path(__file__).parent.parent / "src" / "dpjax"
+# Where shapes are checked, too: these rooms take arrays alone, others also what becomes one.
+SHAPED = ("clipping/", "gradients/", "mechanism/", "noise/", "sampling", "training/", "trees")
 # Raised in processes that a test starts, which load dpjax without switches; so is all of `cli`.
 ELSEWHERE = {
     (
@@ -57,6 +62,12 @@ class _Switches(ast.NodeTransformer):
         self.raises[name] = ast.unparse(node.exc).partition("(")[0]
         return [ast.Expr(_ask(name)), node]
 
+    def visit_FunctionDef(self, node):
+        self.generic_visit(node)
+        if self.file.startswith(SHAPED) and "[Array" in ast.unparse(node).partition('"""')[0]:
+            node.decorator_list.append(ast.Name("_shaped", ast.Load()))
+        return node
+
     def _all(self, statements):
         return self.generic_visit(ast.Module(statements, [])).body
 
@@ -76,12 +87,21 @@ def _guard(name):
     return name != off
 
 
+def _shaped(function):
+    """Checks annotated dtypes and shapes of arrays, and nothing else that is annotated."""
+    kinds = function.__annotations__
+    function.__annotations__ = {
+        name: kind for name, kind in kinds.items() if re.search(r"\[Array(Like)?, ", str(kind))
+    }
+    return jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname):
         return compile(_switched(pathlib.Path(self.path))[0], self.path, "exec")
 
     def exec_module(self, module):
-        module.__dict__["_guard"] = _guard
+        module.__dict__.update(_guard=_guard, _shaped=_shaped)
         super().exec_module(module)
 
 

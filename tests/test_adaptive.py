@@ -435,6 +435,7 @@ def test_another_quantile_is_another_run(tmp_path):
         dpjax.fit(two, start(two, 3), directory=tmp_path, progress=False)
 
 
+@pytest.mark.promotes
 def test_adam_knows_how_large_the_noise_is():
     size, data = 100_000, jnp.zeros((50, 1))
     mechanism = make(data, steps=3, multiplier=2.0).mechanism

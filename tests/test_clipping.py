@@ -399,7 +399,9 @@ TEACHES = [
     (lambda: clipping.grouped(1.0, "by_layer"), "positive number of groups"),
     (
         lambda: types.Clipping(
-            clipping.balanced(2), (1.0, 1.0), lambda n: n[:, :1, None, None] * jnp.ones(3)
+            clipping.balanced(2),
+            (1.0, 1.0),
+            lambda n: n[:, :1, None, None] * jnp.ones((1, 1, 1, 3)),
         ).factors(jnp.ones((5, 2))),
         "expected a factor for each example and group",
     ),

@@ -244,6 +244,7 @@ def test_weights_are_held_to_one():
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.promotes
 def test_a_sum_is_added_to_what_was_there(engine, size):
     """For every microbatch size; also for a table with few used rows, some used twice."""
     params = {"table": jnp.ones((9, 2)), "scale": jnp.ones(2)}
@@ -472,6 +473,7 @@ def test_a_broken_image_takes_no_weight_from_others():
     "return estimated",
     slow=True,
 )
+@pytest.mark.promotes
 def test_a_broken_image_leaves_estimated_norms_of_others_alone():
     def loss(w, x):
         step = jnp.nan_to_num(jax.lax.stop_gradient(jax.grad(convolved)(w, x)))
@@ -577,6 +579,7 @@ def _convolved(counter, params, example):
 
 @pytest.mark.parametrize("network", [_dense, _convolved])
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "scan"])
+@pytest.mark.promotes
 def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     counter, programs = [], []
 

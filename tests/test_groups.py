@@ -109,6 +109,7 @@ def test_more_records_cost_more_and_less_than_all_of_them_always():
 
 
 @pytest.mark.slow
+@pytest.mark.promotes
 def test_a_mechanism_with_preparation_and_a_schedule():
     """Each part is enlarged; nothing is lost on the way."""
     mechanism = dpjax.Mechanism(

@@ -54,6 +54,7 @@ def test_steps_that_fit_at_sampling_rate_one_tenth():
     assert ledger.affordable(mechanism, budget) == 155
 
 
+@pytest.mark.promotes
 def test_equal_steps_share_a_row_and_order_is_kept():
     book = walk(make(lambda t: 3.0 - t // 2, steps=6), 5)
     np.testing.assert_array_equal(book.multipliers, [3.0, 2.0, 1.0])
@@ -87,6 +88,7 @@ def test_the_step_after_the_last_is_refused():
 
 @kills("ledger.py", "done + steps > fits:", "done + steps > fits + 1:")
 @kills("ledger.py", "if cost <= budget.epsilon else", "if cost <= 1.001 * budget.epsilon else")
+@pytest.mark.promotes
 def test_the_step_that_would_pass_the_budget_is_refused_in_words():
     mechanism = make(lambda t: 1.0 + 0 * t, steps=1000)
     budget = ledger.Budget(epsilon=1.0, delta=1e-5)

@@ -73,6 +73,7 @@ def ran_with(mechanism, step):
     slow=True,
 )
 @kills("mechanism/multipliers.py", "return lambda step: schedule(step) * factor", "return schedule")
+@pytest.mark.promotes
 def test_a_schedule_is_asked_once():
     """It may close over what changes; claimed, written down and run is what it said first."""
     known = {"multiplier": 4.0}
@@ -88,6 +89,7 @@ def test_a_schedule_is_asked_once():
     assert longer.multipliers.tolist() == 11 * [1.0], "a longer plan evaluates the schedule again"
 
 
+@pytest.mark.promotes
 def test_a_schedule_that_overflows_does_so_for_the_accountant_too():
     with jax.enable_x64(True):
         mechanism = make(noise_multiplier=lambda t: jnp.abs(1 + 5e-10 * (t * t * t)), steps=1300)
@@ -217,6 +219,7 @@ class TestHorizon:
         assert np.all(np.isnan(out))
 
 
+@pytest.mark.promotes
 def test_privatize_chains_with_any_optimizer():
     chain = optax.chain(make().privatize(jax.random.key(0)), optax.adam(1e-3))
     params = {"w": jnp.zeros(3)}
@@ -283,6 +286,7 @@ TEACHES = [
 
 
 @pytest.mark.parametrize(("changes", "message"), TEACHES)
+@pytest.mark.promotes
 def test_errors_teach(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make(**changes)

@@ -37,7 +37,7 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
         assert float(jnp.max(values)) > 7.0
         assert float(jnp.min(values)) < -7.0
     for words in (word(0, 2**32 - 1, 2**31, 2**31 - 1), word(0, 2**32 - 1, 12345, 2**31)):
-        assert np.all(np.isfinite(normal._box_muller(words[:, None], words)))
+        assert np.all(np.isfinite(normal._box_muller(words[:, None], words[None])))
 
 
 @kills(
@@ -247,6 +247,7 @@ class TestKeys:
         noise.gaussian(1.0, RULE, key=jax.random.key(0, impl="rbg")).init(jnp.zeros(3))
 
 
+@pytest.mark.promotes
 def test_multi_steps_around_a_link_breaks_the_law_of_noise():
     """The link cannot know what Optax puts around it. `assert_noise` measures the whole chain."""
     link = noise.gaussian(1.0, RULE, key=jax.random.key(0))

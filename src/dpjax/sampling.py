@@ -387,7 +387,9 @@ def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
 
     # Writes every index at the end of the list; only a chosen one advances the end.
     def body(i: Int[Array, ""], so_far: Draw) -> Draw:
-        return Draw(so_far.indices.at[so_far.size].set(i), so_far.size + chosen[i])
+        return Draw(
+            so_far.indices.at[so_far.size].set(i), so_far.size + chosen[i].astype(jnp.int32)
+        )
 
     places = jnp.arange(chosen.size, dtype=jnp.int32)
     empty = Draw(jnp.zeros_like(places), jnp.int32(0))

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from dpjax.types import Key, Purpose, PyTree
 
@@ -60,7 +60,7 @@ def wide(dtype: Any) -> jnp.dtype:
             "Usually a step counter, an integer or a complex array sits among the "
             "parameters: keep it out of the tree that is differentiated."
         )
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
 def number(value: Any, where: str) -> int | float:
@@ -126,7 +126,7 @@ def copy(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
 
 
-def expand(rows: Float[Array, " batch"], like: Array) -> Array:
+def expand(rows: Shaped[Array, " batch"], like: Array) -> Array:
     """Gives a value per example the rank of ``like``, so that they broadcast."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
 

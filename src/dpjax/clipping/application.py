@@ -46,7 +46,7 @@ def clip(
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
     if mask is not None:
-        real = jnp.asarray(mask)[:, None] != 0
+        real = jnp.asarray(mask, bool)[:, None]
         norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
         factors = factors * jnp.asarray(weights, factors.dtype)

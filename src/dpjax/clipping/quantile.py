@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from dpjax.types import Clipping
@@ -92,7 +93,7 @@ class Quantile:
             )
 
     def below(
-        self, rule: Clipping, norms: Float[Array, "batch groups"], mask: Bool[Array, " batch"]
+        self, rule: Clipping, norms: Float[Array, "batch groups"], mask: Bool[ArrayLike, " batch"]
     ) -> Float[Array, ""]:
         """How many more examples are below the bound than above it, halved; **not** private.
 
@@ -104,7 +105,7 @@ class Quantile:
         Sensitivity:
           1/2, attained by every example with one group.
         """
-        under = jnp.mean(norms <= jnp.asarray(rule.bounds, norms.dtype), axis=-1) - 0.5
+        under = jnp.mean(norms <= jnp.asarray([rule.bounds], norms.dtype), axis=-1) - 0.5
         return jnp.sum(jnp.where(mask, under, 0), dtype=jnp.float32)
 
     def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:

@@ -108,7 +108,7 @@ def _part(
     gradients = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
     clipped, norms, factors = clipping.clip(rule, gradients)
     finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
-    once = jnp.broadcast_to(jnp.where(finite, 1, 0), factors.shape)
+    once = jnp.broadcast_to(finite.astype(factors.dtype), factors.shape)
     return clipped, trees.scaled_sum(gradients, once, rule.partition.assign(params)), norms
 
 

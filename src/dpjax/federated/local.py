@@ -105,7 +105,7 @@ def _moved(
 
     def mean_loss(params: PyTree) -> Float[Array, ""]:
         losses = jax.vmap(local.loss, (None, 0))(params, examples).astype(jnp.float32)
-        return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real)
+        return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
     loss, gradient = jax.value_and_grad(mean_loss)(here)
     gradient, here = trees.widened(gradient), trees.widened(here)

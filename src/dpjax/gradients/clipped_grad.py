@@ -119,7 +119,7 @@ def clipped_grad(
         example, traced = trees.one_row(batch), Traced(with_aux)
         check_loss(traced, params, example)
         # Any nonzero entry marks a real example, so float masks work too.
-        real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
+        real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask, bool)
         if real.shape != (size,):
             raise ValueError(
                 f"clipped_grad: mask has shape {real.shape}, the batch {size} examples; "

@@ -86,7 +86,7 @@ def keep_samples(
             return ring.at[slot].set(jnp.where(keep, after.astype(ring.dtype), ring[slot]))
 
         ring = jax.tree.map(write, state.ring, optax.apply_updates(params, updates))
-        return updates, SamplesState(ring, state.taken + keep, step)
+        return updates, SamplesState(ring, state.taken + keep.astype(jnp.int32), step)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -61,7 +61,9 @@ def add_clipped(
     scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
     # A client without examples is masked: it has no update, and a mean over none would be NaN.
     examples = with_entry(recipe, state.key, state.step, rows, mask.shape)
-    sizes = mask if recipe.sizes is None else jnp.where(mask, recipe.sizes(rows), 0)
+    sizes = mask.astype(jnp.int32)
+    if recipe.sizes is not None:
+        sizes = jnp.where(mask, recipe.sizes(rows), 0)
     real = sizes > 0
     directions = trees.step_key(state.key, Purpose.PROJECTIONS, state.step)
     weights = weights_of(recipe, state, examples)
@@ -81,7 +83,7 @@ def add_clipped(
     # means.
     scored = real & finite & jnp.isfinite(part.losses)
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
-    over = part.norms > jnp.asarray(rule.bounds)
+    over = part.norms > jnp.asarray([rule.bounds])
     return Sums(
         part.value,
         sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
