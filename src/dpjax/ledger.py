@@ -27,18 +27,7 @@ from dpjax.accounting import Refused
 from dpjax.accounting.rounding import upwards
 from dpjax.types import Plan, PyTree
 
-__all__ = [
-    "Budget",
-    "Ledger",
-    "Refused",
-    "admit",
-    "affordable",
-    "empty",
-    "epsilon",
-    "ran",
-    "require",
-    "require_untraced",
-]
+__all__ = ["Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
 
 _WORDS = 4
 

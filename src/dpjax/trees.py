@@ -23,25 +23,7 @@ from jaxtyping import Array, Float, Shaped
 
 from dpjax.types import Key, Purpose, PyTree
 
-__all__ = [
-    "check_key",
-    "check_params",
-    "copy",
-    "expand",
-    "fingerprint",
-    "group_norms",
-    "leading_size",
-    "leaf_names",
-    "number",
-    "on_host",
-    "one_row",
-    "random_like",
-    "scaled_sum",
-    "step_key",
-    "wide",
-    "widened",
-    "zeros_wide",
-]
+__all__ = ["copy"]
 
 # Numbers per draw, 16 MiB: many small draws run, and above all compile, far more slowly.
 _TOGETHER = 2**22
