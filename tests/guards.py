@@ -164,8 +164,9 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    reached.update(node.workeroutput["reached"])
-    killed.update(node.workeroutput["killed"])
+    found = getattr(node, "workeroutput", {})  # A worker that crashed has none.
+    reached.update(found.get("reached", ()))
+    killed.update(found.get("killed", ()))
 
 
 def pytest_terminal_summary(terminalreporter, config):
