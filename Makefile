@@ -23,7 +23,7 @@ demo: $(VENV)/ready-run ## train a small private model and write its report to r
 	$(PY) -m dpjax train --overwrite --out runs/demo $(ARGS)
 
 test: $(VENV)/ready-dev ## run the tests and the examples in the documentation
-	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q --durations=15 $(ARGS)
+	$(PY) -m pytest -n auto --dist worksteal -q --durations=15 $(ARGS)
 
 test-all: $(VENV)/ready-dev ## the same, with the slow ones
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)

@@ -171,7 +171,7 @@ def pytest_testnodedown(node):
 
 def pytest_terminal_summary(terminalreporter, config):
     if not hasattr(config, "workerinput"):
-        terminalreporter.section(f"{len(killed)} guards are missed where they are removed")
+        terminalreporter.section(f"{len(killed)} guards made a test fail when they were removed")
         for line in _left(config):
             terminalreporter.line(line, red=True)
 

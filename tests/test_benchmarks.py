@@ -92,6 +92,7 @@ def test_a_worker_that_takes_too_long_is_stopped():
     worker.close()
 
 
+@pytest.mark.slow
 def test_scattering_runs(tmp_path):
     path = tmp_path / "figures.json"
     outcome = run("benchmarks/scattering.py", "--smoke", "--peers_python", "nowhere", "--out", path)

@@ -42,6 +42,7 @@ def test_an_unknown_subcommand_is_refused_with_those_there_are():
         cli.main(["trian"])
 
 
+@pytest.mark.slow
 def test_flags_of_a_subcommand_are_its_own():
     """No other program finds the flags of `dpjax train` among its own, whatever it imports."""
     known = python("-c", "import dpjax.cli.train; from absl import flags; print([*flags.FLAGS])")

@@ -16,7 +16,7 @@ PAGES = ROOT / "docs" / "pages"
 WITH_CODE = sorted(p for p in PAGES.rglob("*.md") if "```python" in p.read_text())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(PAGES)))
 def test_the_code_of_a_page_runs(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

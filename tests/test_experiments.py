@@ -315,6 +315,7 @@ BINARIES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("binary", BINARIES)
 def test_words_without_dashes_are_not_passed_over(binary):
     outcome = run(binary, "steps=2", status=1)
@@ -348,6 +349,7 @@ def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
     assert "DOES NOT HOLD" in outcome.stdout
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
     """The tolerance is of the comparison alone."""
     whole = json.loads((demo[0] / "privacy.json").read_text())

@@ -641,7 +641,7 @@ def test_a_second_signal_is_obeyed_at_once():
 
 
 @pytest.mark.slow
-@kills("training/runner.py", '"seen": list(self.seen)', '"seen": []')
+@kills("training/runner.py", '"seen": list(self.seen)', '"seen": []', slow=True)
 def test_rules_with_several_groups_resume(tmp_path):
     """Infos that are lists survive the checkpoint between two rows."""
     rule = clipping.grouped(1.0, clipping.by_leaf({"a": 0, "b": 0}))

@@ -279,6 +279,7 @@ def queries(x, normalization, monkeypatch):
     "return _release(key, query, rows, bound, self.noise_multiplier)",
     "return _release(key, query, rows, bound, self.noise_multiplier / 2)",
     case="1.0",
+    slow=True,
 )
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 1e4, math.inf, math.nan])
 def test_one_example_moves_a_query_by_no_more_than_its_threshold(monkeypatch, scale):
@@ -334,6 +335,7 @@ def test_one_example_moves_a_histogram_by_no_more_than_one(monkeypatch, scale):
     "features/normalization.py",
     "link = noise.gaussian(multiplier, rule, key=stream)",
     "link = noise.gaussian(min(multiplier, 1.0), rule, key=stream)",
+    slow=True,
 )
 def test_the_noise_of_each_query_has_its_scale():
     """With zero features the release is noise alone: threshold x multiplier / examples."""
@@ -352,12 +354,16 @@ def test_the_noise_of_each_query_has_its_scale():
 
 
 @kills(
-    "features/normalization.py", "noisy, _ = link.update(total, link.init(total))", "noisy = total"
+    "features/normalization.py",
+    "noisy, _ = link.update(total, link.init(total))",
+    "noisy = total",
+    slow=True,
 )
 @kills(
     "features/normalization.py",
     "trees.step_key(key, Purpose.PREPARATION, query)",
     "trees.step_key(key, Purpose.PREPARATION, 0)",
+    slow=True,
 )
 def test_every_query_has_a_stream_of_its_own():
     rows = jnp.zeros((1, 1000))
@@ -459,6 +465,7 @@ def test_without_noise_it_is_not_private():
     assert "A query before the first step had no noise" in dpjax.statement(mechanism(exact), DELTA)
 
 
+@pytest.mark.slow
 @kills(
     "mechanism/card.py",
     "[float(multiplier) for multiplier in spent.preparation]",

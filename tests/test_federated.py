@@ -166,7 +166,7 @@ def test_shares_are_weights_over_the_largest_and_never_above_one():
     assert shares.max() <= 1.0
 
 
-@kills("federated/fedavg.py", "len(clients) / weights.total_share", "1.0")
+@kills("federated/fedavg.py", "len(clients) / weights.total_share", "1.0", slow=True)
 def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
     clients = federated.Clients.of([np.full((n, 1), 0.5, np.float32) for n in (2, 5, 40)])
     weights = federated.Weights(values=clients.counts, largest=10, total=15)
@@ -177,7 +177,13 @@ def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
 
 
 @pytest.mark.sample(1)
-@kills("federated/weights.py", "return sigma / self.largest", "return sigma", case="2-31.371")
+@kills(
+    "federated/weights.py",
+    "return sigma / self.largest",
+    "return sigma",
+    case="2-31.371",
+    slow=True,
+)
 @pytest.mark.parametrize(("largest", "want"), [(1, 7.0466), (2, 31.3710), (5, 271.9903)])
 def test_noise_as_papers_state_it_is_worth_less_by_the_largest_weight(largest, want):
     multiplier = federated.Weights(values=np.ones(1000), largest=largest).noise_multiplier(1.0)
@@ -263,6 +269,7 @@ def test_padding_and_other_clients_rows_contribute_nothing():
     np.testing.assert_allclose(long, exact, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_order_of_clients_does_not_matter():
     groups = [np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32) for n in range(7)]
     ways = [groups, groups[::-1]]
@@ -296,7 +303,7 @@ def test_microbatches_of_clients_change_nothing(size):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@kills("federated/rounds.py", "jax.random.fold_in(key, client)", "key")
+@kills("federated/rounds.py", "jax.random.fold_in(key, client)", "key", slow=True)
 @kills(
     "federated/fedavg.py",
     "trees.step_key(key, Purpose.LOCAL, step)",
@@ -328,6 +335,7 @@ def test_each_client_and_round_has_an_order_of_its_own():
     "federated/local.py",
     "clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]",
     "carry.update + clipping.clip(local.ball, change[None])[0]",
+    slow=True,
 )
 def test_a_projected_client_never_leaves_the_bound_however_long_it_trains():
     """It goes out far and comes back: projected on the way it ends elsewhere."""

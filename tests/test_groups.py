@@ -50,7 +50,7 @@ def lost(rate, multiplier, records, epsilon):
     return max(joins, leaves)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "multiplier", "records", "epsilon"),
     [(0.1, 1.0, 3, 0.5), (0.3, 2.0, 2, 0.2), (0.05, 1.0, 4, 1.0), (0.5, 1.5, 1, 0.3)],

@@ -115,6 +115,7 @@ def broken_backward(w, x):
     "sound = jnp.all(",
     "sound = True | jnp.all(",
     case="broken_backward",
+    slow=True,
 )
 @pytest.mark.parametrize("broken", [broken_forward, broken_backward])
 def test_a_broken_example_leaves_the_others_as_they_are(broken):

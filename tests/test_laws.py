@@ -563,7 +563,7 @@ def draws(sampler, steps, seed=0):
     return np.asarray(jax.vmap(lambda t: included(key, t))(jnp.arange(steps)))
 
 
-@kills("sampling.py", "so_far.size + chosen[i]", "so_far.size + 1")
+@kills("sampling.py", "so_far.size + chosen[i].astype(jnp.int32)", "so_far.size + 1")
 def test_poisson_draws_are_poisson():
     found = draws(sampling.poisson(1000, 50), 4000)
     assert set(np.unique(found)) == {0, 1}
@@ -702,7 +702,7 @@ CALIBRATED = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", ["rdp", "pld"])
 @pytest.mark.parametrize(("multiplier", "rule"), CALIBRATED)
 def test_calibration_meets_its_target_from_below(multiplier, rule, method):
@@ -776,6 +776,7 @@ def test_a_state_that_went_through_bytes_goes_on_bit_for_bit():
 # Law 8: the ledger ----------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["rdp", "pld"])
 def test_the_ledger_stops_at_the_last_step_that_fits(method):
     mechanism = mechanism_for(

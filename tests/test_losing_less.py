@@ -61,6 +61,7 @@ def test_every_figure_is_drawn_and_tells_two_epsilons(figure, kept, tmp_path):
         assert ("| 2.600 | 2.252 |" in line) == (private and pixels), "and the sound ones"
 
 
+@pytest.mark.slow
 def test_figures_share_runs(kept):
     run("--smoke", "--figure=11", "--out", kept)
     rows = json.loads(kept.read_text())["rows"]

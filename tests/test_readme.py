@@ -33,7 +33,7 @@ def test_every_room_is_in_the_table():
 
 def test_the_test_line_is_what_ci_runs():
     assert re.search(r"^    make test\b", README, re.MULTILINE)
-    assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert re.search(r"^make test\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 
 def test_the_make_targets_it_names_exist():

@@ -81,7 +81,7 @@ def test_a_claim_is_rounded_up(value, form, printed):
 
 
 @pytest.mark.sample(2)
-@kills("reports/statement.py", 'claim = f"({upwards(best)}, ', 'claim = f"({best:.4g}, ')
+@kills("reports/statement.py", 'claim = f"({upwards(best)}, ', 'claim = f"({best:.4g}, ', slow=True)
 @pytest.mark.parametrize("noise", [1.0, 1.01, 1.02, 1.03, 1.04, 1.05])
 def test_no_verdict_claims_less_than_is_proved(noise):
     mechanism = make(sampling=sampling.poisson(1000, 10), noise_multiplier=noise, steps=100)
@@ -379,6 +379,7 @@ def verdicts(card, folder):
     return out.count(": holds"), out.count("DOES NOT HOLD")
 
 
+@pytest.mark.slow
 @kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps', slow=True)
 def test_a_card_counts_the_steps_that_ran(tmp_path):
     """The mechanism on the card is the plan; `verify.py` counts its first steps."""

@@ -187,7 +187,12 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
     assert {p.badge(run) for p in figures.PLOTS} == {figures.PRIVATE, figures.RELEASED}
 
 
-@kills("reports/figures.py", "return RELEASED if run.seed is None else SEEDED", "return RELEASED")
+@kills(
+    "reports/figures.py",
+    "return RELEASED if run.seed is None else SEEDED",
+    "return RELEASED",
+    slow=True,
+)
 @kills("reports/load_run.py", 'return known.get("--seed", known.get("seed"))', "return None")
 def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
     """The seed is read from the card, or while there is no card from run.json."""
@@ -394,6 +399,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample(3)
 @kills(
     "reports/load_run.py",
     "if there.get(name) != here.get(name)]",

@@ -774,6 +774,7 @@ class TestStreamed:
         "yield whole, np.arange(size) < found",
         "yield whole, np.arange(size) <= found",
         case="poisson-8",
+        slow=True,
     )
     @kills(
         "training/streaming.py",
@@ -786,6 +787,7 @@ class TestStreamed:
         "_pieces(draw(state.key, step), size)",
         "_pieces(draw(state.key, first), size)",
         case="poisson-8",
+        slow=True,
     )
     @pytest.mark.parametrize("microbatch_size", [None, 1, 8])
     @pytest.mark.parametrize("sampler", ["poisson", "shuffled", "fixed", "full"])
@@ -1113,6 +1115,7 @@ class TestWeights:
         "gradients/clipped_grad.py",
         "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)",
         "jnp.where(rows > 0, rows, 0)",
+        slow=True,
     )
     @pytest.mark.parametrize("weight", [7.0, math.inf, -1.0, math.nan])
     def test_no_weight_lets_an_example_past_its_bound(self, weight):
