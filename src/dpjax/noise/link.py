@@ -60,10 +60,10 @@ def gaussian(
       A link on sums (not means) whose state holds the key and counts the steps.
 
       Every ``init`` starts the same noise again. Two runs of one link have equal noise, and the
-      difference of what they release has none: build a link with a new key for each run. Under
-      `optax.MultiSteps`, or behind `optax.apply_every`, one update of this link sees the mean of
-      several sums or several sums together, and the noise has the wrong scale. Use microbatches
-      instead. `dpjax.testing.assert_noise` finds a chain with this mistake.
+      difference of what they release has none: build a link with a new key for each run. A link
+      cannot see its chain. Under `optax.MultiSteps` it receives the mean of several sums, and
+      behind `optax.apply_every` several sums together, for which its noise has the wrong scale:
+      use microbatches instead. `dpjax.testing.assert_noise` finds the first, not the second.
 
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
