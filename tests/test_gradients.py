@@ -606,4 +606,4 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     )
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data, engine=engine)
     algorithm.step(algorithm.init(jax.random.key(0), params))
-    assert len(counter) <= (3 if engine == "ghost" else 5)
+    assert len(counter) <= 3

@@ -85,21 +85,34 @@ class Traced:
 
     def __init__(self, loss: LossFn) -> None:
         self.loss = loss
+        self.jaxprs: dict[Any, tuple[Any, Any]] = {}
         self.programs: dict[Any, Program] = {}
 
     def __call__(self, params: PyTree, example: PyTree) -> Any:
-        """The loss itself."""
-        return self.loss(params, example)
+        """The loss, evaluated from its jaxpr: its Python code runs once for the same shapes."""
+        leaves, key = _shapes(params, example)
+        if key not in self.jaxprs:
+            jaxpr, found = jax.make_jaxpr(self.loss, return_shape=True)(params, example)
+            self.jaxprs[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(found)
+        run, structure = self.jaxprs[key]
+        return structure.unflatten(run(*leaves))
 
     def program(self, params: PyTree, example: PyTree) -> Program:
         """The trace for these shapes; inside a `jax.shard_map` it is another one."""
-        leaves, structure = jax.tree.flatten((params, example))
-        shapes = tuple((x.shape, x.dtype) for x in leaves)
-        key = structure, shapes, jax.sharding.get_abstract_mesh()
+        _, key = _shapes(params, example)
         if key not in self.programs:
             # Through this object, whose jaxpr JAX has cached since the checks of the loss.
             self.programs[key] = _trace(self, params, example)
         return self.programs[key]
+
+
+def _shapes(params: PyTree, example: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of the arguments of a loss, and the key of its trace for their shapes."""
+    leaves, structure = jax.tree.flatten((params, example))
+    kinds = tuple((jnp.shape(x), jnp.result_type(x), bool(jax.typeof(x).weak_type)) for x in leaves)
+    # Both settings change the jaxpr: the estimator of `clipping.jl` raises the precision.
+    context = jax.sharding.get_abstract_mesh(), jax.config.jax_default_matmul_precision
+    return leaves, (structure, kinds, context)
 
 
 def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
