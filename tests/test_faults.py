@@ -231,12 +231,10 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
         algorithm.mechanism,
         killable_runs.DATA,
     )
-    with pytest.raises(
-        ValueError, match=r"params as float32\[5\], and this run's state as .*\[6\]"
-    ):
+    with pytest.raises(ledger.Refused, match="shapes of the parameters"):
         killable_runs.fit(tmp_path, larger, killable_runs.start(larger, size=6))
     other = dpjax.dpsgd(killable_runs.loss, optax.sgd(0.1), algorithm.mechanism, killable_runs.DATA)
-    with pytest.raises(ValueError, match="the model or the optimizer was changed"):
+    with pytest.raises(ledger.Refused, match="follows from loss, optimizer"):
         killable_runs.fit(tmp_path, other)
 
 
@@ -410,7 +408,7 @@ def test_steps_that_somebody_saw_do_not_run_again_by_another_engine(tmp_path):
         _seen(tmp_path, last=1)
     for options in ({"engine": "vmap"}, {"microbatch_size": 2}):
         (name,) = options
-        with pytest.raises(ledger.Refused, match=f"{name}: (auto|None) there, (vmap|2) now"):
+        with pytest.raises(ledger.Refused, match=f"{name}: (auto|32) there, (vmap|2) now"):
             _seen(tmp_path, killable_runs.make(steps=4, **options))
 
 
@@ -477,10 +475,9 @@ def test_a_state_that_is_given_in_vain_is_told_of(tmp_path, caplog):
         state = _seen(tmp_path, algorithm, steps=2)
         _seen(tmp_path, algorithm, steps=1, state=state)
     assert not caplog.text
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("INFO"):
         _seen(tmp_path, algorithm)
     assert f"resuming from step 3 of {tmp_path}. The given state" in caplog.text
-    assert "name what they depend on in configuration=" in caplog.text
 
 
 def test_what_a_run_is_says_nothing_of_its_key(tmp_path):

@@ -869,7 +869,8 @@ def test_numbers_of_numpy_are_numbers():
         {"local_epochs": None, "local_steps": np.int8(3)},
     ):
         algorithm = fedavg(some_clients(1), mechanism(1), microbatch_size=np.int64(1), **options)
-        json.dumps(algorithm.identity())
+        state = algorithm.init(jax.random.key(0), jnp.zeros(3))
+        json.dumps(algorithm.identity(state))
 
 
 def test_clients_are_read_from_any_sequence():

@@ -292,16 +292,16 @@ def test_leaves_without_a_gradient_are_named(caplog):
 
     mechanism, params = make().mechanism, {name: jnp.ones(3) for name in ("body", "head", "tail")}
     with caplog.at_level("WARNING"):
-        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA).init(jax.random.key(100), params)
+        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA).init(dpjax.noise.secret_key(), params)
     assert "2 of 3 leaves have no gradient (body, tail)" in caplog.text
     caplog.clear()
     scalars = dpjax.dpsgd(lambda p, x: p["a"] + 0 * jnp.sum(x), optax.sgd(0.1), mechanism, DATA)
     with caplog.at_level("WARNING"):
-        start(make(), seed=101)
-        scalars.init(jax.random.key(102), {"a": jnp.float32(1.0)})
+        make().init(dpjax.noise.secret_key(), jnp.zeros(3))
+        scalars.init(dpjax.noise.secret_key(), {"a": jnp.float32(1.0)})
     assert not caplog.text
     with caplog.at_level("WARNING"):
-        scalars.init(jax.random.key(103), {"a": jnp.float32(1.0), "b": jnp.float32(1.0)})
+        scalars.init(dpjax.noise.secret_key(), {"a": jnp.float32(1.0), "b": jnp.float32(1.0)})
     assert "1 of 2 leaves have no gradient (b)" in caplog.text
 
 
@@ -670,8 +670,8 @@ def test_two_fits_draw_different_batches():
 
 @kills(
     "training/dpsgd.py",
-    "return trees.copy(State(params, optimizer, one, key, zero, ledger.empty()))",
-    "return State(params, optimizer, one, key, zero, ledger.empty())",
+    "return trees.copy(State(params, optimizer, one, key, zero, ledger.empty(seeded=seeded)))",
+    "return State(params, optimizer, one, key, zero, ledger.empty(seeded=seeded))",
     slow=True,
 )
 @kills(

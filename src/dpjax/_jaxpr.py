@@ -9,9 +9,14 @@ tangents, and `depends` follows booleans instead of arrays.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 __all__ = [
@@ -20,6 +25,7 @@ __all__ = [
     "depends",
     "equations",
     "evaluate",
+    "fingerprint",
     "inner_programs",
     "outputs_depend",
     "steady",
@@ -85,6 +91,61 @@ def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
         yield equation
         for inner in inner_programs(equation):
             yield from equations(inner)
+
+
+def fingerprint(program: ClosedJaxpr) -> str:
+    """A hash of a program and its constants: equal for equal traces, in every process.
+
+    It reads primitives, parameters, shapes, literals and the bits of constants. It leaves out
+    names, source lines and the addresses of objects.
+    """
+    digest = hashlib.sha256()
+    _hash(program, digest.update)
+    return digest.hexdigest()
+
+
+def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
+    """Hashes a part of a program: a program, a parameter of an equation, or a constant."""
+    if isinstance(part, ClosedJaxpr):
+        for constant in part.consts:
+            _hash(constant, write)
+        part = part.jaxpr
+    if isinstance(part, Jaxpr):
+        # Variables are numbered by their first occurrence, since their names are not stable.
+        numbers: dict[Any, int] = {}
+
+        def variable(v: Any) -> None:
+            if isinstance(v, Literal):
+                _hash(np.asarray(v.val), write)
+            else:
+                write(f" {numbers.setdefault(v, len(numbers))}:{v.aval}".encode())
+
+        for v in (*part.constvars, *part.invars):
+            variable(v)
+        for equation in part.eqns:
+            write(f"\n{equation.primitive.name} ".encode())
+            for name, value in sorted(equation.params.items()):
+                if name != "name":  # of a jitted function
+                    write(f" {name}=".encode())
+                    _hash(value, write)
+            for v in (*equation.invars, *equation.outvars):
+                variable(v)
+        for v in part.outvars:
+            variable(v)
+    elif isinstance(part, jax.Array) and jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+        _hash(jax.random.key_data(part), write)
+    elif isinstance(part, jax.Array | np.ndarray | np.generic):
+        data = np.asarray(part)
+        write(f"{data.dtype}{data.shape}".encode())
+        write(np.ascontiguousarray(data).tobytes())
+    elif isinstance(part, tuple | list):
+        write(f"({len(part)}".encode())
+        for each in part:
+            _hash(each, write)
+    elif callable(part) and not isinstance(part, type):
+        write(getattr(part, "__qualname__", type(part).__qualname__).encode())
+    else:
+        write(re.sub(r"0x[0-9a-f]+", "", repr(part)).encode())
 
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:

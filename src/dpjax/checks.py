@@ -19,6 +19,10 @@ __all__ = ["fraction", "instance", "number", "one_of", "positive", "whole"]
 T = TypeVar("T")
 
 
+class Refused(ValueError):
+    """A step was refused before anything was released."""
+
+
 def number(call: str, name: str, value: Any, hint: str = "") -> float:
     """A finite or infinite real number; text, arrays and booleans raise, and so does NaN."""
     try:

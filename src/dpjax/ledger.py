@@ -72,6 +72,8 @@ class Ledger(NamedTuple):
     counts: np.ndarray
     accounted: np.ndarray
     """What else they cost by, as a hash: whom they drew, and how.  Zeros before the first step."""
+    seeded: np.ndarray
+    """Whether the root key is that of a small seed, so that anyone can subtract the noise."""
 
     @property
     def steps(self) -> int:
@@ -83,9 +85,14 @@ class Ledger(NamedTuple):
         return np.repeat(self.multipliers, self.counts)
 
 
-def empty() -> Ledger:
-    """Nothing spent yet."""
-    return Ledger(np.zeros(0, np.float64), np.zeros(0, np.int64), np.zeros(_WORDS, np.uint32))
+def empty(*, seeded: bool = False) -> Ledger:
+    """Nothing spent yet.
+
+    Args:
+      seeded: Whether the root key of the run is that of a small seed.
+    """
+    nothing = np.zeros(0, np.float64), np.zeros(0, np.int64), np.zeros(_WORDS, np.uint32)
+    return Ledger(*nothing, np.array(seeded))
 
 
 def admit(
@@ -112,7 +119,8 @@ def admit(
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
     spent = _multipliers(mechanism)[: ledger.steps + steps]
     starts = np.flatnonzero(np.diff(spent, prepend=np.nan))
-    return Ledger(spent[starts], np.diff(starts, append=len(spent)), _digest(mechanism))
+    counts = np.diff(starts, append=len(spent))
+    return Ledger(spent[starts], counts, _digest(mechanism), ledger.seeded)
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:

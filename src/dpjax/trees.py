@@ -235,6 +235,16 @@ def check_key(key: Any, where: str) -> None:
         )
 
 
+def seeded(key: Key) -> bool:
+    """Whether a root key is that of a small seed, such as ``jax.random.key(42)``.
+
+    Anyone can try all seeds below 2^32 and subtract the noise. Of the keys that
+    `dpjax.noise.secret_key` draws, one in 2^32 is mistaken for such a key.
+    """
+    # JAX puts a seed below 2^32 behind a zero word; the generator rbg repeats both words.
+    return not on_host(key).reshape(-1)[0]
+
+
 def check_params(params: PyTree) -> None:
     """Refuses leaves that no gradient has."""
     for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):

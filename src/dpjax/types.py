@@ -384,8 +384,11 @@ class Algorithm:
     run: Callable[[Any, int], tuple[Any, Any]] | None = None
     """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
     given; infos are stacked.  Without it `dpjax.fit` takes one step at a time."""
-    identity: Callable[[], Mapping[str, Any]] = dict
-    """What a run of it is, as JSON has it: processes with different ones share no folder."""
+    identity: Callable[[Any], Mapping[str, Any]] = lambda state: {}
+    """From a state to what its run is, as JSON has it: different runs share no folder.
+
+    ``program``, the hash of what a step computes, is compared between runs of equal
+    ``numerics``; see `dpjax.training.run_folder`."""
     released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     """What of a state is released beside its params, and worth a place in the log."""
 

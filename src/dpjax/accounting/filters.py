@@ -26,10 +26,7 @@ from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import gaussian
 from dpjax.accounting.methods import epsilon as epsilon_of
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
-
-
-class Refused(ValueError):
-    """A step was refused before it computed anything; the state is as it was."""
+from dpjax.checks import Refused
 
 
 @dataclass(frozen=True, kw_only=True)

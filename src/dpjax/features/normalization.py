@@ -20,6 +20,8 @@ from jaxtyping import Array, Float
 
 from dpjax import clipping, noise, trees
 from dpjax.features.scaling import Moments, checked
+from dpjax.noise.link import add_noise
+from dpjax.noise.seals import require_one_sum, seal
 from dpjax.types import Key, Purpose
 
 Features = Float[Array, "examples height width channels"]
@@ -241,6 +243,9 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     # The library's own rule and noise link: the tests of training also cover this query. The
     # purpose keeps its noise apart from the noise of every training step with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
-    link = noise.gaussian(multiplier, rule, key=stream)
-    noisy, _ = link.update(total, link.init(total))
-    return jnp.asarray(noisy)
+    deviations = noise.standard_deviations(multiplier, rule, 0)
+    # The root key says whether it is a published seed; no key of a stream looks like one.
+    if not trees.seeded(key):
+        sealed = seal((total, [jnp.float32(deviation) for deviation in deviations]))
+        require_one_sum(stream, 0, sealed[None], "features.Normalization")
+    return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0))

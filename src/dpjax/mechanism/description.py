@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from absl import logging
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from dpjax import accounting, checks, clipping, noise, trees
 from dpjax.mechanism import card
@@ -30,6 +30,7 @@ from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
 from dpjax.noise.link import add_noise
+from dpjax.noise.seals import require_one_sum_if_concrete, seal
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
@@ -324,6 +325,8 @@ class Mechanism:
         ) -> tuple[PyTree, Any]:
             del params, extra
             scale = getattr(state, "scale", None)
+            sealed = self._sealed(updates, state.step, below)
+            require_one_sum_if_concrete(state.key, state.step, sealed, "Mechanism.privatize")
             mean, scale = self.private_mean(
                 updates, state.key, state.step, bound_scale=scale, below=below
             )
@@ -332,6 +335,26 @@ class Mechanism:
             return mean, AdaptiveState(state.key, state.step + 1, scale)
 
         return optax.GradientTransformationExtraArgs(init, update)
+
+    def seal(
+        self, total: PyTree, step: Int[Array, ""], below: Float[Array, ""] | None = None
+    ) -> UInt32[Array, "2"]:
+        """A checksum of what meets the noise of a step; see `dpjax.noise.seals`.
+
+        Args:
+          total: The clipped sum.
+          step: The number of the step.
+          below: The count that an adapted bound follows.
+        """
+        return seal(self._sealed(total, step, below))
+
+    def _sealed(self, total: PyTree, step: Any, below: Any) -> PyTree:
+        # With the scales: two releases of one sum, with one noise at two scales, can be solved
+        # for the sum.
+        scales = [*self.deviations(step), self.count_multiplier]
+        if below is not None:
+            scales.append(below)
+        return total, [jnp.asarray(x, jnp.float32) for x in scales]
 
     def private_mean(
         self,

@@ -24,6 +24,7 @@ from jaxtyping import Array, Int
 
 from dpjax import trees
 from dpjax.noise.normal import standard_normal
+from dpjax.noise.seals import require_one_sum_if_concrete
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
 
@@ -95,6 +96,8 @@ def gaussian(
     ) -> tuple[PyTree, Any]:
         del params, extra
         deviations = standard_deviations(noise_multiplier, rule, state.step)
+        sealed = updates, [jnp.asarray(x, jnp.float32) for x in deviations]
+        require_one_sum_if_concrete(state.key, state.step, sealed, "noise.gaussian")
         noisy = add_noise(updates, rule.partition, deviations, state.key, state.step)
         return noisy, GaussianState(state.key, state.step + 1)
 

@@ -11,7 +11,7 @@ Numbers are the accounted ones, never rounded.
 | ``claim`` | in words, what is proved for the sampler |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
 | ``not_private`` | what was released without noise, in words, or null |
-| ``seed_published`` | the fixed seed of the run, or null |
+| ``seed_published`` | the fixed seed of the run; true for another seed below 2^32; or null |
 | ``versions`` | the versions of the packages that ran and accounted |
 """
 
@@ -25,7 +25,7 @@ from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.card import strict
 from dpjax.reports.epsilons import epsilons, multipliers
-from dpjax.reports.statement import why_infinite
+from dpjax.reports.statement import published_seed, why_infinite
 
 
 def card(
@@ -68,7 +68,7 @@ def card(
             for method, value in epsilons(mechanism, ran, delta)
         },
         "not_private": why_infinite(mechanism, ran),
-        "seed_published": seed,
+        "seed_published": published_seed(seed, ledger),
         "versions": {
             name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },

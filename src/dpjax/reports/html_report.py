@@ -18,6 +18,7 @@ from dpjax.accounting.rounding import upwards
 from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
 from dpjax.reports.load_run import Missing, Run, read
 from dpjax.reports.page import badge, page, power, section, table
+from dpjax.reports.statement import seed_notice
 
 _SEEN_BY = (
     "Figures with the badge “released” are computed from what the mechanism released and from test "
@@ -82,10 +83,7 @@ def _header(run: Run) -> Iterator[str]:
     yield f'<p class="verdict">{_verdict(run, epsilon, accuracy)}</p>'
     units = f"{run.mechanism.get('unit', 'example')}s"
     if run.seed is not None:
-        yield (
-            f'<p class="notice">Seed published ({escape(str(run.seed))}): not for release. Anyone '
-            "who knows the seed can subtract the noise.</p>"
-        )
+        yield f'<p class="notice">{escape(seed_notice(run.seed))}</p>'
     if run.foreign:
         yield (
             f'<p class="notice">privacy.json is of an earlier run in this folder: {run.foreign}. '

@@ -81,7 +81,7 @@ def statement(
     lines = [
         "Privacy statement",
         "",
-        *_verdict(mechanism, ran, found, delta, seed),
+        *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger)),
         "",
         *_facts(mechanism, ran, ledger, delta),
         "",
@@ -101,7 +101,7 @@ def _verdict(
     ran: np.ndarray,
     found: dict[str, float],
     delta: float,
-    seed: int | None,
+    seed: int | bool | None,
 ) -> Iterator[str]:
     proven = [value for method, value in found.items() if accounting.METHODS[method].proven]
     best = min(proven, default=math.inf)
@@ -115,16 +115,32 @@ def _verdict(
         yield "  This computation is NOT PROVED to be differentially private."
         yield f"  {_why_unproved(mechanism, proven)}"
     if seed is not None:
-        yield (
-            f"  Seed published ({seed}): not for release. Anyone who knows the seed can "
-            "subtract the noise."
-        )
+        yield f"  {seed_notice(seed)}"
     examples, unit = mechanism.sampling.examples, mechanism.unit
     if delta * examples >= 1:
         yield (
             f"  delta={delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
             f"{unit} outright would satisfy it. Choose a smaller delta."
         )
+
+
+def published_seed(seed: int | None, ledger: Ledger | None) -> int | bool | None:
+    """The seed of a run; True if its root key is that of an unknown small seed; or None."""
+    small = ledger is not None and bool(ledger.seeded)
+    return seed if seed is not None else (small or None)
+
+
+def seed_notice(seed: int | bool) -> str:
+    """What a published or small seed means for a release."""
+    if seed is True:
+        return (
+            "Small seed: not for release. The root key is that of a seed below 2^32; anyone can "
+            "try all of these seeds and subtract the noise."
+        )
+    return (
+        f"Seed published ({seed}): not for release. Anyone who knows the seed can subtract the "
+        "noise."
+    )
 
 
 def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:

@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jaxtyping import Array, Int
 
 from dpjax import ledger, schedules, trees
+from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
 from dpjax.gradients.clipped_grad import check_sizes
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
+from dpjax.noise.seals import require_one_sum
 from dpjax.training.checks import (
     check_data,
     check_kinds,
@@ -33,7 +36,7 @@ from dpjax.training.checks import (
 )
 from dpjax.training.in_memory import bound_to, in_memory
 from dpjax.training.info import Sums, mean_info
-from dpjax.training.recipe import Recipe, example_of
+from dpjax.training.recipe import Recipe, example_of, layout_of
 from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 
@@ -171,8 +174,15 @@ def assemble(
         optimizer = recipe.optimizer.init(trees.widened(params))
         check_optimizer(recipe.optimizer, optimizer, params)
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
+        if seeded := trees.seeded(key):
+            logging.warning(
+                "%s: init(key, params): the key is that of a seed below 2^32. Anyone can try all "
+                "of these seeds and subtract the noise. For parameters that are released, use "
+                "dpjax.noise.secret_key().",
+                name,
+            )
         # No two leaves share a buffer, nor one with the caller: `run` donates them.
-        return trees.copy(State(params, optimizer, one, key, zero, ledger.empty()))
+        return trees.copy(State(params, optimizer, one, key, zero, ledger.empty(seeded=seeded)))
 
     def run(state: State, count: int) -> tuple[State, Any]:
         check_state(name, state)
@@ -181,7 +191,10 @@ def assemble(
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
-        state, sums = steps(state._replace(ledger=None), count)
+        key, first = trees.on_host(state.key), int(state.step)
+        state, sums = steps.run(state._replace(ledger=None), count)
+        # Before anything of these steps leaves: their noise may meet one sum only.
+        require_one_sum(key, first, sums.seal, name)
         return state._replace(ledger=spent), info(sums)
 
     def step(state: State) -> tuple[State, Any]:
@@ -190,12 +203,21 @@ def assemble(
         state, infos = run(trees.copy(state), 1)
         return state, jax.tree.map(lambda x: x[0], infos)
 
-    def identify() -> dict[str, Any]:
-        size = None if recipe.microbatch_size is None else int(recipe.microbatch_size)
+    def identify(state: State) -> dict[str, Any]:
         everything = data if shared is None else (data, shared)
         content = data.fingerprint if stream else trees.fingerprint(everything)
-        numerics = {"engine": recipe.engine, "microbatch_size": size}
-        return {**identity, **mechanism.identity, "data": content, "numerics": numerics}
+        bare = state._replace(ledger=None)
+        # Loss, optimizer, weights and per_step are functions. Their program can be compared.
+        program = [fingerprint(each) for each in steps.programs(bare)]
+        size, devices = map(int, layout_of(bound_to(recipe, shared), state.params, row))
+        numerics = {"engine": recipe.engine, "microbatch_size": size, "devices_used": devices}
+        return {
+            **identity,
+            **mechanism.identity,
+            "data": content,
+            "program": program,
+            "numerics": numerics,
+        }
 
     def released(state: State) -> dict[str, Any]:
         if mechanism.adaptive is None:

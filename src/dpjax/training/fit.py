@@ -64,9 +64,9 @@ def fit(
       directory: The folder of this run alone: ``metrics.jsonl``, a line per evaluation;
         ``run.json``, the identity of the run; ``checkpoints``; and TensorBoard's events in
         ``tensorboard``, if that extra is installed.
-      configuration: What else identifies the run (learning rate, seed, ...), in JSON types. The
-        folder refuses another one. Loss and optimizer are functions and cannot be compared: name
-        them here, or a run resumes with others unnoticed.
+      configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
+        refuses another one. Loss, optimizer, weights and data need no name here: `fit` compares
+        the program of a step and the data.
       save_every: Steps between checkpoints; by default about five minutes.
       progress: Whether to show a live line.
 
@@ -83,6 +83,7 @@ def fit(
     | is empty | the state, with the root key, is saved before the first step |
     | holds this run, stopped or killed | resumes from the last sound checkpoint, to the bit |
     | holds this run, under other numerics | logged; refused if released steps would change |
+    | holds released steps of another loss, optimizer, rate or data | refused |
     | holds a run that began with other parameters | refused |
     | holds this run, finished | returns its last state and rows |
     | holds this run, further than ``steps`` | refused |
@@ -120,7 +121,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         folder = None
         if directory is not None:
-            identity = _identity(algorithm, configuration or {})
+            identity = _identity(algorithm, state, configuration or {})
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
@@ -134,7 +135,10 @@ def fit(
                 "fit once for all steps, or give each part its own folder."
             )
         if run.done > begin:
-            _log_resume(directory, run.done, configuration)
+            logging.info(
+                "fit: resuming from step %d of %s. The given state and its key are ignored.",
+                *(run.done, directory),
+            )
         most = algorithm.budget.epsilon if algorithm.budget else planned
         show = Progress(run.done, end, most, unit=mechanism.unit, enabled=progress)
         stack.callback(show.close)
@@ -163,9 +167,9 @@ def fit(
         return run.state, run.rows
 
 
-def _identity(algorithm: Algorithm, configuration: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of the run. The configuration may not replace accounted facts."""
-    identity = dict(algorithm.identity())
+    identity = dict(algorithm.identity(state))
     identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
     taken = sorted(identity.keys() & configuration.keys())
     if taken:
@@ -175,17 +179,6 @@ def _identity(algorithm: Algorithm, configuration: Mapping[str, Any]) -> dict[st
             "for example 'microbatch' for a batch on the device."
         )
     return {**identity, **configuration}
-
-
-def _log_resume(directory: Any, done: int, configuration: Mapping[str, Any] | None) -> None:
-    """Logs that the run resumes and ignores ``state``; warns without a ``configuration``."""
-    logging.log(
-        logging.INFO if configuration else logging.WARNING,
-        "fit: resuming from step %d of %s. The given state and its key are ignored. Loss and "
-        "optimizer are functions, which cannot be compared: name what they depend on in "
-        "configuration=, and fit refuses to resume with others.",
-        *(done, directory),
-    )
 
 
 def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:

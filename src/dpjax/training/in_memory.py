@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Int
 
 from dpjax.training.info import Sums, no_sums
@@ -21,9 +23,16 @@ from dpjax.training.recipe import Recipe
 from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
 
-Steps = Callable[[State, int], tuple[State, Sums]]
-"""``(state, count)`` to the state ``count`` steps later and the sums of these steps,
-``[count, ...]`` as NumPy arrays without gradients. The state's buffers are donated."""
+
+class Steps(NamedTuple):
+    """The steps of a run."""
+
+    run: Callable[[State, int], tuple[State, Sums]]
+    """``(state, count)`` to the state ``count`` steps later and the sums of these steps,
+    ``[count, ...]`` as NumPy arrays without gradients. The state's buffers are donated."""
+    programs: Callable[[State], list[ClosedJaxpr]]
+    """The traced programs of a step, for states of these shapes."""
+
 
 # Steps in one dispatch: the sums of all of them have a place in one buffer.
 _MOST = 512
@@ -59,7 +68,7 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
 
     compiled = jax.jit(several, donate_argnums=0)
 
-    def steps(state: State, count: int) -> tuple[State, Sums]:
+    def run(state: State, count: int) -> tuple[State, Sums]:
         parts = []
         while count > 0:
             # One program serves every count, because the buffer of infos has a fixed size.
@@ -69,7 +78,11 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
             count -= some
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
-    return steps
+    def programs(state: State) -> list[ClosedJaxpr]:
+        # `jit` keeps the trace, so the first dispatch does not trace the loss again.
+        return [compiled.trace(state, data, shared, 1).jaxpr]
+
+    return Steps(run, programs)
 
 
 def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from dpjax import trees
 from dpjax.types import Clipping, PyTree
@@ -34,6 +34,8 @@ class Sums(NamedTuple):
     """Drawn rows that hold at least one example."""
     dropped: Int[Array, ""]
     examples: Int[Array, ""]
+    seal: UInt32[Array, "2"]
+    """A checksum of what meets the noise of the step; see `dpjax.noise.seals`."""
 
 
 def no_sums(rule: Clipping, params: PyTree) -> Sums:
@@ -41,7 +43,8 @@ def no_sums(rule: Clipping, params: PyTree) -> Sums:
     groups = jnp.zeros(len(rule.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     gradients = trees.zeros_wide(params)
-    return Sums(gradients, zero, none, groups, groups, zero, none, none, none, none)
+    empty = jnp.zeros(2, jnp.uint32)
+    return Sums(gradients, zero, none, groups, groups, zero, none, none, none, none, empty)
 
 
 class Info(NamedTuple):

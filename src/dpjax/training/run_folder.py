@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
-`run.json` says what the run is: the mechanism, the hash of the data, the caller's configuration.
-A later process with another identity is refused with the differences. With an equal identity it
-resumes from the last checkpoint and drops the rows of the log after that checkpoint, because the
-same steps write the same rows again. ``numerics`` lists what could change these rows (versions,
-devices, settings of JAX): it may change only where no released step would run again.
+`run.json` says what the run is: the mechanism, the hashes of the data and of the program of a step,
+the caller's configuration. `seals` says which sum met the noise of each step. A later process with
+another identity is refused with the differences. With an equal identity it resumes from the last
+checkpoint and drops the rows of the log after that checkpoint: the same steps write the same rows
+again. ``numerics`` lists what could change these rows (versions, devices, settings of JAX): it may
+change only where no released step would run again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from dpjax.checkpoints import Checkpoints
@@ -95,6 +97,25 @@ class Folder:
             self._marked = step
         except OSError as error:
             logging.error("fit: %s cannot be marked (%s); the run continues.", self.path, error)
+
+    def seal(self, seals: np.ndarray) -> None:
+        """Records which sums met the noise of the steps so far; see `dpjax.noise.seals`."""
+        path = self.path / "seals"
+        try:
+            with path.open("ab") as file:
+                file.write(seals[file.tell() // 8 :].tobytes())
+        except OSError as error:
+            logging.error("fit: %s cannot be written (%s); the run continues.", path, error)
+
+    def seals(self) -> np.ndarray:
+        """The seals of all released steps."""
+        path = self.path / "seals"
+        data = path.read_bytes() if path.exists() else b""
+        # Steps that ran and were not released may run again with another sum.
+        kept = data[: 8 * min(len(data) // 8, self.furthest())]
+        if kept != data:
+            path.write_bytes(kept)
+        return np.frombuffer(kept, np.uint64)
 
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
@@ -188,7 +209,7 @@ def _remove(folder: pathlib.Path) -> None:
     for name in ("checkpoints", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     # In this order: the run exists as long as run.json does.
-    for name in ("metrics.jsonl", "furthest", "run.json"):
+    for name in ("metrics.jsonl", "furthest", "seals", "run.json"):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -259,6 +280,10 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
     there, now = map(_leaves, (before, identity))
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    # Other versions trace other programs of one loss, and `Folder.resume` compares the versions. A
+    # changed mechanism changes the program too, and is named instead of it.
+    if names != [("program",)] or before.get("numerics") != identity["numerics"]:
+        names = [name for name in names if name != ("program",)]
     # Queries of preparation are spent before the first step, so such a folder is never replaced.
     if names and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
         # A first step that does not compile would otherwise block the folder for good.
@@ -266,10 +291,15 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         _remove(folder)
         _replace(path, json.dumps(identity, indent=2) + "\n")
     elif names:
-        lines = (
+        lines = [
             f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
             for name in names
-        )
+        ]
+        if ("program",) in names:
+            lines.append(
+                "  The program of a step follows from loss, optimizer, rate, weights, per_step, "
+                "the arrays that they close over, and the shapes of the parameters."
+            )
         raise Refused(
             f"fit(directory={str(folder)!r}): another run is there:\n" + "\n".join(lines) + "\n"
             "To resume it, use its settings. To change them, start in another folder from its "

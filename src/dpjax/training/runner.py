@@ -19,6 +19,7 @@ from absl import logging
 
 from dpjax import trees
 from dpjax.ledger import Refused
+from dpjax.noise import seals
 from dpjax.training.run_folder import Folder
 from dpjax.training.tensorboard import Board
 from dpjax.types import Algorithm
@@ -77,6 +78,8 @@ class Run:
                 "folder, or dpjax.training.forget this one. If the first parameters are lost, pass "
                 "the last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
             )
+        # What earlier processes released binds this one: a step that runs again meets equal sums.
+        seals.remember(self.state.key, 0, folder.seals())
         self.began, self.rows = began, folder.rows(until=self.done)
         logging.info("fit: %s resumes at step %d.", folder.path, self.done)
 
@@ -111,6 +114,8 @@ class Run:
                 f"fit: {count} steps ran and the ledger counts {self.done - before}. An algorithm "
                 "must call dpjax.ledger.admit for every step before it runs. These steps are spent."
             )
+        if self.folder is not None:
+            self.folder.seal(seals.remembered(self.state.key, self.done))
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
         # At most twice the last count: a first dispatch without compilation would otherwise be too

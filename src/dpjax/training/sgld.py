@@ -157,9 +157,9 @@ def dp_sgld(
         _check_width(params)
         return inner.init(key, params)
 
-    def identity() -> dict[str, Any]:
+    def identity(state: State) -> dict[str, Any]:
         return {
-            **inner.identity(),
+            **inner.identity(state),
             "algorithm": "dp_sgld",
             "learning rate": trees.fingerprint(_rates(rate, steps))
             if callable(rate)

@@ -95,6 +95,7 @@ def add_clipped(
         sums.working + jnp.sum(real, dtype=jnp.int32),
         sums.dropped + jnp.sum(real & ~finite, dtype=jnp.int32),
         sums.examples + jnp.sum(sizes, dtype=jnp.int32),
+        sums.seal,
     )
 
 
@@ -114,6 +115,7 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
     """
     sums = device_sum(sums)
     scale = recipe.bound_scale(state)
+    seal = recipe.mechanism.seal(sums.gradients, state.step, sums.below)
     mean, bound_scale = recipe.mechanism.private_mean(  # line 6
         sums.gradients, state.key, state.step, bound_scale=state.bound_scale, below=sums.below
     )
@@ -129,4 +131,4 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
         bound_scale=bound_scale,
         step=state.step + 1,
     )
-    return after, sums._replace(gradients=None)
+    return after, sums._replace(gradients=None, seal=seal)

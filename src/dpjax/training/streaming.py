@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from dpjax.data import Stream
 from dpjax.gradients.batching import on_each
@@ -47,24 +48,36 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
 
     draw = jax.jit(lambda key, step: draw_step(recipe, key, step))
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
-    start, add = jax.jit(start), jax.jit(add, donate_argnums=3)
+    begin, addition = jax.jit(start), jax.jit(add, donate_argnums=3)
     finish = jax.jit(lambda state, sums: release(recipe, state, sums), donate_argnums=0)
 
-    def steps(state: State, count: int) -> tuple[State, Sums]:
+    def run(state: State, count: int) -> tuple[State, Sums]:
         chosen = layout_of(recipe, state.params, stream.row)
         size, first, seen = chosen.microbatch_size * chosen.devices, int(state.step), []
         draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
         # Draws are known in advance, so rows of the next steps are read while this one runs.
         batches = stream.batches(piece for pieces in draws for piece in pieces)
         for pieces in draws:
-            sums = start(state)
+            sums = begin(state)
             for rows, mask in _padded(batches, len(pieces), size):
-                sums = add(state, rows, mask, sums)
+                sums = addition(state, rows, mask, sums)
             state, sums = finish(state, sums)
             seen.append(sums)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
-    return steps
+    def programs(state: State) -> list[ClosedJaxpr]:
+        chosen = layout_of(recipe, state.params, stream.row)
+        size = chosen.microbatch_size * chosen.devices
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), stream.row)
+        mask, sums = jax.ShapeDtypeStruct((size,), bool), jax.eval_shape(start, state)
+        traced = (
+            draw.trace(state.key, state.step),
+            addition.trace(state, rows, mask, sums),
+            finish.trace(state, sums),
+        )
+        return [each.jaxpr for each in traced]
+
+    return Steps(run, programs)
 
 
 def _pieces(draw: Any, size: int) -> list[np.ndarray]:

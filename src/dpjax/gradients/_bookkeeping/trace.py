@@ -60,6 +60,8 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
 }
 # Primitives that are linear in all inputs from this one on together: several may be views.
 _LINEAR_FROM = {"concatenate": 0, "select_n": 1}
+# The setting under which matrix products are traced; pyright does not know its attribute.
+_PRECISION = "jax_default_matmul_precision"
 # A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
 _DEEP = 100
 # Calls whose inner program is traced too, and the parameter that holds it. A call with a custom
@@ -111,7 +113,7 @@ def _shapes(params: PyTree, example: PyTree) -> tuple[list[Any], Any]:
     leaves, structure = jax.tree.flatten((params, example))
     kinds = tuple((jnp.shape(x), jnp.result_type(x), bool(jax.typeof(x).weak_type)) for x in leaves)
     # Both settings change the jaxpr: the estimator of `clipping.jl` raises the precision.
-    context = jax.sharding.get_abstract_mesh(), jax.config.jax_default_matmul_precision
+    context = jax.sharding.get_abstract_mesh(), getattr(jax.config, _PRECISION)
     return leaves, (structure, kinds, context)
 
 

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise is released once: each step of a root key meets one clipped sum.
+
+Noise is a function of (root key, step). If it met two different sums, the difference of the two
+releases would have no noise, and no epsilon would hold. So a process remembers a *seal* of each
+(key, step) that ran: a checksum of the sum and of the scale of its noise. Another sum is refused.
+An equal one is a replay: it releases nothing new, and stays free.
+
+`dpjax.fit` writes the seals to the run's folder too, which holds later processes to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, UInt32
+
+from dpjax import trees
+from dpjax.checks import Refused
+from dpjax.types import Key, PyTree
+
+# Odd constants: multiplication by one of them permutes the 32-bit words.
+_STRIDE, _MIXERS = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
+
+# From the hash of a root key to the seal of each step, 0 where none ran. This outlives every
+# argument on purpose: no argument can say whether its noise was used before.
+_seen: dict[bytes, np.ndarray] = {}
+
+
+def seal(tree: PyTree) -> UInt32[Array, "2"]:
+    """64 bits that differ, but for chance, where two trees of equal shapes differ in any bit."""
+    # Sums of integers are exact in every order, so a seal depends on the bits of the tree and not
+    # on devices or compilers.
+    totals = [jnp.zeros((), jnp.uint32)] * len(_MIXERS)
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        words = jax.lax.bitcast_convert_type(leaf.astype(trees.wide(leaf.dtype)), jnp.uint32)
+        words = words.reshape(-1)
+        # The place of a word counts: a sum that was permuted is another sum.
+        places = jnp.arange(words.size, dtype=jnp.uint32) + jnp.uint32(number)
+        for i, mixer in enumerate(_MIXERS):
+            mixed = (words ^ (places * jnp.uint32(_STRIDE))) * jnp.uint32(mixer)
+            mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(_STRIDE)
+            totals[i] = totals[i] * jnp.uint32(_STRIDE) + jnp.sum(
+                mixed ^ (mixed >> 13), dtype=jnp.uint32
+            )
+    return jnp.stack(totals) | jnp.uint32(1)  # never 0
+
+
+def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
+    """Remembers the seals of some steps, or refuses them.
+
+    Args:
+      key: The root key.
+      first: The number of the first step.
+      seals: ``[steps, 2]``, from `seal`.
+      name: The function that ran the steps.
+
+    Raises:
+      Refused: The noise of a step met another sum before.
+    """
+    # The noise of a small seed is public, and experiments repeat seeds with other settings.
+    if trees.seeded(key):
+        return
+    now = np.ascontiguousarray(seals, np.uint32).view(np.uint64).reshape(-1)
+    before = remembered(key, first + len(now))[first:]
+    other = np.flatnonzero((before != 0) & (before != now)).tolist()
+    if other:
+        raise Refused(
+            f"{name}: step {first + other[0]} of this key ran before, and its clipped sum or its "
+            "multiplier was another one. Its noise is the same, so the difference of the two "
+            "releases would have no noise. Usually one key or state was given to two runs: with "
+            "another loss, optimizer, engine, multiplier or data, or with edited parameters. Start "
+            "each run with a key of its own, dpjax.noise.secret_key(), and count what all of them "
+            "spend. To compare settings without a release, use a seed: jax.random.key(0)."
+        )
+    remember(key, first, now)
+
+
+def require_one_sum_if_concrete(key: Any, step: Any, tree: PyTree, name: str) -> None:
+    """`require_one_sum` for a link outside ``jit``; a traced step has no values to compare."""
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, tree))):
+        require_one_sum(key, int(step), _sealed(tree)[None], name)
+
+
+_sealed = jax.jit(seal)
+
+
+def remembered(key: Key, steps: int) -> np.ndarray:
+    """The seals of the first steps of a key, ``[steps]``; 0 for a step that did not run."""
+    known = _seen.get(_name(key), np.zeros(0, np.uint64))[:steps]
+    return np.pad(known, (0, steps - len(known)))
+
+
+def remember(key: Key, first: int, seals: np.ndarray) -> None:
+    """Adds the seals of steps that ran, in this process or an earlier one."""
+    end, known = first + len(seals), _seen.get(_name(key), np.zeros(0, np.uint64))
+    if end > len(known):  # doubled, so that single steps do not copy the table each time
+        known = np.pad(known, (0, max(end, 2 * len(known)) - len(known)))
+    known[first:end] = seals
+    _seen[_name(key)] = known
+
+
+def _name(key: Any) -> bytes:
+    """A hash, so that the table of a process shows no key."""
+    return hashlib.sha256(trees.on_host(key).tobytes()).digest()

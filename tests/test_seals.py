@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise is released once: the seals of a process and of a folder, and the identity of a program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from mutation import kills
+
+import dpjax
+from dpjax import clipping, ledger, noise, sampling
+from dpjax._jaxpr import fingerprint
+from dpjax.noise.seals import seal
+
+DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+RULE = clipping.flat(1.0)
+TREE = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
+
+
+def squared(w, x):
+    return jnp.sum((w - x) ** 2)
+
+
+def absolute(w, x):
+    return jnp.sum(jnp.abs(w - x))
+
+
+def make(loss=squared, rate=0.1, data=DATA, multiplier=5.0, clip=RULE, **options):
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(40), clipping=clip, noise_multiplier=multiplier, steps=6
+    )
+    return dpjax.dpsgd(loss, optax.sgd(rate), mechanism, data, **options)
+
+
+OTHERS = {
+    "bit": TREE | {"b": TREE["b"].at[3].set(np.nextafter(np.float32(1), 2))},
+    "sign of zero": TREE | {"a": TREE["a"].at[0, 0].set(-0.0)},
+    "order of rows": TREE | {"a": TREE["a"][::-1]},
+    "order of leaves": {"a": TREE["b"], "b": TREE["a"]},
+    "not a number": TREE | {"b": jnp.full(4, jnp.nan)},
+}
+
+
+@kills("noise/seals.py", "words ^ (places * jnp.uint32(_STRIDE))", "words", case="order of rows")
+@kills(
+    "noise/seals.py",
+    "totals[i] = totals[i] * jnp.uint32(_STRIDE) + jnp.sum(",
+    "totals[i] = jnp.sum(",
+    case="order of rows",
+)
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_seal_differs_where_a_bit_does(other):
+    assert np.any(np.asarray(seal(TREE)) != np.asarray(seal(OTHERS[other])))
+    assert np.all(np.asarray(jax.jit(seal)(TREE)) == np.asarray(seal(TREE)))
+
+
+def test_seals_of_many_trees_differ():
+    trees = jnp.asarray(np.eye(300, dtype=np.float32))
+    found = np.asarray(jax.vmap(seal)(trees)).view(np.uint64)
+    assert len(np.unique(found)) == 300
+
+
+# --- a process --------------------------------------------------------------------------------
+
+# What a second run of one state may differ in: each would meet the noise of the first run.
+AGAIN = {
+    "loss": {"loss": absolute},
+    "data": {"data": DATA + 1},
+    "multiplier": {"multiplier": 6.0},
+    "bound": {"clip": clipping.flat(0.5)},
+}
+
+
+@kills("training/dpsgd.py", "require_one_sum(key, first, sums.seal, name)", "pass", case="loss")
+@kills(
+    "mechanism/description.py",
+    "scales = [*self.deviations(step), self.count_multiplier]",
+    "scales = []",
+    case="multiplier",
+)
+@kills("noise/seals.py", "(before != 0) & (before != now)", "(before != 0) & False", case="data")
+@pytest.mark.parametrize("change", AGAIN)
+def test_one_state_in_two_runs_is_refused(change):
+    first, second = make(), make(**AGAIN[change])
+    state = first.init(noise.secret_key(), jnp.zeros(3))
+    first.step(state)
+    with pytest.raises(ledger.Refused, match="step 0 of this key ran before"):
+        second.step(state)
+
+
+def test_edited_parameters_are_refused_in_the_middle_of_a_dispatch():
+    algorithm = make()
+    start = algorithm.init(noise.secret_key(), jnp.zeros(3))
+    algorithm.run(dpjax.trees.copy(start), 4)
+    state, _ = algorithm.step(start)
+    with pytest.raises(ledger.Refused, match="step 1 of this key ran before"):
+        algorithm.step(state._replace(params=state.params + 1))
+
+
+def test_a_replay_is_free_and_so_is_another_rate_behind_the_same_noise():
+    algorithm, faster = make(), make(rate=0.2)
+    state = algorithm.init(noise.secret_key(), jnp.zeros(3))
+    (one, _), (two, _) = algorithm.step(state), algorithm.run(dpjax.trees.copy(state), 3)
+    np.testing.assert_array_equal(algorithm.run(one, 2)[0].params, two.params)
+    # The rate acts on what the first step released, so only the second step is another one.
+    moved, _ = faster.step(state)
+    with pytest.raises(ledger.Refused, match="step 1 of this key"):
+        faster.step(moved)
+
+
+def test_seeds_compare_settings_freely(caplog):
+    with caplog.at_level("WARNING"):
+        state = make().init(jax.random.key(42), jnp.zeros(3))
+    assert "a seed below 2^32" in caplog.text
+    make().step(state)
+    make(absolute).step(state)
+
+
+@pytest.mark.parametrize(
+    "make_link",
+    [lambda key: noise.gaussian(1.0, RULE, key=key), lambda key: make().mechanism.privatize(key)],
+)
+def test_two_links_of_one_key_are_refused(make_link):
+    key, params = noise.secret_key(), jnp.zeros(3)
+    generator, critic = make_link(key), make_link(key)
+    generator.update(jnp.ones(3), generator.init(params))
+    critic.update(jnp.ones(3), critic.init(params))
+    with pytest.raises(ledger.Refused, match="step 0 of this key"):
+        critic.update(jnp.zeros(3), critic.init(params))
+
+
+def test_a_run_and_a_link_share_no_key():
+    key, algorithm = noise.secret_key(), make()
+    algorithm.step(algorithm.init(key, jnp.zeros(3)))
+    link = algorithm.mechanism.privatize(key)
+    with pytest.raises(ledger.Refused, match="step 0 of this key"):
+        link.update(jnp.ones(3), link.init(jnp.zeros(3)))
+
+
+# --- a folder ---------------------------------------------------------------------------------
+
+
+def died(folder, algorithm, *, after, key=None):
+    """Runs until an evaluation of a step fails, as a script with a mistake does."""
+    seen = {}
+
+    def evaluate(state):
+        seen[state.ledger.steps] = np.asarray(state.params).copy()
+        if state.ledger.steps == after:
+            raise InterruptedError
+        return {}
+
+    state = algorithm.init(noise.secret_key() if key is None else key, jnp.zeros(3))
+    options = {"evaluate": evaluate, "evaluate_every": 1, "directory": folder, "progress": False}
+    if after is None:
+        return dpjax.fit(algorithm, state, **options)
+    with pytest.raises(InterruptedError):
+        dpjax.fit(algorithm, state, **options)
+    return seen
+
+
+def forgotten(monkeypatch):
+    """A new process remembers nothing."""
+    monkeypatch.setattr("dpjax.noise.seals._seen", {})
+
+
+PROGRAMS = {
+    "rate": {"rate": 0.01},
+    "loss": {"loss": absolute},
+    "weights": {"weights": lambda step, params, x: jnp.float32(0.5)},
+    "constant": {"loss": lambda w, x: jnp.sum((w - x - jnp.asarray(DATA)[0]) ** 2)},
+}
+
+
+@kills("training/dpsgd.py", '"program": program,', '"program": None,', case="rate")
+@pytest.mark.parametrize("change", PROGRAMS)
+def test_released_steps_belong_to_one_program(tmp_path, change, monkeypatch):
+    died(tmp_path, make(), after=2)
+    forgotten(monkeypatch)
+    with pytest.raises(ledger.Refused, match="program: "):
+        died(tmp_path, make(**PROGRAMS[change]), after=None)
+    state, _ = died(tmp_path, make(), after=None)
+    assert state.ledger.steps == 6
+
+
+def rows(data):
+    return dpjax.data.Stream(list(data))
+
+
+@kills("training/runner.py", "seals.remember(self.state.key, 0, folder.seals())", "pass")
+@kills(
+    "training/runner.py", "self.folder.seal(seals.remembered(self.state.key, self.done))", "pass"
+)
+def test_a_row_of_a_stream_that_changed_is_refused(tmp_path, monkeypatch):
+    """The fingerprint of a stream reads 16 rows; the seals know all rows that were read."""
+    died(tmp_path, make(data=rows(DATA)), after=2)
+    changed = DATA.copy()
+    changed[8] = 0
+    forgotten(monkeypatch)
+    with pytest.raises(ledger.Refused, match="step 0 of this key ran before"):
+        died(tmp_path, make(data=rows(changed)), after=None)
+    forgotten(monkeypatch)
+    assert died(tmp_path, make(data=rows(DATA)), after=None)[0].ledger.steps == 6
+
+
+@kills("training/run_folder.py", "min(len(data) // 8, self.furthest())", "len(data) // 8")
+def test_steps_that_were_not_released_may_run_otherwise(tmp_path, monkeypatch):
+    """A run may die between two evaluations: the last steps ran, and no one saw them."""
+    died(tmp_path, make(), after=2)
+    with (tmp_path / "seals").open("ab") as file:
+        file.write(bytes(range(8, 19)))  # step 2 with another sum, and half of step 3
+    forgotten(monkeypatch)
+    assert died(tmp_path, make(), after=None)[0].ledger.steps == 6
+    assert len((tmp_path / "seals").read_bytes()) == 6 * 8
+
+
+# --- programs ---------------------------------------------------------------------------------
+
+
+def traced(function, *shapes):
+    return fingerprint(jax.make_jaxpr(function)(*shapes))
+
+
+def scaled(by):
+    return lambda x: jnp.sum(jnp.tanh(x) * by)
+
+
+SAME = {
+    "closure made again": (scaled(2.0), scaled(2.0)),
+    "name of a function": (jax.jit(lambda x: x + 1), jax.jit(lambda y: y + 1)),
+    "array of equal numbers": (scaled(jnp.ones(3)), scaled(jnp.ones(3))),
+}
+DIFFERENT = {
+    "number": (scaled(2.0), scaled(3.0)),
+    "number in a jitted function": (jax.jit(scaled(2.0)), jax.jit(scaled(3.0))),
+    "array": (scaled(jnp.ones(3)), scaled(jnp.zeros(3))),
+    "primitive": (jnp.sin, jnp.cos),
+    "axis": (lambda x: jnp.flip(x, 0), lambda x: jnp.roll(x, 1, 0)),
+    "operands": (lambda x: x - 2 * x, lambda x: 2 * x - x),
+    "branch": (
+        lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+        lambda x: jax.lax.cond(x[0] > 0, jnp.cos, jnp.sin, x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_programs_have_one_hash(name):
+    one, other = SAME[name]
+    assert traced(one, jnp.ones(3)) == traced(other, jnp.ones(3))
+
+
+@kills("_jaxpr.py", "_hash(np.asarray(v.val), write)", "pass", case="number in a jitted function")
+@kills("_jaxpr.py", "for constant in part.consts:", "for constant in ():", case="array")
+@kills(
+    "_jaxpr.py",
+    "for v in (*equation.invars, *equation.outvars):",
+    "for v in equation.outvars:",
+    case="operands",
+)
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_other_programs_have_another_hash(name):
+    one, other = DIFFERENT[name]
+    assert traced(one, jnp.ones(3)) != traced(other, jnp.ones(3))
