@@ -63,6 +63,8 @@ __all__ = [
     "types",
 ]
 
+# A room is imported when a script first uses it: `import dpjax` alone must not cost the
+# accountants' SciPy or the figures' Matplotlib.
 _HOMES = {
     "Mechanism": "mechanism",
     "clip_and_sum": "clipping",

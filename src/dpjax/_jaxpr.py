@@ -81,6 +81,8 @@ def evaluate(
 
     for equation in program.eqns:
         outputs = rule(equation, [read(v) for v in equation.invars])
+        # Outputs that no equation reads are kept until the end: dropping them would need a pass for
+        # their last use.
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(v) for v in program.outvars]
 

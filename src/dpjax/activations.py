@@ -66,6 +66,8 @@ def tempered_sigmoid(
     return activation
 
 
+# Bounded and unbounded functions alike: the papers compare tempered sigmoids with the unbounded
+# ones.
 _NAMED = MappingProxyType(
     {
         "elu": jax.nn.elu,

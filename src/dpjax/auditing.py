@@ -51,6 +51,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     both = jax.tree.map(
         lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
     )
+    # A sum over no examples: the step then releases noise alone.
     like = jax.tree.map(lambda g: jnp.zeros(g.shape[1:], trees.wide(g.dtype)), gradients)
 
     def privatized(summed: PyTree, key: Key) -> list[Array]:
@@ -68,6 +69,8 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     ]
     with np.errstate(divide="ignore"):  # without noise: infinity, where anything moved at all
         shift = [m / deviation for m, deviation in zip(moved, noise, strict=True) if m != 0]
+    # Leaf by leaf, because groups have noise of their own scale; independent Gaussians separate by
+    # the root of the sum of squares.
     return float(np.linalg.norm(shift))
 
 
@@ -134,6 +137,7 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
             f"auditing.guess_members(guesses={guesses}): expected 2 to {scores.size} guesses, "
             "at most one for each canary."
         )
+    # Half of the guesses at either end, where scores say most; the middle abstains.
     order, half, inside = np.argsort(scores), int(guesses) // 2, truths == 1
     right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
     return int(right), 2 * half
@@ -178,7 +182,11 @@ def epsilon_lower_bound(
     from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:
+        # Theorem 5.2 of Steinke, Nasr and Jagielski (2023): with pure epsilon each guess is right
+        # with at most this chance, and delta adds a slack that is bounded over all thresholds.
         chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
+        # How likely a few more wrong guesses are: delta turns a bounded number of them into right
+        # ones.
         below = np.cumsum(binom.pmf(correct - steps, guesses, chance))
         slack = np.max(below / steps, initial=0.0)
         return float(binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack)

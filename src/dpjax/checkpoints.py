@@ -77,7 +77,11 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # a second that only runs with a folder cost
 
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self.keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            # In the background, so that a step waits for the copy to the host alone. Several are
+            # kept, because the last one may be damaged by the crash that makes it needed.
+            max_to_keep=self.keep,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
         )
         self.args = ocp.args
         return ocp.CheckpointManager(self.directory, options=options)
@@ -95,6 +99,7 @@ class Checkpoints:
           logged, and earlier checkpoints remain.
         """
         went_well = self.wait()
+        # Orbax refuses a second checkpoint of one step; the first holds the same bits.
         if step in self.manager.all_steps():
             return went_well
         # A copy on the host: the next dispatch donates the buffers while Orbax writes.
@@ -169,6 +174,8 @@ class Checkpoints:
         leaves, digest = notes["leaves"], notes["digest"]
         # By jnp.dtype, which knows bfloat16's name.
         empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in leaves]
+        # Restored as NumPy arrays of the saved shapes: what they become on the device is decided
+        # against `like`, with an error that names the leaf.
         target = {str(i): x for i, x in enumerate(empty) if x.size}
         found = read(state=self.args.StandardRestore(target))["state"]
         numbers = [np.asarray(found.get(str(i), x)) for i, x in enumerate(empty)]

@@ -26,6 +26,8 @@ class Refused(ValueError):
 def number(call: str, name: str, value: Any, hint: str = "") -> float:
     """A finite or infinite real number; text, arrays and booleans raise, and so does NaN."""
     try:
+        # Through NumPy, so that its scalars, JAX's and Python's pass alike. Its kind excludes
+        # booleans and text.
         array = np.asarray(value)
         sound = array.ndim == 0 and array.dtype.kind in "iuf" and not math.isnan(array)
     except (TypeError, ValueError):
@@ -62,6 +64,7 @@ def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
 
 def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
     """One of a few values."""
+    # Identity first: NaN and arrays compare unlike anything else.
     if not any(value is choice or value == choice for choice in choices):
         expected = f"one of {', '.join(map(str, choices))}"
         raise ValueError(_message(call, name, value, expected, hint))
@@ -77,4 +80,5 @@ def instance(call: str, name: str, value: Any, kind: type[T], hint: str = "") ->
 
 
 def _message(call: str, name: str, value: Any, expected: str, hint: str) -> str:
+    # Cut off, because a whole array in a message would hide the sentence.
     return f"{call}({name}={value!r:.100}): expected {expected}. {hint}".rstrip()

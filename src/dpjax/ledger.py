@@ -118,6 +118,7 @@ def admit(
     require(ledger, mechanism, steps, budget)
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
     spent = _multipliers(mechanism)[: ledger.steps + steps]
+    # Run-length encoded, so a million equal steps are one entry of the state.
     starts = np.flatnonzero(np.diff(spent, prepend=np.nan))
     counts = np.diff(starts, append=len(spent))
     return Ledger(spent[starts], counts, _digest(mechanism), ledger.seeded)
@@ -134,6 +135,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     if budget is None:
         return
     before = _beforehand(mechanism, budget)
+    # Told apart from a step that does not fit: the cure is in the mechanism and not in fewer steps.
     if before > budget.epsilon:
         raise Refused(
             f"ledger: epsilon is {upwards(before)} at delta={budget.delta:g} before the first "
@@ -142,6 +144,8 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         )
     fits = affordable(mechanism, budget)
     if done + steps > fits:
+        # What the refused steps would bring, not what was spent: the reader can see how far the
+        # budget is off.
         cost = _prefix_epsilon(mechanism, done + steps, budget.delta, budget.method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         raise Refused(
@@ -158,6 +162,7 @@ def require_untraced(state: PyTree, name: str) -> None:
       state: What the step was given.
       name: Of the algorithm.
     """
+    # A traced step would be compiled into another program and run again without the ledger.
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
         raise TypeError(
             f"{name}.step: called inside a JAX transformation. The step is compiled already, and "
@@ -245,6 +250,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 @functools.lru_cache(maxsize=128)
 def _digest(mechanism: Plan) -> np.ndarray:
     """The hash of what is accounted beside multipliers, in words that devices keep as they are."""
+    # 128 bits of it: a state must not be taken for that of another mechanism by chance.
     digest = hashlib.sha256(mechanism.accounted.encode()).digest()
     return np.frombuffer(digest, np.uint32)[:_WORDS]
 

@@ -138,6 +138,7 @@ def nll(
       2.3026
     """
     logits, labels = _batch("nll", logits, labels)
+    # From the logits: a probability that underflows to 0 would make the mean infinite.
     scores = jax.nn.log_softmax(logits.astype(trees.wide(logits.dtype)))
     return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
 
@@ -167,6 +168,7 @@ def reliability(
     """
     logits, labels = _batch("reliability", logits, labels)
     checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
+    # In float32 or wider: bfloat16 has 128 values between 1/2 and 1, where confidences lie.
     confidence = jax.nn.softmax(logits.astype(trees.wide(logits.dtype))).max(axis=-1)
     right = (_predicted(logits) == labels).astype(confidence.dtype)
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
@@ -174,6 +176,7 @@ def reliability(
     place = jnp.clip(place, 0, bins - 1)
     rows = jnp.stack([jnp.ones_like(confidence), confidence, right], axis=-1)
     counts, *sums = jax.ops.segment_sum(rows, place, num_segments=bins).T
+    # Empty bins divide 0 by 1 and stay 0, without a NaN that would reach sums over bins.
     filled = jnp.maximum(counts, 1)
     return Reliability(counts, sums[0] / filled, sums[1] / filled)
 
@@ -254,6 +257,7 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
             "at least one example. Labels are whole numbers: for one-hot rows, pass "
             "labels.argmax(-1)."
         )
+    # Inside jit the labels have no values yet, so only shapes and dtypes are checked there.
     if isinstance(labels, Tracer):
         return jnp.asarray(logits), labels
     seen = np.asarray(labels)  # a JAX comparison would be traced inside jit

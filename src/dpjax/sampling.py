@@ -122,6 +122,7 @@ def full(examples: int) -> Sampler:
       1.0
     """
     examples, _ = _checked("full", examples, examples)
+    # Made once: a constant of the program, not a new array in every step.
     everything = jnp.arange(examples)
     return Sampler(
         name="full",
@@ -144,6 +145,8 @@ def fixed(examples: int, batch_size: int) -> Sampler:
     examples, batch_size = _checked_whole("fixed", examples, batch_size)
 
     def draw(key: Key, step: Any) -> Draw:
+        # A prefix of a uniform permutation is a uniform subset; batches of different steps are
+        # independent, as the event assumes.
         order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, step), examples)
         return Draw(order[:batch_size], jnp.asarray(batch_size, jnp.int32))
 
@@ -160,6 +163,8 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         draw=draw,
         event=event,
         neighbours=Neighbours.REPLACE_ONE,
+        # The size is public and constant, so an example cannot leave without another taking its
+        # place.
         claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
     )
 
@@ -273,6 +278,7 @@ def scored(
     _, batch_size = _checked("scored", places.size, batch_size)
     steps_per_row = _whole("scored", "steps_per_row", steps_per_row)
     _check_rates(places, table)
+    # An upper bound for every example: who is in which bin must not be revealed by the accounting.
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
     below = jnp.asarray(np.maximum(np.floor(table * _WORDS) - 1, 0).astype(np.uint32))
     some = jnp.asarray(table > 0)  # at rate 0 `below` is 0, and a word of 0 would be drawn
@@ -328,6 +334,7 @@ def fold(
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = start + jnp.arange(size) < draw.size
+        # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
     start = (jnp.asarray(which * size, jnp.int32), first)
@@ -343,6 +350,8 @@ def _epochs(
     fingerprint: str | None = None,
 ) -> Sampler:
     """A sampler that goes through one order of the examples per epoch."""
+    # A last, smaller batch would be divided by the same constant, and has no place in a compiled
+    # step.
     steps = examples // batch_size
 
     def draw(key: Key, step: Any) -> Draw:

@@ -57,6 +57,7 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
 
     def schedule(step: ArrayLike) -> Float[Array, "..."]:
         epoch = jnp.asarray(step) // each
+        # Past the end the last value holds. `Mechanism` never accounts for a step past its plan.
         return jnp.asarray(entries)[jnp.clip(epoch, 0, entries.size - 1).astype(jnp.int32)]
 
     return schedule
@@ -104,6 +105,8 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, "steps"]:
         return jnp.asarray(given, jnp.float32)
 
     try:
+        # In int32 and float32, as the step evaluates it: another width may round or overflow at
+        # other steps.
         return np.asarray(jax.vmap(value)(jnp.arange(steps, dtype=jnp.int32)))
     except jax.errors.JAXTypeError as error:
         raise TypeError(
@@ -182,6 +185,7 @@ def curriculum(
     call = "schedules.curriculum"
     checks.one_of(call, "shape", shape, SHAPES)
     epochs = checks.whole(call, "epochs", epochs, "It is how many values the schedule has.")
+    # In float64 on the host: the exponential shapes lose digits in float32.
     t = np.arange(epochs, dtype=np.float64)
     return table(start + (stop - start) * SHAPES[shape](t, epochs), steps_per_epoch)
 

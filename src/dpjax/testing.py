@@ -113,6 +113,7 @@ def assert_engines_agree(
     def run(engine: str, size: int | None) -> ClippedSum:
         return jax.jit(clipped_grad(loss, rule, engine, size))(params, batch, mask)
 
+    # The definition; every engine is compared with it and not with its neighbour.
     want = run("vmap", None)
     for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
         got = run(engine, size)
@@ -161,6 +162,7 @@ def assert_noise(
       >>> link = noise.gaussian(2.0, clipping.flat(3.0), key=jax.random.key(0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
+    # On zeros the output is noise alone, so no gradient blurs the measurement.
     zeros = jax.tree.map(jnp.zeros_like, params)
     noise, _ = link.update(zeros, link.init(params), params)
     found = float(np.std(_vector(noise)))

@@ -123,6 +123,7 @@ def fingerprint(tree: PyTree) -> str:
     digest = hashlib.sha256()
     for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
         array = np.ascontiguousarray(on_host(leaf))
+        # Names and shapes too: trees of equal bytes and other structure are other trees.
         digest.update(f"{name} {array.dtype.name} {np.shape(leaf)} ".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -166,7 +167,10 @@ def group_norms(
       Array([[ 5., 10.]], dtype=float32)
     """
     leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]
+    # Leaf by leaf, without joining them: a joined copy of all per-example gradients would double
+    # the memory.
     squares = [jnp.sum(x * x, axis=tuple(range(1, x.ndim))) for x in leaves]
+    # A group may have no leaf of this tree; its norm is then 0.
     none = jnp.zeros(leaves[0].shape[:1], jnp.float32)
     totals = [
         sum((s for s, g in zip(squares, groups, strict=True) if g == group), none)
@@ -194,7 +198,10 @@ def scaled_sum(
 
     def total(leaf: Array, group: int) -> Array:
         scale = factors[:, group].astype(wide(leaf.dtype))
+        # 0 * NaN is NaN: a dropped example must contribute exactly 0.
         kept = jnp.where(expand(scale, leaf) != 0, leaf.astype(scale.dtype), 0)
+        # A product and not a multiplication with a sum: XLA on CPU runs the product many times
+        # faster.
         return jnp.einsum("b,b...->...", scale, kept, precision=jax.lax.Precision.HIGHEST)
 
     leaves, structure = jax.tree.flatten(gradients)
@@ -210,6 +217,7 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
     step can be drawn again alone, and no two purposes ever share a stream.
     """
     check_key(root, "dpjax")
+    # Purpose first, so that the steps of two purposes come from two keys and never meet.
     return jax.random.fold_in(jax.random.fold_in(root, purpose), step)
 
 
@@ -227,6 +235,7 @@ def check_key(key: Any, where: str) -> None:
             "or, to repeat a run, jax.random.key(seed). Usually a bare seed was passed, or "
             "arguments were swapped: init(key, params)."
         )
+    # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1.
     if "unsafe" in str(jax.random.key_impl(key)):
         raise ValueError(
             f"{where}(key of {jax.random.key_impl(key)}): keys of this generator are folded by an "
@@ -285,6 +294,8 @@ def random_like(
     values: list[Array] = []
     for run in _runs(leaves):
         sizes = [math.prod(jnp.shape(leaf)) for leaf in run]
+        # By the number of the first leaf of the run, so that a run of leaves keeps its noise when
+        # later leaves change.
         where = jax.random.fold_in(key, len(values))
         options = {} if use is None or not values else {"after": values[-1]}
         drawn = sample(where, (sum(sizes),), wide(run[0].dtype), **options)
@@ -301,6 +312,7 @@ def _runs(leaves: Sequence[Array]) -> list[list[Array]]:
     room = 0
     for leaf in leaves:
         size = math.prod(jnp.shape(leaf))
+        # A run ends where the dtype changes, because one draw has one dtype.
         if not runs or size > room or wide(leaf.dtype) != wide(runs[-1][0].dtype):
             runs.append([])
             room = _TOGETHER

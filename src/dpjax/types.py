@@ -74,6 +74,7 @@ class Neighbours(enum.StrEnum):
 
 
 @enum.unique
+# The values are folded into keys, so a changed value changes every run of that key.
 class Purpose(enum.IntEnum):
     """What a random stream is for; folded into the root key so that no two meet."""
 
@@ -102,6 +103,7 @@ class Partition:
     def __post_init__(self) -> None:
         """Holds the partition to its own names from here on."""
         assign = self.assign.assign if isinstance(self.assign, _Assigned) else self.assign
+        # Wrapped here and not where it is used: no caller can forget the check.
         object.__setattr__(self, "assign", _Assigned(assign, self.names))
 
     @property
@@ -202,12 +204,16 @@ class Clipping:
                     "gradient below about 1e-19 square to 0 in float32, so norms near such a bound "
                     "would read as 0 and slip past it. Multiply the loss by a constant instead."
                 )
+        # `dataclasses.replace` hands the held wish over: unwrap it, or bounds that were replaced
+        # would not hold.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
         object.__setattr__(self, "factors", _Held(self.bounds, wish, self.name))
 
     @property
     def sensitivity(self) -> float:
         """How far the clipped sum moves when one example joins or leaves."""
+        # Groups are orthogonal, so an example that reaches every bound moves the sum by their root
+        # sum of squares.
         return math.hypot(*self.bounds)
 
 
@@ -223,8 +229,13 @@ class _Held:
     name: str
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
+        # The guarantee is decided in this line and the last one of this function: factor times norm
+        # is at most the bound.
         limit = jnp.asarray(self.bounds, norms.dtype)[None] / jnp.maximum(norms, _LEAST)
+        # One non-finite group drops the whole example: its other groups are rarely right.
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
+        # One example at a time. A wish that took a mean over the batch would let all others move
+        # when one example leaves.
         wished = jax.vmap(self._alone)(norms)
         return jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)
 
@@ -305,6 +316,7 @@ class Sampler:
     @property
     def usual_size(self) -> int:
         """A size that nearly every draw stays below, by three standard deviations."""
+        # The binomial's deviation, rounded up to a multiple of 8 for the vector units.
         mean, rate = self.batch_size, self.sampling_rate
         spread = (mean * (1 - rate)) ** 0.5 if self.capacity > mean else 0.0
         return max(1, min(self.capacity, -(-int(mean + 3 * spread) // 8) * 8))

@@ -20,6 +20,7 @@ from dpjax.accounting.events import BARE
 
 NEIGHBOURS: dict[str, NeighboringRelation] = {
     "add-or-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
+    # dp_accounting's name for an example that is replaced by a special, empty record.
     "zero-out": NeighboringRelation.REPLACE_SPECIAL,
     "replace-one": NeighboringRelation.REPLACE_ONE,
 }
@@ -81,6 +82,8 @@ def split(event: DpEvent) -> Parts:
     foreign: dict[str, tuple[DpEvent, int]] = {}
     inverse_squares: list[float] = []
     private = True
+    # A stack instead of recursion: a schedule composes thousands of events, and Python's own stack
+    # ends at about 1,000.
     stack = [(event, 1)]
     while stack:
         leaf, count = stack.pop()
@@ -99,21 +102,30 @@ def split(event: DpEvent) -> Parts:
             case dp_accounting.SelfComposedDpEvent():
                 stack.append((leaf.event, count * _checked_count(leaf.count)))
             case dp_accounting.GaussianDpEvent():
+                # `not >` is also true for NaN, which must count as no noise.
                 bare = not leaf.noise_multiplier > BARE
                 private = private and (count == 0 or not bare)
+                # Unsampled Gaussians compose exactly: their precisions 1 / m^2 add up to the
+                # precision of one Gaussian.
                 inverse_squares += [] if bare else [count / leaf.noise_multiplier**2]
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 _check_rate(rate)
+                # Amplification has a closed form for a bare Gaussian alone. Anything else stays one
+                # foreign event, which the accountant of dp_accounting handles or refuses.
                 below = split(inner)
                 if rate == 0:
                     continue
                 if rate == 1:
+                    # Rate 1 draws every example, so nothing is amplified and the inner events
+                    # compose exactly.
                     stack.append((inner, count))
                 elif below.sampled or below.foreign:
                     foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
                 elif not below.private:
                     private = private and count == 0
                 elif below.precision and count:
+                    # Several Gaussians on one sample are one Gaussian, so they share the
+                    # amplification.
                     key = (float(rate), below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
             case dp_accounting.LaplaceDpEvent(noise_multiplier=b) if not b > BARE:
@@ -124,8 +136,11 @@ def split(event: DpEvent) -> Parts:
             ) if split(inner).empty or not split(inner).private:
                 private = private and (count == 0 or split(inner).private)
             case _ if count:
+                # Equal foreign events are found by their text, so the text must hold every digit.
                 leaf = _listed(leaf)
                 foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
+    # Sorted, and summed without rounding: the order in which events were composed must not change a
+    # claim in its last digit.
     return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, private)
 
 

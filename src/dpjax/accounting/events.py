@@ -96,6 +96,7 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     if steps == 0 or rate == 0:
         return dp_accounting.NoOpDpEvent()
     event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
+    # A sampled event at rate 1 would lose the closed form of unsampled Gaussians.
     if rate < 1:
         event = dp_accounting.PoissonSampledDpEvent(rate, event)
     return event if steps == 1 else dp_accounting.SelfComposedDpEvent(event, steps)
@@ -121,6 +122,8 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     rates, zs = np.broadcast_arrays(
         np.asarray(sampling_rate, np.float64), np.asarray(multipliers, np.float64)
     )
+    # Composition does not depend on the order of steps, so equal steps are counted: an accountant's
+    # time grows with distinct steps.
     pairs, counts = np.unique(
         np.stack([rates.ravel(), zs.ravel()], axis=-1), axis=0, return_counts=True
     )
@@ -158,6 +161,8 @@ def compose(*events: DpEvent) -> DpEvent:
       >>> compose(gaussian(8.0), subsampled_gaussian(1.0, 0.0, 10))
       GaussianDpEvent(noise_multiplier=8.0)
     """
+    # An empty part is legal everywhere, and a lone part needs no wrapper: the text of the event
+    # stays short in errors and on cards.
     parts = [event for event in events if not isinstance(event, dp_accounting.NoOpDpEvent)]
     if not parts:
         return dp_accounting.NoOpDpEvent()
@@ -189,6 +194,7 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
     zs = [
         _check_multiplier(z, "accounting.effective_multiplier") for z in np.ravel(noise_multipliers)
     ]
+    # z^-2 would overflow: one group without noise lays the example bare, whatever the others have.
     if any(z <= BARE for z in zs):
         return 0.0
     precision = sum(z**-2 for z in zs)

@@ -116,11 +116,14 @@ class Filter:
                 f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}; it holds for "
                 "Gaussians on all the data (rate 1). For sampled steps: method='rdp', and an order."
             )
+        # Through `split`, so that a multiplier of 0 costs infinity here as everywhere.
         parts = split(gaussian(noise_multiplier))
         return parts.precision if parts.private else math.inf
 
     def room(self, noise_multiplier: float, sampling_rate: float) -> int:
         """How many more steps with this noise would be admitted now; at most a billion."""
+        # Bisection on the rounded-up sum that `admit` compares, so that `room` and `admit` never
+        # disagree.
         low, high = 0, 10**9
         cost, limit = self.cost(noise_multiplier, sampling_rate), self.limit
         while low < high:
@@ -157,6 +160,8 @@ class Filter:
                 f"{self.room(noise_multiplier, sampling_rate)} such steps fit after the "
                 f"{self.steps} that ran. Take more noise, or stop: what was released stays covered."
             )
+        # A new value: a caller that drops it after a refused step has lost nothing, and a filter
+        # can be a field of a state.
         return dataclasses.replace(self, spent=after, steps=self.steps + int(steps))
 
     def _after(self, cost: float, steps: int) -> float:
@@ -181,6 +186,8 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
       >>> best_order(step, epsilon=3.0, delta=1e-5)
       7.3
     """
+    # Of what is expected to run: the order is a guess in advance, and a bad guess costs steps, not
+    # privacy.
     divergences = rdp_accountant.total(split(event), "add-or-remove")
     limits = _limits(epsilon, delta, ORDERS)
     if not np.any((limits > 0) & (divergences > 0) & np.isfinite(divergences)):
@@ -188,6 +195,7 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
             f"accounting.best_order(event={event}, epsilon={epsilon}, delta={delta}): at no order "
             "does any of it fit, or it costs nothing. Allow a larger epsilon, or expect more noise."
         )
+    # Orders at which the event costs nothing divide by 0, and are not candidates.
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(ORDERS[np.nanargmax(limits / divergences)])
 

@@ -67,6 +67,7 @@ def clt_delta(parts: Parts, epsilon: float, neighbours: str) -> Estimate:
     mu = _signal(parts, neighbours)
     if mu == 0 or math.isinf(mu):
         return Estimate(min(mu, 1.0))
+    # In logarithms: for large epsilon both terms underflow, and their difference loses all digits.
     upper, lower = log_ndtr(mu / 2 - epsilon / mu), epsilon + log_ndtr(-mu / 2 - epsilon / mu)
     return Estimate(-math.exp(upper) * math.expm1(lower - upper))
 
@@ -83,8 +84,10 @@ def _signal(parts: Parts, neighbours: str) -> float:
             "accounting: method 'gdp' estimates Poisson sampling for 'add-or-remove' and "
             "'zero-out' only. For 'replace-one' use 'pld'."
         )
+    # Replace-one doubles the signal, and signals enter squared.
     squares = [parts.precision * (4 if neighbours == "replace-one" else 1)]
     for (q, z), count in parts.sampled.items():
+        # exp would overflow: such a step hides nothing.
         if z**-2 > 700:
             return math.inf
         squares.append(count * q**2 * math.expm1(z**-2))

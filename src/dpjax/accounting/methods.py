@@ -108,6 +108,7 @@ def epsilon(
     row, parts = method_named(method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else math.inf)
+    # The improved conversion can be negative for large delta; epsilon is not.
     return _as(row, max(0.0, row.epsilon(parts, delta, neighbours)))
 
 
@@ -139,6 +140,7 @@ def delta(
     row, parts = method_named(method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
+    # An infinite epsilon allows everything, and conversions would compute inf - inf.
     return _as(row, 0.0 if math.isinf(epsilon) else row.delta(parts, epsilon, neighbours))
 
 
@@ -153,11 +155,14 @@ def method_named(name: str) -> Method:
 def _sorted(event: DpEvent, neighbours: str, method: str) -> Parts:
     relation(neighbours)  # an unknown name is an error even where nothing was run
     parts = split(event)
+    # Before the row is used: no Rényi divergence exists where a norm may be estimated too small by
+    # any factor.
     random_projections.refuse(parts, method)
     return parts
 
 
 def _as(row: Method, value: float) -> float:
+    # The type says what the number is: an estimate prints as one wherever it goes.
     return float(value) if row.proven else gdp.Estimate(value)
 
 

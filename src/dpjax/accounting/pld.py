@@ -26,6 +26,7 @@ from dpjax.accounting.event_parts import Parts, relation
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
 _MIXED = 1e-3  # with mixtures, whose losses are found by search: a tenth of the time, 0.1 %
 LEVELS = 64  # distinct steps that are composed as they are; beyond them multipliers are rounded
+# Points of one distribution, 32 MB: composition by FFT holds several copies.
 _POINTS = 4_000_000
 _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faster
 
@@ -105,6 +106,8 @@ def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float]
     levels = LEVELS // len(rates)
     if len(multipliers) > levels:
         multipliers = np.geomspace(multipliers[0], multipliers[-1], levels)
+        # And may begin an ulp high, which would leave the least multiplier without a level below
+        # it.
         multipliers[0] = z.min()
     up = rates[np.searchsorted(rates, q, side="left")]
     down = multipliers[np.searchsorted(multipliers, z, side="right") - 1]
@@ -123,6 +126,8 @@ def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
     if parts.precision:
         accountant.compose(dp_accounting.GaussianDpEvent(parts.unsampled_multiplier))
     for (q, z), count in rounded(parts.sampled).items():
+        # Multipliers were rounded down and rates up, so the sum of these steps costs no less than
+        # the real ones.
         step = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
         accountant.compose(step, count)
     for event, count in parts.foreign.values():
@@ -170,6 +175,8 @@ def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
     odds = np.array(event.sampling_probs)
     signals = np.array(event.sensitivities) / event.standard_deviation
     largest = signals[odds > 1e-25].max()  # others fall to the library's truncation
+    # A Chernoff bound over a few orders: the moment of the composed loss is at most the sum of
+    # moments.
     orders = 1 + np.geomspace(1e-3, 10, 50)
     exponents = np.outer(orders * (orders - 1) / 2, signals**2)
     with np.errstate(all="ignore"):  # the sum of exponentials overflows on its way to a logarithm
@@ -180,6 +187,8 @@ def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
 def _hint(parts: Parts, neighbours: str) -> float:
     """About how large the composed loss gets; right to a factor of two is right enough."""
     scale = 2 if neighbours == "replace-one" else 1
+    # Half the multiplier is twice the signal of replace-one, for which RDP itself has no proof with
+    # sampling. Only the size of the loss is needed here.
     halved = parts._replace(
         sampled={(q, z / scale): count for (q, z), count in parts.sampled.items()},
         precision=parts.precision * scale**2,

@@ -71,6 +71,8 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
             "projections each norm was estimated from, 1 or more. For exact norms leave the event "
             "as it is."
         )
+    # The kinds that samplers make are rewritten; every other kind is refused below, because the
+    # proof is of the Gaussian on a clipped sum alone.
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return ProjectedGaussianDpEvent(event.noise_multiplier, projections)
     if isinstance(event, dp_accounting.ComposedDpEvent):
@@ -147,6 +149,7 @@ def _bare(steps: Iterable[tuple[float, float, int]]) -> bool:
 def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
     """The composed loss distribution of everything."""
     steps, kind = _steps(parts), relation(neighbours)
+    # The mixture is over one random scale; replace-one would need the joint law of two.
     if neighbours == "replace-one":
         raise ValueError(
             "accounting: norms from random projections have no proof for neighbours='replace-one': "
@@ -174,6 +177,7 @@ def _rounded(steps: dict[tuple[float, float, int], int]) -> dict[tuple[float, fl
     multipliers = np.unique([z for _, z, _ in steps])
     if len(multipliers) > _LEVELS:
         multipliers = np.geomspace(multipliers[0], multipliers[-1], _LEVELS)
+        # geomspace may begin an ulp above the least multiplier.
         multipliers[0] = min(z for _, z, _ in steps)
     out: dict[tuple[float, float, int], int] = {}
     for (q, z, r), count in steps.items():
@@ -186,14 +190,19 @@ def _rounded(steps: dict[tuple[float, float, int], int]) -> dict[tuple[float, fl
 def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLossDistribution:
     """The loss of one step: that of a Gaussian with multiplier `z / s`, mixed over `s`."""
     beyond = _beyond(z, r)
+    # An example that is taken as laid bare costs its whole sampling probability as delta.
     total = library.from_privacy_parameters(
         common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=_GRID
     )
     if beyond >= _RARE:
         return total
+    # Levels of the chance, not of s: each level holds a known probability, and rounding s up to the
+    # end of its level never lowers the loss.
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
     values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
+    # From the rarest scale to the most likely: mixing two distributions rescales the weights of
+    # what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
         one = _gaussian(z / float(s), q, relation(neighbours))
         total = total.compute_mixture(one, weight / (weight + float(share)))

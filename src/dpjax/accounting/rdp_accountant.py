@@ -48,6 +48,8 @@ def rdp_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       proposition 12.
     """
     return float(
+        # The library's improved conversion, on our exact divergences: a divergence that is exact is
+        # never above the library's upper bound.
         library.compute_epsilon(ORDERS.tolist(), total(parts, neighbours).tolist(), delta)[0]
     )
 
@@ -80,6 +82,7 @@ def classic_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
     """Delta by the first conversion: `min_alpha exp((alpha - 1) (rdp(alpha) - epsilon))`."""
     orders = ORDERS[CLASSIC]
     log_delta = np.min((orders - 1) * (total(parts, neighbours)[CLASSIC] - epsilon))
+    # A bound above 1 says nothing more than 1.
     return math.exp(min(0.0, float(log_delta)))
 
 
@@ -111,6 +114,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
             "Use method='pld', or neighbours='add-or-remove', which is what Poisson sampling is "
             "made for."
         )
+    # The divergence of a Gaussian of signal 1 / m is order / (2 m^2), without sampling exactly.
     divergence = ORDERS * parts.precision / 2 * (4 if swap else 1)
     if parts.sampled:
         counts = np.array(list(parts.sampled.values()), np.float64)

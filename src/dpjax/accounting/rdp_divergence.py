@@ -31,6 +31,7 @@ CLASSIC: np.ndarray = np.isin(ORDERS, np.concatenate([_TENTHS, np.arange(12, 64)
 
 _TAIL = 9.0  # standard deviations integrated on either side; e^(-81/2) is left out
 _FINEST = 0.02  # below this multiplier the integral's grid explodes, and an upper bound replaces it
+# Multipliers that are integrated together: more would push the temporaries out of the caches.
 _CHUNK = 64
 _CACHED = 32_768
 _cache: dict[tuple[float, float], np.ndarray] = {}
@@ -79,6 +80,7 @@ def renyi_divergence(
     for start in range(0, z.size, _CHUNK):
         rows = slice(start, start + _CHUNK)
         out[rows, finite] = _divergences(z[rows], q[rows], orders[finite])
+    # At order infinity a sampled Gaussian has unbounded loss.
     out[:, ~finite] = np.inf
     out[(q == 0) | np.isinf(z)] = 0.0
     return out.reshape(*shape, orders.size)
@@ -101,6 +103,8 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         out = orders / (2 * z[:, None] ** 2)
     sampled = np.flatnonzero((q > 0) & (q < 1) & (z > 0) & np.isfinite(z))
+    # At whole orders the moment is a finite binomial sum; at others only the integral is exact. The
+    # library's alternating series is an upper bound there.
     whole = orders == np.floor(orders)
     for column in np.flatnonzero(whole):
         log_a = _log_moment_whole(z[sampled], q[sampled], int(orders[column]))
@@ -119,6 +123,7 @@ def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
     log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
     q, exponent = q[:, None], k * (k - 1) / (2 * z[:, None] ** 2)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        # log(exp(x) - 1) without overflow for large x and without cancellation for small x.
         log_expm1 = exponent + np.log(-np.expm1(-exponent))
         terms = log_binomial + k * np.log(q) + (order - k) * np.log1p(-q) + log_expm1
         return np.logaddexp(0, _summed(terms)) if order > 1 else np.zeros(len(z))
@@ -143,6 +148,8 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
     log_weight = -(u**2) / 2 + np.log(step / np.sqrt(2 * np.pi))
     log_ratio = u / z - 1 / (2 * z**2)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        # Near 1 the ratio f is 1 plus a small number whose digits a logarithm of a sum would lose;
+        # far above, expm1 would overflow.
         near = np.log1p(q * np.expm1(np.minimum(log_ratio, 1.0)))
         log_f = np.where(log_ratio < 1, near, np.logaddexp(np.log1p(-q), np.log(q) + log_ratio))
         excess = np.expm1(log_f)
@@ -168,6 +175,8 @@ def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.nda
     tangent = np.where(log_f > 30, np.log(order) + log_f, np.log1p(np.maximum(slope, -1)))
     above = power + np.log(-np.expm1(np.minimum(tangent - power, 0)))
     below = np.logaddexp(power, np.log(np.maximum(-1 - slope, 0)))
+    # Where f is close to 1 the power and its tangent agree to many digits: the second-order term of
+    # their difference, with the third as a correction.
     taylor = np.log(order * (order - 1) / 2) + 2 * np.log(np.abs(excess))
     taylor += np.log1p(np.clip((order - 2) / 3 * excess, -0.5, 0.5))
     gap = np.where(slope > -1, above, below)
@@ -179,6 +188,7 @@ def _log_moment_bound(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size: in
     del size
     low = np.floor(orders).astype(int)
     whole = {int(k): _log_moment_whole(z, q, int(k)) for k in np.union1d(low, low + 1)}
+    # log A is convex in the order, so the chord between whole orders lies above it.
     left = np.stack([whole[int(k)] for k in low], axis=-1)
     right = np.stack([whole[int(k) + 1] for k in low], axis=-1)
     with np.errstate(invalid="ignore"):

@@ -30,6 +30,7 @@ def upwards(value: float, form: str = ".4g") -> str:
         return f"{value:{form}}"
     exact = Decimal(repr(float(value)))  # the shortest name of this float: 1e-5 is not a bit more
     digits, kind = int(form[1:-1]), form[-1]
+    # The place of the last printed digit, which is where the ceiling is taken.
     last = -digits if kind == "f" else exact.adjusted() - digits + 1
     with localcontext(prec=700):  # more than any float has
         raised = exact.quantize(Decimal(1).scaleb(last), rounding=ROUND_CEILING)

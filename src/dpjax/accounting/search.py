@@ -21,6 +21,7 @@ from dpjax import checks
 from dpjax.accounting.methods import epsilon as epsilon_of
 from dpjax.accounting.methods import method_named
 
+# Relative width of the answer. PLD answers on a grid, so a tighter search would chase its steps.
 _TIGHTNESS = {"rdp": 1e-6, "rdp-classic": 1e-6, "pld": 1e-4}
 
 
@@ -62,6 +63,7 @@ def calibrate(
     def spent(value: float) -> float:
         return epsilon_of(make_event(value), delta, method, neighbours)
 
+    # A PLD costs seconds and RDP milliseconds: RDP's answer is a bracket that is nearly right.
     start, factor = 1.0, 2.0
     if method == "pld":
         with contextlib.suppress(ValueError):  # RDP may have no proof here, and PLD have one
@@ -72,6 +74,7 @@ def calibrate(
         lambda x: spent(math.exp(x)), epsilon, math.log(low), math.log(high), tight / 4
     )
     value = math.exp(root)
+    # The root may lie on either side; the answer must be on the private one.
     while spent(value) > epsilon:
         value *= 1 + tight / 2
     return min(value, high)
@@ -120,6 +123,7 @@ def largest_steps(
     low, high = 0, 1
     if method == "pld":
         with contextlib.suppress(ValueError):
+            # RDP's answer is proven too, so at least as many steps fit by PLD.
             low = largest_steps(make_event, epsilon, delta, "rdp", neighbours, maximum)
         high = int(min(maximum, low + max(1, low // 4)))
     while spent(high) <= epsilon:
@@ -129,6 +133,7 @@ def largest_steps(
     steps = int(_crossing(lambda x: spent(int(x)), epsilon, low, high, 0.5))
     while spent(steps) > epsilon:
         steps -= 1
+    # Epsilon is not smooth in whole steps: the search ends within one step of the answer.
     while steps < maximum and spent(steps + 1) <= epsilon:
         steps += 1
     return steps
@@ -165,6 +170,8 @@ def _crossing(
     """Where epsilon passes the target; its logarithm is nearly straight, as Brent likes."""
 
     def excess(x: float) -> float:
+        # Brent's method needs finite values, and a zero exactly at the target would end it on the
+        # wrong side.
         return min(50.0, max(-50.0, math.log(max(spent(x), 1e-300) / target))) or -1e-300
 
     found = root_scalar(excess, bracket=(low, high), method="brentq", xtol=tolerance, rtol=1e-15)

@@ -119,9 +119,11 @@ def select_best(
     events = list(event) if isinstance(event, Iterable) else [event]
     if not events:
         raise ValueError(f"{who}(event=[]): expected the event of one run, or several in a list.")
+    # Any candidate may be the one that is published, so the search pays for the dearest.
     alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
     if not math.isfinite(alone):
         return Selection(math.inf, math.inf, math.inf, runs)
+    # The theorems are stated for one divergence curve that bounds every run.
     one = np.max([rdp_accountant.total(split(each), neighbours) for each in events], axis=0)
     best, every = row.divergence(one, runs), math.ceil(runs) * one
     return Selection(alone, _epsilon(best, delta), _epsilon(every, delta), runs)
@@ -166,6 +168,7 @@ def _poisson(one: np.ndarray, runs: float) -> np.ndarray:
 
 def _logarithmic_tail(runs: float) -> float:
     """log(1 / gamma) of the logarithmic distribution, whose mean is `(1/gamma - 1)` over it."""
+    # SciPy's inverse of this distribution does not end for a mean of 2,000 runs.
     bracket = (0.0, 2 * math.log(runs) + 2)
     found = root_scalar(lambda t: exprel(t) - runs, bracket=bracket, method="brentq", xtol=1e-14)
     return float(found.root)

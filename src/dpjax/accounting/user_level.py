@@ -62,6 +62,8 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
     _refuse_foreign(parts)
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
+    # Without sampling all records join or leave together, so the signal is `records` times as
+    # large.
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
     steps = (
         dp_accounting.SelfComposedDpEvent(_mixture(q, z, int(records)), count)
@@ -101,6 +103,8 @@ def epsilon_for_users(
 def _mixture(rate: float, multiplier: float, records: int) -> DpEvent:
     """One step: the signal is how many of the records are drawn."""
     drawn = np.arange(records + 1.0)
+    # Each record is drawn independently, so the signal of a step is binomial; the mixture over it
+    # is exact and far cheaper than group privacy's factor.
     odds = stats.binom.pmf(drawn, records, rate)
     return MixtureOfGaussiansDpEvent(multiplier, drawn.tolist(), odds.tolist())
 

@@ -48,9 +48,11 @@ def run_command(name: str) -> None:
     A flag that is unknown, out of range or in conflict with another ends the process with
     status 1 and a message.
     """
+    # Imported when it is needed: `dpjax --help` answers before JAX is loaded.
     command = importlib.import_module(f"dpjax.cli.{name}")
     program, *words = sys.argv
     if _HELP & set(words):
+        # absl's own help would list the flags of every imported library too.
         print(f"{inspect.getdoc(command)}\n\nFlags:\n{command.FLAGS.get_help()}")
         return
 

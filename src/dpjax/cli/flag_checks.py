@@ -16,6 +16,7 @@ from absl import app, flags
 
 def only_flags(argv: Sequence[str]) -> None:
     """Refuses words on the command line that are not flags."""
+    # absl ignores words without dashes: `steps=2` would train with the default number of steps.
     if words := list(argv[1:]):
         raise app.UsageError(
             f"{' '.join(words)}: expected flags alone, which begin with two dashes. Usually dashes "

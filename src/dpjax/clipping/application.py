@@ -43,12 +43,14 @@ def clip(
       ``rule.sensitivity``.
     """
     groups = rule.partition.assign(gradients)
+    # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
     if mask is not None:
         real = jnp.asarray(mask, bool)[:, None]
         norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
+        # After the bound: a weight may shorten a contribution and never lengthen it past its bound.
         factors = factors * jnp.asarray(weights, factors.dtype)
     return trees.scaled_sum(gradients, factors, groups), norms, factors
 

@@ -46,6 +46,8 @@ def balanced(groups: int) -> Partition:
             )
         # A batch of gradients is cut where its parameters are: all sizes are times the batch.
         sizes = [leaf.size for leaf in leaves]
+        # The smallest capacity that needs no more groups than asked, by bisection: this makes the
+        # largest group as small as cuts between leaves allow.
         low, high = max(sizes), sum(sizes)
         while low < high:
             middle = (low + high) // 2
@@ -60,6 +62,8 @@ def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
     """Fills groups in order up to a capacity, leaving a leaf for each group to come."""
     assigned, group, load = [], 0, 0
     for i, size in enumerate(sizes):
+        # Every later group needs one leaf at least: an empty group would have a bound, and so
+        # noise, for nothing.
         starved = len(sizes) - i <= groups - 1 - group
         if i and (load + size > capacity or starved):
             group, load = group + 1, 0
@@ -107,6 +111,7 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
     """
 
     def group(leaf: str) -> str:
+        # The first pattern that matches, so special cases stand before the general one.
         for pattern, name in patterns.items():
             if re.search(pattern, leaf):
                 return str(name)
@@ -125,6 +130,8 @@ def _named(params: PyTree, labels: Sequence[str]) -> Partition:
     expected = trees.leaf_names(params)
 
     def assign(tree: PyTree) -> tuple[int, ...]:
+        # Checked by name and not by count: another model with as many leaves would be clipped in
+        # wrong groups.
         if trees.leaf_names(tree) != expected:
             raise ValueError(
                 f"clipping: this partition was made for the leaves {list(expected)}, but "

@@ -105,11 +105,15 @@ class Quantile:
         Sensitivity:
           1/2, attained by every example with one group.
         """
+        # Centred at 0, so that one example moves the count by 1/2 instead of 1: half the noise for
+        # the same privacy (Andrew et al., 2021).
         under = jnp.mean(norms <= jnp.asarray([rule.bounds], norms.dtype), axis=-1) - 0.5
         return jnp.sum(jnp.where(mask, under, 0), dtype=jnp.float32)
 
     def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:
         """The scale of the next step, from that of this one and the noised fraction below."""
         error = self.rate * (fraction - self.target)
+        # The geometric step follows a bound over orders of magnitude at one rate; the linear one is
+        # the paper's comparison.
         after = scale * jnp.exp(-error) if self.geometric else scale - error
         return jnp.clip(after, 1 / _FAR, _FAR).astype(scale.dtype)

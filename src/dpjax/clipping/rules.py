@@ -51,6 +51,8 @@ def flat(bound: float) -> Clipping:
     References:
       Abadi et al., "Deep Learning with Differential Privacy", 2016, algorithm 1.
     """
+    # Wishes for 1; `Clipping` takes the minimum with bound / norm, which is flat clipping. This
+    # holds for every rule that wishes for more than the bound allows.
     return _rule("flat", bound, 1, jnp.ones_like)
 
 
@@ -105,6 +107,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
       5.0
     """
     partition = partition_of(groups)
+    # By name, so that an order of groups that changes with the model cannot exchange two bounds.
     if isinstance(bounds, Mapping):
         if set(bounds) != set(partition.names):
             raise ValueError(
@@ -146,6 +149,8 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
     _require_a_length("automatic", bound)
 
     def wish(norms: Norms) -> Norms:
+        # With gamma 0 a zero gradient would divide by zero; its product with the gradient is 0
+        # whatever the factor.
         length = norms + gamma
         return jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)
 
@@ -183,6 +188,8 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     _require_a_length("psac", bound)
 
     def wish(norms: Norms) -> Norms:
+        # The weight of the PSAC paper: for small norms the factor tends to the bound and not to
+        # infinity, so gradients that are mostly noise are not stretched.
         return bound / (norms + stabilizer / (norms + stabilizer))
 
     return _rule("psac", bound, groups, wish, stabilizer=float(stabilizer))
@@ -208,6 +215,7 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
     _require_a_length("normalized", bound)
 
     def wish(norms: Norms) -> Norms:
+        # The inner `where` keeps the derivative of the unused branch finite.
         return jnp.where(norms > 0, bound / jnp.where(norms > 0, norms, 1), 0)
 
     return _rule("normalized", bound, groups, wish)
@@ -245,6 +253,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
         )
     if screen != bound:
         _require_a_length("hard_threshold", bound)
+    # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
     scale = 1.0 if screen == bound else bound / screen
 
     def wish(norms: Norms) -> Norms:
@@ -301,6 +310,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
     return Clipping(partition_of(1), (length,), jnp.ones_like, "jl", int(projections))
 
 
+# bound / norm with an infinite bound would be an infinite factor.
 def _require_a_length(name: str, bound: float) -> None:
     """Refuses an infinite bound to what makes gradients as long as it."""
     if bound == math.inf:
@@ -315,6 +325,7 @@ def _rule(
 ) -> Clipping:
     """A rule that gives every group of the partition the same bound."""
     partition = partition_of(groups)
+    # A NumPy or JAX scalar becomes Python's number, which cards can hold.
     each = float(trees.number(bound, f"clipping.{name}(bound"))
     return Clipping(partition, (each,) * partition.size, wish, name, facts=facts)
 
@@ -325,4 +336,5 @@ def _share(total: float | None, size: int) -> float:
             f"clipping.grouped(total={total}): total must be positive; it is the most "
             "that one example can move the sum."
         )
+    # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
     return total / size**0.5

@@ -121,6 +121,8 @@ def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dat
     else:
         first = _fault(*train, shape, dataset.classes)
     faults = {"train": first, "test": _fault(*dataset.test, shape, dataset.classes)}
+    # Checked once, when the data are loaded: later a wrong label is an example that contributes
+    # zero, or one that trains another class.
     for part, fault in faults.items():
         if fault:
             raise ValueError(

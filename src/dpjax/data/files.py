@@ -93,6 +93,7 @@ def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
     arrays = _arrays(name, path)
     for images, labels in _LAYOUTS:
         keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
+        # The first layout whose four arrays all exist; a file may hold further arrays.
         if not set(keys) <= set(arrays):
             continue
         train, test = (
@@ -129,6 +130,7 @@ def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path
 
 def _whole(y: np.ndarray, path: Path) -> np.ndarray:
     """Labels as int32, ``[examples]``; MedMNIST's have a second axis of length 1."""
+    # Columns of length 1 alone: a one-hot row of one class would otherwise pass as a label.
     column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     numbers = column.ndim == 1 and column.dtype.kind in "iuf" and np.isfinite(column).all()
     # Not by the absolute value: in int64, abs(-2**63) is -2**63.

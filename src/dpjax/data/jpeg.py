@@ -31,6 +31,8 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
             f"data.load: {path} holds JPEG streams without their offsets; expected offsets_train "
             "and offsets_test, whole numbers, one more than there are images."
         )
+    # The first and the last offset say whether buffer and offsets were stored together; decoding
+    # finds every other damage.
     if edges[0] != 0 or edges[-1] != stream.nbytes:
         raise ValueError(
             f"data.load: {path} holds {stream.nbytes} bytes of JPEG streams, but the offsets "

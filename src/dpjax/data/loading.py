@@ -63,6 +63,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
         return _digits()
     source = _source(name, "load")
     folder = _folder(data_dir, f"load({name!r})")
+    # A file of the user comes first: it needs no network, and it is what the user put there.
     path = Path(folder, source.file) if folder else None
     if path is not None and path.is_file():
         return checked(read(name, source, path), source.shape, str(path))
@@ -103,6 +104,8 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
     folder = _folder(data_dir, f"stream({name!r})")
     installed = importlib.util.find_spec("tensorflow_datasets") is not None
     path = Path(folder, source.file) if folder else Path(source.file)
+    # Prepared by TFDS, the examples stay on the disk, which is what the caller asked for. The plain
+    # file is read into memory.
     if folder and path.is_file() and not (installed and is_prepared(source, folder)):
         return _from_memory(checked(read(name, source, path), source.shape, str(path)))
     if not installed:
@@ -124,6 +127,7 @@ def _from_memory(dataset: Dataset[Split]) -> Dataset[Stream]:
 def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.PathLike[str] | None:
     """The folder that the caller or the environment names; a missing folder is an error."""
     folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR") or None
+    # A misspelt folder would otherwise start a download into a new folder of that name.
     if folder is not None and not Path(folder).is_dir():
         said = "DPJAX_DATA_DIR" if data_dir is None else "data_dir"
         raise FileNotFoundError(

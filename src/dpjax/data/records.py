@@ -42,12 +42,15 @@ def examples(
       example: From a record to an example; by default the record itself.
       indices: Of the records; they may repeat.
     """
+    # Sources such as grain's read many records in one call faster than one by one.
     records = _in_one_call(source, indices)
     for place, index in enumerate(indices):
         try:
             record = source[index] if records is None else records[place]
             made = record if example is None else example(record)
         except Exception as error:
+            # With the index: in a thread pool the user's traceback alone does not say which record
+            # failed.
             raise RuntimeError(
                 f"data.Stream: example {index} could not be read ({type(error).__name__}: "
                 f"{error}). The source may be damaged there, or `example` does not fit its "
@@ -86,6 +89,8 @@ def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
             f"data.Stream: got indices of shape {indices.shape} and type {indices.dtype}; "
             "expected a list of whole numbers, [n]."
         )
+    # NumPy would take a negative index from the end: padding would silently train on the last
+    # example.
     if indices.size and not (indices.min() >= 0 and indices.max() < size):
         raise IndexError(
             f"data.Stream: got indices from {indices.min()} to {indices.max()}; the source has "

@@ -133,6 +133,8 @@ class Stream:
           An iterator of batches. Its threads end when it is exhausted, closed or garbage
           collected, or when it raises.
         """
+        # A bounded queue: reading further ahead would hold more batches in memory than the device
+        # can use.
         waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
         try:
@@ -168,6 +170,7 @@ class Stream:
         for place, example in zip(share, read, strict=True):
             leaves, found = jax.tree.flatten(example)
             arrays = [np.asarray(leaf) for leaf in leaves]
+            # Checked row by row, because a stream is never read whole before it is trained on.
             kinds = [(array.shape, array.dtype) for array in arrays]
             if found != structure or kinds != [(r.shape, r.dtype) for r in first]:
                 raise ValueError(

@@ -39,6 +39,7 @@ def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) 
         if importlib.util.find_spec("tensorflow") is None:
             raise
         as_numpy = importlib.import_module("tensorflow_datasets").as_numpy
+        # An older preparation in TensorFlow's own format, which TensorFlow alone can read.
         parts = {part: list(as_numpy(rows)) for part, rows in builder.as_dataset().items()}
     if source.classes is None:
         rows = _whole(Stream(parts["train"], _wine), builder)
@@ -110,6 +111,8 @@ def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None)
 def _sweep(entries: list[Path]) -> None:
     """Removes the empty folders that a failed download left."""
     for entry in entries:
+        # From the leaves up, because only an empty folder can be removed: nothing that holds a file
+        # is touched.
         for folder, _, _ in os.walk(entry, topdown=False):
             with contextlib.suppress(OSError):  # it is not empty
                 os.rmdir(folder)

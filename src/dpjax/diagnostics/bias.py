@@ -105,9 +105,13 @@ def _part(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
     """Clipped sum, unclipped sum and norms of some examples."""
+    # By definition and not by an engine: the unclipped sum needs each gradient too, and a
+    # diagnostic is no part of a guarantee.
     gradients = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
     clipped, norms, factors = clipping.clip(rule, gradients)
     finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
+    # The unclipped sum leaves out the same examples as the clipped one: those with a norm that is
+    # not finite.
     once = jnp.broadcast_to(finite.astype(factors.dtype), factors.shape)
     return clipped, trees.scaled_sum(gradients, once, rule.partition.assign(params)), norms
 
@@ -132,6 +136,7 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
     # One infinite norm would make every edge infinite.
     top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
     edges = jnp.linspace(0, jnp.where(top > 0, top, 1), bins + 1)
+    # The largest norm is the last edge, which belongs to the last bin.
     place = jnp.clip(jnp.searchsorted(edges, norms, side="right") - 1, 0, bins - 1)
     counts = jnp.sum(jax.nn.one_hot(place, bins, dtype=bool) & finite[..., None], axis=0)
     return Histogram(counts, edges)

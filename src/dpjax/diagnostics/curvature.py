@@ -73,10 +73,14 @@ def sharpness(
         return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
 
     def product(v: PyTree) -> PyTree:
+        # Forward over reverse: the memory of one gradient and one tangent, whatever the number of
+        # parameters.
         return jax.jvp(jax.grad(mean), (params,), (v,))[1]
 
     def going(state: tuple[Any, ...]) -> Array:
         _, value, before, step = state
+        # Power iteration finds the largest eigenvalue by absolute value, which is the largest
+        # singular value of a symmetric matrix.
         return (step < iterations) & (jnp.abs(value - before) > tolerance * value)
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:

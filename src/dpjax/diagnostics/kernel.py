@@ -86,6 +86,7 @@ def ntk(
         for leaf in jax.tree.leaves(rows)
     ]
     groups = partition.assign(params) if partition else (0,) * len(leaves)
+    # Without factors the kernel is that of plain gradient descent, symmetric and positive.
     columns = jnp.ones((size, max(groups) + 1)) if factors is None else jnp.asarray(factors)
     if not size or columns.shape != (size, max(groups) + 1):
         raise ValueError(
@@ -96,6 +97,8 @@ def ntk(
     wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
     return sum(
         (
+            # Clipping scales the columns alone, by the factor of the example whose gradient moves
+            # the weights. This is why the clipped kernel is not symmetric (Bu et al., 2023).
             jnp.matmul(j, j.T, precision="highest") * wide[None, :, g]
             for j, g in zip(leaves, groups, strict=True)
         ),
@@ -136,6 +139,8 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
     scale = max(float(np.linalg.norm(a, 2)), 1e-300)
     asymmetry = float(np.linalg.norm(a - a.T) / (2 * max(np.linalg.norm(a), 1e-300)))
     quadratic = float(np.linalg.eigvalsh((a + a.T) / 2)[0])
+    # Of the matrix itself, which may have complex eigenvalues: the loss falls by their real parts,
+    # and the quadratic form can be negative although they are positive.
     eigenvalues = np.linalg.eigvals(a)
     eigenvalue, turning = float(eigenvalues.real.min()), float(np.abs(eigenvalues.imag).max())
     floor = -tolerance * scale

@@ -36,6 +36,7 @@ def weight_norms(params: PyTree) -> dict[str, Array]:
     """
     layers: dict[str, list[Array]] = {}
     for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
+        # Kernel and bias share their path up to the last name, as in `clipping.by_layer`.
         layers.setdefault(name.rpartition("/")[0] or name, []).append(leaf)
     return {name: length(leaves) for name, leaves in layers.items()}
 

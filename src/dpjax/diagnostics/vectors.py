@@ -36,6 +36,7 @@ def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
 def inner(a: PyTree, b: PyTree) -> Float[Array, ""]:
     """The inner product of two trees of the same structure."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    # Elementwise products and a sum: accelerators round the inputs of a dot product.
     products = (jnp.sum(x.astype(trees.wide(x.dtype)) * y) for x, y in pairs)
     return sum(products, jnp.zeros((), jnp.float32))
 

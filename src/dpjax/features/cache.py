@@ -71,6 +71,8 @@ def scattered(
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
+        # Written batch by batch into one array: features of a data set are several times as large
+        # as its images.
         features = np.empty((len(images), *row.shape[1:]), row.dtype)
         size = min(batch_size, len(images))
         for start in range(0, len(images), max(1, size)):
@@ -155,6 +157,7 @@ def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
     kind = [inputs.dtype.name, inputs.dtype.str]
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    # Of all images: a changed image must not be given the features of the old one.
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
     return hashed.hexdigest()[:32]
 
@@ -164,6 +167,7 @@ def _read(path: Path) -> np.ndarray | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:
+        # The digest stands in front, so a file that was cut off never passes.
         if file.read(_DIGEST) == _digest(file):
             file.seek(_DIGEST)
             return np.load(file, allow_pickle=False)
@@ -187,6 +191,7 @@ def _try(folder: Path) -> None:
 
 def _write(path: Path, array: np.ndarray) -> None:
     """Writes a file under a temporary name, and renames it when it is whole."""
+    # In the same folder, because a rename is atomic within one file system only.
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(handle, "w+b") as file:

@@ -190,6 +190,7 @@ class Normalization:
                 "examples to Normalization, and release from the training examples alone."
             )
         means, squares = _statistics(features)
+        # Two queries on all examples; the training steps come later and are accounted with them.
         mean = self._noisy_mean(key, _MEANS, means)
         square = self._noisy_mean(key, _SQUARES, squares)
         # Noise can make the difference negative; post-processing may set it to 0.
@@ -206,6 +207,8 @@ class Normalization:
             return search[query]
         norms = trees.group_norms(rows, (0,), 1)
         bins = jnp.minimum(jnp.searchsorted(jnp.asarray(search.edges), norms), search.bins - 1)
+        # One vote an example, so one example moves the histogram by at most 1; a norm that is not
+        # finite has none.
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bins[:, 0], search.bins), 0)
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
         # By the public number of examples: the sum of the noisy counts would add their noise.
@@ -232,6 +235,7 @@ def _statistics(features: Features) -> tuple[Array, Array]:
             "width, channels), as scattering makes them."
         )
     features = features.astype(trees.wide(features.dtype))
+    # Over places within an example: its contribution stays one vector, however large the image is.
     return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
 
 

@@ -55,6 +55,7 @@ class Clients:
             raise ValueError("federated.Clients.of([]): expected the examples of each client.")
         counts = [trees.leading_size(tree, name="a client's examples") for tree in examples]
         for number, tree in enumerate(examples):
+            # By shapes and not by dtype: joining promotes dtypes.
             if _row(tree) != _row(examples[0]):
                 raise ValueError(
                     f"federated.Clients.of: an example of client {number} is {_row(tree)}, one of "
@@ -105,6 +106,8 @@ class Clients:
                 "indices have 32 bits, and a larger one would select another client's row. Keep a "
                 "fixed number of examples per client."
             )
+        # Clients lie one after the other without padding: one large client would otherwise size the
+        # memory of all.
         starts = np.cumsum(counts) - counts
         on_device = jax.tree.map(jnp.asarray, (examples, starts, counts))
         return cls(*on_device, capacity=int(counts.max()))

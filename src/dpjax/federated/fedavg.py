@@ -116,6 +116,8 @@ def fedavg(
             "converted from text, and any text counts as True."
         )
     epochs, steps = (None if x is None else int(x) for x in (local_epochs, local_steps))
+    # The ball of the rule's own bounds: an update that is projected in every step is hardly clipped
+    # at the end.
     within = ball(mechanism.clipping) if project else None
     local = Local(loss, client_optimizer, int(local_batch_size), epochs, steps, within)
     work = {"batch_size": local.batch_size, "epochs": epochs, "steps": steps, "project": project}
@@ -155,6 +157,8 @@ def fedsgd(
       As for `fedavg`.
     """
     _check_kinds(clients, server_optimizer=server_optimizer)
+    # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
+    # this client.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, ball=None)
     options = (weights, microbatch_size, budget)
     name = {"algorithm": "fedsgd"}
@@ -174,6 +178,8 @@ def _algorithm(
     """Rounds as steps of `dpjax.training`, with clients as the rows of the data."""
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
     _check_clients(mechanism, clients, weights)
+    # Shares are relative to the largest weight. Their public total, not their drawn total, makes
+    # the mean.
     scale = len(clients) / weights.total_share
     recipe = recipe_of(local, server, mechanism, clients, scale, microbatch_size)
     rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
@@ -183,6 +189,7 @@ def _algorithm(
 
     def init(key: Key, params: PyTree) -> State:
         one = trees.one_row(clients.examples)
+        # The user's loss of one example; the step itself only sees the client's loss.
         check_loss(lambda p, x: (local.loss(p, x), None), params, one)
         return algorithm.init(key, params)
 
@@ -213,6 +220,7 @@ def recipe_of(
         loss=client_loss(local),
         optimizer=_scaled(server, scale),
         mechanism=replace(mechanism, sampling=by_size(mechanism.sampling, clients)),
+        # A client's training is no loss with sites to follow; its update exists as a whole.
         engine="vmap",
         entry=lambda key, step: trees.step_key(key, Purpose.LOCAL, step),
         weights=lambda step, params, example: example[1],
@@ -283,6 +291,8 @@ def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> 
             f"sampling=dpjax.sampling.poisson(examples={len(clients)}, batch_size=...)): rates "
             "and sizes then count clients."
         )
+    # The count of an adapted bound is over examples with one norm each, and a round has clients
+    # with weights.
     if mechanism.adaptive is not None:
         raise ValueError(
             "federated: this mechanism adapts its bound to a quantile, which rounds cannot do. "

@@ -67,6 +67,8 @@ def trained(
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
     batches = jnp.maximum(1, -(-count // size))
     steps = jnp.where(count > 0, local.trips(batches), 0)
+    # A fresh optimizer in every round: its state would carry one client's data into the next draw
+    # of the client, outside the accounting.
     optimizer = local.optimizer.init(trees.widened(params))
     # The update is carried rather than the parameters: a small step on a large bfloat16 parameter
     # would be rounded away.
@@ -112,11 +114,15 @@ def _moved(
     change, state = local.optimizer.update(gradient, carry.optimizer, here)
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.ball is not None:
+        # By the rule's own clipping of one example, so groups and norms mean the same as in the
+        # step.
         update = clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]
     return _State(carry.losses + loss, update, state)
 
 
 def _shuffled(key: Key, count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
     """The numbers below ``count`` in random order, followed by the rest."""
+    # A key for each place and a sort: the number of a client's rows is traced, and
+    # jax.random.permutation needs it as a constant.
     places = jax.random.uniform(key, (capacity,))
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, places, 2.0))

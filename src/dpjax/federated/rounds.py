@@ -63,6 +63,7 @@ def by_size(sampler: Sampler, clients: Clients) -> Sampler:
 
     def draw(key: Key, step: Int[Array, ""]) -> Draw:
         indices, size = inner(key, step)
+        # Padding sorts behind every drawn client, so the draw's size still cuts it off.
         drawn = jnp.arange(indices.shape[0]) < size
         sizes = jnp.where(drawn, clients.counts[indices], clients.capacity + 1)
         return Draw(indices[jnp.argsort(sizes)], size)

@@ -69,12 +69,15 @@ class Weights:
     @property
     def shares(self) -> Float[np.ndarray, " clients"]:
         """The weights that the step uses, from 0 to 1."""
+        # Relative to the largest weight that counts, so that a client moves the sum by at most the
+        # bound. NaN and negative weights become 0.
         shares = np.asarray(self.values, np.float64) / self.largest
         return np.where(shares > 0, np.minimum(shares, 1.0), 0.0).astype(np.float32)
 
     @property
     def total_share(self) -> float:
         """The public estimate of the sum of all shares."""
+        # By default the number of clients, which is public. The true sum of weights is not.
         return np.size(self.values) if self.total is None else self.total / self.largest
 
     def noise_multiplier(self, sigma: float) -> float:

@@ -72,6 +72,7 @@ def sum_over(
         def add_rows(indices: Int[Array, " size"], mask: Bool[Array, " size"], total: T) -> T:
             return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
 
+        # A loop over the draw and not over the data: what was not drawn is never read.
         return sampling.fold(draw, size, add_rows, zero, (which, devices))
 
     return on_each(share, devices)(draw, data, zero, state)
@@ -160,6 +161,7 @@ def spread(engine: Engine, devices: int) -> Engine:
         count = rows.mask.shape[0]
         # Masked rows make the parts equal; shard_map needs an even split.
         even = _padded(rows, -(-count // devices) * devices)
+        # Each device starts from zeros and not from `start`, which would be added once a device.
         parts = on_each(part, devices, split={1})(params, even)
         each = jax.tree.map(
             lambda x: x.reshape((-1, *x.shape[2:]))[:count], parts._replace(value=None)
@@ -182,6 +184,7 @@ def on_each(
     """
 
     def one(*arguments: PyTree) -> PyTree:
+        # One device runs without `shard_map`, so a single-device program has no trace of a mesh.
         which = jax.lax.axis_index("devices") if devices > 1 else 0
         return jax.tree.map(lambda x: x[None], run(which, *arguments))
 

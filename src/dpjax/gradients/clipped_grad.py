@@ -115,6 +115,8 @@ def clipped_grad(
         start: PyTree = None,
     ) -> ClippedSum:
         size = trees.leading_size(batch)
+        # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
+        # gradients of a device before they are clipped.
         refuse_meshes(batch)
         example, traced = trees.one_row(batch), Traced(with_aux)
         check_loss(traced, params, example)
@@ -125,6 +127,8 @@ def clipped_grad(
                 f"clipped_grad: mask has shape {real.shape}, the batch {size} examples; "
                 "expected one entry per example, 1 for real and 0 for padding."
             )
+        # Held to [0, 1] whatever the caller computed: a weight of 2 would double one example's
+        # influence.
         held = _held_weights(weights, size, rule.partition.size)
         # The layout needs an example. Without examples every engine returns zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
@@ -137,8 +141,11 @@ def clipped_grad(
             microbatch_size=size if name == "vmap" else microbatch_size,
             devices=devices,
         )
+        # Devices around microbatches: each device loops over its own share, and they meet once.
         run = microbatched(_engine(name, rule, key), micro)
         run = run if count == 1 else spread(run, count)
+        # In float32 or wider, whatever the parameters are: the sum must not lose what one example
+        # adds.
         start = trees.zeros_wide(params) if start is None else start
         return run(traced, rule, params, Rows(batch, real, held), start)
 

@@ -65,5 +65,6 @@ def _handled(leaf: jax.ShapeDtypeStruct, sites: Sequence[Site]) -> tuple[str, st
     """The primitives of a leaf, its rule, and the cost of the rule."""
     counts = Counter(site.equation.primitive.name for site in sites)
     words = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
+    # The engine's own choice from shapes, not a second opinion.
     choice = foresee(leaf, sites)
     return words, choice.rule + (", kept" if choice.keep else ""), f"{choice.operations:,}"

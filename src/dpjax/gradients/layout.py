@@ -107,6 +107,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
     moving = [i >= len(leaves) for i in range(len(program.invars))]
     if engine not in _GHOST:
         return 4 * _program_bytes(program, moving) + 2 * _bytes(leaves)
+    # From the trace that the engine will use, so the forecast knows which leaves are materialised.
     found = trace(loss, params, example)
     numbers = sum(leaves[i].size for i in found.materialised)
     for i, leaf in enumerate(leaves):

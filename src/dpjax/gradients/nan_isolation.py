@@ -38,6 +38,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
       harmless: The number of convolutions that it handles otherwise; if that is all, no guard is
         needed.
     """
+    # One example a microbatch: no convolution of it has another example in its groups.
     alone = microbatched(engine, 1)
 
     def guarded(
@@ -78,6 +79,7 @@ def differentiates_kernels(
 def _mixes(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
     """Whether rows become groups of a convolution that XLA compiles with zeros between groups."""
     # Channels may be groups as well, but their number does not grow with the number of rows.
+    # Traced on the whole microbatch and on one row: groups that grow with rows are examples.
     groups = _leaky(run, rows)
     return bool(groups) and groups != _leaky(run, jax.tree.map(lambda x: x[:1], rows))
 

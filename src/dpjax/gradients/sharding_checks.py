@@ -26,6 +26,8 @@ def refuse_meshes(batch: PyTree) -> None:
     """
     for leaf in jax.tree.leaves(batch):
         kind = jax.typeof(leaf)
+        # Read from the type of the traced value: this is known while tracing, before anything was
+        # summed.
         if kind.manual_axis_type.varying:
             raise ValueError(
                 f"The batch varies over the axes {sorted(kind.manual_axis_type.varying)} of a "
@@ -55,6 +57,8 @@ def refuse_split(batch: PyTree) -> None:
         return
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
+            # Inside `jit` the compiler chooses shardings, so the question is put to the compiled
+            # program.
             jax.debug.inspect_array_sharding(leaf, callback=_refuse)
 
 

@@ -62,8 +62,11 @@ def augmented(
         x, y, *numbers = example
         own = key
         for number in numbers:
+            # Folded one after the other, so that (row 1, step 2) and (row 2, step 1) differ.
             own = jax.random.fold_in(own, _whole(number))
         seen = jax.vmap(augment, (0, None))(jax.random.split(own, views), x)
+        # The mean over views is one loss, clipped once: views cost no privacy, because they all are
+        # of one example.
         return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(seen))
 
     return mean_loss

@@ -44,6 +44,8 @@ def cross_entropy(
       2.3026
     """
     scores, chosen = _classes("cross_entropy", logits, label)
+    # A masked sum instead of scores[label]: a gather would be materialised for each example by an
+    # engine, and wraps for negative labels.
     return _known(chosen, jax.nn.logsumexp(scores) - jnp.sum(scores, where=chosen))
 
 
@@ -117,6 +119,7 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
         logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
     ) -> Float[Array, ""]:
         scores, chosen = _classes("one_hot", logits, label)
+        # On the logits and not on probabilities, as the papers apply squared error to classes.
         return _known(chosen, error(scores, chosen.astype(scores.dtype)))
 
     return loss

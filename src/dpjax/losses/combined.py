@@ -90,6 +90,8 @@ def composite(
         epoch: ArrayLike,
     ) -> Float[Array, ""]:
         logits, label = jnp.asarray(logits), jnp.asarray(label)
+        # The paper's switch from squared error to focal loss, at the epoch `threshold`; a function
+        # of the epoch alone, so it costs no privacy.
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
         both = alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
         # With weight 0 the penalty is left out: 0 times an infinite pre-activation is NaN.
@@ -102,6 +104,7 @@ def composite(
 
 def _mean_squares(hidden: Sequence[ArrayLike]) -> Array:
     r"""$\sum_m \|h_m\|^2 / d_m$."""
+    # In float32 or wider: the square of a bfloat16 pre-activation has two digits.
     wide = [h.astype(trees.wide(h.dtype)) for h in map(jnp.asarray, hidden)]
     return sum((jnp.mean(h * h) for h in wide), jnp.zeros((), jnp.float32))
 

@@ -95,6 +95,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       ()
     """
     _check_module(model)
+    # Refused before the model runs: Flax would accept the key, and every example would share one
+    # dropout mask.
     if "rngs" in options:
         raise ValueError(_ONE_KEY)
     # By argument name, so that one `of` serves all losses. Read once, not in every trace.
@@ -168,6 +170,7 @@ def _epoch(named: Mapping[str, inspect.Parameter], given: list[Any]) -> dict[str
             "epoch by dpjax.dpsgd(per_step=lambda step: step // steps_per_epoch), or give "
             "(x, y, epoch) yourself, or fix the epoch: functools.partial(loss, epoch=3)."
         )
+    # An epoch with a default stays at it, so that one loss serves runs with and without `per_step`.
     return {"epoch": given[0]} if given else {}
 
 
@@ -195,6 +198,7 @@ _STATE = (
 def _refuse_collections(params: PyTree) -> None:
     if not isinstance(params, Mapping):
         return
+    # Flax collects the running statistics of a batch under this name, beside "params".
     if "batch_stats" in params:
         raise ValueError(_STATE.format(f"was given the collections {sorted(params)}, that is,"))
     if set(params) == {"params"}:

@@ -97,6 +97,8 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
 
 def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
+    # A dense layer of one unit has shape (1,), and a target column has shape (): the one pair of
+    # unequal shapes that broadcasts without a mistake.
     one_number = prediction.shape == (1,) and target.shape == ()
     if prediction.shape != target.shape and not one_number:
         raise ValueError(
@@ -105,5 +107,7 @@ def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
             "jax.vmap; for a column of targets give y[:, 0]; for class labels use "
             "losses.one_hot(losses.squared_error)."
         )
+    # Both are widened before they are subtracted: targets such as prices lose their digits in a
+    # narrow dtype.
     kind = trees.wide(jnp.result_type(prediction, target))
     return prediction.astype(kind) - target.astype(kind)

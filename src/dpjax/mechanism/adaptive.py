@@ -56,6 +56,7 @@ def followed(
         )
     # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
     drawn = noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
+    # Divided by the expected batch size, like the sum: the drawn size is private.
     fraction = (below + multiplier / 2 * drawn) * share + 0.5
     return quantile.moved(scale, fraction)
 

@@ -58,12 +58,15 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
     return strict(
         {
             "format": FORMAT,
+            # The fields of a finished run, so that `before` of a later mechanism reads any card.
             **_spent(mechanism.spent(mechanism.multipliers)),
             "neighbours": mechanism.relation.value,
             "multipliers_by_group": groups if isinstance(groups, tuple) else None,
             "clipping": {
                 **rule.facts,
                 "name": rule.name,
+                # Names and bounds: two partitions with equal names and bounds cost the same,
+                # whatever their leaves.
                 "groups": rule.partition.names,
                 "bounds": [float(bound) for bound in rule.bounds],
             },

@@ -13,6 +13,8 @@ from dpjax.types import Sampler
 def check_draw(sampler: Sampler) -> None:
     """Refuses a sampler whose batch is the same at every step, whatever its event says."""
     key = jax.random.key(0, impl="threefry2x32")
+    # Traced and not drawn: NumPy's random numbers are constants of the program, which `depends`
+    # sees.
     program = jax.make_jaxpr(sampler.draw)(key, jnp.int32(0)).jaxpr
     moved, *_ = depends(program, [True] * len(program.invars))
     if sampler.batch_size < sampler.examples and not moved:

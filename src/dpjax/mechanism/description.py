@@ -113,6 +113,7 @@ class Mechanism:
                     f"proved for {sampler.neighbours.value!r} neighbours only. Leave neighbours "
                     "out, or give that relation, or sample with sampling.poisson."
                 )
+        # Units do not mix: what one example costs says nothing of what one client costs.
         _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
         noise.check_multiplier(self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
@@ -141,6 +142,7 @@ class Mechanism:
             multiplier = accounting.effective_multiplier(multiplier)
         if isinstance(multiplier, Planned):
             return multiplier.values.astype(np.float64)
+        # In float64, as accountants compute; a NumPy float32 would round the claim.
         return np.full(self.steps, multiplier, np.float64)
 
     @property
@@ -149,6 +151,8 @@ class Mechanism:
         if self.adaptive is None:
             return np.inf
         given = self.adaptive.count_multiplier
+        # Andrew et al. (2021) give the count, which one example moves by 1/2, noise of deviation
+        # batch / 20: at this multiplier it costs almost nothing.
         return self.batch_size / 10 if given is None else given
 
     def gradient_multipliers(self, totals: np.ndarray) -> np.ndarray:
@@ -200,6 +204,7 @@ class Mechanism:
 
     def spent(self, multipliers: np.ndarray) -> Spent:
         """The cost of this run alone, after steps with these multipliers, in this order."""
+        # Run-length encoded: a card of a million equal steps holds one pair.
         starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
         counts = np.diff(starts, append=len(multipliers))
         runs = [(float(multipliers[i]), int(n)) for i, n in zip(starts, counts, strict=True)]
@@ -214,6 +219,7 @@ class Mechanism:
     @property
     def prepared(self) -> dp.DpEvent:
         """The privacy event of earlier runs and of the queries before the first step."""
+        # Before the steps, and unsampled: a query on all examples is not amplified.
         queries = map(accounting.gaussian, self.preparation)
         return accounting.compose(*(spent.event for spent in self.before), *queries)
 
@@ -262,6 +268,7 @@ class Mechanism:
         Returns:
           A new mechanism; its epsilon is at most the target and within about 1e-4 of it.
         """
+        # 0 times any factor is 0, so bisection would never end.
         if not np.all(self.multipliers > 0):
             raise ValueError(
                 "Mechanism.calibrate: the noise multiplier is 0 at some step, and no "
@@ -283,6 +290,8 @@ class Mechanism:
         def event(factor: float) -> dp.DpEvent:
             return bare.scaled(factor).event
 
+        # One factor for the whole schedule keeps its shape, and makes epsilon monotone in a single
+        # number.
         factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
         return self.scaled(factor)
 

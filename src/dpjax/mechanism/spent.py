@@ -55,6 +55,8 @@ class Spent:
     def event(self) -> dp.DpEvent:
         """Its privacy event."""
         queries = map(accounting.gaussian, self.preparation)
+        # Step by step, since a sampler's event may depend on the place of a step, as in epochs of a
+        # shuffle.
         each = np.repeat(*map(np.asarray, zip(*self.runs, strict=True))) if self.runs else []
         steps = steps_event(self.sampling, np.asarray(each, np.float64), self.projections)
         return accounting.compose(*queries, steps)
@@ -93,5 +95,6 @@ def _numbers(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def steps_event(sampler: Sampler, multipliers: np.ndarray, projections: int | None) -> dp.DpEvent:
     """The event of steps whose norms were known, or estimated from random projections."""
+    # The sampler's own proof; estimated norms then weaken each Gaussian in it.
     event = sampler.event(multipliers)
     return event if projections is None else accounting.with_projections(event, projections)

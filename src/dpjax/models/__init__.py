@@ -51,6 +51,7 @@ __all__ = [
     "load_vit",
 ]
 
+# A read-only table: a name on a command line must mean the same network in every run.
 _NAMED: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "cifar_cnn": CIFARCNN,
@@ -109,6 +110,7 @@ def by_name(
         options["activation"] = activation
     make = _NAMED[name]
     module = make.func if isinstance(make, partial) else make
+    # The fields of the Linen dataclass are its options, so a new field needs no entry here.
     known = inspect.signature(module).parameters.keys() - {"parent", "name"}
     if unknown := options.keys() - known:
         raise ValueError(

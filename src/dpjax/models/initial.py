@@ -74,6 +74,8 @@ def layer(style: Styled, fan_in: int) -> dict[str, Any]:
       slope of the square root of 5 that PyTorch's `Linear` and `Conv2d` pass.
     """
     if style.torch_init:
+        # PyTorch's default, uniform with this limit for kernels and biases: published runs that
+        # were trained there start so.
         uniform = symmetric(1 / math.sqrt(fan_in))
         return {"kernel_init": uniform, "bias_init": uniform}
     return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}
@@ -104,4 +106,5 @@ def attention(style: Styled, width: int) -> dict[str, Any]:
 
 def embedding(style: Styled) -> Initializer:
     """The initialiser of a table of embeddings: PyTorch's has deviation 1, others 0.02."""
+    # 0.02 is BERT's and GPT's; deviation 1 is nn.Embedding's default.
     return initializers.normal(1.0 if style.torch_init else 0.02)

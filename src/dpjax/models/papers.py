@@ -126,8 +126,10 @@ class TemperedCNN(nn.Module):
         act = partial(activated, self, self.activation)
         x = act(conv(self, x, 16, 8, strides=2, padding=self.padding))
         x = self.pooling(x, (2, 2), strides=(1, 1))
+        # No padding here, whichever of the two paddings the first layer has.
         x = act(conv(self, x, 32, 4, strides=2, padding="VALID"))
         x = flat(self.pooling(x, (2, 2), strides=(1, 1)))
+        # The one dense layer of the paper between features and logits.
         x = act(dense(self, x, 32))
         return dense(self, x, self.classes)
 
@@ -207,6 +209,7 @@ class CIFARDenseCNN(nn.Module):
 
 def _trunk(model: CIFARCNN | CIFARDenseCNN, x: Images) -> Array:
     """Three blocks of [conv, conv, pool], all activated, with 32, 64 and 128 channels."""
+    # Papernot et al. (2021), table 2: the blocks that both networks for CIFAR-10 share.
     for channels in (32, 64, 128):
         for _ in range(2):
             x = activated(model, model.activation, conv(model, x, channels, 3))
@@ -294,6 +297,8 @@ class ScatterCIFARCNN(nn.Module):
         for block in range(2):
             for _ in range(2 if self.as_printed else 1):
                 x = activated(self, self.activation, conv(self, x, 64, 3))
+            # The published code has fewer convolutions and poolings than the table of the paper;
+            # the code is the default.
             if block == 0 or self.as_printed:
                 x = self.pooling(x, (2, 2), strides=(2, 2))
         return dense(self, flat(x), self.classes)

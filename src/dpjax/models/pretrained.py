@@ -124,6 +124,8 @@ def load_bert(path: str | Path, params: PyTree) -> PyTree:
     }
     segments = given.get(_bert_name("segment/embedding"))
     if "segment/embedding" not in leaves and segments is not None and _POSITIONS in stored:
+        # BERT adds the vector of the first segment to every token of a single sentence; a model
+        # without segments gets it with the positions.
         stored[_POSITIONS] = stored[_POSITIONS] + segments[0]
     layers = {n: re.match(r"encoder\.layer\.(\d+)\.", n) for n in given}
     ours = " ".join(leaves)
@@ -146,6 +148,7 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     try:
         if not 2 <= size <= len(data) - 8:
             raise ValueError(f"a header of {size} bytes in a file of {len(data)}")
+        # The format is a length, a JSON header and raw numbers: no code runs when it is read.
         header = json.loads(bytes(data[8 : 8 + size]))
         return {
             name: _tensor(data[8 + size :], name, entry)
@@ -218,6 +221,7 @@ def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.
     # The class token has no place in the image, so its vector is not interpolated.
     first, grid = stored[0, :1], stored[0, 1:].reshape(sides[0], sides[0], -1)
     factor = sides[1] / sides[0]
+    # Bilinear, as in the published code for fine-tuning at another resolution.
     grid = np.asarray(ndimage.zoom(grid.astype(np.float32), (factor, factor, 1), order=1))
     return np.concatenate([first, grid.reshape(sides[1] ** 2, -1)])[None]
 
@@ -232,6 +236,7 @@ def _bert_given(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _bert_name(name: str) -> str:
+    # One rule after the other on the whole path: order matters, as weight and bias come last.
     for ours, theirs in _BERT:
         name = re.sub(ours, theirs, name)
     return name

@@ -75,12 +75,15 @@ class WideResNet(nn.Module):
                 # The first block of a later stage halves the sides.
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = self._block(x, 2**stage * 16 * self.width, stride)
+        # Counted from the end, for one image and for a batch.
         x = self._normed(x).mean(axis=(-3, -2))
         return dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         h = self._normed(x)
         if stride != 1 or x.shape[-1] != channels:
+            # Pre-activation residual blocks: the shortcut of a block that changes shape branches
+            # off behind the norm.
             x = self._conv(h, channels, 1, strides=stride)
         h = self._normed(self._conv(h, channels, 3, strides=stride))
         return x + self._conv(h, channels, 3)
@@ -90,6 +93,7 @@ class WideResNet(nn.Module):
 
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
+            # Through Flax's own hook, so the parameters keep their published names.
             options["conv_general_dilated"] = _standardized
         return conv(self, x, channels, kernel, use_bias=False, **options)
 

@@ -56,6 +56,7 @@ class _EncoderBlock(nn.Module):
         )
         mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
         if self.layout == "bert":
+            # BERT normalises behind each residual sum; later encoders in front of each block.
             x = norms[0](x + attention(x, mask=mask))
             return norms[1](x + mlp(x))
         x = x + attention(norms[0](x), mask=mask)
@@ -164,7 +165,9 @@ class TextTransformer(nn.Module):
         table = partial(nn.Embed, features=self.width, embedding_init=initial.embedding(self))
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
+            # As in BERT: token, segment and position vectors add up.
             h = h + table(self.segments, name="segment")(segments)
+        # The mask has axes for heads and for queries: padding may ask and is never looked at.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
         return dense(self, self._summary(h, real), self.classes, name="head")
 
@@ -228,6 +231,7 @@ class ViT(nn.Module):
             )
         h = conv(self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID")
         h = h.reshape(*h.shape[:-3], -1, self.width)
+        # Zeros, as in the published ViT: the class token learns where to look.
         first = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)

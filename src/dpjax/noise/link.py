@@ -116,6 +116,7 @@ def add_noise(
       key: The root key of the run.
       step: The number of the step.
     """
+    # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)
     scales = jax.tree.structure(total).unflatten([deviations[group] for group in groups])
     # A function of (root key, step): a resumed run adds the same noise to the same sum.
@@ -136,6 +137,8 @@ def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step:
       step: The number of the step, traced or not.
     """
     if isinstance(noise_multiplier, Sequence):
+        # Relative to each group's own bound; a number is relative to the sensitivity of all groups
+        # together.
         pairs = zip(noise_multiplier, rule.bounds, strict=True)
         return [_product(multiplier, bound) for multiplier, bound in pairs]
     multiplier = noise_multiplier
@@ -202,6 +205,8 @@ def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
 
 def secret_key() -> Key:
     """A root key from the operating system's randomness, for runs that are released."""
+    # Threefry by name: under jax_default_prng_impl='rbg' the default generator is not a function of
+    # the key alone on every platform.
     return jax.random.wrap_key_data(
         jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32)), impl="threefry2x32"
     )

@@ -60,6 +60,7 @@ def standard_normal(
             "the noisy sum."
         )
     count = math.prod(shape)
+    # 64 bits of the user's key stream key the generator below, whatever implementation the key has.
     secret = jax.random.bits(key, (2,), jnp.uint32)
     ready = secret[0] if after is None else _word(after)
     return _drawn(secret, ready, count, jnp.dtype(dtype)).reshape(shape)
@@ -86,6 +87,8 @@ def _drawn(
         cpu=lambda secret: jax.lax.cond((ready | 1) != 0, pairs, nothing, secret),
         default=pairs,
     )
+    # All first halves, then all second halves: interleaving the pairs would move every number once
+    # more.
     return jnp.concatenate([z.real, z.imag]).reshape(-1)[:count]
 
 

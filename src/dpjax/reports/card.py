@@ -59,11 +59,13 @@ def card(
     """
     ran = multipliers(mechanism, ledger)
     facts = {
+        # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,
         "steps": len(ran),
         "claim": mechanism.sampling.claim,
         "delta": delta,
         "epsilon": {
+            # Not rounded: `verify` compares the number with the one that it recomputes.
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in epsilons(mechanism, ran, delta)
         },
@@ -73,6 +75,7 @@ def card(
             name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
     }
+    # JSON has no infinity, and a card must be readable by every parser.
     return strict(facts)
 
 

@@ -36,6 +36,7 @@ def accuracy(figure: Figure, run: Run) -> str:
 def test_loss(figure: Figure, run: Run) -> str:
     """The loss on test examples (logged as ``nll`` or ``test_loss``) against the epsilon spent."""
     try:
+        # Classifiers log `nll`, other models `test_loss`; a run has at most one of them.
         y = run.series("nll")
     except Missing:
         y = run.series("test_loss")
@@ -60,6 +61,7 @@ def noise(figure: Figure, run: Run) -> str:
     z, counts = (np.array(side, float) for side in zip(*runs, strict=True))
     edges = np.concatenate([[0], np.cumsum(counts)])
     axes = panel(figure, "step", "noise multiplier")
+    # Steps, not a line: a multiplier holds from one change to the next.
     axes.stairs(z, edges, baseline=None, color=PALETTE["blue"], linewidth=1.6)
     axes.set_ylim(0, 1.2 * z.max() or 1)
     each = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
@@ -102,6 +104,8 @@ def shades(figure: Figure, run: Run) -> str:
 
     counts = np.nan_to_num(run.series("private", "norm_histogram"))
     kept = np.unique(np.linspace(0, len(counts) - 1, _COLUMNS).astype(int))
+    # Columns are shares of their own evaluation, because draws of different sizes lie between
+    # evaluations.
     share = counts[kept] / np.maximum(counts[kept].sum(axis=1, keepdims=True), 1)
     ends = _steps(run)[kept]
     starts = np.concatenate([[0], ends[:-1]])
@@ -114,10 +118,12 @@ def shades(figure: Figure, run: Run) -> str:
         )
         for start, end, column in zip(starts, ends, share / (share.max() or 1), strict=True)
         for low, high, part in zip(edges, edges[1:], column, strict=False)
+        # Cells that no eye can see would make the page several times larger.
         if part > 0.005
     ]
     axes.add_collection(PatchCollection(cells, match_original=True))
     seen = np.flatnonzero(share.sum(axis=0))
+    # The axis shows the bins that ever held an example, not all four decades.
     low, high = (seen.min(), seen.max() + 1) if len(seen) else (0, len(edges) - 1)
     axes.set(xlim=(0, ends[-1]), ylim=(edges[low] / 2, 2 * edges[high]), yscale="log")
     axes.axhline(1, color=PALETTE["clay"], linewidth=1.2, linestyle="--")
@@ -141,6 +147,7 @@ def norm_counts(
       >>> norm_counts([[0.5], [3.0], [1e9]], bounds=[1.0], bins=4).tolist()
       [0, 1, 1, 1]
     """
+    # A group without a finite positive bound has no norm in bounds.
     edges, finite = _edges(bins), np.isfinite(bounds) & (np.asarray(bounds) > 0)
     relative = np.asarray(norms)[:, finite] / np.asarray(bounds)[finite]
     kept = relative[np.isfinite(relative)]
@@ -177,6 +184,7 @@ def _draw_bound(axes: Axes, run: Run) -> None:
 def _bound(run: Run) -> float:
     """The bound, if all groups and all steps have the same one; otherwise infinity."""
     bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
+    # A scheduled bound moves, and the log does not hold its values.
     scheduled = (run.identity or {}).get("bound schedule") is not None
     return bounds.pop() if len(bounds) == 1 and not scheduled else np.inf
 

@@ -33,6 +33,7 @@ def svg(figure: Figure, name: str, label: str) -> str:
       label: The description for screen readers.
     """
     file = io.StringIO()
+    # Without dates and versions: an equal run gives an equal file, and `git diff` stays silent.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
@@ -40,8 +41,11 @@ def svg(figure: Figure, name: str, label: str) -> str:
     opening = _OPENING.format(box=box.group(1) if box else "", label=escape(label))
     # Matplotlib writes a style sheet into each SVG; the page has one for all figures.
     text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    # Matplotlib's own size is in points; the page scales the view box to its column.
     text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
+    # Ids are unique in a figure only, and a page holds many figures.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    # Colours become CSS variables, so that one drawing serves the light and the dark page.
     for color, value in PALETTE.items():
         text = text.replace(value, f"var(--{color})")
     return text.strip()

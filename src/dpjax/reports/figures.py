@@ -25,6 +25,8 @@ PRIVATE = "computed from private data without noise: do not publish"
 SEEDED = "the seed of its noise is published, so the noise can be subtracted: do not publish"
 
 
+# A badge is a function of the run and stands in this one table, so no drawing function can decide
+# for itself that private data may be shown.
 class Plot(NamedTuple):
     """A figure that a run can have; ``draw`` and ``badge`` take the `Run`."""
 
@@ -61,6 +63,8 @@ def draw(plot: Plot, run: Run) -> Drawn:
 
 def of_what_was_released(run: Run) -> str:
     """The badge of a figure that is computed from the trained model, protected by its noise."""
+    # Without a finite proven epsilon the parameters protect no one, and neither does a figure of
+    # them.
     if math.isinf(min(run.epsilons.values())):
         return PRIVATE
     return RELEASED if run.seed is None else SEEDED
@@ -75,6 +79,7 @@ def _of_the_mechanism(_: Run) -> str:
 
 
 def _of_activations(run: Run) -> str:
+    # A diagnostics file that does not say whose activations it holds counts as training data.
     of = (run.diagnostics or {}).get("activations_of", "train")
     return of_what_was_released(run) if str(of) == "test" else PRIVATE
 

@@ -59,6 +59,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
         (folder / f"{plot.name}.png").unlink(missing_ok=True)
     path = run.path / "report.html"
     body = [*_header(run), *_promise(run), *_figures(figures), *_made_with(run), *_left_out(absent)]
+    # Figures first, page last: a page never names an image that is not there yet.
     path.write_text(page(_name(run), body), encoding="utf-8")
     return path
 
@@ -76,6 +77,7 @@ def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
 
 def _header(run: Run) -> Iterator[str]:
     last, config = run.rows[-1], run.config or {}
+    # The best proven bound is the claim; the small print lists the other methods.
     epsilon = min(run.epsilons.values())
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
@@ -99,6 +101,7 @@ def _header(run: Run) -> Iterator[str]:
         ("time", _seconds(config.get("seconds")), ""),
     ]
     yield '<dl class="numbers">'
+    # A number that this run does not have leaves no empty tile.
     for name, number, small in numbers:
         if number:
             words = f"<dd><small>{escape(small)}</small></dd>" if small else ""
@@ -109,6 +112,7 @@ def _header(run: Run) -> Iterator[str]:
 def _verdict(run: Run, epsilon: float, accuracy: str) -> str:
     """As in the statement: proved, not private, or neither."""
     right = f", with {accuracy} test accuracy" if accuracy else ""
+    # An infinite epsilon means two things: known not to be private, or merely not proved.
     if not math.isinf(epsilon):
         return f"({upwards(epsilon)}, {power(run.delta)})-differentially private{right}."
     if run.card is not None and run.card.get("not_private"):
@@ -155,6 +159,7 @@ def _made_with(run: Run) -> Iterator[str]:
     if not config:
         return
     yield "<h2>What it was made with</h2>"
+    # Nested entries, such as flags, become tables of their own.
     single = {k: v for k, v in config.items() if not isinstance(v, dict)}
     nested = {k: v for k, v in config.items() if isinstance(v, dict) and v}
     yield section("<h3>Run</h3>", table(single))

@@ -27,8 +27,10 @@ def gradients(figure: Figure, run: Run) -> str:
     """A histogram of per-example gradient norms for each group, with its bound."""
     norms = run.array("diagnostics", "norms")
     bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
+    # One group is stored without its axis.
     norms = norms.reshape(len(norms), -1).astype(float)
     shown = min(norms.shape[1], _GROUPS)
+    # Three histograms side by side are the most that a column of text can hold.
     columns = min(shown, 3)
     rows = -(-shown // columns)
     figure.set_size_inches(6.4, 3.1 if rows == 1 else 1.7 * rows)
@@ -64,6 +66,7 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
     norms = norms[np.isfinite(norms)]
     top = float(norms.max(initial=0)) or 1.0
+    # The axis begins just below the smallest positive norm, but spans a few decades at most.
     low = max(float(norms.min(initial=top, where=norms > 0)) / 1.1, top * _DECADES)
     edges = np.geomspace(low, 1.1 * top, 41)
     counts, _ = np.histogram(np.maximum(norms, low), edges)  # zeros are in the first bin
@@ -82,6 +85,7 @@ def _group(run: Run, group: int) -> str:
 
 def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int) -> str:
     """A sentence: what the histograms show, and what they leave out."""
+    # Norms that are not finite are counted in words, since no bin can hold them.
     finite = np.isfinite(norms)
     above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
     middle = np.median(norms[finite]) if finite.any() else np.nan

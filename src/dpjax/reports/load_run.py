@@ -55,6 +55,8 @@ class Run(NamedTuple):
                 value = value.get(name) if isinstance(value, dict) else None
             values = np.atleast_1d(np.asarray(value, dtype=np.float64)).ravel()
             found.append(np.where(np.isfinite(values), values, np.nan))
+        # Rows may hold one number or one per group; rows of another width become NaN rather than an
+        # error, because an older version may have written them.
         width = max((len(values) for values in found), default=1)
         table = np.full((len(found), width), np.nan)
         for line, values in zip(table, found, strict=True):
@@ -94,6 +96,7 @@ class Run(NamedTuple):
         """The final epsilon by each proven method, best first; without a card, the log's."""
         if self.card is None:
             last = self.rows[-1].get("epsilon")
+            # An estimate in the log is no bound, so the page must not print it as one.
             if self.rows[-1].get("estimate"):
                 return {"any method": math.inf}
             return {"the log": math.inf if last is None else float(last)}
@@ -102,6 +105,7 @@ class Run(NamedTuple):
             for method, claim in self.card["epsilon"].items()
             if claim["proven"]
         }
+        # Ties go to the method that this version knows, whose words can be printed.
         best_first = sorted(values, key=lambda m: (values[m], m not in accounting.METHODS))
         return {method: values[method] for method in best_first} or {"any method": math.inf}
 
@@ -128,6 +132,8 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     path = pathlib.Path(directory)
     rows, identity = _rows(path / "metrics.jsonl"), _json(path / "run.json")
     card = _json(path / "privacy.json")
+    # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
+    # not stand on this run's page.
     if card is not None and (why := _foreign(path, card, identity or {}, int(rows[-1]["step"]))):
         return Run(path, rows, identity, None, None, None, None, None, why)
     return Run(
@@ -167,6 +173,7 @@ def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
+            # A resumed run may write a step again; the last row counts.
             rows[row["step"]] = row
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             if number == len(lines):  # the run was interrupted while it wrote
@@ -202,6 +209,7 @@ def _arrays(path: pathlib.Path) -> Mapping[str, np.ndarray] | None:
     if not path.is_file():
         return None
     try:
+        # Pickles can run code, and a report may read a folder from elsewhere.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except (*DAMAGED, AttributeError) as error:  # np.load returns a lone array without `files`

@@ -19,6 +19,8 @@ from dpjax.reports.style import DARK, PALETTE
 
 def page(title: str, body: Iterable[str]) -> str:
     """A whole page from parts that are HTML already; it is also well-formed XML."""
+    # The page loads no file and runs no script, so that it can be mailed and opened offline; its
+    # colours follow the reader's setting.
     light, dark = (
         "".join(f"--{name}:{color};" for name, color in colors.items())
         for colors in (PALETTE, DARK)
@@ -85,6 +87,7 @@ def value(entry: Any) -> str:
 def power(number: float) -> str:
     """A small number, such as delta, as HTML with a power of ten, rounded up."""
     mantissa, _, exponent = upwards(number, ".3g").partition("e")
+    # Rounded up like every claim: a delta must not be printed below its value.
     if not exponent:
         return escape(mantissa)
     tens = f"10<sup>{int(exponent)}</sup>".replace("-", "\N{MINUS SIGN}")

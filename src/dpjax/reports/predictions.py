@@ -48,6 +48,7 @@ def confusion(figure: Figure, run: Run) -> str:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
+    # Counts are of test examples. The guarantee does not cover test data, and the page says so.
     counts = np.asarray(metrics.confusion(*_predictions(run)))
     size = len(counts)
     part = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -76,11 +77,13 @@ def calibration(figure: Figure, run: Run) -> str:
     logits, labels = _predictions(run)
     table = metrics.reliability(logits, labels)
     counts, confidence, right = (np.asarray(column) for column in table)
+    # An empty bin has no accuracy, and a dot at 0 would claim one.
     filled = counts > 0
     figure.set_size_inches(6.4, 4.4)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
     above.vlines(confidence[filled], confidence[filled], right[filled], color=PALETTE["blue"])
+    # The root keeps small bins visible beside the last one, which usually holds most predictions.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
     look = {"color": PALETTE["blue"], "label": "accuracy", "linewidths": 0, "zorder": 3}
     above.scatter(confidence[filled], right[filled], areas, **look)
@@ -96,6 +99,8 @@ def calibration(figure: Figure, run: Run) -> str:
 def _predictions(run: Run) -> tuple[Array, Array]:
     """Logits and labels; the logits are log probabilities, which softmax inverts."""
     labels, p = run.array("evaluation", "labels"), run.array("evaluation", "probabilities")
+    # A diverged model has no reliability; the reason is said on the page instead of a drawing of
+    # NaN.
     if not np.isfinite(p).all():
         raise Missing("evaluation.npz holds probabilities that are not finite")
     logits = np.log(np.maximum(p, np.finfo(np.float32).tiny))

@@ -84,6 +84,7 @@ def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
     """BibTeX of the works that a mechanism and these accounting methods use."""
     prepared = ["preparation"] * bool(mechanism.preparation)
     adapted = ["adaptive"] * (mechanism.adaptive is not None)
+    # In the order in which a reader meets them; a rule without a paper has no row.
     for key in ("dpsgd", mechanism.unit, *methods, mechanism.clipping.name, *adapted, *prepared):
         if key in _REFERENCES:
             yield _REFERENCES[key]

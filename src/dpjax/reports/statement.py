@@ -104,6 +104,8 @@ def _verdict(
     seed: int | bool | None,
 ) -> Iterator[str]:
     proven = [value for method, value in found.items() if accounting.METHODS[method].proven]
+    # The smallest of several upper bounds is an upper bound: methods are not chosen by looking at
+    # data.
     best = min(proven, default=math.inf)
     if math.isfinite(best):
         claim = f"({upwards(best)}, {upwards(delta, '.6g')})"
@@ -117,6 +119,7 @@ def _verdict(
     if seed is not None:
         yield f"  {seed_notice(seed)}"
     examples, unit = mechanism.sampling.examples, mechanism.unit
+    # Publishing one record at random satisfies delta = 1/n, so such a delta promises nothing.
     if delta * examples >= 1:
         yield (
             f"  delta={delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
@@ -153,6 +156,7 @@ def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
       mechanism: The computation.
       ran: The multipliers of the steps that ran.
     """
+    # The first reason that holds is named: a reader can act on one sentence.
     if math.isinf(mechanism.clipping.sensitivity) and len(ran):
         return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
     if not np.all(ran > 0):
@@ -172,6 +176,7 @@ def _not_private(spent: Spent) -> bool:
 
 def _draws_reveal_data(sampling: Sampler) -> bool:
     """Whether the choice of examples is itself a release, whatever the noise."""
+    # An order that was computed from private data is a release of its own, which no noise protects.
     return isinstance(sampling.event(np.ones(1)), dp.NonPrivateDpEvent)
 
 
@@ -195,6 +200,7 @@ def _facts(
     mechanism: Mechanism, ran: np.ndarray, ledger: Ledger | None, delta: float
 ) -> Iterator[str]:
     sampling, rule = mechanism.sampling, mechanism.clipping
+    # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
     neighbours, unit = mechanism.relation, mechanism.unit
     groups = rule.partition.size
     yield f"  unit          one {unit}"
@@ -248,7 +254,11 @@ def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
 def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
     """The noise of steps with these multipliers: on the sum, then on the mean."""
     groups = mechanism.gradient_multiplier
+    # Multipliers of groups are relative to each group's bound, so the sensitivity of the whole has
+    # no single multiplier.
     by_group = isinstance(groups, Sequence)
+    # With an adapted bound the total multiplier covers the sum and the count; the sum alone has
+    # more noise than it says.
     on_sum = ran if mechanism.adaptive is None else mechanism.gradient_multipliers(ran)
     if mechanism.adaptive is None:
         of = "in all" if by_group else "x sensitivity"
@@ -285,6 +295,8 @@ def _figures(
         yield f"  epsilon       {upwards(value):>8}   {method}: {accounting.METHODS[method].words}"
     if not found:
         yield f"  epsilon       {'none':>8}   no method has a number for this"
+    # The papers print the Poisson figure for shuffled batches. It stands beside the proved one,
+    # labelled, so that a reader can compare with print.
     if mechanism.sampling.name in ("shuffled", "curriculum"):
         yield from _as_if_poisson(mechanism, ran, delta)
 

@@ -30,6 +30,7 @@ PALETTE = {
     "ochre": "#94701c",
     "teal": "#23797d",
 }
+# The same roles on a dark page: drawings name roles, and the page chooses the column.
 DARK = {
     "ink": "#e4e6e8",
     "muted": "#97a1ac",
@@ -69,6 +70,7 @@ _STYLE: dict[Any, Any] = {
     "font.size": 8.5,
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
+    # Text stays text in the SVG: it can be searched and read aloud, and takes the page's font.
     "svg.fonttype": "none",
 }
 
@@ -93,6 +95,7 @@ def canvas(width: float = 6.4, height: float = 3.1) -> Figure:
     """An empty figure without a window; sizes in inches."""
     from matplotlib.figure import Figure
 
+    # Without pyplot, which would keep every figure alive and may need a display.
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -109,6 +112,7 @@ def band(
 ) -> None:
     """A line through the mean of each row, a band over its range, and gaps for NaN."""
     some = ~np.isnan(table).all(axis=1)
+    # Rows without a number stay gaps in the line instead of a warning of NumPy's.
     parts = table[some]
     middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
     middle[some] = np.nanmean(parts, axis=1)

@@ -70,6 +70,7 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
       >>> [scale.shape for scale in bank.wavelets], round(float(bank.lowpass[0][0] ** 2), 7)
       ([(8, 36, 36), (8, 36, 36)], 1.0000295)
     """
+    # kymatio's order of angles, so that published weights and feature orders carry over.
     angles = (max(L // 2 - 1, 0) - np.arange(L)) * math.pi / L
     wavelets = tuple(
         np.stack([_morlet((rows, columns), j, angle, 4 / L) for angle in angles]) for j in range(J)
@@ -90,9 +91,11 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
     along = u * math.cos(angle) + v * math.sin(angle)
     across = v * math.cos(angle) - u * math.sin(angle)
     square = along**2 + (slant * across) ** 2
+    # With kymatio's 3.1415: its digits are part of the published features.
     norm = slant / (2 * _PI * _width(j) ** 2)
     envelope = norm * np.exp(-square / (2 * _width(j) ** 2))
     wave = envelope * np.exp(0.75j * math.pi / 2**j * along)
+    # A wavelet has mean 0; the envelope is subtracted in the proportion that makes it so.
     wavelet = _wrap(wave - wave.sum() / envelope.sum() * envelope, shape)
     return np.fft.fft2(wavelet).real  # the imaginary part is 0 up to rounding
 
@@ -130,6 +133,7 @@ def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
         size = response.shape[axis]
         kept = size >> resolution
         response = np.moveaxis(response, axis, -1).copy()
+        # Frequencies that the smaller field cannot hold are removed before the rest is folded.
         response[..., kept // 2 : kept // 2 + size - kept] = 0
         response = response.reshape(*response.shape[:-1], 2**resolution, kept).sum(axis=-2)
         response = np.moveaxis(response, -1, axis)
@@ -149,6 +153,7 @@ def averaging(lowpass: np.ndarray, resolution: int, J: int) -> np.ndarray:
     """
     kernel = np.fft.ifft(coarsen(lowpass[None], resolution)[0]).real
     size = len(kernel)
+    # The first and the last sample lie in the margin.
     centres = np.arange(0, size, 2 ** (J - resolution))[1:-1]
     return kernel[(centres[:, None] - np.arange(size)) % size]
 

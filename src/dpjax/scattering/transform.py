@@ -50,6 +50,8 @@ def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
     if order >= 1:
         found += [Path((j,), (angle,)) for j, angle in first]
     if order >= 2:
+        # Only coarser second wavelets: a modulus is smoother than its field, and finer ones find
+        # nothing in it.
         found += [Path((j, k), (a, b)) for j, a in first for k, b in first if k > j]
     return tuple(found)
 
@@ -147,6 +149,8 @@ def _part_size(images: Array, J: int, L: int) -> int:
     """The number of images in a part, a power of 2."""
     _, height, width, channels = images.shape
     pixels = padded_size(height, J) * padded_size(width, J)
+    # The largest intermediate: real and imaginary parts of all angles of one scale, and of both
+    # orders.
     spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
     # On a CPU the spectra of a part should stay in its caches; elsewhere they should fill the chip.
     room = 2**23 if jax.default_backend() == "cpu" else 2**30
@@ -155,6 +159,8 @@ def _part_size(images: Array, J: int, L: int) -> int:
 
 def _cascade(images: Array, J: int, L: int, order: int) -> Array:
     """All paths of one part of the images, from pixels to features."""
+    # Rows first and columns last, with images and paths between: transforms are then products with
+    # matrices on either side.
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     found = [_average(field, bank, 0)[:, :, None]]

@@ -66,6 +66,8 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
                 "average_parameters: update needs the parameters: "
                 "optimizer.update(updates, state, params)."
             )
+        # The link stands last, so these are the parameters that the step releases: their average is
+        # post-processing and free.
         after = optax.apply_updates(params, updates)
         # Numerator and weight are kept apart, so the first steps are not biased towards zero.
         total = jax.tree.map(lambda s, p: decay * s + p, state.total, after)
@@ -81,6 +83,7 @@ def averaged(optimizer_state: Any) -> PyTree:
       ValueError: The state has no average, or no step ran yet.
     """
     nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, AverageState))
+    # Found by its type wherever it stands, so the optimizer around it may have any shape.
     kept = next((node for node in nodes if isinstance(node, AverageState)), None)
     if kept is not None:
         if not isinstance(kept.weight, Tracer) and not kept.weight > 0:

@@ -91,6 +91,8 @@ def check_optimizer(
     """
     _check_public(optimizer_state)
     wide, scale = trees.widened(params), jnp.ones((), jnp.float32)
+    # Traced on shapes: an optimizer that needs a loss value fails here with a cure, and not in the
+    # first step.
     update = optax.with_extra_args_support(optimizer).update
     try:
         jax.eval_shape(lambda *x: update(*x, bound_scale=scale), wide, optimizer_state, params)
@@ -135,6 +137,7 @@ def check_state(name: str, state: Any) -> None:
             f"{name}: the state is a {type(state).__name__}; expected the state of "
             "algorithm.init(key, params). Usually the parameters were given alone."
         )
+    # JAX's own error names a buffer. The user knows states, and which call used one up.
     if any(_deleted(leaf) for leaf in jax.tree.leaves(state)):
         raise RuntimeError(
             f"{name}: this state was used up: algorithm.run donated its buffers to the next "
@@ -164,6 +167,8 @@ def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> Non
             "dpsgd(bound_schedule=...): the mechanism adapts its bounds to the gradients, so they "
             "cannot follow a schedule. Leave one of the two out."
         )
+    # The table of all planned steps, as the ledger's multipliers are: a schedule cannot answer
+    # differently later.
     scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else np.ones(1)
     if not np.all((scales > 0) & np.isfinite(scales)):
         raise ValueError(
@@ -175,6 +180,7 @@ def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> Non
 
 def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
     """Refuses data whose size differs from the accounted one."""
+    # A data set has test examples too; training on both would void every accuracy that is reported.
     if isinstance(data, Dataset):
         raise TypeError(
             f"dpsgd: the data are the data.Dataset {data.name!r}, which holds test examples too; "

@@ -164,6 +164,7 @@ def assemble(
     check_draw(mechanism.sampling)
     check_sizes(name, microbatch_size=recipe.microbatch_size)
     stream = isinstance(data, Stream)
+    # Shapes alone: nothing is read from a stream before the first step but its first row.
     row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if stream else in_memory(recipe, data, shared)
 

@@ -116,6 +116,7 @@ def fit(
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
     # An accountant without an answer raises here, before the first step runs.
     planned = mechanism.epsilon_of(mechanism.multipliers[:end], delta, method)
+    # Twenty rows draw a curve; the last `or` is for a call without steps.
     every = evaluate_every or -(-(end - begin) // 20) or 1
 
     with contextlib.ExitStack() as stack:
@@ -123,6 +124,7 @@ def fit(
         if directory is not None:
             identity = _identity(algorithm, state, configuration or {})
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
+        # Signals are caught after the folder is locked, and restored before the lock is released.
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
         # A script of two fits in one folder, killed in the second and restarted, would otherwise
@@ -157,8 +159,11 @@ def fit(
                     f"{mechanism.unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
                 if evaluate is not None:
+                    # Before `evaluate` sees the parameters: what it does with them is out of reach,
+                    # so the step counts as released.
                     run.mark()
                     row |= _evaluated(evaluate(run.state), row)
+                # The row is on disk before the line is printed: what a user saw is in the log.
                 show.line(run.done, run.add(row))
             if folder is not None:
                 _save(run, save_every, now=run.done == end or stop.asked)
@@ -169,6 +174,7 @@ def fit(
 
 def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of the run. The configuration may not replace accounted facts."""
+    # Versions and devices join what the algorithm says of itself: both may change last bits.
     identity = dict(algorithm.identity(state))
     identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
     taken = sorted(identity.keys() & configuration.keys())

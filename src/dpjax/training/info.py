@@ -78,6 +78,7 @@ def mean_info(sums: Sums) -> Info:
     ``jax_debug_nans`` would end the run there.
     """
     sums = jax.tree.map(np.asarray, sums)
+    # Dropped examples contributed zero to the sum, so the means leave them out too.
     counted = sums.working - sums.dropped
     if unscored := int(np.sum(counted - sums.scored)):
         logging.log_first_n(logging.WARNING, _UNSCORED, 1, unscored, int(np.sum(counted)))

@@ -42,6 +42,7 @@ def scaled_rate(base: float, batch_size: float) -> float:
             f"training.scaled_rate(batch_size={batch_size}): expected at least 512, because the "
             "convention counts whole batches of 512. Choose the rate itself."
         )
+    # The paper's convention counts whole batches of 512, hence the integer division.
     return batch_size // 512 * base
 
 
@@ -123,6 +124,8 @@ def dp_adam(
     ) -> tuple[PyTree, DPAdamState]:
         del params, extra
         means = updates
+        # The variance of the noise on the mean: what Adam's second moment would mistake for
+        # curvature.
         variances = jnp.square(jnp.stack(mechanism.deviations(state.step)) * bound_scale)
         first = optax.tree_utils.tree_update_moment(means, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(means, state.second, b2, 2)
@@ -131,6 +134,8 @@ def dp_adam(
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
         count = state.step + 1
         leaves, structure = jax.tree.flatten(second)
+        # Both moments have the same bias, so the noise is subtracted before Adam's correction for
+        # the first steps.
         own = [v - noise[group] for v, group in zip(leaves, groups.assign(means), strict=True)]
         updates = jax.tree.map(
             lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from dpjax.accounting.rounding import upwards
 
+# Fields that the line shows in words of its own, or not at all.
 _QUIET = {"step", "epsilon", "delta", "private"}
 
 
@@ -38,6 +39,7 @@ class Progress:
     ) -> None:
         self.stream = stream or sys.stderr
         self.end, self.most, self.units, self.enabled = end, most, f"{unit}s", enabled
+        # A live line overwrites itself; in a file or a pipe every update would stay.
         self.live = enabled and self.stream.isatty()
         self.shown = time.monotonic()
         self.mark, self.now, self.speed = (begin, self.shown), (begin, self.shown), 0.0
@@ -54,6 +56,7 @@ class Progress:
         now = time.monotonic()
         (before, then), self.now = self.now, (step, now)
         fresh = (step - before) / max(1e-9, now - then)
+        # Smoothed, so that the remaining time does not jump with each evaluation.
         self.speed = 0.9 * self.speed + 0.1 * fresh if self.speed else fresh
         if self.live and now - self.shown > 0.2:
             self._draw(step)
@@ -67,6 +70,7 @@ class Progress:
             "loss": row.get("private", {}).get("loss"),
             **{k: v for k, v in row.items() if k not in {*_QUIET, speed}},
         }
+        # Rounded up, like every claim: the terminal must not show less than was spent.
         words = [f"epsilon {upwards(row['epsilon'], '.2f')} of {upwards(self.most, '.2f')}"]
         words += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
         self.text, self.pace = "  ".join(words), f"{row[speed]:,.0f} {self.units}/s"
@@ -81,8 +85,10 @@ class Progress:
         if self.live:
             full = round(10 * step / max(1, self.end))
             bar = "\u2501" * full + "\u2500" * (10 - full)
+            # A terminal that cannot encode the bar would end the run with an exception.
             if (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8"):
                 bar = "=" * full + "-" * (10 - full)
+            # A line that wraps could not be overwritten by a carriage return.
             width = shutil.get_terminal_size().columns - 1
             text = f"\r{f'{bar} {text}'[:width]}\x1b[K"
         print(text, end="", file=self.stream, flush=True)

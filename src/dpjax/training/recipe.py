@@ -45,6 +45,7 @@ class Recipe(NamedTuple):
     def bound_scale(self, state: State) -> Any:
         """The factor on the rule's bounds, and on the noise with them, at this step."""
         if self.bound_schedule is not None:
+            # In float32, like the table that was checked for positive values.
             return jnp.asarray(self.bound_schedule(state.step), jnp.float32)
         return state.bound_scale if self.mechanism.adaptive is not None else 1.0
 

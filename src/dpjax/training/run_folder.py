@@ -46,6 +46,7 @@ class Folder:
         self.path = pathlib.Path(directory)
         self.path.mkdir(parents=True, exist_ok=True)
         self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
+        # The lock first: everything below reads and writes files that another process may hold.
         self._lock = _locked(self.path / "lock", self.path)
         self.identity = json.loads(json.dumps(identity))
         try:
@@ -123,6 +124,7 @@ class Folder:
         # Rows after the checkpoint are written again by the resumed run. Someone may have read
         # them, so `furthest` keeps their step as released.
         kept = [row for row in rows if row["step"] <= until]
+        # Compared as text, so that an unchanged log is not written again.
         again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
             _replace(self.path / "furthest", f"{self.furthest()}\n")
@@ -249,6 +251,7 @@ def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
 
 def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
     """Takes the lock. The operating system releases it when this process ends."""
+    # flock and not a file that exists or not: the lock of a killed process is free.
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -116,6 +116,7 @@ class Run:
             )
         if self.folder is not None:
             self.folder.seal(seals.remembered(self.state.key, self.done))
+        # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
         # At most twice the last count: a first dispatch without compilation would otherwise be too
@@ -185,6 +186,7 @@ def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not seen:
         return {}
+    # Each dispatch holds several steps; a row of the log is their mean.
     joined = {k: np.concatenate([np.asarray(s[k], float) for s in seen]) for k in seen[0]}
     drawn = joined.get("examples", np.ones(len(next(iter(joined.values()))))) > 0
     known = {k: np.isfinite(v.reshape(len(v), -1)).all(axis=1) for k, v in joined.items()}

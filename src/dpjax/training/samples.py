@@ -65,6 +65,7 @@ def keep_samples(
             )
 
     def init(params: PyTree) -> SamplesState:
+        # A ring, so that memory is that of `count` models however long the run is.
         ring = jax.tree.map(lambda x: jnp.zeros((count, *jnp.shape(x)), jnp.result_type(x)), params)
         return SamplesState(ring, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
@@ -113,6 +114,8 @@ def samples(state: Any) -> PyTree:
             f"training.samples: {int(kept.step)} steps kept no sample, because the burn-in is not "
             "over. Run more steps, or choose a shorter burn-in."
         )
+    # From the oldest to the newest: the last sample is the state's own parameters if the run ended
+    # on one.
     order = jnp.arange(max(0, taken - size), taken) % size
     return jax.tree.map(lambda ring: ring[order], kept.ring)
 
@@ -140,5 +143,6 @@ def predictive(
       >>> jnp.exp(predictive(lambda params, _: params, sure_of_either, None)).tolist()
       [[0.5, 0.5]]
     """
+    # One sample after the other: the logits of all of them would need the memory of as many models.
     each = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), draws)
     return jax.nn.logsumexp(each, axis=0) - math.log(each.shape[0])

@@ -136,12 +136,18 @@ def dp_sgld(
     # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
     burn_in = steps // 2 if burn_in is None else burn_in
+    # Samples are spread over what is left after the burn-in: neighbouring steps are hardly
+    # independent.
     every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every
     optimizer = optax.chain(
+        # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
+        # examples.
         optax.add_decayed_weights(1 / (sampling.examples * prior_deviation**2)),
         optax.scale_by_learning_rate(_times(rate, sampling.examples / 2)),
         keep_samples(samples, burn_in=burn_in, every=every),
     )
+    # Langevin dynamics are DP-SGD with this multiplier and this optimizer: draw, clipping, noise
+    # and ledger exist once.
     inner = dpsgd(
         loss,
         optimizer,
@@ -165,6 +171,7 @@ def dp_sgld(
             if callable(rate)
             else float(rate),
             "temperature": float(temperature),
+            # As text, because JSON has no infinity.
             "prior deviation": str(float(prior_deviation)),
             "samples": [int(number) for number in (samples, burn_in, every)],
         }

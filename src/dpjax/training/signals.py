@@ -21,6 +21,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
+        # Python delivers signals to the main thread alone, and refuses handlers elsewhere.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
@@ -40,6 +41,8 @@ class Stop:
         del frame
         if self.signal is not None:
             self.leave()
+        # Noted only: the run saves after the current step. A second signal ends the process
+        # immediately, for a step that hangs.
         self.signal = number
 
     def leave(self) -> None:

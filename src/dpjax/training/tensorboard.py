@@ -27,6 +27,8 @@ class Board:
         if importlib.util.find_spec("tensorboardX") is not None:
             from tensorboardX import SummaryWriter
 
+            # Events after the checkpoint are purged, because the resumed run writes these steps
+            # again.
             self.writer = SummaryWriter(str(directory), purge_step=done + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -35,6 +37,7 @@ class Board:
             return
         for name, value in _numbers(row):
             self.writer.add_scalar(name, value, row["step"])
+        # After every row: a killed run keeps its curves.
         self.writer.flush()
 
     def close(self) -> None:

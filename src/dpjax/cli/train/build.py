@@ -46,6 +46,7 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     read = {}
     for name, _, value in (pair.partition("=") for pair in pairs):
         try:
+            # JSON covers numbers, truth values and lists; a word that is no JSON is text.
             read[name] = json.loads(value)
         except json.JSONDecodeError:
             read[name] = value
@@ -55,6 +56,7 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 def build_loss(given: flags.FlagValues) -> losses.ExampleLoss:
     """The loss of one example."""
     make, options = LOSSES[given.loss], read_options(given.loss_options)
+    # The signature is the list of options, so a new loss needs no second table.
     known = list(inspect.signature(make).parameters)
     try:
         if not options.keys() <= set(known):
@@ -117,6 +119,7 @@ def build_mechanism(
             f"an epoch has {per_epoch} of them. Without a step nothing is trained. Give more."
         )
     if given.noise_multiplier is None:
+        # Calibrated last: epochs, schedule and preparation decide what the noise must pay for.
         return mechanism.calibrate(given.target_epsilon, given.delta, given.accountant)
     mechanism = mechanism.scaled(given.noise_multiplier)
     if given.max_epsilon is None or given["epochs"].present or given["steps"].present:
@@ -135,6 +138,7 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
     """The largest number of steps within `--max_epsilon`; raises if it is 0."""
     by = given.delta, given.accountant
     found = accounting.largest_steps(
+        # Of the whole mechanism, so that preparation and earlier runs are counted.
         lambda n: dataclasses.replace(mechanism, steps=n).event,
         given.max_epsilon,
         *by,
@@ -162,4 +166,5 @@ def build_optimizer(
     if given.warmup_steps:
         rate = optax.warmup_constant_schedule(0.0, rate, given.warmup_steps)
     moves = OPTIMIZERS[given.optimizer](given, rate, mechanism)
+    # The average follows released parameters, so it is free; it usually gains accuracy under noise.
     return optax.chain(moves, training.average_parameters(given.average))

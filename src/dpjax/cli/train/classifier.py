@@ -47,8 +47,11 @@ class Evaluation:
     ) -> None:
         self.model, self.mechanism = model, mechanism
         self.loss: Any = loss
+        # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         size = dataset.examples
+        # A fixed sample, spread over the data: curves of norms compare the same examples over time.
+        # They are private and badged so.
         some = np.linspace(0, size - 1, min(sample, size)).astype(int)
         self.sample = jax.tree.map(jnp.asarray, dataset.rows(some))
         self.logits = jax.jit(
@@ -65,12 +68,14 @@ class Evaluation:
     def evaluate(self, state: Any) -> dict[str, Any]:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
         x, y = self.test
+        # The parameters that are released at the end are the averaged ones, so accuracy is theirs.
         logits = self.logits(training.averaged(state.optimizer), x)
         row: dict[str, Any] = {
             "accuracy": metrics.accuracy(logits, y),
             "nll": metrics.nll(logits, y),
         }
         if self.loss is not None:
+            # At the parameters that the next step differentiates, which are not the averaged ones.
             row["private"] = self._gradients(state.params)
         return row
 
@@ -154,9 +159,12 @@ def train(
         budget=budget,
     )
     (x,), _ = dataset.rows(np.array([0]))
+    # From a public seed: initial parameters are no secret, and an equal start makes runs
+    # comparable.
     fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
     if params is not None:
         fresh = flax.serialization.from_bytes(fresh, params)
+    # A loss that changes with the step has no single gradient to watch.
     observed = of_example if gradients and per_step is None else None
     evaluation = Evaluation(model, observed, mechanism, dataset)
 
@@ -202,6 +210,7 @@ def rehearse(
         fresh = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
         example = (x, number, number) if epochs else (x, number)
         jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
+        # A partition that was made for another model raises here, before any data are read.
         mechanism.clipping.partition.assign(fresh)
         if params is not None:
             empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), fresh)

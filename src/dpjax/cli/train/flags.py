@@ -16,6 +16,8 @@ from dpjax import data, models, schedules
 from dpjax.cli.flag_checks import in_range, whole_and_positive
 from dpjax.cli.train.build import LOSSES, OPTIMIZERS
 
+# Flags of its own, not absl's global ones: tests and other programs parse them several times in one
+# process.
 FLAGS = flags.FlagValues()
 
 _text: Any = partial(flags.DEFINE_string, flag_values=FLAGS)

@@ -47,6 +47,7 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
     shape = x.shape if isinstance(dataset.train, data.Stream) else x.shape[1:]
     if given.features == "none":
         return jax.ShapeDtypeStruct(shape, x.dtype)
+    # On shapes: a wrong flag is found before minutes of scattering.
     row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *shape), x.dtype))
     channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
     moments = features.Moments(channels, channels) if given.normalization == "data" else None
@@ -86,6 +87,8 @@ def release_once(
     path: pathlib.Path, normalization: features.Normalization, key: Any, x: Any
 ) -> features.Moments:
     """Reads the moments from ``path``, or releases them with noise and writes them there."""
+    # The released answers are kept with their question. Asking twice would be a second release that
+    # no card counts.
     asked = {"multipliers": normalization.multipliers, "of": dpjax.trees.fingerprint(x)}
     if not path.exists():
         if (path.parent / "run.json").exists():

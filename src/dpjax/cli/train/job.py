@@ -63,6 +63,8 @@ def plan(given: flags.FlagValues) -> Plan:
             f"--features={given.features} --stream: features are computed from all images in "
             "memory. Leave --stream out."
         )
+    # Data come before model and mechanism, because classes, sizes and sampling rate follow from
+    # them.
     dataset = (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
     if dataset.classes is None:
         raise app.UsageError(
@@ -86,6 +88,7 @@ def plan(given: flags.FlagValues) -> Plan:
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=given.accountant
     )
+    # Last, because only the whole plan has a price, and still before a file is touched.
     require_affordable(given, mechanism, budget)
     return Plan(
         dataset, model, loss, normalization, mechanism, optimizer, per_epoch, earlier, budget
@@ -95,6 +98,7 @@ def plan(given: flags.FlagValues) -> Plan:
 def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
     """Trains, and writes and prints the reports."""
     folder, mechanism, per_epoch = pathlib.Path(given.out), plan.mechanism, plan.per_epoch
+    # Printed before the first step: a user who meant another epsilon can still stop.
     planned = mechanism.epsilon(given.delta, given.accountant)
     print(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
@@ -102,6 +106,7 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
         flush=True,
     )
     dataset = inputs.with_features(given, plan.dataset)
+    # The operating system's randomness unless a seed was asked for by its flag.
     key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
     if given.overwrite:
         training.forget(folder)
@@ -125,6 +130,7 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
         configuration={f"--{name}": value for name, value in settings(given).items()},
         save_every=given.save_every,
     )
+    # What ran, and not what was planned: a budget may have ended the run earlier.
     facts = {"ledger": state.ledger, "seed": given.seed}
     words = dpjax.statement(mechanism, given.delta, **facts)
     card = reports.card(mechanism, given.delta, **facts)

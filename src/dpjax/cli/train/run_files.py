@@ -30,6 +30,7 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
     """Writes `config.json`: the command, the flags, versions and hardware."""
     names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
     device = jax.devices()[0]
+    # Enough to run the command again elsewhere, and to see why another machine differs.
     config = {
         "command": " ".join(sys.argv),
         "flags": dict(flags),
@@ -52,6 +53,8 @@ def released(folder: pathlib.Path) -> bytes:
     """The parameters that a finished run released; refuses parameters of another run."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # A later run in this folder may have left the parameters of the first: then their privacy
+        # cost is unknown.
         if config["released"] == _digest(folder):
             return (folder / "params.msgpack").read_bytes()
     except (OSError, ValueError, KeyError):

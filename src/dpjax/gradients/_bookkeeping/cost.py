@@ -68,6 +68,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         keep = not (isometric and once and entire(leaf, sites))
         return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
     blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
+    # A one-hot column costs a comparison instead of a product over the inputs.
     width = max(1 if o.chosen else o.width for o in outers)
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
     by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
@@ -79,6 +80,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
     instantiate, again = product + _TRAFFIC * leaf.size, product + _TRAFFIC * copied
+    # A kept gradient is read once more, scaled; otherwise the product is taken again.
     after = _TRAFFIC * leaf.size if rows or keep else again
     # The norm by inner products between positions; the sum needs the product again.
     gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
@@ -107,6 +109,8 @@ def foresee(leaf: Shape, sites: Sequence[Site]) -> Choice:
     def batched(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
 
+    # Through the same `form_of` and `choose` that the run calls, so that forecast and run cannot
+    # differ.
     data = [[batched(x) for x in site.data] for site in sites]
     jax.eval_shape(on_shapes, data, [batched(site.output) for site in sites])
     return found[0]

@@ -37,16 +37,21 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
+        # A materialised leaf has its per-example gradients already: they are summed as they are.
         kept[i] = Pieces([gradient])
     for i, found in entries.items():
         square, kept[i] = norms(i, found, leaves)
         squares[groups[i]] = squares[groups[i]] + square
+    # Squared norms of leaves add up within a group, so no per-example gradient is needed for the
+    # factor.
     lengths = jnp.sqrt(jnp.stack(squares, axis=-1))
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights
 
     sums = jax.tree.leaves(start)
     for i, found in entries.items():
+        # In place: a microbatch of a language model touches few rows of a table that is larger than
+        # all its other leaves.
         if put := into_table(i, found):
             sums[i] = put(sums[i], factors[:, groups[i]])
             del kept[i]
@@ -91,6 +96,8 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
     # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
     whole = {i: leaves[i] for i in program.materialised}
+    # With respect to the taps: their cotangents, with the recorded data, determine the gradient of
+    # every tapped leaf.
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
     (losses, (aux, data)), (cotangents, gradients) = jax.vmap(
         differentiated, in_axes=(None, None, None, 0)

@@ -55,6 +55,8 @@ def norms(
         return _row_norms(outers[0]), None
     if choice.rule == "gram" and outers is not None:
         return _gram_norms(outers), None
+    # The pieces of one isometric site have the norm of the leaf's gradient, so they need not be put
+    # together before they are squared.
     if choice.rule == "instantiate" and len(entries) == 1 and entries[0].site.isometry:
         place, gradients = placed(leaf, entries[0], forms[0], leaves)
         kept = Pieces(gradients, place)
@@ -104,6 +106,7 @@ def _row_norms(form: Outer) -> Squares:
     rows = jnp.sqrt(jnp.sum(product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3))
     # Rounding bound: relative to the cotangents that cancel in a row.
     doubt = eps * jnp.sum(mates, axis=3) * jnp.sum(mates * jnp.sqrt(g)[:, :, None], axis=3)
+    # Each row of the table counts once, at the first position that takes it.
     first = ~jnp.any(jnp.tril(same, -1), axis=3)
     return jnp.sum(jnp.where(first, (rows + doubt) ** 2, 0), axis=(1, 2)) + _lost([form])
 
@@ -131,6 +134,8 @@ def _lost(forms: Sequence[Outer]) -> Squares:
 
 def _lengths(form: Outer) -> tuple[Array, Array]:
     """Squared lengths ``[batch, blocks, positions]`` of inputs and of outputs."""
+    # Inputs and outputs are squared apart: their product may be a plain number although one square
+    # underflows.
     g = jnp.sum(form.g**2, axis=3)
     if form.chosen:
         return jnp.ones_like(g), g
@@ -143,6 +148,7 @@ def _inner(p: Outer, q: Outer) -> Array:
         return jnp.swapaxes(_inner(q, p), 2, 3)
     x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))
     if p.chosen:
+        # Two one-hot columns have inner product 1 if their indices agree, and 0 otherwise: exact.
         return (x[:, :, :, None] == y[:, :, None, :]).astype(p.g.dtype)
     if q.chosen:
         return jnp.swapaxes(jnp.take_along_axis(x, y[:, :, :, None], axis=2), 2, 3)
@@ -168,6 +174,7 @@ def _dots(a: Array, b: Array) -> Array:
 
 def _roundings(terms: int) -> int:
     """The number of roundings of a term in an inner product of this many terms."""
+    # A term passes through one block and then through the levels of the pairwise sum.
     return min(terms, BLOCK) + round(math.log2(paired(terms)))
 
 

@@ -68,6 +68,8 @@ class Kept(NamedTuple):
 
     def sum(self) -> Array:
         """The sum; NaN if a gradient with factor 0 is not finite."""
+        # Kept gradients are summed by the numbers whose norm was taken: no second product rounds
+        # differently.
         found = [weighted_sum(x, self.factors) for x in self.pieces.gradients]
         return self.pieces.place(found)
 
@@ -129,6 +131,8 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         if form is not None and not form.chosen:
             part = _pulled(leaf, leaves, entry.site.of)(form.joined(_over_all(form)))
         elif form is None and entire(leaves[leaf], [entry.site]):
+            # The scaled cotangents of an elementwise use are the scaled gradients: nothing is left
+            # but their sum.
             part = _ones_times(instantiated(leaf, [entry], [None], leaves))
         else:
             run = jax.vmap(entry.site.apply, (None, 0))
@@ -158,6 +162,8 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
         # There is no `cond` here: masking the few rows that were taken costs nothing.
         rows = form_of(*entries[0].scaled(factors).wiped(factors != 0))
         assert rows is not None
+        # A scatter-add of the taken rows; a dense gradient of the table would be written for
+        # nothing.
         taken = rows.g.reshape(-1, *total.shape[1:])
         return total.at[rows.x[0].reshape(-1)].add(taken.astype(total.dtype))
 
@@ -214,6 +220,7 @@ def _pulled(
     def of_one(chosen: Array) -> Array:
         return function([*leaves[:leaf], chosen, *leaves[leaf + 1 :]])
 
+    # By one leaf at a time: other leaves that the view reads are constants of this derivative.
     output, pull = jax.vjp(of_one, leaves[leaf])
     return lambda cotangent: pull(cotangent.astype(output.dtype))[0]
 

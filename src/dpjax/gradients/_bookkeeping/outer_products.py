@@ -85,6 +85,7 @@ def _without_stacks(site: Site, outer: Outer) -> Outer:
     """Rounds of a scan become blocks if the scan slices the view, else positions."""
     x, g, place = outer.x, outer.g, outer.place
     sizes = site.output.shape
+    # From the innermost scan outwards, because each merge moves the axes behind it.
     for i, sliced in reversed(list(enumerate(site.stacks))):
         g = _merged(g, 1 + i, 2 + i + (not sliced))
         x = [_merged(piece, 1 + i, 2 + i if sliced else piece.ndim - 1) for piece in x]
@@ -109,6 +110,7 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
 
 def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """A matrix product: it contracts inputs; free axes of the data are positions."""
+    # Empty products have no form; the derivative gives their zeros.
     if cotangent.size == 0 or data[0].size == 0:
         return None
     contract, batch = site.equation.params["dimension_numbers"]
@@ -132,6 +134,8 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     x = jnp.swapaxes(_arranged(x, lead, [*batch[theirs], *free, *other_inputs], sizes), -1, -2)
     blocks, positions, _ = sizes
     if mine == 1:
+        # dot_general orders its output as batch, free axes of the left, free axes of the right:
+        # which side is the view decides where positions stand.
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
     else:
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
@@ -153,6 +157,8 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     shape, _ = _view(site)
     out, channels, *space = numbers.rhs_spec
+    # Rounds of a scan and the images of an example are folded into one axis, as the convolution
+    # itself has it.
     around = x.shape[:lead]
     x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
@@ -168,6 +174,8 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 
     def place(gradient: Array) -> Array:
         kernel = gradient.reshape(groups, *(shape[a] for a in (*space, channels)), -1)
+        # Output channels are counted group by group, so the axis of groups stands in front of the
+        # channels within one.
         kernel = jnp.moveaxis(kernel, 0, -2)
         kernel = kernel.reshape(*kernel.shape[:-2], -1)
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
@@ -200,6 +208,7 @@ def _patches(
         return [_tiles(x, kernel, places)]
 
     def seen(entry: tuple[int, ...]) -> Array:
+        # Where the entry of the kernel first touches the padded input; it moves on by the stride.
         starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
         ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
         x_seen = jax.lax.slice(
@@ -251,6 +260,8 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
     rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
     mode = jax.lax.GatherScatterMode
     whole = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
+    # Other modes, such as one that wraps, have another derivative: no form, so JAX's own VJP is
+    # used.
     known = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
     if not (rows and whole and known) or cotangent.size == 0:
         return None
@@ -269,6 +280,8 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
     return Outer((ids,), g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))
 
 
+# A primitive without a row is summed by its own derivative: right, and as large as the leaf for
+# each example.
 FORMS: dict[str, Form] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,

@@ -34,9 +34,11 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     first, last = p["num_consts"], p["num_consts"] + p["num_carry"]
     inputs = [
         *inputs[:first],
+        # A carried value changes from round to round, so its use is not linear in the leaf.
         *plain(inputs[first:last], book, "the carry of a scan"),
         *inputs[last:],
     ]
+    # Parameters that are sliced by the scan, as of layers, and parameters that every round shares.
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
     views, sliced = list(entering.values()), [i >= last for i in entering]
     values = [jnp.asarray(x, dtype(v)) for x, v in zip(plain(inputs), equation.invars, strict=True)]
@@ -64,6 +66,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     for local, why in probe.materialised.items():
         book.materialise(views[local].leaves, f"{why}, in a scan")
 
+    # Taps are stacked over rounds: the scan hands each round its own slice of them.
     start, count = len(book.sites), len(probe.sites)
     taps = None if book.taps is None else list(book.taps[start : start + count])
 

@@ -103,6 +103,7 @@ class Book:
 
     def materialise(self, leaves: Iterable[int], why: str) -> None:
         for leaf in leaves:
+            # The first reason stays: later ones often follow from it, and `explain` prints one.
             self.materialised.setdefault(leaf, why)
 
     def record(self, site: Site, data: tuple[Array, ...]) -> None:
@@ -117,6 +118,7 @@ class Book:
         """A leaf as an input of a program: a view, unless it is materialised."""
         if leaf in self.materialised:
             return value
+        # A leaf is the identity view of itself: an isometry, with its own axes.
         alone, axes = frozenset([leaf]), tuple(range(value.ndim))
         # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
@@ -137,6 +139,8 @@ def plain(values: Sequence[Any], book: Book | None = None, name: str = "") -> li
     """Plain values. With a book, views among them are materialised: their use is not linear."""
     for x in values:
         if isinstance(x, View) and book is not None:
+            # JAX differentiates by the leaf for each example from here on: always exact, only
+            # slower.
             book.materialise(x.leaves, f"enters {name}")
     return [x.value if isinstance(x, View) else x for x in values]
 

@@ -183,6 +183,8 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
+    # Layers in a scan are walked, since most large models have them; while loops and conditionals
+    # are materialised.
     if sources and name == "scan":
         return scan_sites(equation, inputs, book, _walk)
     if sources and _linear(name, sources) and _is(jnp.floating, equation.outvars[0].aval):
@@ -288,6 +290,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         return equation.primitive.bind(*mixed, **_in_full_precision(equation.params, wide))
 
     (output,) = bind_fast(equation, plain(inputs))
+    # The tap is zero: it changes no value, and its cotangent is the output's.
     tapped = book.tap(output)
     site = Site(
         leaves=union(view.leaves for view in sources.values()),

@@ -52,6 +52,8 @@ def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Ke
     def losses_of(params: PyTree) -> tuple[Array, Any]:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
 
+    # Norms first, in forward mode; then one reverse pass of the weighted loss gives the sum without
+    # per-example gradients.
     norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights

@@ -56,6 +56,7 @@ def _evaluate(
     def step(equation: JaxprEqn, marked: list[tuple[Any, bool]]) -> Iterable[tuple[Any, bool]]:
         nonlocal largest
         inputs, moved = [x for x, _ in marked], [m for _, m in marked]
+        # Primal values cannot hide what a tangent lost.
         if not any(moved):
             return [(x, False) for x in bind(equation, inputs)]
         outputs, here = _step(equation, inputs, moved)

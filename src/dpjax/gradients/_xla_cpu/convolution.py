@@ -37,6 +37,8 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
     as_written, forward = partial(_as_written, parameters), partial(_forward, parameters)
     out = jax.eval_shape(as_written, x, kernel)
+    # Cases that no loss of the benchmark has: they run as written, which is right and merely
+    # slower.
     if parameters["batch_group_count"] != 1 or 0 in out.shape or out.dtype != x.dtype:
         return as_written(x, kernel)
 
@@ -46,6 +48,7 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
         (for_kernel,) = jax.vjp(partial(as_written, x), kernel)[1](cotangent)
         return _input_cotangent(parameters, x.shape, kernel, cotangent), for_kernel
 
+    # The forward values are XLA's own; only the way back is replaced.
     canonical = jax.custom_vjp(forward)
     canonical.defvjp(lambda x, kernel: (forward(x, kernel), (x, kernel)), backward)
     return canonical(x, kernel)
@@ -125,6 +128,8 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
         "padding": (*beside, (low, high + max(0, missing))),
     }
     x, changed = _padded(x, changed)
+    # One shifted copy of the kernel for each neighbour: together they look like more output
+    # channels, which XLA vectorises.
     kernels = jnp.concatenate([moved(places) for places in range(count)], out)
     y = _as_written(changed, x, kernels)
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
@@ -150,6 +155,7 @@ def _input_cotangent(
         reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][i]
         given = (shape[numbers.lhs_spec[2 + i]] - 1) * spreads[i]
         taken = (cotangent.shape[numbers.out_spec[2 + i]] - 1) * strides[i]
+        # Full correlation minus the padding that the forward pass had; the end takes what is left.
         low = reach - parameters["padding"][i][0]
         padding.append((low, given + reach - taken - low))
     return jax.lax.conv_general_dilated(

@@ -86,6 +86,7 @@ def _input_cotangent(
     window = (parameters["window_dimensions"], parameters["window_strides"])
     padded, inside = jax.vjp(lambda x: _padded(parameters, x), x)
     winner = jnp.full(largest.shape, _LARGEST, jnp.int8)
+    # In reverse, so that of equal entries the first wins, as in XLA.
     for place, entry in reversed(list(enumerate(_entries(window, padded)))):
         winner = jnp.where(entry == largest, jnp.int8(place), winner)
     return inside(_to_winners(window, padded.shape, cotangent, winner))[0]
@@ -127,6 +128,8 @@ def _to_winners(
                 total = total + wins(number, behind)
         return total
 
+    # Inputs that share their remainder by the stride form a phase; within one, windows are plain
+    # shifts.
     return jax.lax.slice(_woven(phase, strides), [0] * len(shape), shape)
 
 
@@ -148,6 +151,7 @@ def _many_wins(
     sizes = zip(reach, lengths, cotangent.shape, strict=True)
     edges = [(r, max(0, n - m), 0) for r, n, m in sizes]
     cotangent = jax.lax.pad(cotangent, jnp.zeros((), cotangent.dtype), edges)
+    # No window wins at -1, so what lies outside takes nothing.
     winner = jax.lax.pad(winner, jnp.int8(-1), edges)
 
     def wins(number: int, behind: Sequence[int]) -> Array:
