@@ -75,6 +75,7 @@ def sum_over(
         # A loop over the draw and not over the data: what was not drawn is never read.
         return sampling.fold(draw, size, add_rows, zero, (which, devices))
 
+    # Devices meet once a step, in `device_sum`; noise is added after it, once.
     return on_each(share, devices)(draw, data, zero, state)
 
 

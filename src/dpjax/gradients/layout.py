@@ -81,6 +81,7 @@ def layout(
     """
     if batch_size == 0:
         return Layout(1, 1)
+    # The cache holds the examples of all devices together, so the estimate is shared among them.
     together = microbatch_size or _together(loss, params, example, batch_size, engine)
     if devices is None:
         # Under a mesh or inside a shard_map the user chooses the devices.
@@ -113,6 +114,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
     for i, leaf in enumerate(leaves):
         if sites := [site for site in found.sites if i in site.leaves]:
             numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites).numbers
+    # Sites compute norms in float32: 4 bytes per number.
     return _program_bytes(program, moving, fused=_on_cpu()) + 4 * numbers
 
 

@@ -84,12 +84,15 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     after = _TRAFFIC * leaf.size if rows or keep else again
     # The norm by inner products between positions; the sum needs the product again.
     gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
+    # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
+    # only if the view is an isometry.
     one_form = isometric and alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
     if one_form and len(outers) <= _MANY and gram + again < instantiate + after:
         written = pairs * (2 if by_rows else paired(width) + paired(depth))
         return Choice("rows" if by_rows else "gram", False, gram, copied + written)
+    # A form with indices has no dense inputs to multiply: the VJP of the gather is a scatter-add.
     rule = "derivative" if rows else "instantiate"
     return Choice(rule, keep, instantiate, copied + leaf.size)
 
@@ -127,6 +130,8 @@ def alike(forms: Sequence[Outer]) -> list[Outer] | None:
             return None
         if form.axes == first.axes:
             turned.append(form)
+        # Tied weights: one use contracts the axis that the other produces, so inputs and outputs
+        # swap.
         elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
             x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
             turned.append(form._replace(x=(x,), g=g))

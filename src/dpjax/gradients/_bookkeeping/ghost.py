@@ -104,6 +104,8 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
     )(taps, whole, leaves, batch)
     entries: dict[int, list[Entry]] = {}
     for site, noted, cotangent in zip(program.sites, data, cotangents, strict=True):
+        # Widened before any norm: the clipping rule trusts a float32 norm whatever the dtype of the
+        # model.
         entry = Entry(site, [_widened(x) for x in noted], _widened(cotangent))
         for leaf in site.leaves:
             entries.setdefault(leaf, []).append(entry)

@@ -89,12 +89,14 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
         lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
         inputs = 0 if p.chosen or q.chosen else _roundings(p.width)  # one-hot columns are exact
+        # Cotangents are always dense, so their products round even beside one-hot columns.
         outputs = _roundings(p.g.shape[3])
         # Rounding bound: relative to the products that cancel, not to their sum. It grows with the
         # number of roundings of a term, because aligned roundings of wide layers do add up.
         doubt = inputs * lengths_x * jnp.abs(g) + outputs * jnp.abs(x) * lengths_g
         doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
         total = total + (1 if a == b else 2) * jnp.sum(x * g + doubt, axis=(1, 2, 3))
+    # Terms that cancel can leave a negative total, and its square root would drop the example.
     return jnp.maximum(total, 0) + _lost(forms)
 
 
@@ -116,6 +118,8 @@ def _doubt(forms: Sequence[Outer | None]) -> Squares:
     total = jnp.zeros(())
     for form in forms:
         if form is not None:
+            # Relative to the lengths before cancellation: where positions cancel to the last
+            # digits, both sums consist of rounding errors.
             x, g = map(jnp.sqrt, _lengths(form))
             terms = _roundings(form.g.shape[2]) * jnp.finfo(g.dtype).eps
             total += terms * jnp.sum(x * g, axis=(1, 2))
@@ -128,6 +132,8 @@ def _lost(forms: Sequence[Outer]) -> Squares:
     for form in forms:
         x, g = _lengths(form)
         inputs, outputs = 1 if form.chosen else form.width, form.g.shape[3]
+        # Data and cotangents are squared apart: data of 1e-22 square to 0 in float32, although
+        # their product with a cotangent of 1e18 is a plain gradient.
         lost += jnp.sum(jnp.sqrt(inputs * tiny * g + outputs * tiny * x), axis=2)
     return jnp.sum(lost**2, axis=1)
 
@@ -144,6 +150,7 @@ def _lengths(form: Outer) -> tuple[Array, Array]:
 
 def _inner(p: Outer, q: Outer) -> Array:
     """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
+    # The inner product is symmetric, so one mixed case is enough.
     if p.chosen and not q.chosen:
         return jnp.swapaxes(_inner(q, p), 2, 3)
     x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))

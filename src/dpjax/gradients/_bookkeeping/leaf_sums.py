@@ -128,8 +128,11 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     for entry in entries:
         form = form_of(*entry)
         # One-hot columns have no product; their VJP is a scatter-add.
+        # The pull-back through the view runs once, after the sum over examples.
         if form is not None and not form.chosen:
             part = _pulled(leaf, leaves, entry.site.of)(form.joined(_over_all(form)))
+        # The gradients are as large as the cotangents, so instantiating them takes no more memory,
+        # and a product sums them faster than the VJP of a batched equation.
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients: nothing is left
             # but their sum.
@@ -239,4 +242,5 @@ def _wiped(x: Array, keep: Array, filling: float) -> Array:
     """Fills examples that are not kept with a constant; integers are left as they are."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
+    # `where` selects: a multiplication by 0 would keep NaN and infinity.
     return jnp.where(trees.expand(keep, x), x, filling)

@@ -180,6 +180,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
+    # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
@@ -221,11 +222,16 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     name = equation.primitive.name
     outputs = bind(equation, [view.value for view in views])
     leaves, reads = union(view.leaves for view in views), union(view.reads for view in views)
+    # The result still reads the leaves, but no gradient flows back to them.
     if name == "stop_gradient":
         leaves = frozenset[int]()
+    # A user's VJP may clip its cotangent: pulled back once for the sum of all examples, it would
+    # not give the sum of their clipped gradients.
     if leaves and _bends(equation):
         book.materialise(leaves, f"{name} with a derivative of the user's own")
         return outputs
+    # A view is recomputed in float32. An operation that rounds to a narrower dtype in the model
+    # would give other values there, and so another gradient.
     narrow = any(map(_narrow, outputs)) and not (len(views) == 1 and name in _WIDEN)
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
@@ -249,6 +255,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         return memo[id(views)]
 
     isometry = len(views) == 1 and views[0].isometry
+    # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
     isometry = isometry and name in {"convert_element_type", *_REARRANGE}
     axes = views[0].axes if isometry else None
     if name == "transpose" and axes is not None:
@@ -289,6 +296,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         mixed = [x.astype(wide) if _is(jnp.floating, x) else x for x in mixed]
         return equation.primitive.bind(*mixed, **_in_full_precision(equation.params, wide))
 
+    # The forward pass keeps the dtypes of the model; `apply` is for the gradient and is widened.
     (output,) = bind_fast(equation, plain(inputs))
     # The tap is zero: it changes no value, and its cotangent is the output's.
     tapped = book.tap(output)
