@@ -175,6 +175,7 @@ FIGURES = [
     "counts @ curves(list(parts.sampled))",
     "counts.mean() * curves(list(parts.sampled)).sum(axis=0)",
     case="two-rates-rdp",
+    slow=True,
 )
 @pytest.mark.parametrize(("parts", "delta", "method", "expected"), list(rows(FIGURES)))
 def test_figure(parts, delta, method, expected):
@@ -269,6 +270,7 @@ def test_curriculum_rdp(name):
 
 
 @pytest.mark.parametrize("name", ["linear-up"])
+@pytest.mark.slow
 def test_curriculum_pld(name):
     agrees(curriculum(name), 1e-5, "pld", CURRICULA[name][2])
 
@@ -299,6 +301,7 @@ def test_curriculum_without_sampling(name, expected):
     agrees(event, 1e-5, "pld", expected, "zero-out")
 
 
+@pytest.mark.slow
 def test_linear_en_route():
     spent = [
         accounting.epsilon(accounting.scheduled_gaussian(part, 0.01), 1e-5)
@@ -310,6 +313,7 @@ def test_linear_en_route():
     assert spent == pytest.approx([0.3097, 1.2141], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_per_step_linear():
     event = accounting.scheduled_gaussian(np.linspace(5, 1, 2_000), 0.01)
     agrees(event, 1e-5, "rdp", 1.2732)
@@ -827,6 +831,7 @@ def test_unsampled_gaussians_are_one():
     "accounting/event_parts.py",
     "if split(inner).empty or not split(inner).private:",
     "if split(inner).empty:",
+    slow=True,
 )
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_the_count_draws_from_a_stream_of_its_own():
     assert types.Purpose.COUNT not in (types.Purpose.NOISE, types.Purpose.SAMPLING)
 
 
-@kills("mechanism/adaptive.py", "Purpose.COUNT, step)", "Purpose.COUNT, 0 * step)")
+@kills("mechanism/adaptive.py", "Purpose.COUNT, step)", "Purpose.COUNT, 0 * step)", slow=True)
 def test_the_noises_of_steps_and_of_the_gradients_are_independent():
     mechanism = make(jnp.zeros((100, 1)), multiplier=4.0).mechanism
     counts = fractions(mechanism, jnp.float32(0), 4000, steps=3)
@@ -407,6 +407,7 @@ def test_a_stream_takes_the_steps_of_data_in_memory(microbatch_size):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
 
 
+@pytest.mark.slow
 def test_steps_at_once_resumed_and_from_disk_are_the_same_steps(tmp_path):
     algorithm = make(X, **ORDINARY)
     state = start(algorithm, 3)
@@ -428,6 +429,7 @@ def test_steps_at_once_resumed_and_from_disk_are_the_same_steps(tmp_path):
     assert "bound" not in rows[-1]["private"]
 
 
+@pytest.mark.slow
 def test_another_quantile_is_another_run(tmp_path):
     one, two = (make(X, quantile=Quantile(count_multiplier=c)) for c in (8.0, 9.0))
     dpjax.fit(one, start(one, 3), directory=tmp_path, progress=False)
@@ -436,6 +438,7 @@ def test_another_quantile_is_another_run(tmp_path):
 
 
 @pytest.mark.promotes
+@pytest.mark.slow
 def test_adam_knows_how_large_the_noise_is():
     size, data = 100_000, jnp.zeros((50, 1))
     mechanism = make(data, steps=3, multiplier=2.0).mechanism

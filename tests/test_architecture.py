@@ -20,6 +20,7 @@ FLOORS = {
     "checks": 0,
     "trees": 1,
     "_jaxpr": 1,
+    "_marks": 1,
     "schedules": 1,
     "accounting": 1,
     **dict.fromkeys(

@@ -77,6 +77,7 @@ def test_results_are_kept_and_shown_again(tmp_path):
     assert json.loads(kept.read_text())["rows"] == known, "nothing was run again"
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_there_are_asked_for(tmp_path):
     folder = tmp_path / "none"
     words = run("--table=2", "--tasks=snli", "--data_dir", folder, status=1).stderr

@@ -42,6 +42,7 @@ def compared(tmp_path_factory):
     return out, compare(*runs, "--out", out)
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(compared):
     lines = [[text(cell) for cell in line] for line in parsed(compared[0]).iter("tr")]
     assert lines == [
@@ -107,6 +108,7 @@ def test_a_published_seed_is_not_for_release(tmp_path):
     assert text(tree.find(".//figure//p[@class]")) == "released"
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_read_is_named_and_stops_nothing(tmp_path):
     runs = [write(tmp_path / name, [0.5, 0.9]) for name in "abc"]
     (runs[0] / "evaluation.npz").write_bytes(b"")  # which nobody asks for here
@@ -123,6 +125,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_stops_nothing(tmp_path):
     assert "none of these folders can be read" in alone.stdout + alone.stderr
 
 
+@pytest.mark.slow
 def test_a_page_is_not_replaced_by_its_own_figure(tmp_path):
     run = write(tmp_path / "a", [0.5])
     refused = compare(run, "--out", tmp_path / "page.png", status=1)

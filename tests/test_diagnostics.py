@@ -144,6 +144,7 @@ def test_sharpness_is_the_largest_singular_value(spectrum):
     assert found.iterations <= 100
 
 
+@pytest.mark.slow
 def test_sharpness_of_a_network_equals_its_hessian():
     model = models.MLP(features=(3,), classes=2)
     x, y = X, np.arange(7) % 2

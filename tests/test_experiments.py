@@ -143,6 +143,7 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
         (["--steps=0"], "expected one step at least, and an epoch has 3 of them"),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_run_without_one_step_is_refused_and_leaves_nothing(flags, words, tmp_path):
     whole = ["--out", tmp_path / "run", "--noise_multiplier=1", "--noreport", *flags]
     assert words in run("train.py", *whole, status=1).stderr.replace("\n", " ")
@@ -222,7 +223,7 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
     assert not (tmp_path / "next").exists()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -315,7 +316,7 @@ BINARIES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("binary", BINARIES)
 def test_words_without_dashes_are_not_passed_over(binary):
     outcome = run(binary, "steps=2", status=1)

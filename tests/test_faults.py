@@ -304,6 +304,7 @@ def _spent(folder):
     "training/run_folder.py",
     '            _replace(self.path / "furthest", f"{self.furthest()}\\n")\n',
     "",
+    slow=True,
 )
 def test_what_was_released_is_spent_though_the_run_goes_on_from_before(tmp_path):
     with pytest.raises(InterruptedError):
@@ -376,6 +377,7 @@ CHANGES = {
     "**{name: _version(name) for name in _PACKAGES},",
     "",
     case="versions",
+    slow=True,
 )
 @kills("training/environment.py", '"jax_threefry_partitionable", ', "", case="draws", slow=True)
 @kills("training/environment.py", '"jax_enable_x64", ', "", case="width", slow=True)
@@ -537,6 +539,7 @@ def test_a_run_on_two_devices_goes_on_to_the_last_bit(tmp_path, kind):
     assert whole == in_parts
 
 
+@pytest.mark.slow
 def test_a_forgotten_run_makes_room_for_another(tmp_path):
     killable_runs.fit(tmp_path, steps=3)
     (tmp_path / "mine").write_text("stays")

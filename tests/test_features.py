@@ -243,6 +243,7 @@ def some(examples=40, channels=5):
     return jnp.asarray(RNG.gamma(2.0, 1.0, (examples, 3, 3, channels)), jnp.float32)
 
 
+@pytest.mark.slow
 def test_without_noise_or_thresholds_it_is_the_moments():
     x = some()
     exact = describe(noise_multiplier=0.0, thresholds=(math.inf, math.inf))

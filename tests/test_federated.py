@@ -147,6 +147,7 @@ def test_no_client_moves_the_sum_by_more_than_the_sensitivity(name, project):
 
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"hard_threshold", "screen"}))
+@pytest.mark.sample(3)
 def test_the_sensitivity_is_attained_by_heavy_clients_that_move_far(name):
     found = [x for x, _ in influences(released(RULES[name], WEIGHTS.shares), np.full((8, 5), 50.0))]
     assert found[0] == pytest.approx(0.25 * RULES[name].sensitivity, rel=1e-3)
@@ -196,6 +197,7 @@ def test_noise_as_papers_state_it_is_worth_less_by_the_largest_weight(largest, w
 # What a client does -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_clients_of_size_0_1_and_500_train_in_one_round():
     """Examples of a client are alike, so that the number of its steps is all that matters."""
     sizes, values = (0, 1, 500), (7.0, 0.001, 0.001)
@@ -210,7 +212,7 @@ def test_clients_of_size_0_1_and_500_train_in_one_round():
     assert (int(info.clients), int(info.examples)) == (3, 501)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 10])
 def test_an_epoch_sees_each_example_of_a_client_once(size):
     clients = federated.Clients.of([np.eye(6, dtype=np.float32)[:4], np.eye(6)[4:5] * 0])
@@ -226,7 +228,7 @@ def test_an_epoch_sees_each_example_of_a_client_once(size):
         np.testing.assert_allclose(change * 2, [*each, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_local_steps_go_on_over_epochs(steps):
     clients = federated.Clients.of([np.eye(3, dtype=np.float32)])
@@ -310,6 +312,7 @@ def test_microbatches_of_clients_change_nothing(size):
     "trees.step_key(key, Purpose.LOCAL, 0)",
     slow=True,
 )
+@pytest.mark.slow
 def test_each_client_and_round_has_an_order_of_its_own():
     """One example is seen; who sees which differs between clients, rounds and runs."""
     alike = [np.arange(1.0, 21, dtype=np.float32)[:, None]] * 6
@@ -465,6 +468,7 @@ def test_any_optimizer_serves(server):
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_in_half_precision_do_not_lose_small_steps():
     clients = federated.Clients.of([np.full((200, 3), 1e-4, np.float32)])
     work = {"local_batch_size": 1, "local_epochs": 5, "loss": towards}
@@ -504,6 +508,7 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
     "federated/fedavg.py", '**{**extra, "bound_scale": scale}', "**extra", case="10.0", slow=True
 )
 @pytest.mark.parametrize("total", [None, 10.0])
+@pytest.mark.slow
 def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(total):
     """Updates are all 0, so that the second moment is that of the noise."""
     clients = federated.Clients.of([np.zeros((1, 1), np.float32)] * 100)
@@ -551,6 +556,7 @@ def test_an_empty_draw_is_a_round_of_pure_noise():
     assert all(np.isnan(x).all() for x in (info.loss, info.norm, info.clipped))
 
 
+@pytest.mark.slow
 def test_an_empty_draw_is_no_error_to_who_looks_for_nan():
     plan = mechanism(1000, sampler=sampling.poisson(1000, 0.001), multiplier=1.0)
     with jax.debug_nans(True):
@@ -560,6 +566,7 @@ def test_an_empty_draw_is_no_error_to_who_looks_for_nan():
     assert np.isfinite(state.params).all()
 
 
+@pytest.mark.slow
 def test_rounds_of_all_sizes_trace_the_loss_no_more_than_one_round():
     traces = []
 
@@ -612,6 +619,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(tmp_path):
     assert names == set(rows[0]["private"])
 
 
+@pytest.mark.slow
 def test_the_log_counts_clients_by_their_name(capsys):
     algorithm = long_run()
     _, rows = dpjax.fit(algorithm, algorithm.init(jax.random.key(5), jnp.zeros(3)), steps=2)

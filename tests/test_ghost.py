@@ -456,7 +456,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     )
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(1 if a == b else 2) * jnp.sum(x * g",
@@ -476,6 +476,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "    return added(parts)",
     "    return parts[0]",
     case="used twice, plainly and scaled",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
@@ -550,30 +551,35 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "g = jnp.where(inside[..., None], g, 0)",
     "pass",
     case="ids outside the table",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
     "        leaves = frozenset[int]()\n",
     "        leaves = reads = frozenset[int]()\n",
     case="frozen in a scan",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/scan_trace.py",
     "by_round = any(sliced[j] for j in entering)",
     "by_round = sliced[entering[0]]",
     case="shared times sliced in a scan",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
     "moved = leaves if _is(jnp.floating, x) else frozenset[int]()",
     "moved = leaves",
     case="rounded through integers",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/cost.py",
     "if one_form and positions == 1 and not rows:",
     "if one_form and not rows:",
     case="few outputs, many positions",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/outer_products.py",
@@ -636,6 +642,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     '.startswith("custom_vjp") or any(map(_bends, inside))',
     '.startswith("custom_vjp")',
     case="a derivative of the user's own in a scan",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/outer_products.py",
@@ -656,6 +663,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2",
     "square = 0.0",
     case="cond on a parameter",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/ghost.py",
@@ -779,7 +787,7 @@ def test_ghost_is_the_definition_in_float64(name):
         )
 
 
-@pytest.mark.sample(19)
+@pytest.mark.sample(6)
 @kills(
     "gradients/_xla_cpu/convolution.py",
     "for places in range(count)]",
@@ -839,6 +847,7 @@ POOLS = {
     "jax.lax.slice(winner, start, end) == number",
     "jax.lax.slice(winner, start, end) >= number",
     case="large",
+    slow=True,
 )
 @kills(
     "gradients/_xla_cpu/max_pool.py",
@@ -1265,7 +1274,7 @@ def test_a_broken_image_stays_alone_where_the_loss_wipes_it_out(engine):
     np.testing.assert_allclose(found.norms[others], want.norms[others], rtol=1e-12)
 
 
-@kills("gradients/nan_isolation.py", "return batches > 1 or (", "return (")
+@kills("gradients/nan_isolation.py", "return batches > 1 or (", "return (", slow=True)
 def test_a_broken_image_stays_alone_among_groups_of_channels():
     """In float32 as well: groups of a batch become places with zeros between them."""
 

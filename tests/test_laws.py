@@ -270,7 +270,7 @@ def test_engines_agree_in_float64():
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
 def test_order_padding_and_emptiness(rule, engine):
@@ -471,7 +471,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 # Law 5: without clipping and noise it is plain SGD -------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @kills(
     "sampling.py",
     "lambda carry: carry[0] < draw.size",

@@ -103,6 +103,7 @@ def test_the_published_epsilons_are_reproduced(module):
     assert dpjax.accounting.epsilon(moments, 1e-5, "rdp-classic") == pytest.approx(3.131, rel=0.001)
 
 
+@pytest.mark.slow
 def test_the_table_of_settings_needs_no_data():
     lines = [line.split("|")[1:-1] for line in run("--table=5").splitlines() if "cnn" in line]
     cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}

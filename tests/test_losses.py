@@ -298,6 +298,7 @@ def test_of_gives_a_loss_the_preactivations_and_the_epoch():
     assert losses.of(model, partial(composite, epoch=2.0))(params, (x, y)) == got
 
 
+@pytest.mark.slow
 def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_of_late():
     """In a run of `dpsgd`, the loss of step t follows the formula at the epoch of t."""
     model = models.MLP(features=(4,), classes=3)

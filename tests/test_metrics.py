@@ -137,6 +137,7 @@ def test_nan_is_no_prediction():
         assert np.isnan(getattr(metrics, name)(broken, LABELS))
 
 
+@pytest.mark.slow
 def test_labels_may_be_bytes():
     many = np.repeat(LOGITS, 10, axis=0), np.repeat(LABELS, 10)  # more than 255 of each class
     for name in NAMES:

@@ -220,6 +220,7 @@ def test_torch_init_is_uniform_in_one_over_the_root_of_the_fan_in():
         assert 0 < np.abs(bias).max() <= limit
 
 
+@pytest.mark.slow
 def test_torch_init_of_a_transformer():
     model = models.TextTransformer(vocabulary=50, length=8, width=32, depth=1, torch_init=True)
     params = jax.jit(model.init)(KEY, jnp.zeros(8, int))["params"]
@@ -324,6 +325,7 @@ def test_a_standardised_kernel_keeps_the_variance_and_forgets_the_mean():
     np.testing.assert_allclose(plain, moved, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_padding_is_not_looked_at():
     x = np.array([3, 5, 2, 0])
     params = some_params(TEXT, x, scale=1.0)

@@ -130,6 +130,7 @@ def test_no_number_is_drawn_twice():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.sample(1)
 def test_a_pair_is_what_box_and_muller_say(dtype):
     """From the same 64 bits, in float64, the words taken apart by hand."""
     with jax.enable_x64(True):

@@ -193,7 +193,9 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
     "return RELEASED",
     slow=True,
 )
-@kills("reports/load_run.py", 'return known.get("--seed", known.get("seed"))', "return None")
+@kills(
+    "reports/load_run.py", 'return known.get("--seed", known.get("seed"))', "return None", slow=True
+)
 def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
     """The seed is read from the card, or while there is no card from run.json."""
     (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
@@ -237,8 +239,18 @@ def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_
     assert "Seed published (3): not for release" in head
 
 
-@kills("reports/html_report.py", 'return f"({upwards(epsilon)}, ', 'return f"({epsilon:.4g}, ')
-@kills("reports/card.py", '"not_private": why_infinite(mechanism, ran),', '"not_private": None,')
+@kills(
+    "reports/html_report.py",
+    'return f"({upwards(epsilon)}, ',
+    'return f"({epsilon:.4g}, ',
+    slow=True,
+)
+@kills(
+    "reports/card.py",
+    '"not_private": why_infinite(mechanism, ran),',
+    '"not_private": None,',
+    slow=True,
+)
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [

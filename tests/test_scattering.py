@@ -145,6 +145,7 @@ def test_the_filters():
     assert sorted(mirrored(7)) == list(range(7))
 
 
+@pytest.mark.slow
 def test_images_are_each_on_their_own(monkeypatch):
     images = RNG.random((7, 8, 8, 1), np.float32)
     together = scattering.scatter(images, 1, 2)

@@ -21,7 +21,7 @@ SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
 ALL = pytest.mark.parametrize("distribution", SHAPES)
 
 
-@kills("accounting/selection.py", "(1 + eta) * least", "eta * least")
+@kills("accounting/selection.py", "(1 + eta) * least", "eta * least", slow=True)
 @kills("accounting/selection.py", "(1 - 1 / second) * r + tail / second", "(1 - 1 / second) * r")
 @kills(
     "accounting/selection.py",

@@ -95,6 +95,7 @@ class TestThePosterior:
         assert np.mean(draws.mean(0) - mean) == pytest.approx(0, abs=0.003)
         assert np.std(draws.mean(0) - mean) < 0.5 * self.precision**-0.5
 
+    @pytest.mark.slow
     def test_the_variance_is_that_of_the_posterior_to_the_power_one_over_t(self, run):
         temperature, data, draws = run
         mean = data.sum(0) / self.precision
@@ -232,7 +233,7 @@ def test_a_rate_that_decays_is_paid_for_step_by_step():
 
 
 @kills("training/sgld.py", "        preparation=preparation,\n", "", slow=True)
-@kills("training/sgld.py", "        before=before,\n", "")
+@kills("training/sgld.py", "        before=before,\n", "", slow=True)
 def test_what_came_before_the_first_step_is_paid_for():
     plain, settings = chain(rule=clipping.flat(1.0)), {"rule": clipping.flat(1.0)}
     spent = plain.mechanism.spent(plain.mechanism.multipliers)

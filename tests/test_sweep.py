@@ -130,6 +130,7 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_go_on(stand_in, tmp_path):
     gate, out = tmp_path / "gate", tmp_path / "out"
     flags = ["--binary", stand_in, "--grid", "x=50,70,60", "--seeds=2", "--seed=4", "--nopage"]
@@ -193,6 +194,7 @@ def test_a_signal_stops_the_runs_and_the_same_command_goes_on(stand_in, tmp_path
     assert lives(noted.parent) == ["begin", "begin", "end"]
 
 
+@pytest.mark.slow
 def test_a_random_number_of_runs_costs_what_selection_costs(stand_in, tmp_path):
     flags = ["--binary", stand_in, "--random_runs=geometric:3", "--seed=1", "--nopage"]
     count = accounting.draw_runs(jax.random.key(1), 3)

@@ -781,6 +781,7 @@ class TestStreamed:
         "for i in range(0, len(indices), size)]",
         "for i in range(0, len(indices) - size, size)]",
         case="poisson-8",
+        slow=True,
     )
     @kills(
         "training/streaming.py",
@@ -903,6 +904,7 @@ class TestBoundSchedule:
             assert deviation == pytest.approx(2.0 * 0.4 * scale / 50, rel=0.01)
             before = state.params
 
+    @pytest.mark.slow
     def test_it_costs_nothing(self):
         plain, (state, _) = self.run(clipping.flat(0.4), 1.0)
         scheduled, (other, _) = self.run(clipping.flat(0.4), 1.0, bound_schedule=self.schedule)
@@ -1023,6 +1025,7 @@ class TestPerStep:
         np.testing.assert_array_equal(one.params, two.params)
         assert first.loss == second.loss
 
+    @pytest.mark.slow
     def test_a_run_is_one_program(self):
         traces = []
 
@@ -1146,6 +1149,7 @@ class TestAveraging:
         want = np.dot(weights, seen) / weights.sum()
         assert float(training.averaged(state)) == pytest.approx(want)
 
+    @pytest.mark.slow
     def test_it_changes_nothing_about_the_run(self):
         plain, averaged = (
             make(),

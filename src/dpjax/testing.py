@@ -142,10 +142,10 @@ def assert_noise(
     | mistake in the chain | measured deviation |
     |---|---|
     | no noise link, or a multiplier of 0 | 0 |
-    | a second noise link | too large; with equal keys twice as large |
     | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
     | noise for another bound or batch size | scaled by the same factor |
-    | `optax.MultiSteps` around the noise, or `optax.apply_every` behind it | 0 |
+    | `optax.apply_every` behind the noise | 0 |
+    | a second noise link, or anything but clipping in front of the noise | refused by the link |
 
     It does not find two runs with equal keys, a wrong deviation in later steps, or
     `optax.apply_every` before the noise. If the chain divides by the expected batch size or
@@ -164,7 +164,10 @@ def assert_noise(
     """
     # On zeros the output is noise alone, so no gradient blurs the measurement.
     zeros = jax.tree.map(jnp.zeros_like, params)
-    noise, _ = link.update(zeros, link.init(params), params)
+    try:
+        noise, _ = link.update(zeros, link.init(params), params)
+    except ValueError as error:
+        raise LawBroken(f"the chain refuses to run: {error}") from error
     found = float(np.std(_vector(noise)))
     if not abs(found - deviation) <= tolerance * deviation:
         raise LawBroken(

@@ -92,9 +92,9 @@ class Partition:
 
     Args:
       names: One word per group.
-      assign: Maps a tree (parameters, or gradients with any leading axes) to the group
-        number of each of its leaves, in the order of ``jax.tree.leaves``.  A number that
-        names no group raises: such a leaf would be in no norm, and not clipped.
+      assign: Maps a tree of parameters, or of arrays or shapes like them, to the group number of
+        each of its leaves, in the order of ``jax.tree.leaves``. It never sees a batch axis. A
+        number that names no group raises: such a leaf would be in no norm, and not clipped.
     """
 
     names: tuple[str, ...]

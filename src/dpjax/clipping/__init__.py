@@ -9,7 +9,7 @@ quantile of the norms, for a price.
 Bounds and thresholds must not be computed from private data without paying for it.
 """
 
-from dpjax.clipping.application import ClipState, clip, clip_and_sum
+from dpjax.clipping.application import ClipState, clip, clip_and_sum, trusted_sum
 from dpjax.clipping.partitions import balanced, by_layer, by_leaf, by_path
 from dpjax.clipping.quantile import Quantile
 from dpjax.clipping.rules import (
@@ -40,4 +40,5 @@ __all__ = [
     "normalized",
     "per_group",
     "psac",
+    "trusted_sum",
 ]

@@ -17,6 +17,7 @@ import optax
 from jax.typing import ArrayLike
 
 from dpjax import trees
+from dpjax._marks import mark
 from dpjax.clipping.rules import Norms
 from dpjax.types import Clipping, PyTree
 
@@ -42,7 +43,9 @@ def clip(
     Sensitivity:
       ``rule.sensitivity``.
     """
-    groups = rule.partition.assign(gradients)
+    # On the shapes of the parameters, as the noise and the other engines assign: a partition by
+    # rank or size would answer otherwise for a batch, and give one group the noise of another.
+    groups = rule.partition.assign(trees.one_row(gradients))
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
@@ -98,10 +101,50 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
         **extra: Any,
     ) -> tuple[PyTree, Any]:
         del params, extra
+        _refuse_masked(updates)
         _refuse_unbatched(updates, state.shapes)
-        return clip(rule, updates, mask)[0], state
+        return mark(clip(rule, updates, mask)[0], rule), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def trusted_sum(total: PyTree, rule: Clipping) -> PyTree:
+    """Declares a tree to be a clipped sum, so that a noise link accepts it.
+
+    For sums that were clipped and added by other means than `clip_and_sum` and
+    `dpjax.clipped_grad`, such as a sum over the processes of a cluster.
+
+    Args:
+      total: The sum.
+      rule: The rule. You vouch for it: one example moves the sum by at most
+        ``rule.sensitivity``.
+
+    Returns:
+      The same tree, of new arrays that a noise link of this rule accepts.
+
+    Privacy:
+      Nothing is checked. A wrong declaration gives noise of the wrong scale.
+
+    Example:
+      >>> import dpjax
+      >>> rule = dpjax.clipping.flat(bound=1.0)
+      >>> total = trusted_sum({"w": jnp.ones(2)}, rule)
+      >>> link = dpjax.noise.gaussian(1.0, rule, key=dpjax.noise.secret_key())
+      >>> noisy, _ = link.update(total, link.init(total))
+    """
+    return mark(jax.tree.map(jnp.copy, total), rule)
+
+
+def _refuse_masked(gradients: PyTree) -> None:
+    """Raises inside `optax.masked`: other leaves would pass it as raw per-example gradients."""
+    nodes = jax.tree.leaves(gradients, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if any(isinstance(node, optax.MaskedNode) for node in nodes):
+        raise ValueError(
+            "clip_and_sum: some leaves are masked, so clip_and_sum stands inside optax.masked or "
+            "optax.multi_transform, and the other leaves would be released unclipped and without "
+            "noise. To freeze leaves, let the loss close over them; or chain clip_and_sum, noise, "
+            "and then optax.multi_transform with optax.set_to_zero()."
+        )
 
 
 def _refuse_unbatched(gradients: PyTree, shapes: Sequence[tuple[int, ...]]) -> None:

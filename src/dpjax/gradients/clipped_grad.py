@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from dpjax import trees
+from dpjax._marks import mark
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
@@ -141,13 +142,14 @@ def clipped_grad(
             microbatch_size=size if name == "vmap" else microbatch_size,
             devices=devices,
         )
-        # Devices around microbatches: each device loops over its own share, and they meet once.
         run = microbatched(_engine(name, rule, key), micro)
+        # Devices around microbatches: each device loops over its own share, and they meet once.
         run = run if count == 1 else spread(run, count)
         # In float32 or wider, whatever the parameters are: the sum must not lose what one example
         # adds.
         start = trees.zeros_wide(params) if start is None else start
-        return run(traced, rule, params, Rows(batch, real, held), start)
+        found = run(traced, rule, params, Rows(batch, real, held), start)
+        return found._replace(value=mark(found.value, rule))
 
     return clipped
 

@@ -25,11 +25,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt32
 
 from dpjax import accounting, checks, clipping, noise, trees
+from dpjax._marks import require_clipped_sum
 from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
-from dpjax.noise.link import add_noise
+from dpjax.noise.link import add_noise, is_zero, not_reset, one_run
 from dpjax.noise.seals import require_one_sum_if_concrete, seal
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
@@ -309,13 +310,17 @@ class Mechanism:
           key: The root key of the run, consumed by it; see `dpjax.noise.secret_key`.
 
         Returns:
-          A link whose state counts the steps. A step beyond the plan was not accounted, so it
-          releases nothing: it raises, or inside ``jit`` returns NaN. With ``adaptive``, the
+          A link whose state counts the steps, for loops that clip and sum themselves; in a chain,
+          `private` does all of it. It refuses sums of another rule, where they come from
+          `dpjax.clip_and_sum` or `dpjax.clipped_grad`, and cannot check others. A step beyond the
+          plan was not accounted, so it releases nothing: it raises, or inside ``jit`` returns NaN.
+          With ``adaptive``, the
           state is an `AdaptiveState`, sum and mean are relative to its scale, and ``update``
           needs ``below=``, from `dpjax.clipping.Quantile.below`.
         """
         noise.check_multiplier(self.gradient_multiplier, self.clipping)
         trees.check_key(key, "Mechanism.privatize")
+        key_of_zeros = is_zero(key)
 
         def init(params: PyTree) -> Any:
             del params
@@ -333,12 +338,17 @@ class Mechanism:
             **extra: Any,
         ) -> tuple[PyTree, Any]:
             del params, extra
+            name = "Mechanism.privatize"
+            updates = require_clipped_sum(updates, self.clipping, name, plain=True)
+            updates = one_run(updates, state.key)
             scale = getattr(state, "scale", None)
             sealed = self._sealed(updates, state.step, below)
-            require_one_sum_if_concrete(state.key, state.step, sealed, "Mechanism.privatize")
+            require_one_sum_if_concrete(state.key, state.step, sealed, name)
             mean, scale = self.private_mean(
                 updates, state.key, state.step, bound_scale=scale, below=below
             )
+            sound = not_reset(state.key, key_of_zeros, name)
+            mean = jax.tree.map(lambda x: x * jnp.asarray(sound, x.dtype), mean)
             if self.adaptive is None:
                 return mean, noise.GaussianState(state.key, state.step + 1)
             return mean, AdaptiveState(state.key, state.step + 1, scale)
@@ -364,6 +374,43 @@ class Mechanism:
         if below is not None:
             scales.append(below)
         return total, [jnp.asarray(x, jnp.float32) for x in scales]
+
+    def private(self, key: Key) -> optax.GradientTransformation:
+        """The Optax link from per-example gradients to a private mean: the whole private part.
+
+        It clips by the mechanism's rule, sums, adds the noise of the step and divides by the
+        expected batch size. No other link can stand between these, so it is the first choice for
+        a chain: ``optax.chain(mechanism.private(key), optax.adam(1e-3))``.
+
+        Args:
+          key: The root key of the run, consumed by it; see `dpjax.noise.secret_key`.
+
+        Returns:
+          A link whose ``update(gradients, state, params=None, mask=None)`` takes gradients with a
+          leading axis of examples, of the batch that ``sampling.draw(key, step)`` selects.
+
+        Privacy:
+          What comes out may be released: `epsilon` covers the planned steps.
+
+        Example:
+          >>> import dpjax
+          >>> mechanism = dpjax.Mechanism(
+          ...     sampling=dpjax.sampling.full(examples=2),
+          ...     clipping=dpjax.clipping.flat(bound=1.0),
+          ...     noise_multiplier=1.0,
+          ...     steps=10,
+          ... )
+          >>> optimizer = optax.chain(mechanism.private(dpjax.noise.secret_key()), optax.sgd(0.1))
+          >>> params = {"w": jnp.zeros(3)}
+          >>> gradients = {"w": jnp.ones((2, 3))}
+          >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
+        """
+        if self.adaptive is not None:
+            raise ValueError(
+                "Mechanism.private: the bound is adapted to the norms of each batch, which the "
+                "links of a chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
+            )
+        return optax.chain(clipping.clip_and_sum(self.clipping), self.privatize(key))
 
     def private_mean(
         self,

@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from dpjax import trees
+from dpjax._marks import require_clipped_sum
 from dpjax.noise.normal import standard_normal
 from dpjax.noise.seals import require_one_sum_if_concrete
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
@@ -60,11 +62,12 @@ def gaussian(
     Returns:
       A link on sums (not means) whose state holds the key and counts the steps.
 
-      Every ``init`` starts the same noise again. Two runs of one link have equal noise, and the
-      difference of what they release has none: build a link with a new key for each run. A link
-      cannot see its chain. Under `optax.MultiSteps` it receives the mean of several sums, and
-      behind `optax.apply_every` several sums together, for which its noise has the wrong scale:
-      use microbatches instead. `dpjax.testing.assert_noise` finds the first, not the second.
+      It accepts the sum of `dpjax.clip_and_sum` or `dpjax.clipped_grad` by an equal rule, with
+      nothing in between, and refuses other trees. Inside ``jit``, without ``params``, it returns
+      NaN for them. `dpjax.clipping.trusted_sum` declares a sum that was made by other means.
+
+      Every ``init`` starts the same noise again: build a link with a new key for each run. Outside
+      ``jit`` a second sum for a key and a step is refused (`dpjax.noise.seals`).
 
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
@@ -86,6 +89,7 @@ def gaussian(
     noise_multiplier = plain_multiplier(noise_multiplier)
     check_multiplier(noise_multiplier, rule)
     trees.check_key(key, "noise.gaussian")
+    key_of_zeros = is_zero(key)
 
     def init(params: PyTree) -> GaussianState:
         del params
@@ -94,14 +98,74 @@ def gaussian(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        del params, extra
+        del extra
+        silent = isinstance(noise_multiplier, float) and not noise_multiplier
+        if not silent:
+            alone = params is None
+            updates = require_clipped_sum(updates, rule, "noise.gaussian", alone=alone)
+        updates = one_run(updates, state.key)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
+        sound = not_reset(state.key, key_of_zeros, "noise.gaussian")
+        deviations = [x * sound for x in deviations]
         sealed = updates, [jnp.asarray(x, jnp.float32) for x in deviations]
         require_one_sum_if_concrete(state.key, state.step, sealed, "noise.gaussian")
         noisy = add_noise(updates, rule.partition, deviations, state.key, state.step)
         return noisy, GaussianState(state.key, state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def one_run(total: PyTree, key: Key) -> PyTree:
+    """The total; refuses `jax.vmap` over totals that share one key."""
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(total))
+    return _in_one_run(jax.random.key_data(key), total) if traced else total
+
+
+@jax.custom_batching.custom_vmap
+def _in_one_run(key: Array, total: PyTree) -> PyTree:
+    del key
+    return total
+
+
+@_in_one_run.def_vmap
+def _refuse_shared_noise(size: int, batched: Any, key: Array, total: PyTree) -> Any:
+    key_batched, total_batched = batched
+    if not key_batched and any(jax.tree.leaves(total_batched)):
+        raise ValueError(
+            f"noise: jax.vmap maps the link over {size} sums, and its state has one key; expected "
+            "a key for each. All sums would have equal noise, and their differences none. Make a "
+            "state for each sum, jax.vmap(lambda key: link_of(key).init(params))(keys), and map "
+            "over states too."
+        )
+    return total, total_batched
+
+
+def is_zero(key: Key) -> bool:
+    """Whether a key is `jax.random.key` of 0; also true for a traced key, which no one can read."""
+    return isinstance(key, Tracer) or not np.any(trees.on_host(key))
+
+
+def not_reset(key: Key, key_of_zeros: bool, name: str) -> Any:
+    """1; inside ``jit`` NaN, and outside an error, if a state's key was overwritten by zeros.
+
+    ``jax.tree.map(jnp.zeros_like, state)``, a common way to reset momentum, makes the public key
+    of zeros and the step 0.
+
+    Args:
+      key: The key of the state.
+      key_of_zeros: Whether the link was made with this key.
+      name: How errors call the link.
+    """
+    if key_of_zeros:
+        return 1.0
+    kept = jnp.any(jax.random.key_data(key) != 0)
+    if not isinstance(kept, Tracer) and not kept:
+        raise ValueError(
+            f"{name}: the key in the state is zero, and the link was made with another one; "
+            "expected the key of the link. Usually a whole optimizer state was reset with "
+            "zeros_like. Reset the momentum alone, or start a new run with a new key."
+        )
+    return jnp.where(kept, 1.0, jnp.nan)
 
 
 def add_noise(

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Int
 
+from dpjax.gradients.batching import Layout
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe
 from dpjax.training.step import private_step
@@ -62,7 +63,8 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
             state, sums = private_step(here, data, state)
             return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
 
-        none = no_sums(recipe.mechanism.clipping, state.params)._replace(gradients=None)
+        none = no_sums(recipe.mechanism, state.params, Layout(1, 1))
+        none = none._replace(gradients=None, lost=None)
         seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
         return jax.lax.fori_loop(0, count, body, (state, seen))
 

@@ -15,13 +15,17 @@ from absl import logging
 from jaxtyping import Array, Float, Int, UInt32
 
 from dpjax import trees
-from dpjax.types import Clipping, PyTree
+from dpjax.gradients.batching import Layout, rounds_little
+from dpjax.mechanism import Mechanism
+from dpjax.types import PyTree
 
 
 class Sums(NamedTuple):
     """What a step has summed over its draw, **before** any noise: all of it is secret."""
 
     gradients: PyTree
+    lost: PyTree
+    """What the running sum of gradients rounded away; None if it is too short for that."""
     losses: Float[Array, ""]
     scored: Int[Array, ""]
     """How many losses were summed. A loss may be NaN although its gradient is finite."""
@@ -38,13 +42,22 @@ class Sums(NamedTuple):
     """A checksum of what meets the noise of the step; see `dpjax.noise.seals`."""
 
 
-def no_sums(rule: Clipping, params: PyTree) -> Sums:
-    """The sums over no examples."""
-    groups = jnp.zeros(len(rule.bounds), jnp.float32)
+def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
+    """The sums over no examples.
+
+    Args:
+      mechanism: Its rule has the groups, its sampler the usual size of a draw.
+      params: Parameters.
+      layout: The microbatch.
+    """
+    groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     gradients = trees.zeros_wide(params)
     empty = jnp.zeros(2, jnp.uint32)
-    return Sums(gradients, zero, none, groups, groups, zero, none, none, none, none, empty)
+    short = rounds_little(mechanism.sampling.usual_size, layout.microbatch_size)
+    lost = None if short else trees.zeros_wide(params)
+    means = zero, none, groups, groups, zero
+    return Sums(gradients, lost, *means, none, none, none, none, empty)
 
 
 class Info(NamedTuple):

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dpjax import trees
-from dpjax.gradients.batching import device_sum, sum_over
+from dpjax.gradients.batching import add_part, device_sum, sum_over, with_lost
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of, weights_of, with_entry
@@ -39,7 +39,7 @@ def private_step(recipe: Recipe, data: PyTree, state: State) -> tuple[State, Sum
     """
     draw = draw_step(recipe, state.key, state.step)  # line 3: sample
     layout = layout_of(recipe, state.params, trees.one_row(data))
-    zero = no_sums(recipe.mechanism.clipping, state.params)
+    zero = no_sums(recipe.mechanism, state.params, layout)
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
     sums = sum_over(partial(add_clipped, recipe), zero, layout, draw, data, state)
     return release(recipe, state, sums)  # lines 6 and 7: noise, mean, update
@@ -67,17 +67,9 @@ def add_clipped(
     real = sizes > 0
     directions = trees.step_key(state.key, Purpose.PROJECTIONS, state.step)
     weights = weights_of(recipe, state, examples)
-    part = clipped_sum(
-        scaled,
-        rule,
-        recipe.engine,
-        state.params,
-        examples,
-        real,
-        weights,
-        directions,
-        sums.gradients,
-    )
+    microbatch = (state.params, examples, real, weights, directions)
+    add = partial(clipped_sum, scaled, rule, recipe.engine, *microbatch)
+    gradients, lost, part = add_part(sums.gradients, sums.lost, add)
     finite = jnp.all(jnp.isfinite(part.norms), axis=1)
     # A non-finite example contributed zero to the sum. It is counted here and left out of the
     # means.
@@ -85,7 +77,8 @@ def add_clipped(
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
     over = part.norms > jnp.asarray([rule.bounds])
     return Sums(
-        part.value,
+        gradients,
+        lost,
         sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
         sums.scored + jnp.sum(scored, dtype=jnp.int32),
         sums.norms + jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
@@ -114,6 +107,7 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
       The parameters that come out are private. The sums are not.
     """
     sums = device_sum(sums)
+    sums = sums._replace(gradients=with_lost(sums.gradients, sums.lost), lost=None)
     scale = recipe.bound_scale(state)
     seal = recipe.mechanism.seal(sums.gradients, state.step, sums.below)
     mean, bound_scale = recipe.mechanism.private_mean(  # line 6

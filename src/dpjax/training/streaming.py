@@ -36,9 +36,9 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         return layout_of(recipe, state.params, stream.row).devices
 
     def start(state: State) -> Sums:
-        return on_each(lambda which, p: no_sums(recipe.mechanism.clipping, p), devices(state))(
-            state.params
-        )
+        layout = layout_of(recipe, state.params, stream.row)
+        empty = on_each(lambda _, p: no_sums(recipe.mechanism, p, layout), layout.devices)
+        return empty(state.params)
 
     def add(state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
         def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:

@@ -131,11 +131,9 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         # The pull-back through the view runs once, after the sum over examples.
         if form is not None and not form.chosen:
             part = _pulled(leaf, leaves, entry.site.of)(form.joined(_over_all(form)))
-        # The gradients are as large as the cotangents, so instantiating them takes no more memory,
-        # and a product sums them faster than the VJP of a batched equation.
         elif form is None and entire(leaves[leaf], [entry.site]):
-            # The scaled cotangents of an elementwise use are the scaled gradients: nothing is left
-            # but their sum.
+            # The scaled cotangents of an elementwise use are the scaled gradients, so only their
+            # sum remains to be taken.
             part = _ones_times(instantiated(leaf, [entry], [None], leaves))
         else:
             run = jax.vmap(entry.site.apply, (None, 0))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks: which arrays are the leaves of a clipped sum, and by which rule it was clipped.
+
+A noise link must stand directly behind the clipping: any link between the two (a scale, Adam,
+momentum, a mask) makes new arrays, and the bound of the rule says nothing about these. So
+`clip_and_sum` and `clipped_grad` mark the arrays that they return, and a noise link accepts marked
+arrays alone. A mark belongs to one array object, traced or not, and ends with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from dpjax.types import ClippedSum, Clipping, PyTree
+
+__all__ = ["mark", "require_clipped_sum"]
+
+
+class _Mark(NamedTuple):
+    """One leaf of a clipped sum."""
+
+    array: weakref.ref
+    rule: Clipping
+    total: object
+    """Equal for the leaves of one sum."""
+    leaves: int
+
+
+# By the identity of the array: arrays are not hashable, and equal arrays are not the same sum.
+_marks: dict[int, _Mark] = {}
+
+
+def mark(total: PyTree, rule: Clipping) -> PyTree:
+    """The clipped sum itself, known from here on as one of this rule."""
+    leaves, token = jax.tree.leaves(total), object()
+    for leaf in leaves:
+        name = id(leaf)
+        # The entry goes with its array; otherwise the next array at this address would inherit it.
+        array = weakref.ref(leaf, lambda _, name=name: _marks.pop(name, None))
+        _marks[name] = _Mark(array, rule, token, len(leaves))
+    return total
+
+
+def require_clipped_sum(
+    updates: Any, rule: Clipping, name: str, *, plain: bool = False, alone: bool = False
+) -> PyTree:
+    """The sum that a noise link received, or an error that says what is wrong with it.
+
+    Args:
+      updates: What the link received: a marked sum, or a `ClippedSum`.
+      rule: The rule to which the noise is scaled.
+      name: How errors call the link.
+      plain: Whether trees without any mark pass, because the caller vouches for them.
+      alone: Whether the link runs without parameters, and so hardly in a chain. A traced tree
+        without marks then becomes NaN where an error would be raised outside ``jit``.
+
+    Raises:
+      ValueError: It is no clipped sum of this rule, as far as this can be known.
+    """
+    # A `ClippedSum` is what `clipped_grad` returned, perhaps out of a jitted function, whose
+    # results are new arrays.
+    if isinstance(updates, ClippedSum):
+        return updates.value
+    leaves = jax.tree.leaves(updates)
+    found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
+    # The sum over no examples is a clipped sum of every rule.
+    zero = not any(isinstance(x, Tracer) or np.any(np.asarray(x)) for x in leaves)
+    if not found and (plain or zero):
+        return updates
+    if not found and alone and any(isinstance(x, Tracer) for x in leaves):
+        # Only the values can say whether the tree is the sum over no examples.
+        empty = jnp.all(jnp.stack([jnp.all(x == 0) for x in leaves]))
+        return jax.tree.map(lambda x: jnp.where(empty, x, jnp.nan), updates)
+    whole = len(found) == len(leaves) and len({id(entry.total) for entry in found}) == 1
+    if not whole or found[0].leaves != len(leaves):
+        raise ValueError(f"{name}: {_broken(updates, found, leaves)}")
+    clipped = found[0].rule
+    same = clipped.partition.assign(updates) == rule.partition.assign(updates)
+    if clipped.bounds != rule.bounds or not same:
+        raise ValueError(
+            f"{name}: the sum was clipped by {clipped.name} to the bounds {clipped.bounds}, and "
+            f"the noise is scaled to {rule.name} with the bounds {rule.bounds}; expected one rule "
+            "for both links. Usually the rule was written twice: give both links one object, or "
+            "use mechanism.private(key), which clips and adds noise by its own rule."
+        )
+    return updates
+
+
+def _found(leaf: Any) -> _Mark | None:
+    entry = _marks.get(id(leaf))
+    return entry if entry is not None and entry.array() is leaf else None
+
+
+def _broken(updates: Any, found: list[_Mark], leaves: list[Any]) -> str:
+    """What is wrong with a tree that is not one whole clipped sum."""
+    masked = [
+        node
+        for node in jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+        if isinstance(node, optax.MaskedNode)
+    ]
+    if masked or 0 < len(found) < (found[0].leaves if found else 0):
+        return (
+            f"received {len(leaves)} leaves of a clipped sum and not the others; the others would "
+            "be released without noise. Usually optax.masked or optax.multi_transform stands "
+            "around the noise: put it behind the noise, where it freezes leaves without harm."
+        )
+    return (
+        "received a tree that is not the clipped sum of clip_and_sum or clipped_grad. The bound "
+        "of the rule holds for that sum alone, so the noise would have the wrong scale. Usually a "
+        "link stands between clipping and noise (a scale, Adam, momentum, apply_every): put it "
+        "behind the noise. Or there is no clip_and_sum; or the sum left a jitted function: give "
+        "the ClippedSum itself instead of its value. For a sum that you clipped and added "
+        "yourself, write dpjax.clipping.trusted_sum(tree, rule)."
+    )

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optax chains: the noise link accepts the clipped sum of its own rule, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from mutation import kills
+
+import dpjax
+from dpjax import clipping, noise, sampling, trees
+from dpjax.types import Partition
+
+RULE = clipping.flat(1.0)
+PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
+GRADIENTS = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
+
+
+def clip(rule=RULE):
+    return dpjax.clip_and_sum(rule)
+
+
+def noised(rule=RULE, seed=0):
+    return noise.gaussian(1.0, rule, key=jax.random.key(seed))
+
+
+def plain_sum():
+    return optax.stateless(lambda g, p: jax.tree.map(lambda x: x.sum(axis=0), g))
+
+
+def mean():
+    return optax.stateless(lambda g, p: jax.tree.map(lambda x: x / 4, g))
+
+
+def halves(*groups):
+    return clipping.per_group((0.5, 0.5), groups=Partition(("one", "two"), lambda tree: groups))
+
+
+WRONG = {
+    "equal bounds of other groups": ([clip(halves(0, 1)), noised(halves(0, 0))], "one rule"),
+    "another bound": ([clip(clipping.flat(10.0)), noised()], "expected one rule"),
+    "other groups": ([clip(clipping.grouped(total=1.0, groups=2)), noised()], "expected one rule"),
+    "scale between": ([clip(), optax.scale(10.0), noised()], "stands between"),
+    "mean between": ([clip(), mean(), noised()], "stands between"),
+    "Adam between": ([clip(), optax.scale_by_adam(), noised()], "stands between"),
+    "sign between": ([clip(), optax.scale_by_sign(), noised()], "stands between"),
+    "momentum between": ([clip(), optax.trace(0.9), noised()], "stands between"),
+    "weight decay between": ([clip(), optax.add_decayed_weights(0.1), noised()], "stands between"),
+    "apply_every between": ([clip(), optax.apply_every(2), noised()], "stands between"),
+    "no clipping": ([plain_sum(), noised()], "no clip_and_sum"),
+    "noise first": ([noised(), clip()], "no clip_and_sum"),
+    "noise twice": ([clip(), noised(), noised(seed=1)], "stands between"),
+    "masked noise": ([clip(), optax.masked(noised(), {"a": True, "b": False})], "not the others"),
+    "masked clipping": ([optax.masked(clip(), {"a": True, "b": False}), noised()], "are masked"),
+    "MultiSteps between": ([clip(), optax.MultiSteps(noised(), 2)], "stands between"),
+}
+
+
+def updated(links, jitted):
+    chain = optax.chain(*links)
+    update = jax.jit(chain.update) if jitted else chain.update
+    _, state = update(GRADIENTS, chain.init(PARAMS), PARAMS)
+    return update(GRADIENTS, state, PARAMS)
+
+
+@kills(
+    "_marks.py",
+    "if clipped.bounds != rule.bounds or not same:",
+    "if not same:",
+    case="False-another bound",
+)
+@kills("_marks.py", "or not same:", "or False:", case="True-equal bounds of other groups")
+@kills(
+    "_marks.py",
+    "whole = len(found) == len(leaves) and",
+    "whole = bool(found) and",
+    case="False-scale between",
+    slow=True,
+)
+@kills(
+    "_marks.py",
+    "if not whole or found[0].leaves != len(leaves):",
+    "if not whole:",
+    case="False-masked noise",
+)
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_wrong_chains_are_refused(name, jitted):
+    links, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        updated(links, jitted)
+
+
+RIGHT = {
+    "rule written twice": [clip(clipping.flat(1.0)), noised(clipping.flat(1.0))],
+    "identity between": [clip(), optax.identity(), noised()],
+    "frozen behind the noise": [
+        clip(),
+        noised(),
+        optax.multi_transform(
+            {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, {"a": "train", "b": "freeze"}
+        ),
+    ],
+    "one link": [
+        dpjax.Mechanism(
+            sampling=sampling.full(4), clipping=RULE, noise_multiplier=1.0, steps=3
+        ).private(jax.random.key(0)),
+        optax.adam(0.1),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_right_chains_run(name, jitted):
+    updates, _ = updated(RIGHT[name], jitted)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
+
+
+def test_the_private_link_is_the_chain_of_its_parts():
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(100, 10), clipping=RULE, noise_multiplier=1.5, steps=3
+    )
+    whole = mechanism.private(jax.random.key(0))
+    parts = optax.chain(
+        clip(), noise.gaussian(1.5, RULE, key=jax.random.key(0)), optax.scale(1 / 10)
+    )
+    mask = jnp.array([1, 1, 0, 1])
+    one, _ = whole.update(GRADIENTS, whole.init(PARAMS), PARAMS, mask=mask)
+    other, _ = parts.update(GRADIENTS, parts.init(PARAMS), PARAMS, mask=mask)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
+    adapted = dpjax.Mechanism(
+        sampling=sampling.full(4),
+        clipping=RULE,
+        noise_multiplier=0.1,
+        steps=3,
+        adaptive=clipping.Quantile(),
+    )
+    with pytest.raises(ValueError, match="Use dpjax"):
+        adapted.private(jax.random.key(0))
+
+
+def test_clipped_sums_are_known_in_a_loop_of_ones_own():
+    clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
+    link, data = noised(), jnp.ones((4, 3))
+    clipped = jax.jit(clipped_grad)(jnp.zeros(3), data)
+    # Its leaves left a jitted function, so the `ClippedSum` itself is what says what it is.
+    noisy, _ = link.update(clipped, link.init(jnp.zeros(3)))
+    inside = jax.jit(lambda x: link.update(clipped_grad(jnp.zeros(3), x).value, link.init(0))[0])
+    np.testing.assert_allclose(inside(data), noisy, rtol=1e-6)
+    with pytest.raises(ValueError, match="give the ClippedSum itself"):
+        link.update(clipped.value, link.init(jnp.zeros(3)))
+    trusted = clipping.trusted_sum(clipped.value, RULE)
+    np.testing.assert_array_equal(link.update(trusted, link.init(0))[0], noisy)
+
+
+@kills("_marks.py", "lambda _, name=name: _marks.pop(name, None)", "None", slow=True)
+def test_marks_end_with_their_arrays():
+    from dpjax import _marks
+
+    before = len(_marks._marks)
+    total = dpjax.clipping.trusted_sum(jnp.ones(3), RULE)
+    assert len(_marks._marks) == before + 1
+    del total
+    assert len(_marks._marks) == before
+
+
+def test_without_noise_nothing_is_promised_and_nothing_refused():
+    link = noise.gaussian(0.0, RULE, key=jax.random.key(0))
+    found, _ = link.update(jnp.full(3, 2.0), link.init(jnp.zeros(3)))
+    np.testing.assert_array_equal(found, 2.0)
+
+
+@kills("_marks.py", "jnp.where(empty, x, jnp.nan)", "x")
+def test_a_traced_sum_without_a_mark_releases_nothing():
+    link, params = noised(), jnp.zeros(3)
+    update = jax.jit(lambda total: link.update(total, link.init(params))[0])
+    assert np.all(np.isfinite(update(params)))
+    assert np.all(np.isnan(update(jnp.array([0.0, 1.0, 0.0]))))
+
+
+@kills("noise/link.py", "if not key_batched and any(", "if False and any(")
+def test_one_key_for_a_batch_of_sums_is_refused():
+    link, sums = noised(), jnp.ones((3, 5))
+    state = link.init(jnp.zeros(5))
+
+    def one(total, state):
+        return link.update(clipping.trusted_sum(total, RULE), state)[0]
+
+    with pytest.raises(ValueError, match="one key; expected a key for each"):
+        jax.vmap(one, (0, None))(sums, state)
+    states = jax.vmap(lambda key: noise.GaussianState(key, jnp.int32(0)))(
+        jax.random.split(jax.random.key(1), 3)
+    )
+    noisy = jax.vmap(one)(sums, states)
+    assert len(np.unique(np.asarray(noisy))) == 15
+
+
+@kills("noise/link.py", "return jnp.where(kept, 1.0, jnp.nan)", "return 1.0", case="private")
+@pytest.mark.parametrize("name", ["gaussian", "private"])
+def test_a_state_that_was_reset_by_zeros_releases_nothing(name):
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(4), clipping=RULE, noise_multiplier=1.0, steps=3
+    )
+    key = noise.secret_key()
+    link = optax.chain(clip(), noise.gaussian(1.0, RULE, key=key))
+    link = link if name == "gaussian" else mechanism.private(key)
+    chain = optax.chain(link, optax.sgd(0.1, momentum=0.9))
+    reset = jax.tree.map(jnp.zeros_like, chain.init(PARAMS))
+    with pytest.raises(ValueError, match="Reset the momentum alone"):
+        chain.update(GRADIENTS, reset, PARAMS)
+    updates, _ = jax.jit(chain.update)(GRADIENTS, reset, PARAMS)
+    assert all(np.all(np.isnan(x)) for x in jax.tree.leaves(updates))
+
+
+# --- partitions and sums ----------------------------------------------------------------------
+
+
+def by_rank():
+    return Partition(
+        ("vectors", "matrices"),
+        lambda tree: tuple(0 if leaf.ndim == 1 else 1 for leaf in jax.tree.leaves(tree)),
+    )
+
+
+@kills(
+    "clipping/application.py",
+    "rule.partition.assign(trees.one_row(gradients))",
+    "rule.partition.assign(gradients)",
+    case="vmap",
+)
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "scan"])
+def test_a_partition_never_sees_the_batch_axis(engine):
+    rule = clipping.per_group((0.01, 1.0), groups=by_rank())
+    params = {"bias": jnp.zeros(20), "kernel": jnp.zeros((5, 4))}
+
+    def loss(p, x):
+        return jnp.sum(p["bias"] * x) + jnp.sum(p["kernel"] * x[:4])
+
+    found = dpjax.clipped_grad(loss, rule, engine)(params, jnp.full((1, 20), 100.0)).value
+    assert float(jnp.linalg.norm(found["bias"])) == pytest.approx(0.01, rel=1e-5)
+    assert float(jnp.linalg.norm(found["kernel"])) == pytest.approx(1.0, rel=1e-5)
+
+
+def hostile(size, micro):
+    """Numbers from 0 to 1 whose microbatches round down, until one example shifts all of them."""
+    x, total, last = np.zeros(size), 0.0, 0.0
+    for k in range(size // micro):
+        unit = 2.0 ** (np.floor(np.log2(max(total, 1))) - 23)  # the last bit of the running sum
+        whole = np.floor(0.98 * micro / unit) * unit
+        now = last - 0.02 * unit if k % 100 else 0.0
+        x[k * micro : (k + 1) * micro] = (whole + 0.49 * unit) / micro
+        x[k * micro] -= now
+        x[(k + 1) * micro - 1] += now
+        total, last = total + whole, now
+    return np.clip(x, 0, 1).astype(np.float32)
+
+
+@kills(
+    "gradients/batching.py",
+    "lambda a, t, p: p - (a - t)",
+    "lambda a, t, p: jnp.zeros_like(a)",
+    case="dpsgd",
+)
+@pytest.mark.parametrize("path", ["clipped_grad", "dpsgd"])
+def test_one_example_moves_a_long_sum_by_its_bound(path):
+    micro, size = 2, 8192
+    rows = hostile(size, micro)
+
+    def total(x):
+        if path == "clipped_grad":
+            clipped = dpjax.clipped_grad(lambda w, x: w * x, RULE, "vmap", micro)
+            return float(jax.jit(clipped)(jnp.zeros(()), jnp.asarray(x)).value)
+        mechanism = dpjax.Mechanism(
+            sampling=sampling.full(len(x)), clipping=RULE, noise_multiplier=0.0, steps=1
+        )
+        options = {"engine": "vmap", "microbatch_size": micro}
+        run = dpjax.dpsgd(lambda w, x: -w * x, optax.sgd(float(len(x))), mechanism, x, **options)
+        return float(run.step(run.init(jax.random.key(0), jnp.zeros(())))[0].params)
+
+    moved = total(np.append(np.float32(1), rows)) - total(rows)
+    # The sum itself is rounded to float32 once: half of its last bit on either side.
+    assert abs(moved - 1) <= 2 * np.spacing(np.float32(rows.sum()))
+
+
+def test_trees_of_rows_have_the_shapes_of_parameters():
+    shapes = trees.one_row(GRADIENTS)
+    assert jax.tree.map(lambda s: s.shape, shapes) == jax.tree.map(jnp.shape, PARAMS)
