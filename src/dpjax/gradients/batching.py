@@ -114,7 +114,7 @@ def rounds_little(examples: int, microbatch_size: int) -> bool:
 
 
 def with_lost(total: PyTree, lost: PyTree | None) -> PyTree:
-    """The sum of which `add_part` keeps two parts."""
+    """The sum, from the two parts that `add_part` keeps."""
     return total if lost is None else jax.tree.map(jnp.add, total, lost)
 
 
