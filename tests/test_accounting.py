@@ -202,6 +202,7 @@ def test_grouped_clipping_costs_its_root(q, z, groups, n, expected):
     agrees(steps((q, joint, n)), 1e-5, "pld", expected)
 
 
+@pytest.mark.slow
 def test_grouped_clipping_reference_run():
     agrees(steps((MNIST, 1.1 / 8**0.5, 14_063)), 1e-5, "pld", 58.0176)
 

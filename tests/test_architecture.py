@@ -164,6 +164,7 @@ HEAVY = ["dp_accounting", "scipy.stats", "orbax", "sklearn", "matplotlib"]
         ),
     ],
 )
+@pytest.mark.sample(1)
 def test_what_a_script_does_not_use_is_not_imported(program, absent):
     check = f"import sys; print([name for name in {absent} if name in sys.modules])"
     found = subprocess.run(

@@ -110,6 +110,7 @@ def test_the_published_epsilons_are_estimates_beside_proofs(task, paper):
         assert found[1] < found[3], "the estimate is no bound"
 
 
+@pytest.mark.slow
 def test_the_paper_s_noise_for_layers_is_far_weaker(paper):
     setting = paper.SETTINGS["mnist"]
     theirs = paper.mechanism_of(setting, paper.THEIRS, LAYERS)

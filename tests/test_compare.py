@@ -53,6 +53,7 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(com
     ]
 
 
+@pytest.mark.slow
 def test_the_figure_has_a_line_for_each_group_and_a_band_where_runs_repeat(compared):
     (image,) = parsed(compared[0]).iter("svg")
     shown = [text(node) for node in image.iter("text")]
@@ -84,6 +85,7 @@ def test_the_page_is_escaped_and_loads_nothing(compared):
     assert raw.count("http") == 2, "the names of two XML namespaces"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_private_is_said_to_be(tmp_path):
     runs = [write(tmp_path / "a", [0.5, 0.9], epsilon=float("inf")), write(tmp_path / "b", [0.5])]
     compare(*runs, "--out", tmp_path / "page.html")
@@ -93,6 +95,7 @@ def test_a_run_that_is_not_private_is_said_to_be(tmp_path):
     assert text(tree.find(".//p[@id='left-out']")) == "Not drawn: a (metrics.jsonl has no epsilon)."
 
 
+@pytest.mark.slow
 def test_a_published_seed_is_not_for_release(tmp_path):
     runs = [write(tmp_path / "a", [0.5, 0.9]), write(tmp_path / "b", [0.5])]
     (runs[1] / "run.json").write_text(json.dumps({"--seed": 7}))
@@ -149,6 +152,7 @@ for paths in json.loads(sys.argv[2]):
 """
 
 
+@pytest.mark.slow
 def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     def logged(epsilons):
         path = write(tmp_path / str(len(list(tmp_path.iterdir()))), [0.5] * len(epsilons))

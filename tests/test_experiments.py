@@ -143,7 +143,7 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
         (["--steps=0"], "expected one step at least, and an epoch has 3 of them"),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_run_without_one_step_is_refused_and_leaves_nothing(flags, words, tmp_path):
     whole = ["--out", tmp_path / "run", "--noise_multiplier=1", "--noreport", *flags]
     assert words in run("train.py", *whole, status=1).stderr.replace("\n", " ")
@@ -223,7 +223,7 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
     assert not (tmp_path / "next").exists()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -494,6 +494,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     ],
     ids=["features", "field"],
 )
+@pytest.mark.sample(1)
 def test_what_does_not_fit_is_refused_in_words(flags, words, tmp_path):
     assert words in run("train.py", "--out", tmp_path, "--epochs=1", *flags, status=1).stderr
 
@@ -649,6 +650,7 @@ def test_noise_by_smooth_sensitivity_is_refused():
     assert "--smooth: refused" in refused
 
 
+@pytest.mark.slow
 def test_grouped_clipping_costs_what_it_costs(imported):
     """The printed epsilons by the paper's accounting; what its noise is really worth, by ours."""
     paper = imported("liu2021_grouped_clipping")

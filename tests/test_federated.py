@@ -168,6 +168,7 @@ def test_shares_are_weights_over_the_largest_and_never_above_one():
 
 
 @kills("federated/fedavg.py", "len(clients) / weights.total_share", "1.0", slow=True)
+@pytest.mark.slow
 def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
     clients = federated.Clients.of([np.full((n, 1), 0.5, np.float32) for n in (2, 5, 40)])
     weights = federated.Weights(values=clients.counts, largest=10, total=15)
@@ -459,6 +460,7 @@ def test_fedsgd_with_one_example_a_client_is_dpsgd():
 @pytest.mark.parametrize(
     "server", [optax.adam(0.1), optax.sgd(0.5, momentum=0.9), optax.adagrad(0.1)]
 )
+@pytest.mark.slow
 def test_any_optimizer_serves(server):
     """The server's optimizer is given minus the mean update, once a round."""
     clients = some_clients(3, 1, 4)

@@ -198,7 +198,7 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
 # Law 2: engines agree; order, padding and emptiness ------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @kills(
     "gradients/batching.py",
     "trips = -(-count // size)",
@@ -270,7 +270,7 @@ def test_engines_agree_in_float64():
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
 def test_order_padding_and_emptiness(rule, engine):

@@ -427,6 +427,7 @@ TOKENS, SEGMENTS = np.array([1, 4, 10, 2, 3]), np.array([0, 0, 0, 1, 1])
 
 
 @pytest.mark.parametrize("style", ["full", "bare names", "gamma and beta"])
+@pytest.mark.slow
 def test_bert_is_loaded_and_is_bert(tmp_path, style):
     weights = bert_weights()
     expected = bert_by_hand(weights, TOKENS, SEGMENTS, heads=2, depth=2)

@@ -709,6 +709,7 @@ def test_probabilities_that_are_not_finite_are_not_drawn(tmp_path):
         drawn(predictions.confusion, load_run.read(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
     write(
         tmp_path,

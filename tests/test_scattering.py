@@ -97,6 +97,7 @@ def definition(image, J, L):
 @pytest.mark.parametrize(
     ("shape", "J", "L"), [((12, 14), 1, 3), ((13, 9), 2, 4), ((24, 17), 3, 5), ((8, 8), 3, 1)]
 )
+@pytest.mark.slow
 def test_any_scales_angles_and_sides_follow_the_definition(shape, J, L):
     image = RNG.random(shape)
     features = scattering.scatter(image[None, ..., None].astype(np.float32), J, L)
@@ -108,6 +109,7 @@ def test_any_scales_angles_and_sides_follow_the_definition(shape, J, L):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [6, 8, 12])
 @pytest.mark.parametrize("columns", [4, 8, 20])
+@pytest.mark.slow
 def test_the_products_are_fourier_transforms(rows, columns):
     field = RNG.normal(size=(rows, 3, columns)).astype(np.float32)
     spectrum = fourier.spectrum_of(jnp.asarray(field[mirrored(rows)]), 2)

@@ -206,6 +206,7 @@ def test_a_random_number_of_runs_costs_what_selection_costs(stand_in, tmp_path):
     assert "--grid: x=10,20 there, x=10,30 now" in other
 
 
+@pytest.mark.slow
 def test_flags_that_do_not_go_together_are_refused(tmp_path):
     assert "either --grid or --ranges" in sweep("--out", tmp_path, status=1)
     both = ["--grid=a=1", "--fixed=a=2", "--out", tmp_path]

@@ -143,6 +143,7 @@ def test_a_board_shows_the_log(tmp_path):
     assert ("loss", 10) not in seen
 
 
+@pytest.mark.slow
 def test_a_board_has_no_place_for_the_epsilon_of_a_run_without_noise(tmp_path):
     algorithm = make(steps=2, multiplier=0.0)
     _, rows = dpjax.fit(algorithm, start(algorithm), directory=tmp_path, progress=False)
@@ -658,6 +659,7 @@ def test_two_inits_differ_by_their_keys_and_replay_with_one():
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.slow
 def test_two_fits_draw_different_batches():
     algorithm = make(batch=25)
     sampler = algorithm.mechanism.sampling
@@ -792,6 +794,7 @@ class TestStreamed:
     )
     @pytest.mark.parametrize("microbatch_size", [None, 1, 8])
     @pytest.mark.parametrize("sampler", ["poisson", "shuffled", "fixed", "full"])
+    @pytest.mark.slow
     def test_it_takes_the_steps_of_data_in_memory(self, sampler, microbatch_size):
         sizes = () if sampler == "full" else (20,)
         mechanism = dataclasses.replace(

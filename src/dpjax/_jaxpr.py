@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 __all__ = [
+    "VOUCHED",
     "bind",
     "called",
     "depends",
@@ -30,6 +31,9 @@ __all__ = [
     "outputs_depend",
     "steady",
 ]
+
+VOUCHED = "dpjax_vouched"
+"""The name of a jitted function whose author vouches for it; see `dpjax.losses.vouched`."""
 
 Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 """``(equation, inputs) -> outputs``."""

@@ -23,6 +23,7 @@ from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding, microbatched, spread
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.layout import layout
+from dpjax.gradients.loss_checks import require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.sharding_checks import refuse_meshes
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -102,6 +103,7 @@ def clipped_grad(
             f"{sorted(ENGINES)}. Engines differ in speed alone."
         )
     check_sizes("clipped_grad", microbatch_size=microbatch_size, devices=devices)
+    check_rule(rule)
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         found = loss(params, example)
@@ -238,9 +240,17 @@ def check_sizes(who: str, **sizes: int | None) -> None:
 
 
 def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
-    """Raises unless ``loss(params, example)`` is one real number and params are params."""
+    """Raises unless ``loss(params, example)`` is one real number, of one example alone."""
     check_trainable(params)
-    check_scalar(jax.eval_shape(loss, params, example)[0])
+    program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
+    check_scalar(found[0])
+    require_one_example(program.jaxpr, "clipped_grad: the loss")
+
+
+def check_rule(rule: Clipping) -> None:
+    """Raises if the wish of a rule could see several examples in spite of `jax.vmap`."""
+    norms = jax.ShapeDtypeStruct((1, rule.partition.size), jnp.float32)
+    require_one_example(jax.make_jaxpr(rule.factors)(norms).jaxpr, f"{rule.name}: factors")
 
 
 def check_trainable(params: PyTree) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 import optax
 from absl import logging
 from jax.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from dpjax import clipping, ledger, noise, schedules, trees
 from dpjax.data import Dataset, Stream
 from dpjax.gradients import ENGINES
 from dpjax.gradients.clipped_grad import check_scalar, check_trainable
+from dpjax.gradients.loss_checks import closed_over
 from dpjax.mechanism import Mechanism
 from dpjax.types import LossFn, PyTree, Schedule, State
 
@@ -240,23 +241,18 @@ def _no_arrays(given: Any) -> TypeError:
     )
 
 
-def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
-    """Warns about leaves without a gradient, which receive noise like all others.
+def traced_loss(loss: LossFn, params: PyTree, example: PyTree) -> ClosedJaxpr:
+    """The program of ``loss(params, example)``; raises unless it is one real number.
 
     Args:
       loss: ``loss(params, example) -> scalar``.
       params: Parameters.
       example: Shapes of one example.
     """
-
-    def checked(params: PyTree, example: PyTree) -> Any:
-        value = loss(params, example)
-        check_scalar(value)
-        return value
-
     check_trainable(params)
     try:
-        program = jax.make_jaxpr(jax.grad(checked))(params, example).jaxpr
+        program, value = jax.make_jaxpr(loss, return_shape=True)(params, example)
+        check_scalar(value)
     except Exception as error:
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
         error.add_note(
@@ -264,6 +260,36 @@ def tell_of_idle(loss: LossFn, params: PyTree, example: PyTree) -> None:
             "a batch axis. If the loss needs anything else, it must close over it."
         )
         raise
+    return program
+
+
+def tell_of_constants(loss: ClosedJaxpr, examples: int) -> None:
+    """Warns about a constant of the loss that has a row for each example of the data."""
+    # A warning, since frozen weights may have this length by chance.
+    if shape := closed_over(loss, examples):
+        logging.warning(
+            "dpsgd: the loss closes over an array of shape %s, one row for each of the %d "
+            "examples. If these are the data, each loss sees all examples, and clipping bounds "
+            "nothing: give them as data. If they are fixed weights, all is well.",
+            shape,
+            examples,
+        )
+
+
+def tell_of_idle(loss: ClosedJaxpr, params: PyTree) -> None:
+    """Warns about leaves without a gradient, which receive noise like all others.
+
+    Args:
+      loss: The program of the loss, from `traced_loss`.
+      params: Parameters.
+    """
+    count = len(jax.tree.leaves(params))
+
+    def value(moved: list[Any], still: list[Any]) -> Any:
+        return jaxpr_as_fun(loss)(*moved, *still)[0]
+
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in loss.jaxpr.invars]
+    program = jax.make_jaxpr(jax.grad(value))(inputs[:count], inputs[count:]).jaxpr
     # JAX instantiates a symbolic zero gradient as a broadcast literal 0 in the traced program.
     zeros = [
         equation.outvars[0]

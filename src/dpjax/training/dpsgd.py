@@ -20,7 +20,8 @@ from jaxtyping import Array, Int
 from dpjax import ledger, schedules, trees
 from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
-from dpjax.gradients.clipped_grad import check_sizes
+from dpjax.gradients.clipped_grad import check_rule, check_sizes
+from dpjax.gradients.loss_checks import require_one_example
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.seals import require_one_sum
@@ -31,7 +32,9 @@ from dpjax.training.checks import (
     check_schedule,
     check_state,
     check_step,
+    tell_of_constants,
     tell_of_idle,
+    traced_loss,
     whole,
 )
 from dpjax.training.in_memory import bound_to, in_memory
@@ -163,6 +166,7 @@ def assemble(
     mechanism, name = recipe.mechanism, identity["algorithm"]
     check_draw(mechanism.sampling)
     check_sizes(name, microbatch_size=recipe.microbatch_size)
+    check_rule(mechanism.clipping)
     stream = isinstance(data, Stream)
     # Shapes alone: nothing is read from a stream before the first step but its first row.
     row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
@@ -171,7 +175,13 @@ def assemble(
     def init(key: Key, params: PyTree) -> State:
         trees.check_key(key, f"{name}: init")
         trees.check_params(params)
-        tell_of_idle(bound_to(recipe, shared).loss, params, example_of(recipe, row))
+        loss = traced_loss(bound_to(recipe, shared).loss, params, example_of(recipe, row))
+        tell_of_idle(loss, params)
+        # A client's loss closes over all clients, and draws its order from the key of the round;
+        # `dpjax.federated` checks the loss of an example.
+        if shared is None:
+            require_one_example(loss.jaxpr, f"{name}: the loss")
+            tell_of_constants(loss, mechanism.sampling.examples)
         optimizer = recipe.optimizer.init(trees.widened(params))
         check_optimizer(recipe.optimizer, optimizer, params)
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)

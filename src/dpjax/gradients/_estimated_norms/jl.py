@@ -129,6 +129,14 @@ def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
             "estimated in forward mode. Define the derivative with jax.custom_jvp; or clip by "
             "exact norms (clipping.flat)."
         )
+    # A solver that stops early is not linear, and forwards it stops elsewhere than backwards: the
+    # estimate would be the norm of another vector than the one that is summed.
+    if any(e.primitive.name == "custom_linear_solve" for e in equations(program)):
+        raise TypeError(
+            "clipping.jl: the loss solves a linear system (custom_linear_solve, as in "
+            "jax.scipy.sparse.linalg.cg), and norms are estimated in forward mode, by another "
+            "solve than the gradient's. Clip by exact norms (clipping.flat), or unroll the solver."
+        )
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
     for dtype in (*dtypes, *_computed(program)):
         if jnp.issubdtype(dtype, jnp.floating) and trees.wide(dtype) != dtype:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss is read before it is believed: primitives through which examples could see each other.
+
+The guarantee rests on one sentence: the loss of an example is a function of this example and of the
+parameters. The loss is evaluated for a whole microbatch by `jax.vmap`, and a few primitives do
+something else there than they do for one example. `require_one_example` finds them in the traced
+program, and refuses them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from dpjax._jaxpr import VOUCHED, inner_programs
+
+_HOST = "calls the host, which may keep what it saw of other examples or see the whole batch"
+_DEVICES = "reads the examples of other devices"
+# What a primitive could do to the other examples of a batch.
+_COULD: dict[str, str] = {
+    "custom_vmap_call": "has a batching rule of its own, which sees the whole batch",
+    "pure_callback": _HOST,
+    "io_callback": _HOST,
+    "ffi_call": "calls foreign code, which JAX may batch by handing it all examples",
+    "rng_bit_generator": "is batched by the key of the first example alone",
+    "rng_uniform": "draws for the whole batch, from no key",
+    **dict.fromkeys(
+        ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter"), _DEVICES
+    ),
+}
+# JAX's own name of the keys of threefry. Other generators draw for a whole batch by its first key.
+_THREEFRY = "key<fry>"
+
+
+def require_one_example(program: Jaxpr, name: str) -> None:
+    """Refuses a program in which one example could see another.
+
+    Args:
+      program: The traced loss of one example, or the traced wish of a rule.
+      name: How errors call it.
+
+    Raises:
+      ValueError: It holds one of the primitives of the table.
+    """
+    for equation in _not_vouched(program):
+        primitive = equation.primitive.name
+        why = _COULD.get(primitive.removesuffix("_invariant"))
+        kinds = [getattr(variable.aval, "dtype", None) for variable in equation.invars]
+        if primitive == "random_bits" and str(kinds[0]) != _THREEFRY:
+            why = "draws from a key of another generator than threefry, by the first example's key"
+        if why:
+            raise ValueError(
+                f"{name}: its program holds {primitive}, which {why}; expected a function of one "
+                "example. Clipping could then not bound what one example moves. Usually a host "
+                "callback or a custom_vmap came with a library, or keys are of rbg: make them by "
+                "jax.random.key(seed, impl='threefry2x32'). If the function treats each example "
+                "alone whatever batch it is given, wrap it: dpjax.losses.vouched(function)."
+            )
+
+
+def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:
+    """The shape of a constant that has a row for each example of the data, if there is one.
+
+    Args:
+      program: The traced loss.
+      examples: The number of examples in the data set.
+    """
+    shapes = (getattr(constant, "shape", ()) for constant in _constants(program))
+    # A single row would match every scalar that was given an axis.
+    return next((shape for shape in shapes if examples > 1 and shape[:1] == (examples,)), None)
+
+
+def _not_vouched(program: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations, without the insides of functions whose author vouches for them."""
+    for equation in program.eqns:
+        yield equation
+        if equation.params.get("name") != VOUCHED:
+            for inner in inner_programs(equation):
+                yield from _not_vouched(inner)
+
+
+def _constants(part: Any) -> Iterator[Any]:
+    """The constants of a program and of its inner programs."""
+    if isinstance(part, ClosedJaxpr):
+        yield from part.consts
+        part = part.jaxpr
+    if isinstance(part, Jaxpr):
+        for equation in part.eqns:
+            for value in equation.params.values():
+                for inner in value if isinstance(value, tuple | list) else [value]:
+                    yield from _constants(inner)

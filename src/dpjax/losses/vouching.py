@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vouched`: lets a function into a loss that dpjax cannot read, on its author's word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from dpjax._jaxpr import VOUCHED
+
+
+def vouched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function as one of a single example, so that a loss may call it.
+
+    dpjax refuses losses with host callbacks, batching rules of their own, foreign code or
+    collectives, because it cannot see whether they mix the examples of a batch. This function is
+    for the ones that do not.
+
+    Args:
+      function: The function, of one example. You vouch that its result follows from its
+        arguments alone: under `jax.vmap` row by row, without a memory of earlier calls.
+
+    Returns:
+      The same function, which dpjax does not read.
+
+    Privacy:
+      If your word is wrong, one example moves the sum by any amount, and epsilon does not hold.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax.numpy as jnp
+      >>> def on_host(x):
+      ...     shape = jax.ShapeDtypeStruct((), jnp.float32)
+      ...     return jax.pure_callback(np.float32, shape, x, vmap_method="sequential")
+      >>> loss = lambda w, x: w * jax.lax.stop_gradient(vouched(on_host)(x))
+    """
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options)
+
+    # The name of the jitted function stands in the program of the loss, where it is looked for.
+    call.__name__ = call.__qualname__ = VOUCHED
+    return jax.jit(call)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses through which examples could see each other are refused by name, and others are not."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from mutation import kills
+
+import dpjax
+from dpjax import clipping, federated, losses, sampling
+from dpjax.types import Clipping, Partition
+
+X = jnp.ones((4, 3))
+W = jnp.ones(3)
+ONE = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+@jax.custom_batching.custom_vmap
+def centred(x):
+    return x
+
+
+@centred.def_vmap
+def _(size, batched, x):
+    return x - x.mean(axis=0), True
+
+
+def hosted(x, method="broadcast_all"):
+    return jax.pure_callback(lambda x: np.asarray(x), ONE, x, vmap_method=method)
+
+
+def remembered(x):
+    return jax.experimental.io_callback(lambda x: np.asarray(x), ONE, x)
+
+
+def drawn(x):
+    return jax.random.normal(jax.random.key(0, impl="rbg"), (3,))
+
+
+def bits(x):
+    return jax.lax.rng_uniform(0.0, 1.0, (3,))
+
+
+SEEN = {
+    "custom_vmap": (centred, "custom_vmap_call, which has a batching rule"),
+    "pure_callback": (hosted, "pure_callback, which calls the host"),
+    "sequential": (lambda x: hosted(x, "sequential"), "pure_callback, which calls the host"),
+    "io_callback": (remembered, "io_callback, which calls the host"),
+    "rbg": (drawn, "random_bits, which draws from a key of another generator"),
+    "rng_uniform": (bits, "rng_uniform, which draws for the whole batch"),
+    "in a jitted function": (jax.jit(centred), "custom_vmap_call"),
+    "in a scan": (lambda x: jax.lax.scan(lambda c, _: (centred(c), 0), x, None, 2)[0], "custom_vm"),
+    "in a branch": (lambda x: jax.lax.cond(x[0] > 0, centred, lambda x: x, x), "custom_vmap"),
+}
+
+
+def loss_of(function):
+    return lambda w, x: jnp.sum(w * jax.lax.stop_gradient(function(x)))
+
+
+def mechanism(rule=None, examples=4, **options):
+    rule = clipping.flat(1.0) if rule is None else rule
+    sampler = sampling.full(examples)
+    return dpjax.Mechanism(
+        sampling=sampler, clipping=rule, noise_multiplier=1.0, steps=3, **options
+    )
+
+
+def run(loss, data=X, rule=None):
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism(rule, len(data)), data)
+    return algorithm.step(algorithm.init(jax.random.key(0), W))
+
+
+@kills(
+    "gradients/loss_checks.py", "yield from _not_vouched(inner)", "yield from ()", case="in a scan"
+)
+@kills("gradients/loss_checks.py", "!= _THREEFRY", '== ""', case="rbg")
+@pytest.mark.parametrize("name", SEEN)
+def test_losses_that_could_mix_examples_are_refused(name):
+    function, message = SEEN[name]
+    with pytest.raises(ValueError, match=message):
+        dpjax.clipped_grad(loss_of(function), clipping.flat(1.0))(W, X)
+    with pytest.raises(ValueError, match=message):
+        run(loss_of(function))
+
+
+def test_clients_losses_are_read_too():
+    clients = federated.Clients.of([np.ones((2, 3), np.float32)] * 4)
+    algorithm = federated.fedsgd(
+        loss_of(centred), optax.sgd(1.0), mechanism(unit="client"), clients
+    )
+    with pytest.raises(ValueError, match="custom_vmap_call"):
+        algorithm.init(jax.random.key(0), W)
+    honest = federated.fedsgd(
+        lambda w, x: jnp.sum(w * x), optax.sgd(1.0), mechanism(unit="client"), clients
+    )
+    # The order of a client's rows comes from the key of the run, of whichever generator.
+    honest.step(honest.init(jax.random.key(0, impl="rbg"), W))
+
+
+def test_collectives_are_refused():
+    def loss(w, x):
+        return jnp.sum(w * jax.lax.pmean(x, "d"))
+
+    def mapped(x):
+        return dpjax.clipped_grad(loss, clipping.flat(1.0))(W, x).value
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    cut = jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    with pytest.raises(ValueError, match="psum, which reads the examples of other devices"):
+        cut(X)
+
+
+@kills("gradients/loss_checks.py", 'equation.params.get("name") != VOUCHED', "True")
+def test_a_vouched_function_is_not_read():
+    vouched = losses.vouched(lambda x: hosted(x, "sequential"))
+    plain = dpjax.clipped_grad(loss_of(lambda x: x), clipping.flat(1.0))(W, X)
+    for engine in ("vmap", "ghost"):
+        found = dpjax.clipped_grad(loss_of(vouched), clipping.flat(1.0), engine)(W, X)
+        np.testing.assert_allclose(found.value, plain.value, rtol=1e-6)
+    run(loss_of(vouched))
+
+
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x, key):
+        x = nn.LayerNorm()(nn.Dense(4)(x))
+        return nn.Dropout(0.5, deterministic=False)(x, rng=key).sum()
+
+
+def dropping(w, x):
+    params = {"Dense_0": {"kernel": jnp.outer(w, jnp.ones(4)), "bias": jnp.zeros(4)}}
+    params["LayerNorm_0"] = {"scale": jnp.ones(4), "bias": jnp.zeros(4)}
+    return Dropping().apply({"params": params}, x, jax.random.key(3))
+
+
+def printing(w, x):
+    jax.debug.print("{}", x.sum())
+    return jnp.sum(w * x)
+
+
+HONEST = {
+    "linear algebra": lambda w, x: jnp.linalg.norm(
+        jnp.linalg.solve(jnp.eye(3) + jnp.outer(x, x), w)
+    ),
+    "solver": lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: 2 * v, w * x)[0].sum(),
+    "attention": lambda w, x: jax.nn.dot_product_attention(
+        *[(w * x).reshape(1, 3, 1, 1)] * 3
+    ).sum(),
+    "categorical": lambda w, x: jnp.sum(w) * jax.random.categorical(jax.random.key(1), x),
+    "gelu": lambda w, x: jax.nn.gelu(jax.nn.logsumexp(w * x)),
+    "dropout": dropping,
+    "optax loss": lambda w, x: optax.softmax_cross_entropy(w * x, jax.nn.softmax(x)),
+    "print": printing,
+    "fft": lambda w, x: jnp.abs(jnp.fft.fft(w * x)).sum(),
+    "special": lambda w, x: jax.scipy.special.gammaln(1 + (w * x) ** 2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_losses_pass(name):
+    dpjax.clipped_grad(HONEST[name], clipping.flat(1.0))(W, X)
+
+
+def test_a_rule_that_calls_the_host_is_refused():
+    def factors(norms):
+        shape = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        return jax.pure_callback(np.asarray, shape, norms, vmap_method="broadcast_all")
+
+    rule = Clipping(Partition(("all",), lambda tree: (0,)), (1.0,), factors)
+    with pytest.raises(ValueError, match="custom: factors: its program holds pure_callback"):
+        dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), rule)
+    with pytest.raises(ValueError, match="pure_callback"):
+        run(lambda w, x: jnp.sum(w * x), rule=rule)
+
+
+@kills("losses/augmentation.py", '!= "threefry2x32"', '== ""')
+def test_augmentation_by_rbg_draws_for_each_example():
+    def total(rows):
+        loss = losses.augmented(
+            lambda w, e: jnp.sum(w * e[0]),
+            lambda key, x: jnp.where(jax.random.bernoulli(key), x, -x),
+            views=1,
+            key=jax.random.key(3, impl="rbg"),
+        )
+        data = (jnp.ones((len(rows), 6)), jnp.zeros(len(rows), jnp.int32), rows)
+        return np.asarray(dpjax.clipped_grad(loss, clipping.flat(1.0))(jnp.ones(6), data).value)
+
+    rows = jnp.arange(16)
+    assert np.linalg.norm(total(rows) - total(rows[1:])) <= 1 + 1e-5
+
+
+def test_estimated_norms_refuse_a_solver():
+    def loss(p, x):
+        return jax.scipy.sparse.linalg.cg(lambda v: 2 * v, p * x, maxiter=5)[0].sum()
+
+    with pytest.raises(TypeError, match="solves a linear system"):
+        dpjax.clipped_grad(loss, clipping.jl(1.0, 5))(W, X, key=jax.random.key(0))
+
+
+@kills("gradients/loss_checks.py", "shape[:1] == (examples,)", "shape[:1] == ()")
+def test_a_loss_that_closes_over_the_data_is_told(caplog):
+    inputs = jnp.arange(21.0).reshape(7, 3)
+    with caplog.at_level("WARNING"):
+        run(lambda w, i: jnp.sum(w * (inputs[i] - inputs.mean(axis=0))), jnp.arange(7))
+    assert "closes over an array of shape (7, 3), one row for each of the 7" in caplog.text
+    caplog.clear()
+    frozen = jnp.ones((3, 3))
+    with caplog.at_level("WARNING"):
+        run(lambda w, x: jnp.sum(frozen @ (w * x)))
+    assert "closes over" not in caplog.text
