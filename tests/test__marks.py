@@ -9,7 +9,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, noise, sampling, trees
+from dpjax import clipping, noise, sampling, testing, trees
 from dpjax.types import Partition
 
 RULE = clipping.flat(1.0)
@@ -70,7 +70,9 @@ def updated(links, jitted):
     "if not same:",
     case="False-another bound",
 )
-@kills("_marks.py", "or not same:", "or False:", case="True-equal bounds of other groups")
+@kills(
+    "_marks.py", "or not same:", "or False:", case="True-equal bounds of other groups", slow=True
+)
 @kills(
     "_marks.py",
     "whole = len(found) == len(leaves) and",
@@ -83,6 +85,7 @@ def updated(links, jitted):
     "if not whole or found[0].leaves != len(leaves):",
     "if not whole:",
     case="False-masked noise",
+    slow=True,
 )
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("jitted", [False, True])
@@ -212,6 +215,86 @@ def test_a_state_that_was_reset_by_zeros_releases_nothing(name):
         chain.update(GRADIENTS, reset, PARAMS)
     updates, _ = jax.jit(chain.update)(GRADIENTS, reset, PARAMS)
     assert all(np.all(np.isnan(x)) for x in jax.tree.leaves(updates))
+
+
+# --- the whole chain, measured -----------------------------------------------------------------
+
+OPTIMIZERS = [
+    "adabelief",
+    "adadelta",
+    "adagrad",
+    "adafactor",
+    "adam",
+    "adamax",
+    "adamaxw",
+    "adamw",
+    "adan",
+    "amsgrad",
+    "fromage",
+    "lamb",
+    "lars",
+    "lion",
+    "nadam",
+    "nadamw",
+    "novograd",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sgd",
+    "sign_sgd",
+    "sm3",
+    "yogi",
+]
+
+
+def optimizer_named(name):
+    make = getattr(optax, name)
+    return make() if name == "adafactor" else make(learning_rate=0.1)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(2), clipping=RULE, noise_multiplier=1.3, steps=5
+    )
+    chain = optax.chain(mechanism.private(jax.random.key(0)), optimizer_named(name))
+    testing.assert_private(chain, {"a": jnp.ones(3), "b": jnp.ones((2, 2))}, steps=2)
+
+
+@kills("noise/link.py", "np.sum(each**-2.0) ** -0.5", "np.sum(each**2.0) ** 0.5", case="groups")
+@pytest.mark.parametrize("name", ["groups", "schedule", "secret"])
+def test_multipliers_of_all_kinds_are_measured(name):
+    rule, multiplier, key = RULE, 1.3, jax.random.key(0)
+    if name == "groups":
+        rule, multiplier = clipping.per_group((0.5, 2.0), groups=2), (1.0, 3.0)
+    if name == "schedule":
+        multiplier = dpjax.schedules.table([1.0, 2.0, 3.0])
+    if name == "secret":
+        key = noise.secret_key()
+    chain = optax.chain(clip(rule), noise.gaussian(multiplier, rule, key=key))
+    testing.assert_private(chain, PARAMS)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_chains_break_the_law(name):
+    links, _ = WRONG[name]
+    with pytest.raises(testing.LawBroken, match="refuses to run"):
+        testing.assert_private(optax.chain(*links), PARAMS)
+
+
+@kills("testing.py", "if len(found) != steps:", "if False:", case="bare")
+@kills("testing.py", "if not abs(ratio - 1) <= tolerance:", "if False:", case="trusted")
+@pytest.mark.parametrize("name", ["bare", "trusted"])
+def test_what_the_links_cannot_see_is_measured(name):
+    """A user may vouch for a sum that the rule does not bound."""
+    tenfold = optax.stateless(
+        lambda s, _: clipping.trusted_sum(jax.tree.map(lambda x: 10 * x, s), RULE)
+    )
+    links = {"bare": [clip()], "trusted": [clip(), tenfold, noised()]}[name]
+    message = {"bare": "0 times in 3 steps", "trusted": "moves the release by 10 times"}[name]
+    with pytest.raises(testing.LawBroken, match=message):
+        testing.assert_private(optax.chain(*links), PARAMS)
 
 
 # --- partitions and sums ----------------------------------------------------------------------

@@ -382,6 +382,7 @@ def test_a_rule_of_ones_own_sees_one_example_at_a_time(wish):
     "types.py",
     "self.factors.wish if isinstance(self.factors, _Held) else self.factors",
     "self.factors",
+    slow=True,
 )
 def test_a_rule_with_other_bounds_keeps_its_wish():
     other = dataclasses.replace(clipping.flat(1.0), bounds=(4.0,))

@@ -67,6 +67,7 @@ def test_the_figure_has_a_line_for_each_group_and_a_band_where_runs_repeat(compa
     assert compared[0].with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_page_says_what_choosing_costs(compared):
     words = text(parsed(compared[0]).find(".//header"))
     assert "looking at private data" in words

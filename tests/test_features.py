@@ -274,6 +274,7 @@ def queries(x, normalization, monkeypatch):
     "factors = rule.factors(trees.group_norms(rows, (0,), 1))",
     "factors = jnp.ones((len(rows), 1))",
     case="10000.0",
+    slow=True,
 )
 @kills(
     "features/normalization.py",

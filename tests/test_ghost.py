@@ -510,6 +510,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "(x + inputs * tiny) * (g + outputs * tiny)",
     "(x + inputs * tiny)",
     case="transposed view",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",

@@ -204,6 +204,7 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
     "trips = -(-count // size)",
     "trips = max(1, count // size)",
     case="flat-one group",
+    slow=True,
 )
 @kills(
     "gradients/batching.py",

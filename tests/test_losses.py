@@ -402,7 +402,7 @@ def test_a_linear_model_has_no_penalty():
     assert values[0] == values[1]
 
 
-@kills("losses/modules.py", 'mutable=["preactivations"]', "mutable=True")
+@kills("losses/modules.py", 'mutable=["preactivations"]', "mutable=True", slow=True)
 def test_batch_statistics_are_refused_with_a_penalty_too():
     shapes = jax.eval_shape(lambda x: Normalised().init(KEY, x, average=True), np.zeros(5))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes["params"])

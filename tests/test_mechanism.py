@@ -121,6 +121,7 @@ def test_a_narrow_schedule_rounds_no_noise_away(narrow):
     "accounting/events.py",
     "precision = sum(z**-2 for z in zs)",
     "precision = max(z**-2 for z in zs)",
+    slow=True,
 )
 def test_group_multipliers_are_joined_before_sampling():
     """k groups share one sample: the joint multiplier is amplified, not each group's."""

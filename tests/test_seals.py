@@ -72,7 +72,13 @@ AGAIN = {
 }
 
 
-@kills("training/dpsgd.py", "require_one_sum(key, first, sums.seal, name)", "pass", case="loss")
+@kills(
+    "training/dpsgd.py",
+    "require_one_sum(key, first, sums.seal, name)",
+    "pass",
+    case="loss",
+    slow=True,
+)
 @kills(
     "mechanism/description.py",
     "scales = [*self.deviations(step), self.count_multiplier]",
@@ -192,7 +198,10 @@ def rows(data):
 
 @kills("training/runner.py", "seals.remember(self.state.key, 0, folder.seals())", "pass", slow=True)
 @kills(
-    "training/runner.py", "self.folder.seal(seals.remembered(self.state.key, self.done))", "pass"
+    "training/runner.py",
+    "self.folder.seal(seals.remembered(self.state.key, self.done))",
+    "pass",
+    slow=True,
 )
 def test_a_row_of_a_stream_that_changed_is_refused(tmp_path, monkeypatch):
     """The fingerprint of a stream reads 16 rows; the seals know all rows that were read."""
@@ -206,7 +215,9 @@ def test_a_row_of_a_stream_that_changed_is_refused(tmp_path, monkeypatch):
     assert died(tmp_path, make(data=rows(DATA)), after=None)[0].ledger.steps == 6
 
 
-@kills("training/run_folder.py", "min(len(data) // 8, self.furthest())", "len(data) // 8")
+@kills(
+    "training/run_folder.py", "min(len(data) // 8, self.furthest())", "len(data) // 8", slow=True
+)
 def test_steps_that_were_not_released_may_run_otherwise(tmp_path, monkeypatch):
     """A run may die between two evaluations: the last steps ran, and no one saw them."""
     died(tmp_path, make(), after=2)

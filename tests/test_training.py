@@ -679,7 +679,9 @@ def test_two_fits_draw_different_batches():
 @kills(
     "training/dpsgd.py", "mechanism, budget, steps=count)", "mechanism, budget, steps=1)", slow=True
 )
-@kills("training/step.py", "        step=state.step + 1,\n", "        step=state.step,\n")
+@kills(
+    "training/step.py", "        step=state.step + 1,\n", "        step=state.step,\n", slow=True
+)
 def test_many_steps_at_once_are_the_same_steps():
     one, many = make(batch=25), make(batch=25)
     state, losses = start(one), []

@@ -20,12 +20,14 @@ import optax
 
 from dpjax import clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
+from dpjax.noise import seals
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = [
     "LawBroken",
     "assert_engines_agree",
     "assert_noise",
+    "assert_private",
     "assert_sensitivity",
     "influence",
 ]
@@ -174,6 +176,81 @@ def assert_noise(
             f"the noise has standard deviation {found:.6g}, expected {deviation:.6g} "
             f"(off by {found / max(deviation, 1e-30) - 1:+.2%})."
         )
+
+
+def assert_private(
+    chain: optax.GradientTransformation,
+    params: PyTree,
+    *,
+    canary: PyTree | None = None,
+    steps: int = 3,
+    tolerance: float = 0.02,
+) -> None:
+    r"""Raises unless one example tells as much about a chain's releases as its multiplier says.
+
+    The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
+    link releases $s + \Sigma^{1/2} z$, and one example moves it by
+    $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
+    $\mu = 1 / m$. The links behind the noise are post-processing and may be any.
+
+    | chain | result |
+    |---|---|
+    | refuses to run, as with a link between clipping and noise | `LawBroken` |
+    | releases without noise, or with noise twice | `LawBroken` |
+    | noise for another bound | `LawBroken`, with the measured ratio |
+
+    Args:
+      chain: From per-example gradients ``(batch, ...)`` to updates, such as
+        ``optax.chain(mechanism.private(key), optax.adam(1e-3))``.
+      params: Parameters.
+      canary: The gradient of the example, without batch axis; by default far longer than any bound.
+        A rule that drops long gradients needs one that just reaches its bound.
+      steps: How many steps run.
+      tolerance: The largest relative distance of $\mu m$ from 1.
+
+    Example:
+      >>> import dpjax
+      >>> rule = dpjax.clipping.flat(1.0)
+      >>> link = dpjax.noise.gaussian(1.3, rule, key=jax.random.key(0))
+      >>> chain = optax.chain(dpjax.clip_and_sum(rule), link, optax.scale_by_adam())
+      >>> assert_private(chain, {"w": jnp.zeros(5)})
+    """
+    if canary is None:
+        canary = jax.tree.map(lambda p: jnp.full(jnp.shape(p), 1e6, jnp.float32), params)
+    with_it, without = (_releases(chain, params, canary, here, steps) for here in (1.0, 0.0))
+    for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
+        pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            moved = [
+                np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
+                for (a, b), deviation in zip(pairs, one.deviations, strict=True)
+            ]
+        ratio = float(np.linalg.norm(moved)) * float(one.multiplier)
+        if not abs(ratio - 1) <= tolerance:
+            raise LawBroken(
+                f"at step {step} one example moves the release by {ratio:.4g} times what the "
+                f"multiplier {float(one.multiplier):.4g} says; expected 1. Above 1 epsilon does "
+                "not hold, below 1 noise is wasted, or the canary does not reach the bound."
+            )
+
+
+def _releases(
+    chain: optax.GradientTransformation, params: PyTree, canary: PyTree, here: float, steps: int
+) -> list[seals.Release]:
+    """What the noise link of a chain releases on a batch of zeros and, if ``here``, the canary."""
+    batch = jax.tree.map(lambda c: jnp.stack([c * here, jnp.zeros_like(c)]), canary)
+    with seals.watched() as found:
+        try:
+            state = chain.init(params)
+            for _ in range(steps):
+                _, state = chain.update(batch, state, params)
+        except ValueError as error:
+            raise LawBroken(f"the chain refuses to run: {error}") from error
+    if len(found) != steps:
+        raise LawBroken(
+            f"the chain added noise {len(found)} times in {steps} steps; expected once a step."
+        )
+    return found
 
 
 def _vector(tree: PyTree) -> np.ndarray:

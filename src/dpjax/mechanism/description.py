@@ -30,8 +30,8 @@ from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, checked_queries, steps_event
-from dpjax.noise.link import add_noise, is_zero, not_reset, one_run
-from dpjax.noise.seals import require_one_sum_if_concrete, seal
+from dpjax.noise.link import add_noise, effective, is_zero, not_reset, one_run
+from dpjax.noise.seals import Release, seal, seal_outside_jit
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
@@ -342,8 +342,11 @@ class Mechanism:
             updates = require_clipped_sum(updates, self.clipping, name, plain=True)
             updates = one_run(updates, state.key)
             scale = getattr(state, "scale", None)
-            sealed = self._sealed(updates, state.step, below)
-            require_one_sum_if_concrete(state.key, state.step, sealed, name)
+            each = noise.standard_deviations(self.gradient_multiplier, self.clipping, state.step)
+            each = [each[group] for group in self.clipping.partition.assign(updates)]
+            multiplier = effective(self.gradient_multiplier, state.step)
+            release = Release(updates, each, multiplier, (below, self.count_multiplier))
+            seal_outside_jit(state.key, state.step, release, name)
             mean, scale = self.private_mean(
                 updates, state.key, state.step, bound_scale=scale, below=below
             )
@@ -365,15 +368,12 @@ class Mechanism:
           step: The number of the step.
           below: The count that an adapted bound follows.
         """
-        return seal(self._sealed(total, step, below))
-
-    def _sealed(self, total: PyTree, step: Any, below: Any) -> PyTree:
         # With the scales: two releases of one sum, with one noise at two scales, can be solved
         # for the sum.
         scales = [*self.deviations(step), self.count_multiplier]
         if below is not None:
             scales.append(below)
-        return total, [jnp.asarray(x, jnp.float32) for x in scales]
+        return seal((total, [jnp.asarray(x, jnp.float32) for x in scales]))
 
     def private(self, key: Key) -> optax.GradientTransformation:
         """The Optax link from per-example gradients to a private mean: the whole private part.

@@ -26,7 +26,7 @@ from jaxtyping import Array, Int
 from dpjax import trees
 from dpjax._marks import require_clipped_sum
 from dpjax.noise.normal import standard_normal
-from dpjax.noise.seals import require_one_sum_if_concrete
+from dpjax.noise.seals import Release, seal_outside_jit
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
 
@@ -107,12 +107,21 @@ def gaussian(
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         sound = not_reset(state.key, key_of_zeros, "noise.gaussian")
         deviations = [x * sound for x in deviations]
-        sealed = updates, [jnp.asarray(x, jnp.float32) for x in deviations]
-        require_one_sum_if_concrete(state.key, state.step, sealed, "noise.gaussian")
+        each = [deviations[group] for group in rule.partition.assign(updates)]
+        release = Release(updates, each, effective(noise_multiplier, state.step))
+        seal_outside_jit(state.key, state.step, release, "noise.gaussian")
         noisy = add_noise(updates, rule.partition, deviations, state.key, state.step)
         return noisy, GaussianState(state.key, state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def effective(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
+    """The multiplier of one Gaussian that is worth the multipliers of all groups together."""
+    if callable(noise_multiplier):
+        return noise_multiplier(step)
+    each = np.ravel(noise_multiplier)
+    return float(np.sum(each**-2.0) ** -0.5) if np.all(each > 0) else 0.0
 
 
 def one_run(total: PyTree, key: Key) -> PyTree:
