@@ -51,7 +51,14 @@ WRONG = {
     "no clipping": ([plain_sum(), noised()], "no clip_and_sum"),
     "noise first": ([noised(), clip()], "no clip_and_sum"),
     "noise twice": ([clip(), noised(), noised(seed=1)], "stands between"),
-    "masked noise": ([clip(), optax.masked(noised(), {"a": True, "b": False})], "not the others"),
+    "masked noise": (
+        [clip(), optax.masked(noised(), {"a": True, "b": False})],
+        "1 of the 2 leaves",
+    ),
+    "one leaf scaled": (
+        [clip(), optax.masked(optax.scale(10.0), {"a": True, "b": False}), noised()],
+        "1 of the 2 leaves",
+    ),
     "masked clipping": ([optax.masked(clip(), {"a": True, "b": False}), noised()], "are masked"),
     "MultiSteps between": ([clip(), optax.MultiSteps(noised(), 2)], "stands between"),
 }
@@ -77,7 +84,7 @@ def updated(links, jitted):
     "_marks.py",
     "whole = len(found) == len(leaves) and",
     "whole = bool(found) and",
-    case="False-scale between",
+    case="False-one leaf scaled",
     slow=True,
 )
 @kills(

@@ -125,8 +125,8 @@ def influences(sum_of, examples):
 @pytest.mark.sample(2)
 @kills(
     "training/step.py",
-    "        scaled,\n        rule,\n",
-    '        scaled,\n        __import__("dpjax").clipping.flat(jnp.inf),\n',
+    "partial(clipped_sum, scaled, rule,",
+    'partial(clipped_sum, scaled, __import__("dpjax").clipping.flat(jnp.inf),',
     case="flat-False",
     slow=True,
 )
@@ -488,8 +488,9 @@ def test_parameters_in_half_precision_do_not_lose_small_steps():
 @pytest.mark.sample(1)
 @kills(
     "training/step.py",
-    "        part.value,\n",
-    "        part.value + jax.random.normal(jax.random.key(rows[0][0]), part.value.shape),\n",
+    "        gradients,\n        lost,\n",
+    "        gradients + jax.random.normal(jax.random.key(rows[0][0]), gradients.shape),\n"
+    "        lost,\n",
     case="7",
     slow=True,
 )

@@ -238,8 +238,8 @@ def test_weights_are_held_to_one():
 @pytest.mark.sample(3)
 @kills(
     "gradients/batching.py",
-    "jax.lax.scan(body, start, folded)",
-    "jax.lax.scan(body, trees.zeros_wide(start), folded)",
+    "jax.lax.scan(body, (start, lost), folded)",
+    "jax.lax.scan(body, (trees.zeros_wide(start), lost), folded)",
     slow=True,
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)

@@ -28,6 +28,12 @@ def test_there_are_enough_and_no_two_alike():
     assert len({m[1:] for m in MUTANTS}) == len(MUTANTS)
 
 
+def test_each_line_to_edit_stands_once():
+    """Slow mutants too: a change of their line must be noticed where it is made."""
+    lost = [m.name for m in MUTANTS if (SOURCES / m.file).read_text().count(m.before) != 1]
+    assert not lost
+
+
 @pytest.fixture(scope="module")
 def judge():
     with mutation_server.Server() as server:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
 from dpjax.types import ClippedSum, Clipping, PyTree
@@ -80,7 +79,7 @@ def require_clipped_sum(
         return jax.tree.map(lambda x: jnp.where(empty, x, jnp.nan), updates)
     whole = len(found) == len(leaves) and len({id(entry.total) for entry in found}) == 1
     if not whole or found[0].leaves != len(leaves):
-        raise ValueError(f"{name}: {_broken(updates, found, leaves)}")
+        raise ValueError(f"{name}: {_broken(found, leaves)}")
     clipped = found[0].rule
     same = clipped.partition.assign(updates) == rule.partition.assign(updates)
     if clipped.bounds != rule.bounds or not same:
@@ -98,18 +97,14 @@ def _found(leaf: Any) -> _Mark | None:
     return entry if entry is not None and entry.array() is leaf else None
 
 
-def _broken(updates: Any, found: list[_Mark], leaves: list[Any]) -> str:
+def _broken(found: list[_Mark], leaves: list[Any]) -> str:
     """What is wrong with a tree that is not one whole clipped sum."""
-    masked = [
-        node
-        for node in jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-        if isinstance(node, optax.MaskedNode)
-    ]
-    if masked or 0 < len(found) < (found[0].leaves if found else 0):
+    if found:
         return (
-            f"received {len(leaves)} leaves of a clipped sum and not the others; the others would "
-            "be released without noise. Usually optax.masked or optax.multi_transform stands "
-            "around the noise: put it behind the noise, where it freezes leaves without harm."
+            f"received {len(found)} of the {found[0].leaves} leaves of a clipped sum, in a tree of "
+            f"{len(leaves)}; the others would be released without noise, or with noise of the "
+            "wrong scale. Usually optax.masked or optax.multi_transform stands around the noise or "
+            "in front of it: put it behind the noise, where it freezes leaves without harm."
         )
     return (
         "received a tree that is not the clipped sum of clip_and_sum or clipped_grad. The bound "
