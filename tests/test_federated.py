@@ -507,9 +507,7 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
 
 
 @pytest.mark.sample(1)
-@kills(
-    "federated/fedavg.py", '**{**extra, "bound_scale": scale}', "**extra", case="10.0", slow=True
-)
+@kills("federated/fedavg.py", "**extra_arguments(server, scale)", "**{}", case="10.0", slow=True)
 @pytest.mark.parametrize("total", [None, 10.0])
 @pytest.mark.slow
 def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(total):

@@ -496,8 +496,8 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 )
 @kills(
     "training/step.py",
-    "        mean, state.optimizer,",
-    "        jax.tree.map(lambda x: x * "
+    "recipe.optimizer.update(mean, state.optimizer,",
+    "recipe.optimizer.update(jax.tree.map(lambda x: x * "
     "recipe.mechanism.batch_size / sums.examples, mean), state.optimizer,",
     case="3-poisson",
     slow=True,

@@ -407,10 +407,27 @@ def test_an_optimizer_that_looks_at_the_loss_is_told_that_there_is_none(optimize
         algorithm.step(start(algorithm))
 
 
-def test_an_optimizer_that_promises_to_take_more_and_does_not_is_told_so():
+def test_an_optimizer_with_arguments_of_its_own_runs():
     algorithm = make(optimizer=optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)))
-    with pytest.raises(TypeError, match=r"'bound_scale'.*does not accept \*\*extra_args"):
+    algorithm.step(start(algorithm))
+
+
+def test_an_optimizer_of_other_parameters_is_told_so():
+    algorithm = make(optimizer=optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    with pytest.raises(TypeError, match=r"as optax\.lookahead does"):
         algorithm.step(start(algorithm))
+
+
+def test_a_loss_object_may_have_a_method_called_apply():
+    class Loss:
+        def apply(self, w, x):
+            return jnp.sum((w - x) ** 2)
+
+        def __call__(self, w, x):
+            return self.apply(w, x)
+
+    algorithm = dpjax.dpsgd(Loss(), optax.sgd(0.1), make().mechanism, DATA)
+    algorithm.step(start(algorithm))
 
 
 @kills("training/checks.py", "    _check_public(optimizer_state)\n", "", case="noise")

@@ -26,7 +26,7 @@ from dpjax.federated.weights import Weights
 from dpjax.gradients.clipped_grad import check_loss
 from dpjax.mechanism import Mechanism
 from dpjax.training.dpsgd import assemble
-from dpjax.training.recipe import Recipe
+from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 
 
@@ -233,16 +233,16 @@ def _scaled(
     server: optax.GradientTransformation, scale: float
 ) -> optax.GradientTransformationExtraArgs:
     """The server's optimizer on means over shares: the mean over clients, times ``scale``."""
-    inner = optax.with_extra_args_support(server)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
+        del extra
         # A public constant: dividing by the drawn clients or weights would reveal them.
         mean = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), updates)
-        return inner.update(mean, state, params, **{**extra, "bound_scale": scale})
+        return server.update(mean, state, params, **extra_arguments(server, scale))
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(server.init, update)
 
 
 def _check_kinds(clients: Clients, **optimizers: Any) -> None:

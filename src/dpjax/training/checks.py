@@ -23,6 +23,7 @@ from dpjax.gradients import ENGINES
 from dpjax.gradients.clipped_grad import check_scalar, check_trainable
 from dpjax.gradients.loss_checks import closed_over
 from dpjax.mechanism import Mechanism
+from dpjax.training.recipe import extra_arguments
 from dpjax.types import LossFn, PyTree, Schedule, State
 
 
@@ -57,7 +58,8 @@ def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: 
             "such as optax.sgd(0.1). Usually the learning rate alone was given, the function "
             f"optax.sgd without a rate, or arguments were swapped: {right}."
         )
-    if not callable(loss) or hasattr(loss, "apply"):
+    # A Linen module has both methods; a loss object of the user may have one that is called so.
+    if not callable(loss) or (hasattr(loss, "apply") and hasattr(loss, "init")):
         raise TypeError(
             f"dpsgd: the loss is a {type(loss).__name__}; expected a function, loss(params, "
             "example) -> scalar. For a Linen module, dpjax.losses.of(model, "
@@ -94,17 +96,16 @@ def check_optimizer(
     wide, scale = trees.widened(params), jnp.ones((), jnp.float32)
     # Traced on shapes: an optimizer that needs a loss value fails here with a cure, and not in the
     # first step.
-    update = optax.with_extra_args_support(optimizer).update
+    extra = extra_arguments(optimizer, scale)
     try:
-        jax.eval_shape(lambda *x: update(*x, bound_scale=scale), wide, optimizer_state, params)
-    except TypeError as error:
+        jax.eval_shape(lambda *x: optimizer.update(*x, **extra), wide, optimizer_state, params)
+    except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             "dpsgd: the optimizer does not run on gradients, state and parameters alone "
             f"({error}). Usually it looks at the loss, as optax.contrib.reduce_on_plateau and "
             "optax.lbfgs do: a private step has no loss to give, because the loss of a batch is "
-            "not private. Take an optimizer that follows gradients alone, and a schedule for its "
-            "rate. Or it is a GradientTransformationExtraArgs whose update does not accept "
-            "**extra_args: make it an optax.GradientTransformation."
+            "not private. Or it wants parameters of its own kind, as optax.lookahead does. Take an "
+            "optimizer that follows gradients alone, and a schedule for its rate."
         ) from error
 
 

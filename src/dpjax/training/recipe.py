@@ -7,6 +7,7 @@ example that the loss receives, weigh it, and choose the microbatch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,6 +49,19 @@ class Recipe(NamedTuple):
             # In float32, like the table that was checked for positive values.
             return jnp.asarray(self.bound_schedule(state.step), jnp.float32)
         return state.bound_scale if self.mechanism.adaptive is not None else 1.0
+
+
+def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:
+    """What the update of an optimizer takes beside gradients, state and parameters.
+
+    Args:
+      optimizer: The optimizer.
+      bound_scale: The factor on the bounds, and on the noise; `dpjax.training.dp_adam` reads it.
+    """
+    # By the signature: some optimizers take extra arguments of their own and refuse all others.
+    takes = inspect.signature(optimizer.update).parameters.values()
+    named = any(x.name == "bound_scale" or x.kind is x.VAR_KEYWORD for x in takes)
+    return {"bound_scale": bound_scale} if named else {}
 
 
 def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:

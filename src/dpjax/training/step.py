@@ -19,7 +19,7 @@ from dpjax import trees
 from dpjax.gradients.batching import add_part, device_sum, sum_over, with_lost
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.training.info import Sums, no_sums
-from dpjax.training.recipe import Recipe, layout_of, weights_of, with_entry
+from dpjax.training.recipe import Recipe, extra_arguments, layout_of, weights_of, with_entry
 from dpjax.types import Draw, Key, Purpose, PyTree, State
 
 
@@ -115,9 +115,8 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
     )
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
-    updates, optimizer = optax.with_extra_args_support(recipe.optimizer).update(  # line 7
-        mean, state.optimizer, state.params, bound_scale=scale
-    )
+    extra = extra_arguments(recipe.optimizer, scale)
+    updates, optimizer = recipe.optimizer.update(mean, state.optimizer, state.params, **extra)
     # The step counter moves with the release: draw and noise of the next step follow from it.
     after = state._replace(
         params=optax.apply_updates(state.params, updates),
