@@ -356,25 +356,8 @@ def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
     whole = json.loads((demo[0] / "privacy.json").read_text())
     bound = whole["epsilon"]["pld"]["value"]
     lines = run("verify.py", demo[0] / "privacy.json").stdout.splitlines()
-    shown = [float(line.partition("recomputed ")[2].partition(":")[0]) for line in lines]
+    shown = [float(line.partition("recomputed ")[2].partition(":")[0]) for line in lines[:3]]
     assert shown == pytest.approx([bound] * 3, rel=1e-3)
-
-    def verify(status=0, **changes):
-        (tmp_path / "card.json").write_text(json.dumps({**whole, **changes}))
-        outcome = run("verify.py", tmp_path / "card.json", status=status)
-        return outcome.stdout + outcome.stderr
-
-    classic = {"rdp-classic": whole["epsilon"]["rdp-classic"]}
-    alone = verify(epsilon=classic)
-    assert alone.count("holds") == 1
-    assert f"recomputed {whole['epsilon']['rdp']['value']:.2f}" in alone
-    assert "counts 113 steps, and its mechanism plans 112" in verify(1, steps=113)
-    older = {"format": "dpjax privacy card 1", "mechanism": {}}
-    assert "verify it with that version" in verify(1, **older)
-    only = verify(1, epsilon={"gdp": {"value": 0.01, "proven": True}})
-    assert "claims epsilon by gdp" in only
-    assert "gdp is an estimate" in only
-    assert "claims epsilon by nothing" in verify(1, epsilon={})
 
 
 @pytest.mark.slow
@@ -424,7 +407,9 @@ def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
     assert card["mechanism"]["sampling"]["name"] == given.get("sampling", "poisson")
     assert card["seed_published"] == (3 if "seed" in given else None)
     assert ("not for release" in outcome.stdout) == ("seed" in given)
-    run("verify.py", tmp_path / "privacy.json")
+    verified = run("verify.py", tmp_path, status=int("seed" in given)).stdout
+    assert "DOES NOT HOLD" not in verified
+    assert ("not for release" in verified) == ("seed" in given)
 
 
 @pytest.fixture(scope="module")

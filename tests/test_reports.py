@@ -4,8 +4,6 @@
 import dataclasses
 import json
 import math
-import pathlib
-import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, ledger, reports, sampling, schedules
+from dpjax import clipping, ledger, reports, sampling, schedules, verify
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
 
@@ -351,7 +349,7 @@ def test_the_card_is_complete_and_strict_json():
 
 
 @pytest.mark.slow
-def test_infinite_noise_is_a_word_on_the_card(tmp_path):
+def test_infinite_noise_is_a_word_on_the_card():
     mechanism = make(
         sampling=sampling.poisson(1000, 10),
         noise_multiplier=lambda step: jnp.where(step < 1, 2.0, jnp.inf),
@@ -364,24 +362,21 @@ def test_infinite_noise_is_a_word_on_the_card(tmp_path):
     assert card["mechanism"]["multiplier_and_steps"] == [[2.0, 1], ["inf", 1]]
     assert card["mechanism"]["preparation"] == ["inf", 9.0]
     assert card["mechanism"]["before"][0]["multiplier_and_steps"] == [["inf", 3], [1.5, 2]]
-    assert verdicts(card, tmp_path) == (3, 0)
+    assert verdicts(card) == (3, 0)
     words = dpjax.statement(mechanism, 1e-5)
     assert "multiplier 2 to inf (2 values, by a schedule) x sensitivity" in words
     assert "standard deviation 0.4 to inf (2 values, by a schedule) on the mean" in words
 
 
-def verdicts(card, folder):
+def verdicts(card):
     """How many claims of a card hold by the file that does not know dpjax, and how many do not."""
-    path = folder / "privacy.json"
-    path.write_text(json.dumps(card))
-    verify = pathlib.Path(__file__).parents[1] / "experiments" / "verify.py"
-    out = subprocess.run([sys.executable, verify, path], capture_output=True, text=True).stdout
-    return out.count(": holds"), out.count("DOES NOT HOLD")
+    lines = [line for _, line in verify.findings(json.loads(json.dumps(card)))]
+    return sum(line.endswith(": holds") for line in lines), sum("DOES NOT" in x for x in lines)
 
 
 @pytest.mark.slow
 @kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps', slow=True)
-def test_a_card_counts_the_steps_that_ran(tmp_path):
+def test_a_card_counts_the_steps_that_ran():
     """The mechanism on the card is the plan; `verify.py` counts its first steps."""
     mechanism = make(
         sampling=sampling.poisson(1000, 10),
@@ -393,8 +388,8 @@ def test_a_card_counts_the_steps_that_ran(tmp_path):
     assert card["steps"] == 30
     assert card["mechanism"] == mechanism.facts == reports.card(mechanism, 1e-5)["mechanism"]
     assert card["epsilon"]["rdp"]["value"] == mechanism.epsilon_of(book.expand(), 1e-5)
-    assert verdicts(card, tmp_path) == (3, 0)
-    assert verdicts({**card, "steps": 60}, tmp_path) == (0, 3)
+    assert verdicts(card) == (3, 0)
+    assert verdicts({**card, "steps": 60}) == (0, 3)
 
 
 @pytest.mark.slow
@@ -404,7 +399,7 @@ def test_a_card_counts_the_steps_that_ran(tmp_path):
     '"before": []',
     slow=True,
 )
-def test_a_card_of_a_run_that_goes_on_is_verified(tmp_path):
+def test_a_card_of_a_run_that_goes_on_is_verified():
     earlier = Spent(sampling=sampling.poisson(1000, 50), runs=((1.5, 300),), preparation=(9.0,))
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(1000, 10),
@@ -414,10 +409,10 @@ def test_a_card_of_a_run_that_goes_on_is_verified(tmp_path):
         before=[earlier],
     )
     card = json.loads(json.dumps(reports.card(mechanism, 1e-5)))
-    assert verdicts(card, tmp_path) == (3, 0)
+    assert verdicts(card) == (3, 0)
     lighter = dataclasses.replace(mechanism, before=())
     card["epsilon"] = reports.card(lighter, 1e-5)["epsilon"]
-    assert verdicts(card, tmp_path) == (0, 3), "without the earlier run the claims are too small"
+    assert verdicts(card) == (0, 3), "without the earlier run the claims are too small"
     words = dpjax.statement(mechanism, 1e-5)
     assert "300 steps of an earlier run on these data count too" in words
     assert "multiplier 1.5; queries before it: 1" in words

@@ -15,6 +15,7 @@
 | `federated` | algorithms that protect a client instead of an example | |
 | `checkpoints` | saves and restores a run's state, bit for bit | |
 | `reports` | privacy statement, privacy card, run report | `statement` |
+| `verify` | reads a privacy card, and recomputes its epsilon without dpjax | |
 | `testing` | the library's laws as assertions for your own rules and losses | |
 | `auditing` | empirical lower bounds on epsilon | |
 | `diagnostics` | clipping bias, gradient norms, curvature, kernels | |
@@ -61,6 +62,7 @@ __all__ = [
     "training",
     "trees",
     "types",
+    "verify",
 ]
 
 # A room is imported when a script first uses it: `import dpjax` alone must not cost the
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
         training,
         trees,
         types,
+        verify,
     )
     from dpjax.clipping import clip_and_sum
     from dpjax.gradients import clipped_grad

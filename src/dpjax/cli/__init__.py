@@ -3,7 +3,8 @@
 
 `COMMANDS` lists the subcommands.  A subcommand is a package with `FLAGS`, a set of absl flags
 of its own, and `run(given)`, which takes a parsed copy of them.  It is imported when it is
-used, so a new subcommand is a package and a row.
+used, so a new subcommand is a package and a row.  `verify` is a module outside of this package,
+because it imports nothing of dpjax.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from dpjax.cli.flag_checks import only_flags
 
 __all__ = ["COMMANDS", "main", "run_command"]
 
-COMMANDS = {"train": "train a classifier with differential privacy and report on it"}
+COMMANDS = {
+    "train": "train a classifier with differential privacy and report on it",
+    "verify": "recompute the epsilon of a run from its privacy card",
+}
 _HELP = {"-h", "--help", "-help", "-?"}
 
 
@@ -32,6 +36,8 @@ def main(words: Sequence[str] | None = None) -> None:
         print(_overview())
     elif name == "--version":
         print(f"dpjax {importlib.metadata.version('dpjax')}")
+    elif name == "verify":
+        sys.exit(importlib.import_module("dpjax.verify").main(rest))
     elif name in COMMANDS:
         sys.argv = [f"dpjax {name}", *rest]
         run_command(name)

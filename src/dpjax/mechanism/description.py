@@ -103,7 +103,7 @@ class Mechanism:
         object.__setattr__(self, "steps", steps)
         multiplier = planned(noise.plain_multiplier(self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
-        # Multipliers, not an event: a card holds them, and verify.py recomputes what they cost.
+        # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
         queries = checked_queries(self.preparation, "Mechanism")
         object.__setattr__(self, "preparation", tuple(map(float, queries)))
         object.__setattr__(self, "before", _checked_before(self.before))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy card: the facts of a computation as a JSON object.
 
-A reader of the card can recompute its epsilon without dpjax, as `experiments/verify.py` does.
+A reader of the card can recompute its epsilon without dpjax, as `dpjax.verify` does.
 Numbers are the accounted ones, never rounded.
 
 | field | holds |

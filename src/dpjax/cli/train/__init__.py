@@ -11,7 +11,7 @@ Examples:
 
 The output folder receives `report.html` (figures, each with a note on who may see it),
 `metrics.jsonl` (a line per evaluation), `params.msgpack` (Flax; may be released),
-`privacy.json` (from which `experiments/verify.py` recomputes epsilon), `statement.txt`, and
+`privacy.json` (from which `dpjax verify` recomputes epsilon), `statement.txt`, and
 `checkpoints` (secret: they hold the key).  The same command resumes a run that was killed.
 """
 

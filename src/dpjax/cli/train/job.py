@@ -152,7 +152,7 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
         print(f"To look at: {reports.report(folder)}")
     print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
     print(f"Files in {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())))
-    print(f"Recompute epsilon: python experiments/verify.py {folder / 'privacy.json'}")
+    print(f"Recompute epsilon: python -m dpjax.verify {folder}")
 
 
 def require_one_of_each(given: flags.FlagValues) -> None:

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a privacy card, and recomputes its epsilon without dpjax.
+
+    python -m dpjax.verify RUN
+
+The card says how examples were drawn, how much noise each step had, how many steps ran and
+which queries and runs came before them. This file hands these facts to Google's dp-accounting
+and imports nothing of dpjax, so it checks dpjax's accounting as well as the card's arithmetic.
+
+A card proves no more than its facts: whoever wrote it can state other facts. What is found is
+
+| the card | verdict |
+|---|---|
+| claims a bound that dp-accounting confirms | holds |
+| claims less than its own facts cost, or far more | DOES NOT HOLD; IS OF OTHER FACTS |
+| claims an infinite epsilon, or no proven one | promises nothing |
+| reports a published seed, or a release without noise | not for release |
+| has another format, other fields, or values that contradict each other | not read further |
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dp_accounting as dp
+from absl import logging
+
+__all__ = ["Unreadable", "findings", "main"]
+
+FORMAT = 2  # of the description that dpjax.mechanism.card documents
+CARD = "mechanism steps claim delta epsilon not_private seed_published versions"
+MECHANISM = (
+    "format unit sampling multiplier_and_steps preparation projections neighbours "
+    "multipliers_by_group clipping adaptive before"
+)
+SPENT = "unit sampling multiplier_and_steps preparation projections"
+
+RELATION = {
+    "add-or-remove": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "zero-out": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,  # the same for a sum
+    "replace-one": dp.NeighboringRelation.REPLACE_ONE,
+}
+# The relations for which the batches of each sampler are proved.
+PROVED = {
+    **dict.fromkeys(("poisson", "full", "scored"), tuple(RELATION)),
+    **dict.fromkeys(("shuffled", "curriculum"), ("zero-out", "replace-one")),
+    "fixed": ("replace-one",),
+}
+BOUNDS = ("rdp", "pld", "rdp-classic")
+ESTIMATES = ("gdp",)
+# Of the comparison: bounds are found on grids of orders and of losses.
+TOLERANCE = 0.005
+# dpjax rounds more than 64 different steps to 64 that cost no less; dp-accounting does not.
+LOOSE, LOOSE_LEVELS, LEVELS = 0.01, 0.1, 64
+
+
+class Unreadable(Exception):
+    """The card cannot be checked, with the reason in one sentence."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Prints a verdict for each claim of a card, and returns the exit status.
+
+    Args:
+      words: The folder of a run, or a card; by default the words of the command line.
+    """
+    words = sys.argv[1:] if words is None else list(words)
+    if len(words) != 1 or words[0].startswith("-"):
+        print("usage: python -m dpjax.verify RUN, with a run's folder or its privacy.json")
+        return 0 if words in (["-h"], ["--help"]) else 2
+    logging.set_verbosity(logging.FATAL)  # the library reports orders that do not converge
+    try:
+        verdicts = list(findings(load(pathlib.Path(words[0]))))
+    except Unreadable as reason:
+        print(f"{words[0]}: {reason}", file=sys.stderr)
+        return 1
+    for _, line in verdicts:
+        print(line)
+    return int(not all(good for good, _ in verdicts))
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """The card at a path, or in the folder of a run."""
+    path = path / "privacy.json" if path.is_dir() else path
+    card = parsed(path)
+    run = path.with_name("run.json")
+    if run.exists() and parsed(run).get("mechanism") != card.get("mechanism"):
+        raise Unreadable(
+            "the card describes another mechanism than run.json beside it. Usually a card was "
+            "copied from another run, or one of the two files was changed."
+        )
+    return card
+
+
+def parsed(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Unreadable(
+            f"there is no file {path.name}. Expected the folder of a finished run, or its "
+            "privacy.json."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"{path.name} is not readable as JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise Unreadable(f"{path.name} holds a {type(found).__name__}; expected a JSON object.")
+    return found
+
+
+def require_fields(facts: Any, names: str, where: str) -> None:
+    """Refuses a part of the card with other fields: what is not read is not checked."""
+    given, expected = set(facts if isinstance(facts, dict) else ()), set(names.split())
+    if given != expected:
+        unlike = [f"{name} is missing" for name in sorted(expected - given)]
+        unlike += [f"{name} is unknown" for name in sorted(given - expected)]
+        raise Unreadable(
+            f"{where} does not have the fields of format {FORMAT}: {', '.join(unlike)}. Usually "
+            "the file is not a privacy card, or it was changed."
+        )
+
+
+def findings(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yields whether each part of a card supports a release, and the verdict in words.
+
+    Args:
+      card: As `dpjax.reports.card` makes it.
+
+    Raises:
+      Unreadable: Its fields are of another format, or contradict each other.
+    """
+    try:
+        require_consistent(card)
+        yield from claims(card)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        # A field of another type than the schema's: arithmetic on it cannot go on.
+        raise Unreadable(
+            f"a field has a value that cannot be accounted ({type(error).__name__}: {error}). "
+            "Usually the card was changed."
+        ) from error
+    if card["not_private"] is not None:
+        yield False, f"not for release: the card says {card['not_private']!r}"
+    if card["seed_published"] is not None:
+        yield (
+            False,
+            f"not for release: the seed of the run is known or small ({card['seed_published']}), "
+            "so the noise can be computed and subtracted",
+        )
+    if card["delta"] * card["mechanism"]["sampling"]["examples"] >= 1:
+        yield (
+            False,
+            f"promises nothing: delta={card['delta']:g} is not below one over the number of "
+            f"{card['mechanism']['unit']}s, and publishing one of them would satisfy it",
+        )
+
+
+def claims(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yields a verdict for each claimed epsilon."""
+    unit, delta = card["mechanism"]["unit"], card["delta"]
+    found = {name: float(claim["value"]) for name, claim in card["epsilon"].items()}
+    bounds = {name: value for name, value in found.items() if name in BOUNDS}
+    if not bounds:
+        said = ", ".join(found) or "nothing"
+        yield (
+            False,
+            f"promises nothing: the card claims epsilon by {said}, and upper bounds are those by "
+            f"{', '.join(BOUNDS)}; gdp is an estimate",
+        )
+        return
+    # What dp-accounting proves by one accountant holds whichever accountant the claim was made
+    # with, so a claim is compared with the smallest.
+    exact = {name: recompute(card, name) for name in ("rdp", "pld") if name in bounds}
+    exact = exact or {"rdp": recompute(card, "rdp")}
+    smallest = min(value for value, _ in exact.values())
+    levels = len({z for z, _ in card["mechanism"]["multiplier_and_steps"]})
+    loose = 1 + (LOOSE if levels <= LEVELS else LOOSE_LEVELS)
+    for name, claimed in bounds.items():
+        largest = exact[name][0] if name in exact else recompute(card, "rdp")[1]
+        if math.isinf(claimed):
+            good, verdict = False, "promises nothing"
+        elif not claimed >= smallest * (1 - TOLERANCE):
+            good, verdict = False, "DOES NOT HOLD"
+        elif claimed > largest * loose:
+            # No honest card claims more than its facts cost: another delta, or other noise.
+            good, verdict = False, f"IS OF OTHER FACTS, which would cost at most {largest:.4f}"
+        else:
+            good, verdict = True, "holds"
+        yield (
+            good,
+            f"{name:12} claims epsilon {claimed:.4f} for one {unit} at delta={delta:g}; "
+            f"recomputed {smallest:.4f}: {verdict}",
+        )
+    for name in found.keys() & set(ESTIMATES):
+        yield True, f"{name:12} estimates epsilon {found[name]:.4f}: not checked, and no bound"
+
+
+def require_consistent(card: dict[str, Any]) -> None:
+    """Refuses a card with values that contradict each other."""
+    mechanism = card.get("mechanism")
+    version = mechanism.get("format", 1) if isinstance(mechanism, dict) else FORMAT
+    if version != FORMAT:
+        raise Unreadable(
+            f"the card is of format {version!r}, and this file reads format {FORMAT}. Another "
+            "version of dpjax wrote the card: verify it with that version's dpjax.verify."
+        )
+    require_fields(card, CARD, "the card")
+    require_fields(mechanism, MECHANISM, "the mechanism of the card")
+    for spent in mechanism["before"]:
+        require_fields(spent, SPENT, "an earlier run on the card")
+    for name, claim in card["epsilon"].items():
+        if name not in (*BOUNDS, *ESTIMATES):
+            raise Unreadable(f"epsilon by {name!r} is of a method that is not known here.")
+        if claim["proven"] is not (name in BOUNDS):
+            said = "proven" if claim["proven"] else "an estimate"
+            raise Unreadable(f"the card marks epsilon by {name} as {said}, which it is not.")
+    planned = sum(steps for _, steps in mechanism["multiplier_and_steps"])
+    if not (card["steps"] % 1 == 0 and 0 <= card["steps"] <= planned and 0 < card["delta"] < 1):
+        raise Unreadable(
+            f"the card counts {card['steps']:,} steps at delta={card['delta']}, and its mechanism "
+            f"plans {planned:,}. A ledger admits no step beyond the plan, so the card was changed."
+        )
+    for spent in (mechanism, *mechanism["before"]):
+        sampling = spent["sampling"]
+        if sampling["name"] not in PROVED:
+            raise Unreadable(
+                f"batches are drawn by {sampling['name']!r}, a sampler that is not known here. "
+                "Only its author can say what it costs."
+            )
+        if mechanism["neighbours"] not in PROVED[sampling["name"]]:
+            raise Unreadable(
+                f"neighbours are {mechanism['neighbours']!r}, and {sampling['name']} batches are "
+                f"proved for {' and '.join(PROVED[sampling['name']])} alone."
+            )
+        if spent["unit"] != mechanism["unit"]:
+            raise Unreadable("the card adds what one example costs to what one client costs.")
+        if not 0 < sampling["batch_size"] <= sampling["examples"]:
+            raise Unreadable("the batch size is not between 0 and the number of examples.")
+        numbers = [*each_multiplier(spent), *map(float, spent["preparation"])]
+        if not all(number >= 0 for number in numbers):
+            raise Unreadable("a noise multiplier is negative.")
+    groups, bounds = mechanism["multipliers_by_group"], mechanism["clipping"]["bounds"]
+    if groups is not None:
+        worth = joined([float(z) for z in groups])
+        same = all(math.isclose(z, worth, rel_tol=1e-6) for z in each_multiplier(mechanism))
+        if len(groups) != len(bounds) or not same:
+            raise Unreadable(
+                f"the groups' multipliers are worth {worth:.4g} together, and the steps are "
+                "counted with another multiplier."
+            )
+
+
+def joined(multipliers: list[float]) -> float:
+    """The one multiplier that several groups with their own multipliers are worth."""
+    if min(multipliers) == 0:
+        return 0.0
+    precision = sum(z**-2 for z in multipliers)
+    return precision**-0.5 if precision else math.inf
+
+
+def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
+    """The privacy event that a card describes: earlier runs, and the planned steps that ran.
+
+    ``halve``: dp-accounting's RDP does not double the sensitivity for replace-one neighbours,
+    so the noise multiplier is halved instead.
+    """
+    mechanism = card["mechanism"]
+    if card["steps"] and math.inf in map(float, mechanism["clipping"]["bounds"]):
+        return dp.NonPrivateDpEvent()
+    ran = each_multiplier(mechanism)[: card["steps"]]
+    before = [spent_event(spent, each_multiplier(spent), halve) for spent in mechanism["before"]]
+    return dp.ComposedDpEvent([*before, spent_event(mechanism, ran, halve)])
+
+
+def each_multiplier(spent: dict[str, Any]) -> list[float]:
+    """The noise multiplier of each step; "inf" is infinity."""
+    return [float(z) for z, steps in spent["multiplier_and_steps"] for _ in range(steps)]
+
+
+def spent_event(spent: dict[str, Any], multipliers: list[float], halve: bool) -> dp.DpEvent:
+    """The event of one run: its queries before the first step, and its steps."""
+    if spent["projections"] is not None:
+        raise Unreadable(
+            "norms were estimated from random projections. dp-accounting has no such event, so "
+            "nothing is recomputed: dpjax.accounting alone accounts for this card."
+        )
+    sampling, half = spent["sampling"], 2 if halve else 1
+    queries = [gaussian(float(z) / half) for z in spent["preparation"]]
+    each = [z / half for z in multipliers]
+    rates = [sampling["batch_size"] / sampling["examples"]] * len(each)
+    if sampling["name"] == "curriculum" and not sampling["public"]:
+        return dp.NonPrivateDpEvent()
+    if sampling["name"] in ("shuffled", "curriculum"):  # one batch an epoch, at an unknown place
+        steps = sampling["examples"] // sampling["batch_size"]
+        each = [min(each[i : i + steps]) for i in range(0, len(each), steps)]
+    elif sampling["name"] == "scored":  # the largest rate of any bin; the last row stays
+        rows = [rate for rate, steps in sampling["rates"] for _ in range(steps)]
+        rates = (rows + rows[-1:] * len(each))[: len(each)]
+    pairs = collections.Counter(zip(rates, each, strict=False))
+    steps = [
+        dp.SelfComposedDpEvent(step_event(sampling, rate, z), n)
+        for (rate, z), n in pairs.items()
+        if rate > 0
+    ]
+    return dp.ComposedDpEvent([*queries, *steps])
+
+
+def gaussian(multiplier: float) -> dp.DpEvent:
+    """A sum with noise; with infinite noise it releases nothing."""
+    return dp.NoOpDpEvent() if math.isinf(multiplier) else dp.GaussianDpEvent(multiplier)
+
+
+def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.DpEvent:
+    """One step, as this sampler's claim allows it to be counted."""
+    noise = gaussian(multiplier)
+    if math.isinf(multiplier):
+        return noise
+    if sampling["name"] in ("poisson", "scored") and rate < 1:
+        return dp.PoissonSampledDpEvent(rate, noise)
+    if sampling["name"] == "fixed":
+        return dp.SampledWithoutReplacementDpEvent(
+            sampling["examples"], int(sampling["batch_size"]), noise
+        )
+    return noise
+
+
+def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
+    """The epsilon of a card by one of dp-accounting's accountants, and by a classic conversion.
+
+    The second number is above the smallest epsilon of the classic conversion.
+    """
+    mechanism = card["mechanism"]
+    relation = RELATION[mechanism["neighbours"]]
+    halve = method == "rdp" and mechanism["neighbours"] == "replace-one"
+    if halve and mechanism["sampling"]["name"] != "fixed":
+        relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    event = event_of(card, halve=halve)
+    if method == "pld":
+        accountant = dp.pld.PLDAccountant(relation)
+        accountant.compose(event)
+        epsilon = float(accountant.get_epsilon(card["delta"]))
+        return epsilon, epsilon
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
+    accountant.compose(event)
+    epsilon, order = accountant.get_epsilon_and_optimal_order(card["delta"])
+    if not order > 1:
+        return float(epsilon), float(epsilon)
+    # At one order, the classic conversion lacks these two terms of the improved one.
+    classic = epsilon + math.log(order) / (order - 1) + math.log(order / (order - 1))
+    return float(epsilon), float(classic)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

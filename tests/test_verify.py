@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dpjax.verify` reads the whole card: what it confirms, and what it does not let pass."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from mutation import kills
+
+import dpjax
+from dpjax import clipping, reports, sampling, verify
+
+DELTA = 1e-5
+
+
+def mechanism(**options):
+    return dpjax.Mechanism(
+        **{
+            "sampling": sampling.poisson(1000, 20),
+            "clipping": clipping.flat(1.0),
+            "noise_multiplier": 1.2,
+            "steps": 40,
+            **options,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def honest():
+    return json.loads(json.dumps(reports.card(mechanism(), DELTA)))
+
+
+def verdicts(card):
+    """Whether a card supports a release, and the verdicts in words."""
+    try:
+        found = list(verify.findings(card))
+    except verify.Unreadable as reason:
+        return False, [str(reason)]
+    return all(sound for sound, _ in found), [line for _, line in found]
+
+
+def changed(card, path, value):
+    """A copy of the card with another value at a path; None removes the field."""
+    card = copy.deepcopy(card)
+    *above, last = path
+    inner = card
+    for name in above:
+        inner = inner[name]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return card
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampling": sampling.full(500), "noise_multiplier": 8.0},
+        {"sampling": sampling.shuffled(1000, 100), "noise_multiplier": 4.0},
+        {"sampling": sampling.fixed(1000, 20), "noise_multiplier": 3.0},
+        {"noise_multiplier": dpjax.schedules.table([2.0, 1.5, 1.2, 1.0], steps_per_epoch=10)},
+        {"preparation": [8.0, 8.0]},
+        {"adaptive": clipping.Quantile()},
+        {"unit": "client"},
+        {"neighbours": "replace-one"},
+        {"before": [mechanism().spent(mechanism().multipliers)]},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_every_claim_of_an_honest_card_holds(options):
+    card = json.loads(json.dumps(reports.card(mechanism(**options), DELTA)))
+    good, lines = verdicts(card)
+    assert good, lines
+    claimed = set(card["epsilon"]) & set(verify.BOUNDS)
+    assert claimed
+    assert sum(line.endswith(": holds") for line in lines) == len(claimed)
+
+
+CHANGES = [
+    (["epsilon", "rdp", "value"], 0.5, "DOES NOT HOLD"),
+    (["epsilon", "pld", "value"], "inf", "promises nothing"),
+    (["epsilon", "pld", "value"], "nan", "DOES NOT HOLD"),
+    (["epsilon", "gdp", "proven"], True, "marks epsilon by gdp as proven"),
+    (["epsilon", "rdp", "proven"], False, "marks epsilon by rdp as an estimate"),
+    (["epsilon", "best"], {"value": 1.0, "proven": True}, "a method that is not known"),
+    (["epsilon"], {}, "claims epsilon by nothing"),
+    (["delta"], 1e-3, "IS OF OTHER FACTS"),
+    (["delta"], 0.5, "promises nothing: delta=0.5"),
+    (["delta"], 0, "at delta=0"),
+    (["steps"], 41, "counts 41 steps at delta=1e-05, and its mechanism plans 40"),
+    (["steps"], 20, "IS OF OTHER FACTS"),
+    (["steps"], "many", "cannot be accounted"),
+    (["seed_published"], 7, "not for release: the seed of the run is known or small (7)"),
+    (["seed_published"], True, "not for release: the seed"),
+    (["not_private"], "The rule's bound is infinite", "not for release: the card says"),
+    (["remark"], "sound", "remark is unknown"),
+    (["claim"], None, "claim is missing"),
+    (["mechanism"], 3, "the mechanism of the card does not have the fields"),
+    (["mechanism", "format"], 1, "is of format 1"),
+    (["mechanism", "format"], "x", "is of format 'x'"),
+    (["mechanism", "note"], 1, "note is unknown"),
+    (["mechanism", "before"], [{}], "an earlier run on the card does not have"),
+    (["mechanism", "sampling", "name"], "shuffled", "proved for zero-out and replace-one"),
+    (["mechanism", "sampling", "name"], "own", "a sampler that is not known here"),
+    (["mechanism", "sampling", "batch_size"], 2000, "batch size is not between"),
+    (["mechanism", "multiplier_and_steps"], [[1.8, 40]], "IS OF OTHER FACTS"),
+    (["mechanism", "multiplier_and_steps"], [[-1.2, 40]], "multiplier is negative"),
+    (["mechanism", "multipliers_by_group"], [1.0], "are worth 1 together"),
+    (["mechanism", "clipping", "bounds"], ["inf"], "DOES NOT HOLD"),
+    (["mechanism", "projections"], 30, "nothing is recomputed"),
+]
+
+
+@kills("verify.py", "elif claimed > largest * loose:", "elif False:")
+@kills("verify.py", "        if math.isinf(claimed):", "        if False:", slow=True)
+@kills("verify.py", '    if card["seed_published"] is not None:', "    if False:")
+@kills("verify.py", '    if card["not_private"] is not None:', "    if False:")
+@kills(
+    "verify.py",
+    '        if claim["proven"] is not (name in BOUNDS):',
+    "        if False:",
+    slow=True,
+)
+@kills("verify.py", "    if given != expected:", "    if False:", slow=True)
+@kills(
+    "verify.py",
+    '        if mechanism["neighbours"] not in PROVED[sampling["name"]]:',
+    "        if False:",
+    slow=True,
+)
+@kills(
+    "verify.py",
+    "        if len(groups) != len(bounds) or not same:",
+    "        if False:",
+    slow=True,
+)
+@pytest.mark.parametrize(
+    ("path", "value", "expected"), CHANGES, ids=[f"{'.'.join(c[0])}={c[1]}" for c in CHANGES]
+)
+def test_no_changed_card_passes(path, value, expected, honest):
+    card = changed(honest, path, value)
+    good, lines = verdicts(card)
+    assert any(expected in line for line in lines), lines
+    assert not good
+
+
+def test_a_run_without_noise_promises_nothing():
+    card = json.loads(json.dumps(reports.card(mechanism(noise_multiplier=0.0), DELTA)))
+    said = "\n".join(verdicts(card)[1])
+    assert "holds" not in said
+    assert "promises nothing" in said
+    assert "not for release: the card says 'The noise multiplier is 0 at some step.'" in said
+
+
+def test_multipliers_of_groups_are_what_the_steps_are_counted_with():
+    partition = clipping.by_leaf({"w": jnp.zeros(2), "b": jnp.zeros(1)})
+    rule = clipping.grouped(1.0, partition)
+    card = reports.card(mechanism(clipping=rule, noise_multiplier=(2.0, 3.0)), DELTA)
+    assert verdicts(json.loads(json.dumps(card)))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "not readable as JSON"),
+        ("[1, 2]", "holds a list; expected a JSON object"),
+        ("{}", "mechanism is missing"),
+        (None, "there is no file"),
+    ],
+)
+def test_a_file_that_is_no_card_is_answered_in_one_sentence(text, expected, tmp_path, capsys):
+    path = tmp_path / "privacy.json"
+    if text is not None:
+        path.write_text(text)
+    for given in (path, tmp_path):
+        assert verify.main([str(given)]) == 1
+        out, err = capsys.readouterr()
+        assert expected in err
+        assert not out
+
+
+@kills(
+    "verify.py",
+    'if run.exists() and parsed(run).get("mechanism") != card["mechanism"]:',
+    "if False:",
+)
+def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
+    (tmp_path / "privacy.json").write_text(json.dumps(honest))
+    (tmp_path / "run.json").write_text(json.dumps({"mechanism": mechanism().facts}))
+    assert verify.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count(": holds") == 3
+    (tmp_path / "run.json").write_text(json.dumps({"mechanism": mechanism(steps=41).facts}))
+    assert verify.main([str(tmp_path)]) == 1
+    assert "another mechanism than run.json" in capsys.readouterr().err
+
+
+def test_the_command_says_how_it_is_used(capsys):
+    assert verify.main([]) == 2
+    assert verify.main(["--help"]) == 0
+    assert capsys.readouterr().out.count("usage: python -m dpjax.verify RUN") == 2
+
+
+def test_it_imports_nothing_of_dpjax():
+    program = (
+        "import sys, dpjax.verify\n"
+        "print([m for m in sys.modules if m in ('jax', 'optax') or m.startswith('dpjax.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "['dpjax.verify']\n", done.stderr
