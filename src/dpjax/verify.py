@@ -202,7 +202,7 @@ def claims(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 
 def require_consistent(card: dict[str, Any]) -> None:
     """Refuses a card with values that contradict each other."""
-    mechanism = card.get("mechanism")
+    mechanism: Any = card.get("mechanism")
     version = mechanism.get("format", 1) if isinstance(mechanism, dict) else FORMAT
     if version != FORMAT:
         raise Unreadable(
