@@ -5,9 +5,9 @@
 
 The card says how examples were drawn, how much noise each step had, how many steps ran and
 which queries and runs came before them. This file hands these facts to Google's dp-accounting
-and imports nothing of dpjax, so it checks dpjax's accounting as well as the card's arithmetic.
+and imports nothing of dpjax, so it checks dpjax's accounting as well as the arithmetic of the card.
 
-A card proves no more than its facts: whoever wrote it can state other facts. What is found is
+A card proves no more than its facts: its author can state other facts. What is found is
 
 | the card | verdict |
 |---|---|
