@@ -139,7 +139,7 @@ def findings(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         require_consistent(card)
         yield from claims(card)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        # A field of another type than the schema's: arithmetic on it cannot go on.
+        # A field of another type than the schema's: arithmetic on it has no answer.
         raise Unreadable(
             f"a field has a value that cannot be accounted ({type(error).__name__}: {error}). "
             "Usually the card was changed."
