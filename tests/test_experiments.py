@@ -41,7 +41,7 @@ def test_the_demo_keeps_its_promise(demo):
     card = json.loads((folder / "privacy.json").read_text())
     assert card["mechanism"]["sampling"]["name"] == "poisson"
     assert card["mechanism"]["sampling"]["examples"] == 1437
-    assert card["epsilon"]["rdp"]["value"] <= 3.0
+    assert card["epsilon"]["pld"]["value"] <= 3.0
     assert card["seed_published"] is None
     assert "Privacy statement" in outcome.stdout
     assert "Test accuracy" in outcome.stdout
@@ -51,7 +51,7 @@ def test_the_demo_keeps_its_promise(demo):
     # Progress and nothing else: no warnings, no noise of the libraries below.
     assert all(line.startswith("step ") for line in outcome.stderr.splitlines())
     assert (
-        "112 steps with noise multiplier 5.778 cost epsilon 3 at delta=1e-05 (rdp)"
+        "112 steps with noise multiplier 5.376 cost epsilon 3 at delta=1e-05 (pld)"
         in outcome.stdout
     )
 
@@ -126,7 +126,7 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
     budget = ["--max_epsilon=2", "--noise_multiplier=6", "--evaluations=1", "--noreport"]
     outcome = run("train.py", "--out", tmp_path / "used", *budget)
     card = json.loads((tmp_path / "used" / "privacy.json").read_text())
-    assert 1.97 < card["epsilon"]["rdp"]["value"] <= 2.0
+    assert 1.97 < card["epsilon"]["pld"]["value"] <= 2.0
     assert f"{card['steps']} steps with noise multiplier 6 cost epsilon" in outcome.stdout
     one_more = [*budget, f"--steps={card['steps'] + 1}"]
     refused = run("train.py", "--out", tmp_path / "refused", *one_more, status=1).stderr

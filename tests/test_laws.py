@@ -719,7 +719,7 @@ def test_calibrate_after_epsilon_is_the_identity():
     mechanism = mechanism_for(
         clipping.flat(1.0), sampler=sampling.poisson(2000, 40), steps=100, multiplier=1.3
     )
-    again = mechanism.calibrate(mechanism.epsilon(1e-5), 1e-5)
+    again = mechanism.calibrate(mechanism.epsilon(1e-5), 1e-5, "rdp")
     assert again.noise_multiplier == pytest.approx(1.3, rel=1e-4)
 
 

@@ -166,12 +166,46 @@ def test_heterogeneous_noise_is_not_averaged():
 
 def test_calibration():
     base = make(sampling=sampling.poisson(60_000, 256), steps=14_063)
-    calibrated = base.calibrate(2.0, 1e-5)
+    calibrated = base.calibrate(2.0, 1e-5, "rdp")
     assert calibrated.noise_multiplier == pytest.approx(1.2953, abs=0.001)
     assert calibrated.epsilon(1e-5) <= 2.0
     linear = make(noise_multiplier=schedules.linear_down()).calibrate(2.0, 1e-5)
     assert linear.multipliers[0] / 5 == pytest.approx(0.8600, abs=0.002)
     assert linear.multipliers[-1] * 5 == pytest.approx(linear.multipliers[0], rel=1e-6)
+
+
+@kills(
+    "mechanism/description.py",
+    "return dataclasses.replace(self, noise_multiplier=multiplier, target=None)",
+    "return dataclasses.replace(self, noise_multiplier=multiplier)",
+)
+def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
+    base = make(sampling=sampling.poisson(1000, 20), steps=50)
+    tight = base.calibrate(2.0, 1e-6)
+    assert tight.target == (2.0, 1e-6, "pld")
+    assert 1.99 < tight.epsilon() == tight.epsilon(1e-6, "pld") <= 2.0
+    assert tight.delta(tight.epsilon()) == pytest.approx(1e-6, rel=1e-3)
+    assert np.all(tight.multipliers < base.calibrate(2.0, 1e-6, "rdp").multipliers)
+    assert "  delta         1e-06" in dpjax.statement(tight)
+    assert dpjax.reports.card(tight)["delta"] == 1e-6
+    assert tight == dataclasses.replace(tight, target=None), "it changes neither run nor cost"
+    assert tight.scaled(2.0).target is None, "the noise is another"
+    with pytest.raises(TypeError, match="delta is missing"):
+        base.epsilon()
+
+
+def test_the_tightest_method_is_proven_and_quick():
+    schedule = schedules.linear_down()
+    for options, method in (
+        ({}, "pld"),
+        ({"noise_multiplier": schedule}, "rdp"),
+        ({"sampling": sampling.fixed(1000, 20)}, "rdp"),
+        ({"sampling": sampling.full(1000)}, "pld"),
+        ({"neighbours": "replace-one"}, "pld"),
+        ({"noise_multiplier": 0.0}, "rdp"),
+    ):
+        mechanism = make(**options)
+        assert dpjax.accounting.tightest(mechanism.event, mechanism.relation) == method, options
 
 
 def test_delta_of_epsilon():

@@ -104,7 +104,7 @@ def rows_of(table: str, dataset: data.Dataset | None = None) -> Iterator[tuple[s
             yield name, Row(scheduled(name), epsilon, accuracy)
         if table == "3" and name.endswith("down"):
             target = scheduled(name).epsilon(paper_runs.DELTA)
-            equal = mechanism_of(1.0).calibrate(target, paper_runs.DELTA)
+            equal = mechanism_of(1.0).calibrate(target, paper_runs.DELTA, "rdp")
             row = Row(equal, epsilon, CONSTANT[name.removesuffix("-down")])
             yield f"constant {equal.noise_multiplier:.4f}", row
 

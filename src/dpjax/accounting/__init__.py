@@ -28,7 +28,7 @@ from dpjax.accounting.events import (
 )
 from dpjax.accounting.filters import Filter, Refused, best_order
 from dpjax.accounting.gdp import Estimate
-from dpjax.accounting.methods import METHODS, Method, delta, epsilon
+from dpjax.accounting.methods import METHODS, Method, delta, epsilon, tightest
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.search import calibrate, largest_steps
@@ -61,5 +61,6 @@ __all__ = [
     "scheduled_gaussian",
     "select_best",
     "subsampled_gaussian",
+    "tightest",
     "with_projections",
 ]

@@ -3,12 +3,13 @@
 
 `Mechanism` holds the sampler, the rule, the noise multiplier and the number of steps; it runs,
 accounts, calibrates and describes them. `Spent` is the cost of an earlier run on the same
-data. `AdaptiveState` is the state of the noise where bounds are adapted. `mechanism/card.py`
-documents the JSON description that run folders and privacy cards share.
+data. `Target` is what a mechanism was calibrated for. `AdaptiveState` is the state of the noise
+where bounds are adapted. `mechanism/card.py` documents the JSON description that run folders and
+privacy cards share.
 """
 
 from dpjax.mechanism.adaptive import AdaptiveState
 from dpjax.mechanism.description import Mechanism
-from dpjax.mechanism.spent import Spent
+from dpjax.mechanism.spent import Spent, Target
 
-__all__ = ["AdaptiveState", "Mechanism", "Spent"]
+__all__ = ["AdaptiveState", "Mechanism", "Spent", "Target"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import dp_accounting as dp
@@ -29,7 +29,7 @@ from dpjax._marks import require_clipped_sum
 from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
-from dpjax.mechanism.spent import Spent, checked_queries, steps_event
+from dpjax.mechanism.spent import Spent, Target, checked_queries, steps_event
 from dpjax.noise.link import add_noise, effective, is_zero, not_reset, one_run
 from dpjax.noise.seals import Release, seal, seal_outside_jit
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
@@ -64,6 +64,8 @@ class Mechanism:
       unit: Whose data are protected. With ``"client"``, for `dpjax.federated`, every statement
         about one example (sampling, bound, noise, neighbours and epsilon) holds for one client
         with all of its examples.
+      target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
+        and `dpjax.fit` take delta and method from it.
 
     Example:
       >>> import dpjax
@@ -86,6 +88,8 @@ class Mechanism:
     adaptive: clipping.Quantile | None = None
     before: Sequence[Spent] = ()
     unit: str = "example"
+    # Not compared: two mechanisms of equal noise run and cost the same, however it was chosen.
+    target: Target | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Refuses descriptions without a meaning, or with a claim that is not proved."""
@@ -237,24 +241,39 @@ class Mechanism:
         steps = steps_event(self.sampling, multipliers, self.clipping.projections)
         return accounting.compose(self.prepared, steps)
 
-    def epsilon(self, delta: float, method: str = "rdp") -> float:
+    def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
+        """The delta and the method of a statement: as given, or else as in `target`."""
+        if self.target is not None:
+            return (self.target.delta if delta is None else delta), method or self.target.method
+        if delta is None:
+            raise TypeError(
+                "Mechanism: delta is missing, and this mechanism was not calibrated for one. Give "
+                "delta=, well below one over the number of examples, or take the mechanism that "
+                "calibrate(epsilon, delta) returns."
+            )
+        return delta, method or "rdp"
+
+    def epsilon(self, delta: float | None = None, method: str | None = None) -> float:
         """The epsilon of the whole computation at ``delta``.
 
         Args:
-          delta: The probability of a larger loss; choose it below 1 / examples.
-          method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp".
+          delta: The probability of a larger loss; choose it below 1 / examples. By default that
+            of `target`.
+          method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp". By default
+            that of `target`, or "rdp".
         """
-        return self.epsilon_of(self.multipliers, delta, method)
+        return self.epsilon_of(self.multipliers, *self.stated(delta, method))
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
         return accounting.epsilon(self.event_of(multipliers), delta, method, self.relation)
 
-    def delta(self, epsilon: float, method: str = "rdp") -> float:
-        """The delta of the whole computation at ``epsilon``."""
+    def delta(self, epsilon: float, method: str | None = None) -> float:
+        """The delta of the whole computation at ``epsilon``; `epsilon` says which methods are."""
+        method = method or ("rdp" if self.target is None else self.target.method)
         return accounting.delta(self.event, epsilon, method, self.relation)
 
-    def calibrate(self, epsilon: float, delta: float, method: str = "rdp") -> Mechanism:
+    def calibrate(self, epsilon: float, delta: float, method: str | None = None) -> Mechanism:
         """This mechanism with its noise scaled so that it costs at most ``epsilon``.
 
         One factor multiplies the number, every value of the schedule, or every group's
@@ -263,11 +282,13 @@ class Mechanism:
         Args:
           epsilon: The most that all planned steps may cost.
           delta: Choose it below 1 / examples.
-          method: "pld" takes seconds and finds the least noise: for one epoch of MNIST in
-            batches of 256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
+          method: A proven `dpjax.accounting` method; by default `dpjax.accounting.tightest`.
+            "pld" takes seconds and finds the least noise: for one epoch of MNIST in batches of
+            256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
 
         Returns:
-          A new mechanism; its epsilon is at most the target and within about 1e-4 of it.
+          A new mechanism; its epsilon is at most the target and within about 1e-4 of it. Its
+          ``target`` holds epsilon, delta and the method.
         """
         # 0 times any factor is 0, so bisection would never end.
         if not np.all(self.multipliers > 0):
@@ -293,12 +314,15 @@ class Mechanism:
 
         # One factor for the whole schedule keeps its shape, and makes epsilon monotone in a single
         # number.
+        method = method or accounting.tightest(self.event, self.relation)
         factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
-        return self.scaled(factor)
+        target = Target(float(epsilon), float(delta), method)
+        return dataclasses.replace(self.scaled(factor), target=target)
 
     def scaled(self, factor: float) -> Mechanism:
         """This mechanism with all its noise multiplied by ``factor``."""
-        return dataclasses.replace(self, noise_multiplier=scaled(self.noise_multiplier, factor))
+        multiplier = scaled(self.noise_multiplier, factor)
+        return dataclasses.replace(self, noise_multiplier=multiplier, target=None)
 
     def privatize(self, key: Key) -> optax.GradientTransformationExtraArgs:
         """The Optax link from a clipped sum to a private mean.

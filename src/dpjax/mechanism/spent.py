@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an earlier run has spent: enough to account for it again, and nothing else.
+"""What an earlier run has spent, and what a run was calibrated for.
 
 `dpjax.training.earlier` reads it from the folder of a run. A `dpjax.Mechanism` with
 ``before=`` pays for earlier runs and for its own steps.
@@ -11,13 +11,21 @@ import contextlib
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, checks
 from dpjax.types import Sampler
+
+
+class Target(NamedTuple):
+    """What `dpjax.Mechanism.calibrate` was asked for, and the accountant that answered."""
+
+    epsilon: float
+    delta: float
+    method: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from dpjax.reports.statement import published_seed, why_infinite
 
 def card(
     mechanism: Mechanism,
-    delta: float,
+    delta: float | None = None,
     *,
     ledger: Ledger | None = None,
     seed: int | None = None,
@@ -39,7 +39,7 @@ def card(
 
     Args:
       mechanism: The computation.
-      delta: The delta at which epsilon is stated.
+      delta: The delta at which epsilon is stated; by default the one of ``mechanism.target``.
       ledger: The steps that ran; by default all planned steps.
       seed: The fixed seed of the run, if it had one instead of a secret key.
 
@@ -57,6 +57,7 @@ def card(
       >>> card(mechanism, delta=1e-5)["mechanism"]["multiplier_and_steps"]
       [[4.0, 2]]
     """
+    delta, _ = mechanism.stated(delta, None)
     ran = multipliers(mechanism, ledger)
     facts = {
         # The schema of the run's folder: `verify`, `report` and `resume` read one description.

@@ -46,7 +46,7 @@ _TOGETHER = {
 
 def statement(
     mechanism: Mechanism,
-    delta: float,
+    delta: float | None = None,
     *,
     ledger: Ledger | None = None,
     seed: int | None = None,
@@ -55,7 +55,7 @@ def statement(
 
     Args:
       mechanism: The computation.
-      delta: The delta at which epsilon is stated.
+      delta: The delta at which epsilon is stated; by default the one of ``mechanism.target``.
       ledger: The steps that ran; by default all planned steps.
       seed: The fixed seed of the run, if it had one instead of a secret key.
 
@@ -76,6 +76,7 @@ def statement(
         unit          one example
       ...
     """
+    delta, _ = mechanism.stated(delta, None)
     ran = multipliers(mechanism, ledger)
     found = dict(epsilons(mechanism, ran, delta))
     lines = [

@@ -42,8 +42,8 @@ def fit(
     steps: int | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
-    delta: float = 1e-5,
-    method: str = "rdp",
+    delta: float | None = None,
+    method: str | None = None,
     directory: str | os.PathLike[str] | None = None,
     configuration: Mapping[str, Any] | None = None,
     save_every: int | None = None,
@@ -59,8 +59,10 @@ def fit(
         depend on private data go under ``{"private": {name: number}}``. The next steps reuse the
         buffers of the state: copy what you keep.
       evaluate_every: Steps between evaluations; by default a twentieth of the run.
-      delta: The delta at which epsilon is shown.
-      method: The `dpjax.accounting` method that computes epsilon.
+      delta: The delta at which epsilon is shown; by default that of the budget, or of
+        ``mechanism.target``, or 1e-5.
+      method: The `dpjax.accounting` method that computes epsilon; by default that of the budget,
+        or of ``mechanism.target``, or "rdp".
       directory: The folder of this run alone: ``metrics.jsonl``, a line per evaluation;
         ``run.json``, the identity of the run; ``checkpoints``; and TensorBoard's events in
         ``tensorboard``, if that extra is installed.
@@ -110,6 +112,10 @@ def fit(
     steps = None if steps is None else whole("fit(steps", steps, least=0)
     evaluate_every = None if evaluate_every is None else whole("fit(evaluate_every", evaluate_every)
     save_every = None if save_every is None else whole("fit(save_every", save_every)
+    # A budget without a target for the noise, or a target without a budget, is the usual case.
+    chosen = algorithm.budget or getattr(mechanism, "target", None)
+    delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
+    method = str(method or (chosen.method if chosen else "rdp"))
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
@@ -141,7 +147,11 @@ def fit(
                 "fit: resuming from step %d of %s. The given state and its key are ignored.",
                 *(run.done, directory),
             )
-        most = algorithm.budget.epsilon if algorithm.budget else planned
+        # Epsilons at two deltas, or by two methods, are not shown as one.
+        budget = algorithm.budget
+        most = planned
+        if budget is not None and (budget.delta, budget.method) == (delta, method):
+            most = budget.epsilon
         show = Progress(run.done, end, most, unit=mechanism.unit, enabled=progress)
         stack.callback(show.close)
         while run.done < end:

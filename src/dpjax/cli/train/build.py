@@ -120,7 +120,7 @@ def build_mechanism(
         )
     if given.noise_multiplier is None:
         # Calibrated last: epochs, schedule and preparation decide what the noise must pay for.
-        return mechanism.calibrate(given.target_epsilon, given.delta, given.accountant)
+        return mechanism.calibrate(given.target_epsilon, given.delta, accountant(given, mechanism))
     mechanism = mechanism.scaled(given.noise_multiplier)
     if given.max_epsilon is None or given["epochs"].present or given["steps"].present:
         return mechanism
@@ -134,9 +134,16 @@ def build_mechanism(
     return dataclasses.replace(mechanism, steps=steps_that_fit(given, mechanism))
 
 
+def accountant(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> str:
+    """The method by which this run is accounted."""
+    if given.accountant != "tightest":
+        return given.accountant
+    return accounting.tightest(mechanism.event, mechanism.relation)
+
+
 def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
     """The largest number of steps within `--max_epsilon`; raises if it is 0."""
-    by = given.delta, given.accountant
+    by = given.delta, accountant(given, mechanism)
     found = accounting.largest_steps(
         # Of the whole mechanism, so that preparation and earlier runs are counted.
         lambda n: dataclasses.replace(mechanism, steps=n).event,

@@ -93,7 +93,12 @@ flags.register_validator(
 )
 _number("delta", 1e-5, "Delta of the guarantee.")
 in_range(FLAGS, "delta", 0, 1, strictly=True)
-_choice("accountant", "rdp", ["rdp", "pld"], "Accountant that computes epsilon.")
+_choice(
+    "accountant",
+    "tightest",
+    ["tightest", "rdp", "pld"],
+    "Accountant that computes epsilon: tightest is pld where it takes seconds, and else rdp.",
+)
 _choice("sampling", "poisson", ["poisson", "fixed", "shuffled"], "How batches are drawn.")
 _whole("batch_size", 512, "Expected size of a batch.", 1)
 _number("epochs", 40, "Number of epochs.")

@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     normalization: features.Normalization | None
     mechanism: dpjax.Mechanism
     optimizer: optax.GradientTransformation
+    method: str  # of accounting
     per_epoch: int | None  # steps, for a loss that takes the epoch
     earlier: bytes | None  # parameters that an earlier run released
     budget: dpjax.ledger.Budget | None
@@ -85,13 +86,15 @@ def plan(given: flags.FlagValues) -> Plan:
     earlier = given.continue_from and run_files.released(pathlib.Path(given.continue_from))
     shape = partial(inputs.input_shape, given, dataset)
     rehearse(shape, model, loss, mechanism, earlier, epochs=per_epoch is not None)
+    method = build.accountant(given, mechanism)
     budget = given.max_epsilon and dpjax.ledger.Budget(
-        epsilon=given.max_epsilon, delta=given.delta, method=given.accountant
+        epsilon=given.max_epsilon, delta=given.delta, method=method
     )
     # Last, because only the whole plan has a price, and still before a file is touched.
     require_affordable(given, mechanism, budget)
     return Plan(
-        dataset, model, loss, normalization, mechanism, optimizer, per_epoch, earlier, budget
+        *(dataset, model, loss, normalization, mechanism, optimizer, method),
+        *(per_epoch, earlier, budget),
     )
 
 
@@ -99,10 +102,10 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
     """Trains, and writes and prints the reports."""
     folder, mechanism, per_epoch = pathlib.Path(given.out), plan.mechanism, plan.per_epoch
     # Printed before the first step: a user who meant another epsilon can still stop.
-    planned = mechanism.epsilon(given.delta, given.accountant)
+    planned = mechanism.epsilon(given.delta, plan.method)
     print(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {upwards(planned)} at delta={given.delta:g} ({given.accountant})",
+        f"cost epsilon {upwards(planned)} at delta={given.delta:g} ({plan.method})",
         flush=True,
     )
     dataset = inputs.with_features(given, plan.dataset)
@@ -125,7 +128,7 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
         budget=plan.budget,
         evaluations=given.evaluations,
         delta=given.delta,
-        method=given.accountant,
+        method=plan.method,
         directory=folder,
         configuration={f"--{name}": value for name, value in settings(given).items()},
         save_every=given.save_every,
