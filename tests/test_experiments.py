@@ -193,9 +193,14 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
-    left = {name.partition("/")[0] for name in files_of(folder)}
-    known = {"run.json", "metrics.jsonl", "furthest", "checkpoints", "tensorboard", "notes.txt"}
-    assert left <= known
+    left = {name.partition("/")[0].removesuffix(".part") for name in files_of(folder)}
+    known = {"run.json", "metrics.jsonl", "furthest", "seals", "checkpoints", "tensorboard"}
+    assert left <= known | {"notes.txt", "privacy.json", "statement.txt", "params.msgpack"}
+    if (folder / "privacy.json").exists():
+        card, now = (
+            json.loads((folder / name).read_text()) for name in ("privacy.json", "run.json")
+        )
+        assert card["mechanism"] == now["mechanism"]
     given = ["--continue_from", folder, "--out", tmp_path / "next", "--steps=1"]
     refused = run("train.py", *given, status=1)
     assert "another run was started in its folder" in refused.stdout + refused.stderr

@@ -302,7 +302,7 @@ def _spent(folder):
 
 @kills(
     "training/run_folder.py",
-    '            _replace(self.path / "furthest", f"{self.furthest()}\\n")\n',
+    '            replace(self.path / "furthest", f"{self.furthest()}\\n")\n',
     "",
     slow=True,
 )
@@ -424,7 +424,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 @kills(
     "training/run_folder.py",
-    '            _replace(path, json.dumps(self.identity, indent=2) + "\\n")\n        return',
+    '            replace(path, json.dumps(self.identity, indent=2) + "\\n")\n        return',
     "        return",
     slow=True,
 )

@@ -17,6 +17,7 @@ Numbers are the accounted ones, never rounded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -34,6 +35,7 @@ def card(
     *,
     ledger: Ledger | None = None,
     seed: int | None = None,
+    methods: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
@@ -42,6 +44,7 @@ def card(
       delta: The delta at which epsilon is stated; by default the one of ``mechanism.target``.
       ledger: The steps that ran; by default all planned steps.
       seed: The fixed seed of the run, if it had one instead of a secret key.
+      methods: The `dpjax.accounting` methods that state epsilon; by default all.
 
     Returns:
       An object for ``json.dumps``; an infinite number is the word ``"inf"``.
@@ -68,7 +71,7 @@ def card(
         "epsilon": {
             # Not rounded: `verify` compares the number with the one that it recomputes.
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
-            for method, value in epsilons(mechanism, ran, delta)
+            for method, value in epsilons(mechanism, ran, delta, methods)
         },
         "not_private": why_infinite(mechanism, ran),
         "seed_published": published_seed(seed, ledger),

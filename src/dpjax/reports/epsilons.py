@@ -7,7 +7,8 @@ rounded here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,15 +23,28 @@ def multipliers(mechanism: Mechanism, ledger: Ledger | None) -> np.ndarray:
 
 
 def epsilons(
-    mechanism: Mechanism, multipliers: np.ndarray, delta: float
-) -> Iterator[tuple[str, float]]:
+    mechanism: Mechanism,
+    multipliers: np.ndarray,
+    delta: float,
+    methods: Sequence[str] | None = None,
+) -> tuple[tuple[str, float], ...]:
     """Epsilon by every method that has an answer for this sampler and relation."""
+    asked = tuple(m for m in accounting.METHODS if methods is None or m in methods)
+    return _epsilons(mechanism, tuple(multipliers.tolist()), delta, asked)
+
+
+# Statement and card of one run ask for the same numbers, which can take seconds.
+@functools.lru_cache(maxsize=16)
+def _epsilons(
+    mechanism: Mechanism, multipliers: tuple[float, ...], delta: float, methods: tuple[str, ...]
+) -> tuple[tuple[str, float], ...]:
     # An invalid delta raises here; the loop below takes a ValueError for "no answer".
     accounting.epsilon(accounting.compose(), delta)
-    event = mechanism.event_of(multipliers)
-    for method in accounting.METHODS:
+    event, found = mechanism.event_of(np.array(multipliers, np.float64)), []
+    for method in methods:
         try:
             value = accounting.epsilon(event, delta, method, mechanism.relation)
         except ValueError:  # this method proves nothing for this sampler and relation
             continue
-        yield method, value
+        found.append((method, value))
+    return tuple(found)

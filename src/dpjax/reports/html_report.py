@@ -54,13 +54,16 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     folder = run.path / "figures"
     folder.mkdir(exist_ok=True)
     for figure in figures:
-        (folder / f"{figure.plot.name}.png").write_bytes(figure.png)
+        file = folder / f"{figure.plot.name}.png"
+        file.write_bytes(figure.png)
+        file.chmod(0o644 if figure.badge == RELEASED else 0o600)
     for plot, _ in absent:  # an earlier page may have written it, perhaps from other data
         (folder / f"{plot.name}.png").unlink(missing_ok=True)
     path = run.path / "report.html"
     body = [*_header(run), *_promise(run), *_figures(figures), *_made_with(run), *_left_out(absent)]
     # Figures first, page last: a page never names an image that is not there yet.
     path.write_text(page(_name(run), body), encoding="utf-8")
+    path.chmod(0o600)
     return path
 
 

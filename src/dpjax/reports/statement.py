@@ -50,6 +50,7 @@ def statement(
     *,
     ledger: Ledger | None = None,
     seed: int | None = None,
+    methods: Sequence[str] | None = None,
 ) -> str:
     """The privacy statement of a computation, in words.
 
@@ -58,6 +59,7 @@ def statement(
       delta: The delta at which epsilon is stated; by default the one of ``mechanism.target``.
       ledger: The steps that ran; by default all planned steps.
       seed: The fixed seed of the run, if it had one instead of a secret key.
+      methods: The `dpjax.accounting` methods that state epsilon; by default all.
 
     Returns:
       A text to print, and to publish with the model.
@@ -78,7 +80,7 @@ def statement(
     """
     delta, _ = mechanism.stated(delta, None)
     ran = multipliers(mechanism, ledger)
-    found = dict(epsilons(mechanism, ran, delta))
+    found = dict(epsilons(mechanism, ran, delta, methods))
     lines = [
         "Privacy statement",
         "",

@@ -25,6 +25,7 @@ from dpjax import accounting, ledger
 from dpjax.training.checks import check_state, whole
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
+from dpjax.training.released import leave
 from dpjax.training.run_folder import Folder
 from dpjax.training.runner import Run, numbers
 from dpjax.training.signals import Stop
@@ -63,9 +64,10 @@ def fit(
         ``mechanism.target``, or 1e-5.
       method: The `dpjax.accounting` method that computes epsilon; by default that of the budget,
         or of ``mechanism.target``, or "rdp".
-      directory: The folder of this run alone: ``metrics.jsonl``, a line per evaluation;
-        ``run.json``, the identity of the run; ``checkpoints``; and TensorBoard's events in
-        ``tensorboard``, if that extra is installed.
+      directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
+        ``statement.txt`` and ``params.msgpack``, which may be released, and ``metrics.jsonl``,
+        ``run.json`` (the identity of the run), ``checkpoints`` and, if that extra is installed,
+        TensorBoard's events in ``tensorboard``, which their owner alone can read.
       configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
         refuses another one. Loss, optimizer, weights and data need no name here: `fit` compares
         the program of a step and the data.
@@ -168,13 +170,16 @@ def fit(
                     **numbers(algorithm.released(run.state)),
                     f"{mechanism.unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
+                # Before `evaluate` or a file gets the parameters: what happens with them is out of
+                # reach, so the step counts as released.
+                run.mark()
                 if evaluate is not None:
-                    # Before `evaluate` sees the parameters: what it does with them is out of reach,
-                    # so the step counts as released.
-                    run.mark()
                     row |= _evaluated(evaluate(run.state), row)
                 # The row is on disk before the line is printed: what a user saw is in the log.
                 show.line(run.done, run.add(row))
+                if folder is not None:
+                    last = run.done == end
+                    leave(folder.path, mechanism, run.state, delta, method, last=last)
             if folder is not None:
                 _save(run, save_every, now=run.done == end or stop.asked)
             if stop.asked:

@@ -29,6 +29,8 @@ from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 
+RELEASED = ("privacy.json", "statement.txt", "params.msgpack")  # see `dpjax.training.released`
+
 
 class Folder:
     """The folder of one run, held by this process until `close`.
@@ -86,7 +88,7 @@ class Folder:
                 "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s",
                 *(self.path, done, changed),
             )
-            _replace(path, json.dumps(self.identity, indent=2) + "\n")
+            replace(path, json.dumps(self.identity, indent=2) + "\n")
         return bool(changed)
 
     def mark(self, step: int) -> None:
@@ -94,7 +96,7 @@ class Folder:
         if step <= self._marked:
             return
         try:
-            _replace(self.path / "furthest", f"{step}\n")
+            replace(self.path / "furthest", f"{step}\n")
             self._marked = step
         except OSError as error:
             logging.error("fit: %s cannot be marked (%s); the run continues.", self.path, error)
@@ -103,7 +105,7 @@ class Folder:
         """Records which sums met the noise of the steps so far; see `dpjax.noise.seals`."""
         path = self.path / "seals"
         try:
-            with path.open("ab") as file:
+            with open(path, "ab", opener=_private) as file:
                 file.write(seals[file.tell() // 8 :].tobytes())
         except OSError as error:
             logging.error("fit: %s cannot be written (%s); the run continues.", path, error)
@@ -127,8 +129,8 @@ class Folder:
         # Compared as text, so that an unchanged log is not written again.
         again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
-            _replace(self.path / "furthest", f"{self.furthest()}\n")
-            _replace(self.log, again)
+            replace(self.path / "furthest", f"{self.furthest()}\n")
+            replace(self.log, again)
         return kept
 
     def furthest(self) -> int:
@@ -211,7 +213,7 @@ def _remove(folder: pathlib.Path) -> None:
     for name in ("checkpoints", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     # In this order: the run exists as long as run.json does.
-    for name in ("metrics.jsonl", "furthest", "seals", "run.json"):
+    for name in ("metrics.jsonl", "furthest", "seals", *RELEASED, "run.json"):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -249,6 +251,10 @@ def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
     """Takes the lock. The operating system releases it when this process ends."""
     # flock and not a file that exists or not: the lock of a killed process is free.
@@ -276,7 +282,7 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
                 f"fit(directory={str(folder)!r}): found a metrics.jsonl and no run.json that says "
                 "which run wrote it. Choose another folder, or remove the file."
             )
-        _replace(path, json.dumps(identity, indent=2) + "\n")
+        replace(path, json.dumps(identity, indent=2) + "\n")
         return
     before = json.loads(path.read_text(encoding="utf-8"))
     if "mechanism" in identity:
@@ -292,7 +298,7 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         # A first step that does not compile would otherwise block the folder for good.
         logging.info("fit: the run in %s spent nothing; a new run replaces it.", folder)
         _remove(folder)
-        _replace(path, json.dumps(identity, indent=2) + "\n")
+        replace(path, json.dumps(identity, indent=2) + "\n")
     elif names:
         lines = [
             f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
@@ -329,12 +335,16 @@ def _short(text: str | None) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _replace(path: pathlib.Path, text: str) -> None:
-    """Replaces a file atomically: it holds the whole new text, or the old one."""
+def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
+    """Replaces a file atomically: it holds the whole new content, or the old one.
+
+    Unless it is ``public``, its owner alone can read it.
+    """
     beside = path.with_name(path.name + ".part")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if public else 0o600)
     # fsync before the rename: after a power failure the new name must not hold an empty file.
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)

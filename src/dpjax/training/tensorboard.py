@@ -27,6 +27,7 @@ class Board:
         if importlib.util.find_spec("tensorboardX") is not None:
             from tensorboardX import SummaryWriter
 
+            directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
             # Events after the checkpoint are purged, because the resumed run writes these steps
             # again.
             self.writer = SummaryWriter(str(directory), purge_step=done + 1)

@@ -106,6 +106,7 @@ class Evaluation:
             found |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
         arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.items()}
         np.savez(folder / "diagnostics.npz", **arrays)
+        (folder / "diagnostics.npz").chmod(0o600)  # of training examples, without noise
 
 
 def train(

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run may publish, in the files of its folder: card, statement and parameters.
+
+They are written with each row of the log, for every model and every algorithm, so a run that was
+stopped leaves them too. All three are of the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+from absl import logging
+
+from dpjax import reports, trees
+from dpjax.mechanism import Mechanism
+from dpjax.training.run_folder import replace
+
+
+def leave(
+    folder: pathlib.Path, mechanism: Any, state: Any, delta: float, method: str, *, last: bool
+) -> None:
+    """Writes card, statement and parameters of a state into a run's folder.
+
+    Args:
+      folder: The folder of the run.
+      mechanism: What ran. Only a `dpjax.Mechanism` has a card and a statement.
+      state: Its ledger says which steps ran, its params are released.
+      delta: The delta at which epsilon is stated.
+      method: The method of the log.
+      last: Whether the run ends here.
+    """
+    try:
+        if isinstance(mechanism, Mechanism):
+            # Loss distributions of many different steps take seconds: the last card has them.
+            methods = None if last else ("rdp", "rdp-classic", method)
+            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
+            card = reports.card(mechanism, delta, **facts)
+            words = reports.statement(mechanism, delta, **facts)
+            replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
+            replace(folder / "statement.txt", words + "\n", public=True)
+        replace(folder / "params.msgpack", serialized(state.params), public=True)
+    except OSError as error:
+        # As with the log: a full disk does not end a run, and the next row tries again.
+        logging.error("fit: %s has no card of this step (%s); the run continues.", folder, error)
+
+
+def serialized(params: Any) -> bytes:
+    """Parameters as Flax serialises them; leaves by name where Flax does not know the tree."""
+    from flax import serialization  # which training without a folder does not need
+
+    held = jax.device_get(params)
+    try:
+        return serialization.to_bytes(held)
+    except TypeError:  # a class that Flax does not know
+        named = dict(zip(trees.leaf_names(held), jax.tree.leaves(held), strict=True))
+        return serialization.msgpack_serialize(named)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `dpjax.fit` leaves in the folder of a run, for any model, and who can read it."""
+
+import json
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from mutation import kills
+
+import dpjax
+from dpjax import clipping, ledger, noise, sampling, verify
+from dpjax.training.released import serialized
+
+DATA = (np.linspace(0, 1, 50).reshape(50, 1), np.linspace(0, 2, 50))
+
+
+def loss(params, example):
+    x, y = example
+    return jnp.sum((x @ params["w"] - y) ** 2)
+
+
+MECHANISM = dpjax.Mechanism(
+    sampling=sampling.full(50),
+    clipping=clipping.flat(1.0),
+    noise_multiplier=1.0,
+    steps=8,
+).calibrate(4.0, 1e-3)
+
+
+def algorithm(budget=None):
+    return dpjax.dpsgd(loss, optax.sgd(0.1), MECHANISM, DATA, budget=budget)
+
+
+def started(algorithm):
+    return algorithm.init(noise.secret_key(), {"w": jnp.zeros((1,))})
+
+
+def left(folder):
+    card = json.loads((folder / "privacy.json").read_text())
+    params = flax.serialization.msgpack_restore((folder / "params.msgpack").read_bytes())
+    return card, params
+
+
+@kills("training/fit.py", "                    leave(", "                    (lambda *a, **k: 0)(")
+def test_every_row_leaves_card_statement_and_parameters(tmp_path):
+    run, seen = algorithm(), []
+
+    def evaluate(state):
+        if seen:  # what the row before has left
+            card, params = left(tmp_path)
+            assert card["steps"] == seen[-1][0]
+            np.testing.assert_array_equal(params["w"], seen[-1][1])
+        seen.append((state.ledger.steps, np.array(state.params["w"])))
+        return {}
+
+    state, _ = dpjax.fit(
+        run, started(run), directory=tmp_path, evaluate=evaluate, evaluate_every=2, progress=False
+    )
+    card, params = left(tmp_path)
+    assert card == json.loads(json.dumps(dpjax.reports.card(run.mechanism, ledger=state.ledger)))
+    assert card["delta"] == 1e-3, "the delta for which the noise was chosen"
+    assert (
+        dpjax.statement(run.mechanism, ledger=state.ledger)
+        in (tmp_path / "statement.txt").read_text()
+    )
+    np.testing.assert_array_equal(params["w"], state.params["w"])
+    assert verify.main([str(tmp_path)]) == 0
+
+
+@kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")
+@kills(
+    "training/run_folder.py", "return os.open(path, flags, 0o600)", "return os.open(path, flags)"
+)
+def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
+    run = algorithm()
+    dpjax.fit(run, started(run), directory=tmp_path, progress=False)
+    open_to_all = {path.name for path in tmp_path.iterdir() if path.stat().st_mode & 0o077}
+    assert open_to_all == {"privacy.json", "statement.txt", "params.msgpack"}
+
+
+def test_parameters_of_any_tree_are_left():
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    jax.tree_util.register_pytree_with_keys(
+        Point,
+        lambda p: (((jax.tree_util.GetAttrKey("x"), p.x),), None),
+        lambda _, leaves: Point(*leaves),
+    )
+    found = flax.serialization.msgpack_restore(serialized(Point(jnp.arange(3.0))))
+    assert [leaf.tolist() for leaf in jax.tree.leaves(found)] == [[0.0, 1.0, 2.0]]
+    nested = {"layer": {"w": jnp.ones(2, jnp.bfloat16)}}
+    assert (
+        flax.serialization.from_bytes(nested, serialized(nested))["layer"]["w"].dtype == "bfloat16"
+    )
+
+
+def test_the_log_is_at_the_delta_of_the_budget_or_of_the_target(capsys):
+    run = algorithm()
+    _, rows = dpjax.fit(run, started(run), progress=False)
+    assert rows[-1]["delta"] == 1e-3
+    assert rows[-1]["epsilon"] == run.mechanism.epsilon() == pytest.approx(4.0, rel=1e-3)
+    run = algorithm(ledger.Budget(epsilon=9.0, delta=1e-4))
+    _, rows = dpjax.fit(run, started(run))
+    assert rows[-1]["delta"] == 1e-4
+    assert "of 9.0" in capsys.readouterr().err
+    dpjax.fit(run, started(run), delta=1e-3)
+    assert "of 9.0" not in capsys.readouterr().err
