@@ -263,7 +263,13 @@ def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
     assert [row["step"] for row in rows] == list(range(3, 61, 3))
 
 
-# Rows alone tell how far it came: no evaluation marks it, no checkpoint but the first.
+@pytest.fixture
+def unmarked(monkeypatch):
+    """Marks that a full disk refuses."""
+    monkeypatch.setattr(training.run_folder.Folder, "mark", lambda self, step: None)
+
+
+# Rows alone tell how far it came: no checkpoint but the first, and `unmarked` no mark.
 UNSEEN = {"evaluate": None, "evaluate_every": 3, "save_every": 20}
 
 
@@ -274,7 +280,7 @@ UNSEEN = {"evaluate": None, "evaluate_every": 3, "save_every": 20}
     slow=True,
 )
 @kills("mechanism/card.py", '(*facts["before"], ran)', "(ran,)", slow=True)
-def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path):
+def test_a_run_goes_on_from_another_and_pays_for_both(tmp_path, unmarked):
     """Other settings, another folder, another key: the earlier steps are added up, twice over."""
     with pytest.raises(InterruptedError):
         killable_runs.fit(tmp_path / "a", _dies_after(killable_runs.make(), 18), **UNSEEN)
@@ -306,7 +312,7 @@ def _spent(folder):
     "",
     slow=True,
 )
-def test_what_was_released_is_spent_though_the_run_goes_on_from_before(tmp_path):
+def test_what_was_released_is_spent_though_the_run_goes_on_from_before(tmp_path, unmarked):
     with pytest.raises(InterruptedError):
         killable_runs.fit(tmp_path, _dies_after(killable_runs.make(), 18), **UNSEEN)
     assert _spent(tmp_path) == [18], "of its rows, the only checkpoint is of step 0"
@@ -371,7 +377,7 @@ CHANGES = {
 
 
 @pytest.mark.sample(2)
-@kills("training/fit.py", "                    run.mark()\n", "", case="versions", slow=True)
+@kills("training/fit.py", "                run.mark()\n", "", case="versions", slow=True)
 @kills(
     "training/environment.py",
     "**{name: _version(name) for name in _PACKAGES},",
