@@ -306,17 +306,34 @@ def test_leaves_without_a_gradient_are_named(caplog):
     assert "1 of 2 leaves have no gradient (b)" in caplog.text
 
 
-@kills("mechanism/check_sampler.py", "and not moved:", "and False:")
+@kills("mechanism/check_sampler.py", "and not moved and not paid:", "and False:")
+@kills("mechanism/check_sampler.py", "and parts.precision >= 2", "")
 def test_a_draw_that_is_made_once_is_refused():
     """NumPy is asked when the step is compiled: all steps would see one batch."""
 
     def draw(key, step):
         return types.Draw(jnp.asarray(np.random.default_rng().permutation(50)), jnp.asarray(10))
 
-    own = dataclasses.replace(sampling.poisson(50, 10), draw=draw)
-    mechanism = dataclasses.replace(make().mechanism, sampling=own)
-    with pytest.raises(ValueError, match="every step would see the same examples"):
-        dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
+    # One Gaussian for both steps of the epoch pays for one of them.
+    for paid_in_part in (sampling.poisson(50, 10), sampling.shuffled(50, 10)):
+        own = dataclasses.replace(paid_in_part, draw=draw)
+        mechanism = dataclasses.replace(make().mechanism, sampling=own)
+        with pytest.raises(ValueError, match="every step would see the same examples"):
+            dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
+
+
+def test_one_public_batch_for_ever_is_sound_where_it_is_paid_for():
+    first = types.Draw(jnp.arange(10), jnp.asarray(10))
+    every = sampling.full(50).event
+    own = dataclasses.replace(
+        sampling.poisson(50, 10), draw=lambda key, step: first, event=every, name="first rows"
+    )
+    algorithm = dpjax.dpsgd(
+        loss, optax.sgd(0.1), dataclasses.replace(make().mechanism, sampling=own), DATA
+    )
+    _, info = algorithm.step(start(algorithm))
+    assert info.examples == 10
+    assert algorithm.mechanism.epsilon(1e-5) > make().mechanism.epsilon(1e-5)
 
 
 @pytest.mark.parametrize(
@@ -735,6 +752,43 @@ import numpy as np
 import test_training
 np.savez(sys.argv[1], *test_training.steps_in_microbatches())
 """
+
+
+MESHES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import dpjax, optax, test_training
+algorithm = test_training.make()
+key, params = dpjax.noise.secret_key(), jnp.zeros(3)
+plain, _ = algorithm.step(algorithm.init(key, params))
+for kind in AxisType.Auto, AxisType.Explicit:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    state, _ = algorithm.step(algorithm.init(key, jax.device_put(params, whole)))
+    np.testing.assert_array_equal(plain.params, state.params)
+    try:
+        algorithm.init(jax.device_put(key, jax.devices()[0]), jax.device_put(params, whole))
+    except ValueError as error:
+        print(error)
+    rows = jax.device_put(test_training.DATA, NamedSharding(mesh, PartitionSpec("data")))
+    split = dpjax.dpsgd(test_training.loss, optax.sgd(0.1), algorithm.mechanism, rows)
+    try:
+        state, _ = split.step(split.init(key, params))
+        np.testing.assert_allclose(plain.params, state.params, rtol=1e-5)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_mesh_is_used_or_answered_by_name():
+    program = [sys.executable, "-c", MESHES]
+    environment = killable_runs.environment()
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("parameters on [0, 1], key on [0]") == 2
+    assert done.stdout.count("split by a mesh of explicit axes") == 1
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from mutation import kills
 
@@ -30,7 +31,8 @@ def mechanism(**options):
 
 @pytest.fixture(scope="module")
 def honest():
-    return json.loads(json.dumps(reports.card(mechanism(), DELTA)))
+    before = [mechanism(steps=1).spent(np.full(1, 1.2))]
+    return json.loads(json.dumps(reports.card(mechanism(before=before), DELTA)))
 
 
 def verdicts(card):
@@ -112,6 +114,7 @@ CHANGES = [
     (["mechanism", "multiplier_and_steps"], [[-1.2, 40]], "multiplier is negative"),
     (["mechanism", "multipliers_by_group"], [1.0], "are worth 1 together"),
     (["mechanism", "clipping", "bounds"], ["inf"], "DOES NOT HOLD"),
+    (["mechanism", "unit"], "client", "adds what one example costs to what one client costs"),
     (["mechanism", "projections"], 30, "nothing is recomputed"),
 ]
 
@@ -191,7 +194,7 @@ def test_a_file_that_is_no_card_is_answered_in_one_sentence(text, expected, tmp_
 )
 def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "privacy.json").write_text(json.dumps(honest))
-    (tmp_path / "run.json").write_text(json.dumps({"mechanism": mechanism().facts}))
+    (tmp_path / "run.json").write_text(json.dumps({"mechanism": honest["mechanism"]}))
     assert verify.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.count(": holds") == 3
     (tmp_path / "run.json").write_text(json.dumps({"mechanism": mechanism(steps=41).facts}))

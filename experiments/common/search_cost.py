@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
-from verify import event_of
 
 from common import search_space
 from dpjax import accounting, training
 from dpjax.accounting.rounding import upwards
+from dpjax.verify import event_of
 
 Card = dict[str, Any]
 

@@ -16,6 +16,7 @@ import optax
 from absl import logging
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import AxisType
 
 from dpjax import clipping, ledger, noise, schedules, trees
 from dpjax.data import Dataset, Stream
@@ -230,6 +231,37 @@ def _check_numbers(data: PyTree) -> None:
                 f"dpsgd data: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
                 "Usually labels are words: np.unique(labels, return_inverse=True)[1] numbers them."
             )
+
+
+def check_devices(name: str, **parts: PyTree) -> None:
+    """Refuses parts of a run that lie on different devices, before JAX does without their names.
+
+    Args:
+      name: The algorithm.
+      **parts: Parameters, key and data. Arrays that JAX may move are not compared.
+    """
+    places: dict[frozenset[Any], str] = {}
+    for part, tree in parts.items():
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
+                sharding = leaf.sharding
+                mesh, spec = (getattr(sharding, what, None) for what in ("mesh", "spec"))
+                if part == "data" and any(spec or ()) and AxisType.Explicit in mesh.axis_types:
+                    raise ValueError(
+                        f"{name}: the data are split by a mesh of explicit axes ({spec}), and a "
+                        "draw takes rows from all of it. jax.make_mesh makes explicit axes by "
+                        "default. Make the mesh with axis_types=(jax.sharding.AxisType.Auto,), or "
+                        "give NumPy arrays."
+                    )
+                places.setdefault(frozenset(sharding.device_set), part)
+    if len(places) > 1:
+        where = ", ".join(f"{part} on {sorted(d.id for d in on)}" for on, part in places.items())
+        raise ValueError(
+            f"{name}: not all arrays are on the same devices: {where}. Usually parameters were put "
+            "on a mesh, and key or data on one device: put them on the mesh too, with "
+            "jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), "
+            "or give data as NumPy arrays, which JAX moves to the parameters."
+        )
 
 
 def _no_arrays(given: Any) -> TypeError:

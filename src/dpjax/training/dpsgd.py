@@ -27,6 +27,7 @@ from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.seals import require_one_sum
 from dpjax.training.checks import (
     check_data,
+    check_devices,
     check_kinds,
     check_optimizer,
     check_schedule,
@@ -175,6 +176,7 @@ def assemble(
     def init(key: Key, params: PyTree) -> State:
         trees.check_key(key, f"{name}: init")
         trees.check_params(params)
+        check_devices(name, parameters=params, key=key, data=data)
         loss = traced_loss(bound_to(recipe, shared).loss, params, example_of(recipe, row))
         tell_of_idle(loss, params)
         # A client's loss closes over all clients, and draws its order from the key of the round;
