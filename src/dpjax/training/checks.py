@@ -245,7 +245,8 @@ def check_devices(name: str, **parts: PyTree) -> None:
         for leaf in jax.tree.leaves(tree):
             if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
                 sharding = leaf.sharding
-                mesh, spec = (getattr(sharding, what, None) for what in ("mesh", "spec"))
+                mesh: Any = getattr(sharding, "mesh", None)
+                spec = getattr(sharding, "spec", None)
                 if part == "data" and any(spec or ()) and AxisType.Explicit in mesh.axis_types:
                     raise ValueError(
                         f"{name}: the data are split by a mesh of explicit axes ({spec}), and a "
