@@ -93,6 +93,15 @@ def test_a_worker_that_takes_too_long_is_stopped():
 
 
 @pytest.mark.slow
+def test_compensated_sums_round_less_than_plain_ones(tmp_path):
+    out = tmp_path / "rounding.json"
+    run("benchmarks/rounding.py", "--smoke", "--out", out)
+    for case in json.loads(out.read_text())["cases"][:3]:
+        assert abs(case["compensated"]["blanked"]) < 1e-6
+        assert abs(case["compensated"]["removed"]) <= abs(case["plain"]["removed"]) + 1e-6
+
+
+@pytest.mark.slow
 def test_scattering_runs(tmp_path):
     path = tmp_path / "figures.json"
     outcome = run("benchmarks/scattering.py", "--smoke", "--peers_python", "nowhere", "--out", path)

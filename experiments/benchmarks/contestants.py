@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from workloads import SEED, WORKLOADS
 
 import dpjax
 from dpjax import clipping, gradients, sampling
+from dpjax.gradients import batching
 
 NOISE_MULTIPLIER, LEARNING_RATE = 1.1, 0.1
 PEERS = (
@@ -125,6 +127,20 @@ def alone(name: str, workload: str, batch_size: int) -> dict[str, int | None]:
     return other.memory()
 
 
+def uncompensated(gradient: Any) -> Any:
+    """The gradient without compensated sums over microbatches: what compensation costs."""
+
+    def add_part(total: Any, lost: Any, add: Any) -> Any:
+        part = add(total)
+        return part.value, lost, part
+
+    def traced(params: Any, batch: Any) -> Any:
+        with mock.patch.object(batching, "add_part", add_part):
+            return gradient(params, batch)
+
+    return traced
+
+
 def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[], Contestant]]:
     """Name -> what makes the contestant, for all that JAX and dpjax need no peer for."""
     batch_size, key = len(batch[1]), jax.random.key(SEED)
@@ -137,6 +153,10 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
     makes = {name: (g, optax.identity()) for name, g in plain_gradients(loss).items()}
     for engine in (*gradients.ENGINES, "auto"):
         makes[f"dpjax {engine}"] = (clipped_sum(loss, engine), mechanism.privatize(key))
+    makes["uncompensated auto"] = (
+        uncompensated(clipped_sum(loss, "auto")),
+        mechanism.privatize(key),
+    )
     aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
     makes["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
     return {

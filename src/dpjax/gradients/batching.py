@@ -81,7 +81,10 @@ def sum_over(
 
 
 def add_part(total: PyTree, lost: PyTree | None, add: Callable[[PyTree], ClippedSum]) -> Any:
-    """Adds a microbatch to a running total, and keeps what float32 rounds away (Kahan's sum).
+    """Adds a microbatch to a running total, and keeps what float32 rounds away.
+
+    Without compensation one example more shifts every later total, and each addition may round
+    the other way: at a million examples and 16 a microbatch that is several bounds.
 
     Args:
       total: The sum so far.
@@ -89,38 +92,66 @@ def add_part(total: PyTree, lost: PyTree | None, add: Callable[[PyTree], Clipped
       add: The clipped sum of the microbatch, added to what it is given.
 
     Returns:
-      ``(total, lost, microbatch)``. The sum is ``total + lost``.
+      ``(total, lost, microbatch)``. The sum is ``total + lost``, which only noise may round.
     """
     if lost is None:
         part = add(total)
         return part.value, None, part
-    # The part begins with `lost`, so that a sparse part, such as rows of a table, adds in place.
-    part = add(lost)
-    after = jax.tree.map(jnp.add, total, part.value)
-    lost = jax.tree.map(lambda a, t, p: p - (a - t), after, total, part.value)
-    return after, lost, part
+    part = add(jax.tree.map(jnp.zeros_like, total))
+    return *_add_exactly(total, lost, part.value), part
 
 
-def rounds_little(examples: int, microbatch_size: int) -> bool:
-    """Whether rounding lets one example move a plain float32 sum by less than 1.01 of its bound.
+def rounds_little(size: int, layout: Layout) -> bool:
+    """Whether draws of this size take one microbatch on each device, so that no total is needed.
 
-    One example more shifts every later total, so each addition may round the other way. There are
-    ``examples / microbatch_size`` additions to a sum of at most ``examples`` bounds, and each
-    rounds by half of its last bit. At a million examples they add up to several bounds.
+    The few additions of a larger draw then round no more than the sums inside its microbatches.
     """
-    # Compensation reads and writes all parameters once more for each microbatch, so it is left out
-    # where a sum is short.
-    return examples**2 / microbatch_size * 2.0**-24 < 0.01
+    return size <= layout.microbatch_size * layout.devices
+
+
+def _add_exactly(total: PyTree, lost: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
+    """``total + lost + part`` as two trees, to about 48 bits."""
+
+    def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+        # Knuth's sum: `error` is exact whichever term is larger.
+        rounded = a + b
+        back = rounded - a
+        return rounded, (a - (rounded - back)) + (b - back)
+
+    def each(a: Array, low: Array, b: Array) -> tuple[Array, Array]:
+        high, error = two_sum(a, b)
+        # A second sum keeps `low` below the last bit of `high`, where it rounds least.
+        return two_sum(high, low + error)
+
+    leaves, structure = jax.tree.flatten(total)
+    pairs = map(each, leaves, jax.tree.leaves(lost), jax.tree.leaves(part))
+    high, low = zip(*pairs, strict=True) if leaves else ((), ())
+    return structure.unflatten(high), structure.unflatten(low)
 
 
 def with_lost(total: PyTree, lost: PyTree | None) -> PyTree:
-    """The sum, from the two parts that `add_part` keeps."""
+    """The sum, rounded to the dtype of ``total``, from the two parts that `add_part` keeps."""
     return total if lost is None else jax.tree.map(jnp.add, total, lost)
 
 
 def device_sum(totals: T) -> T:
     """The sum of the totals of all devices, which `sum_over` and `on_each` stack."""
     return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), totals)
+
+
+def join_devices(totals: PyTree, lost: PyTree | None) -> tuple[PyTree, PyTree | None]:
+    """The sum of the totals of all devices and of what they lost, both stacked, as two parts."""
+    if lost is None:
+        return device_sum(totals), None
+    count = jax.tree.leaves(totals)[0].shape[0] if jax.tree.leaves(totals) else 1
+
+    def of(tree: PyTree, device: int) -> PyTree:
+        return jax.tree.map(lambda x: x[device], tree)
+
+    high, low = of(totals, 0), device_sum(lost)
+    for device in range(1, count):
+        high, low = _add_exactly(high, low, of(totals, device))
+    return high, low
 
 
 class Rows(NamedTuple):
@@ -179,7 +210,7 @@ def microbatched(engine: Engine, size: int) -> Engine:
             return tuple(carried), part._replace(value=None)
 
         folded = jax.tree.map(fold, _padded(rows, trips * size))
-        lost = None if rounds_little(count, size) else jax.tree.map(jnp.zeros_like, start)
+        lost = jax.tree.map(jnp.zeros_like, start)
         (total, lost), parts = jax.lax.scan(body, (start, lost), folded)
         return jax.tree.map(unfold, parts)._replace(value=with_lost(total, lost))
 

@@ -388,7 +388,7 @@ class Mechanism:
         """A checksum of what meets the noise of a step; see `dpjax.noise.seals`.
 
         Args:
-          total: The clipped sum.
+          total: The clipped sum, in one tree or in several.
           step: The number of the step.
           below: The count that an adapted bound follows.
         """
@@ -442,6 +442,7 @@ class Mechanism:
         key: Key,
         step: Int[Array, ""],
         *,
+        lost: PyTree | None = None,
         bound_scale: Any = None,
         below: Float[Array, ""] | None = None,
     ) -> tuple[PyTree, Any]:
@@ -451,6 +452,7 @@ class Mechanism:
           total: The clipped sum.
           key: The root key of the run.
           step: The number of the step, from 0.
+          lost: What ``total`` lacks of the sum, because float32 rounds.
           bound_scale: The scale of an adapted bound at this step.
           below: The count that an adapted bound follows.
 
@@ -466,7 +468,7 @@ class Mechanism:
             )
         deviations = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
         # The divisor is the expected batch size, a public constant; the drawn size is private.
-        noisy = add_noise(total, self.clipping.partition, deviations, key, step)
+        noisy = add_noise(total, self.clipping.partition, deviations, key, step, lost)
         # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.
         share = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
         mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)

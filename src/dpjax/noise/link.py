@@ -178,7 +178,12 @@ def not_reset(key: Key, key_of_zeros: bool, name: str) -> Any:
 
 
 def add_noise(
-    total: PyTree, partition: Partition, deviations: Sequence[Any], key: Key, step: Any
+    total: PyTree,
+    partition: Partition,
+    deviations: Sequence[Any],
+    key: Key,
+    step: Any,
+    lost: PyTree | None = None,
 ) -> PyTree:
     """The sum plus the Gaussian noise of one step.
 
@@ -188,17 +193,21 @@ def add_noise(
       deviations: The standard deviation of each group, from `standard_deviations`.
       key: The root key of the run.
       step: The number of the step.
+      lost: What ``total`` lacks of the sum. It is far smaller than the last bits of a long sum,
+        and meets the noise first, where it counts.
     """
     # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)
     scales = jax.tree.structure(total).unflatten([deviations[group] for group in groups])
     # A function of (root key, step): a resumed run adds the same noise to the same sum.
     noise_key = trees.step_key(key, Purpose.NOISE, step)
-    return trees.random_like(standard_normal, noise_key, total, scales, use=_added)
+    more = (scales,) if lost is None else (scales, lost)
+    return trees.random_like(standard_normal, noise_key, total, *more, use=_added)
 
 
-def _added(noise: Array, leaf: Array, deviation: Any) -> Array:
-    return leaf.astype(noise.dtype) + deviation * noise
+def _added(noise: Array, leaf: Array, deviation: Any, lost: Array | None = None) -> Array:
+    scaled = deviation * noise if lost is None else lost + deviation * noise
+    return leaf.astype(noise.dtype) + scaled
 
 
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:

@@ -25,7 +25,7 @@ class Sums(NamedTuple):
 
     gradients: PyTree
     lost: PyTree
-    """What the running sum of gradients rounded away; None if it is too short for that."""
+    """What the running sum of gradients rounded away; None if it takes one microbatch."""
     losses: Float[Array, ""]
     scored: Int[Array, ""]
     """How many losses were summed. A loss may be NaN although its gradient is finite."""
@@ -54,7 +54,7 @@ def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     gradients = trees.zeros_wide(params)
     empty = jnp.zeros(2, jnp.uint32)
-    short = rounds_little(mechanism.sampling.usual_size, layout.microbatch_size)
+    short = rounds_little(mechanism.sampling.usual_size, layout)
     lost = None if short else trees.zeros_wide(params)
     means = zero, none, groups, groups, zero
     return Sums(gradients, lost, *means, none, none, none, none, empty)

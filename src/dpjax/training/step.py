@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dpjax import trees
-from dpjax.gradients.batching import add_part, device_sum, sum_over, with_lost
+from dpjax.gradients.batching import add_part, device_sum, join_devices, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe, extra_arguments, layout_of, weights_of, with_entry
@@ -106,12 +106,14 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
     Privacy:
       The parameters that come out are private. The sums are not.
     """
-    sums = device_sum(sums)
-    sums = sums._replace(gradients=with_lost(sums.gradients, sums.lost), lost=None)
+    # Two parts, until the noise is added: one array would round the sum of a million examples by
+    # more than a twentieth of a bound.
+    total, lost = join_devices(sums.gradients, sums.lost)
+    sums = device_sum(sums._replace(gradients=None, lost=None))
     scale = recipe.bound_scale(state)
-    seal = recipe.mechanism.seal(sums.gradients, state.step, sums.below)
+    seal = recipe.mechanism.seal((total, lost), state.step, sums.below)
     mean, bound_scale = recipe.mechanism.private_mean(  # line 6
-        sums.gradients, state.key, state.step, bound_scale=state.bound_scale, below=sums.below
+        total, state.key, state.step, lost=lost, bound_scale=state.bound_scale, below=sums.below
     )
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
@@ -124,4 +126,4 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
         bound_scale=bound_scale,
         step=state.step + 1,
     )
-    return after, sums._replace(gradients=None, seal=seal)
+    return after, sums._replace(seal=seal)
