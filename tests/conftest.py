@@ -2,6 +2,7 @@
 """Shared set-up: deterministic property tests, and proof of which sources are tested."""
 
 import collections
+import ctypes
 import os
 import pathlib
 import tempfile
@@ -88,3 +89,7 @@ def _leaves_no_programs():
     """A module's compiled programs go with it; kept, they fill gigabytes."""
     yield
     jax.clear_caches()
+    # The allocator keeps what compilers freed, unless it is asked; glibc alone can be.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)

@@ -31,8 +31,10 @@ def mechanism(**options):
 
 @pytest.fixture(scope="module")
 def honest():
+    """The card of a mechanism with an earlier run; without PLD, which takes a second each time."""
     before = [mechanism(steps=1).spent(np.full(1, 1.2))]
-    return json.loads(json.dumps(reports.card(mechanism(before=before), DELTA)))
+    card = reports.card(mechanism(before=before), DELTA, methods=["rdp", "gdp"])
+    return json.loads(json.dumps(card))
 
 
 def verdicts(card):
@@ -85,8 +87,8 @@ def test_every_claim_of_an_honest_card_holds(options):
 
 CHANGES = [
     (["epsilon", "rdp", "value"], 0.5, "DOES NOT HOLD"),
-    (["epsilon", "pld", "value"], "inf", "promises nothing"),
-    (["epsilon", "pld", "value"], "nan", "DOES NOT HOLD"),
+    (["epsilon", "rdp", "value"], "inf", "promises nothing"),
+    (["epsilon", "rdp", "value"], "nan", "DOES NOT HOLD"),
     (["epsilon", "gdp", "proven"], True, "marks epsilon by gdp as proven"),
     (["epsilon", "rdp", "proven"], False, "marks epsilon by rdp as an estimate"),
     (["epsilon", "best"], {"value": 1.0, "proven": True}, "a method that is not known"),
@@ -196,7 +198,7 @@ def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "privacy.json").write_text(json.dumps(honest))
     (tmp_path / "run.json").write_text(json.dumps({"mechanism": honest["mechanism"]}))
     assert verify.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count(": holds") == 3
+    assert capsys.readouterr().out.count(": holds") == 1
     (tmp_path / "run.json").write_text(json.dumps({"mechanism": mechanism(steps=41).facts}))
     assert verify.main([str(tmp_path)]) == 1
     assert "another mechanism than run.json" in capsys.readouterr().err
