@@ -9,13 +9,16 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, noise, sampling, testing, trees, types
+from dpjax import clipping, noise, sampling, testing, trees
 from dpjax.gradients import batching
 from dpjax.types import Partition
 
 RULE = clipping.flat(1.0)
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
 GRADIENTS = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
+
+
+KINDS = ["in memory", "streamed"]
 
 
 def clip(rule=RULE):
@@ -370,54 +373,60 @@ def test_one_example_moves_a_long_sum_by_its_bound(path):
 
 
 @kills("gradients/batching.py", "(a - (rounded - back)) + (b - back)", "0 * rounded")
-@kills("gradients/batching.py", "return two_sum(high, low + error)", "return high, error")
-@kills("gradients/batching.py", "_add_exactly(high, low, of(totals, device))", "high, low")
+@kills("gradients/batching.py", "return two_sum(rounded, low + error)", "return rounded, error")
+@kills("gradients/batching.py", "*(one.high for one in each[1:])", "*()", case="3")
+@kills("gradients/batching.py", "*(one.block for one in each)", "*()", case="3")
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     """The public size of a data set stands: a neighbour has a row that counts as nothing."""
-    rows = hostile(60_000, 2)
-    shares = rows.reshape(devices, -1, 2)
+    shares = hostile(60_000, 2).reshape(devices, -1, 2)
+    zero = jnp.zeros(())
 
     @jax.jit
     def total(first):
         def add(carry, pair):
-            part = types.ClippedSum(pair[0] + pair[1], *[None] * 4)
-            return batching.add_part(*carry, lambda zero: part)[:2], None
+            return batching.settled(carry._replace(block=pair[0] + pair[1])), None
 
-        zero = jnp.zeros(()), jnp.zeros(())
-        each = [jax.lax.scan(add, zero, x)[0] for x in jnp.asarray(shares).at[0, 0, 0].set(first)]
-        return batching.join_devices(*map(jnp.stack, zip(*each, strict=True)))
+        def share(pairs):
+            done = jax.lax.scan(add, batching.Total(zero, zero, zero), pairs[:-1])[0]
+            return done._replace(block=jnp.sum(pairs[-1]))  # a block that has not ended
+
+        each = [share(x) for x in jnp.asarray(shares).at[0, 0, 0].set(first)]
+        return batching.join_devices(jax.tree.map(lambda *x: jnp.stack(x), *each))
 
     with_it, without = (sum(map(np.float64, total(first))) for first in (1 / 3, 0.0))
     assert abs(with_it - without - 1 / 3) < 1e-6
-    rows[0] = 0
-    assert abs(without - np.sum(rows[::2] + rows[1::2], dtype=np.float64)) < 1e-6
+    shares[0, 0, 0] = 0
+    assert abs(without - np.sum(shares[..., 0] + shares[..., 1], dtype=np.float64)) < 1e-6
 
 
-@kills("training/step.py", "lost=lost, bound_scale", "lost=None, bound_scale")
-@kills("noise/link.py", "lost + deviation * noise", "deviation * noise")
-@kills(
-    "gradients/batching.py", "return size <= layout.microbatch_size * layout.devices", "return 1"
-)
-def test_what_a_long_sum_rounds_away_meets_the_noise():
+@kills("training/step.py", "lost=lost, bound_scale", "lost=None, bound_scale", case="in memory")
+@kills("training/step.py", "data, state, end_block)", "data, state)", case="in memory")
+@kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed")
+@kills("noise/link.py", "lost + deviation * noise", "deviation * noise", case="in memory")
+@kills("gradients/batching.py", "= examples <= devices", "= True or devices", case="in memory")
+@pytest.mark.parametrize("kind", [lambda x: x, lambda x: dpjax.data.Stream(list(x))], ids=KINDS)
+def test_what_a_long_sum_rounds_away_meets_the_noise(kind):
     """Beside 2^25, one more example is a quarter of a last bit; it must still move the noise."""
-    count, large = 4096, 2.0**25
-    data = np.stack([np.full(count, large, np.float32), np.ones(count, np.float32)])
+    rows, count, large = 64, 4096, 2.0**25
+    data = np.zeros((rows, count), np.float32)
+    data[0] = large
 
     def mean(data):
         mechanism = dpjax.Mechanism(
-            sampling=sampling.full(2),
+            sampling=sampling.full(rows),
             clipping=clipping.flat(2.0**32),
             noise_multiplier=2.0**-29,
             steps=1,
         )
         run = dpjax.dpsgd(
-            lambda w, x: -jnp.sum(w * x), optax.sgd(2.0), mechanism, data, microbatch_size=1
+            lambda w, x: -jnp.sum(w * x), optax.sgd(rows), mechanism, kind(data), microbatch_size=1
         )
         state, _ = run.step(run.init(jax.random.key(0), jnp.zeros(count)))
         return np.mean(np.asarray(state.params, np.float64) - large)
 
-    without = mean(data * np.array([[1], [0]], np.float32))
+    without = mean(data)
+    data[40] = 1
     # Noise of deviation 8 lets the mean of many roundings see what one rounding cannot.
     assert mean(data) - without == pytest.approx(1, abs=0.1)
 

@@ -305,7 +305,12 @@ def scored(
 
 
 def fold(
-    draw: Draw, size: int, add: Callable[..., T], first: T, share: tuple[Any, int] = (0, 1)
+    draw: Draw,
+    size: int,
+    add: Callable[..., T],
+    first: T,
+    share: tuple[Any, int] = (0, 1),
+    block: tuple[int, Callable[[T], T]] | None = None,
 ) -> T:
     """Folds ``add`` over a draw, ``size`` examples at a time; each example is visited once.
 
@@ -317,6 +322,8 @@ def fold(
       first: The total of an empty draw.
       share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
         together are the draw.
+      block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
+        last, ``settle`` maps the total to the one that is continued.
 
     Example:
       >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
@@ -337,8 +344,20 @@ def fold(
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
+    def more(carry: tuple[Int[Array, ""], T]) -> Any:
+        return carry[0] < draw.size
+
     start = (jnp.asarray(which * size, jnp.int32), first)
-    return jax.lax.while_loop(lambda carry: carry[0] < draw.size, body, start)[1]
+    if block is None:
+        return jax.lax.while_loop(more, body, start)[1]
+    count, settle = block
+
+    def whole(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
+        end = carry[0] + count * of * size
+        place, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end), body, carry)
+        return place, settle(total)
+
+    return jax.lax.while_loop(more, whole, start)[1]
 
 
 def _epochs(

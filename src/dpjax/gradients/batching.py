@@ -8,8 +8,8 @@ All of them need only that the clipped sum of two pieces is the sum of their cli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -41,6 +41,7 @@ def sum_over(
     draw: Draw,
     data: PyTree,
     state: S,
+    settle: Callable[[T], T] | None = None,
 ) -> T:
     """Sums over the rows of a draw, microbatch by microbatch, on all devices.
 
@@ -55,6 +56,7 @@ def sum_over(
       draw: Which rows; of any size up to its capacity.
       data: A tree of arrays with one row per example.
       state: What ``add`` needs on every device, whole.
+      settle: What happens to a total after each block of microbatches, see `settled`.
 
     Returns:
       One total per device, stacked; `device_sum` adds them.
@@ -74,84 +76,94 @@ def sum_over(
             return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
 
         # A loop over the draw and not over the data: what was not drawn is never read.
-        return sampling.fold(draw, size, add_rows, zero, (which, devices))
+        block = None if settle is None else (microbatches_in_block(size), settle)
+        return sampling.fold(draw, size, add_rows, zero, (which, devices), block)
 
     # Devices meet once a step, in `device_sum`; noise is added after it, once.
     return on_each(share, devices)(draw, data, zero, state)
 
 
-def add_part(total: PyTree, lost: PyTree | None, add: Callable[[PyTree], ClippedSum]) -> Any:
-    """Adds a microbatch to a running total, and keeps what float32 rounds away.
+class Total(NamedTuple):
+    """A running sum of gradients that rounds as little as the sum of one block.
 
-    Without compensation one example more shifts every later total, and each addition may round
-    the other way: at a million examples and 16 a microbatch that is several bounds.
+    A plain float32 total lets one example move the sum of a million by several bounds: the
+    totals behind it change, and each addition may then round the other way.
+    """
+
+    block: PyTree
+    """The microbatches since the last block ended, added in place."""
+    high: PyTree | None = None
+    """All blocks that ended; None if draws rarely take more than one block."""
+    low: PyTree | None = None
+    """What ``high`` lacks of their sum. Only noise may round it away."""
+
+
+# Examples in a block. The sum of 32 rounds by less than 1e-6 bounds, and exact additions pass over
+# all parameters, so they should be rare: ``make bench BENCH=rounding``, ``BENCH=steps``.
+_BLOCK = 32
+
+
+def microbatches_in_block(size: int) -> int:
+    """How many microbatches of this size are added before a block ends."""
+    return max(1, _BLOCK // size)
+
+
+def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
+    """The sum over no microbatches.
 
     Args:
-      total: The sum so far.
-      lost: What earlier additions rounded away; None if that is little, see `rounds_little`.
-      add: The clipped sum of the microbatch, added to what it is given.
-
-    Returns:
-      ``(total, lost, microbatch)``. The sum is ``total + lost``, which only noise may round.
+      like: Gives shapes and dtypes.
+      examples: The size of a usual draw.
+      layout: The microbatch and the devices.
     """
-    if lost is None:
-        part = add(total)
-        return part.value, None, part
-    part = add(jax.tree.map(jnp.zeros_like, total))
-    return *_add_exactly(total, lost, part.value), part
+    zeros = jax.tree.map(jnp.zeros_like, like)
+    size, devices = layout
+    short = examples <= devices * size * microbatches_in_block(size)
+    return Total(zeros) if short else Total(zeros, zeros, zeros)
 
 
-def rounds_little(size: int, layout: Layout) -> bool:
-    """Whether draws of this size take one microbatch on each device, so that no total is needed.
+def settled(total: Total) -> Total:
+    """The total after its block has ended."""
+    if total.high is None:
+        return total
+    parts = _add_exactly(total.high, total.low, total.block)
+    return Total(jax.tree.map(jnp.zeros_like, total.block), *parts)
 
-    The few additions of a larger draw then round no more than the sums inside its microbatches.
-    """
-    return size <= layout.microbatch_size * layout.devices
 
-
-def _add_exactly(total: PyTree, lost: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
-    """``total + lost + part`` as two trees, to about 48 bits."""
+def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[PyTree, PyTree]:
+    """``high + low + more`` as two trees, to about 48 bits."""
 
     def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-        # Knuth's sum: `error` is exact whichever term is larger.
+        # Knuth's sum: the error is exact, whichever term is larger.
         rounded = a + b
         back = rounded - a
         return rounded, (a - (rounded - back)) + (b - back)
 
     def each(a: Array, low: Array, b: Array) -> tuple[Array, Array]:
-        high, error = two_sum(a, b)
+        rounded, error = two_sum(a, b)
         # A second sum keeps `low` below the last bit of `high`, where it rounds least.
-        return two_sum(high, low + error)
+        return two_sum(rounded, low + error)
 
-    leaves, structure = jax.tree.flatten(total)
-    pairs = map(each, leaves, jax.tree.leaves(lost), jax.tree.leaves(part))
-    high, low = zip(*pairs, strict=True) if leaves else ((), ())
-    return structure.unflatten(high), structure.unflatten(low)
+    leaves, structure = jax.tree.flatten(high)
+    pairs = [*map(each, leaves, jax.tree.leaves(low), jax.tree.leaves(more))]
+    return structure.unflatten(x for x, _ in pairs), structure.unflatten(x for _, x in pairs)
 
 
-def with_lost(total: PyTree, lost: PyTree | None) -> PyTree:
-    """The sum, rounded to the dtype of ``total``, from the two parts that `add_part` keeps."""
-    return total if lost is None else jax.tree.map(jnp.add, total, lost)
+def join_devices(totals: Total) -> tuple[PyTree, PyTree | None]:
+    """The sum of the totals of all devices, which are stacked, and what it lacks."""
+    if totals.high is None:
+        return device_sum(totals.block), None
+    count = max((len(x) for x in jax.tree.leaves(totals.block)), default=1)
+    each = [jax.tree.map(lambda x, i=i: x[i], totals) for i in range(count)]
+    high, low = each[0].high, device_sum(totals.low)
+    for more in (*(one.block for one in each), *(one.high for one in each[1:])):
+        high, low = _add_exactly(high, low, more)
+    return high, low
 
 
 def device_sum(totals: T) -> T:
     """The sum of the totals of all devices, which `sum_over` and `on_each` stack."""
     return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), totals)
-
-
-def join_devices(totals: PyTree, lost: PyTree | None) -> tuple[PyTree, PyTree | None]:
-    """The sum of the totals of all devices and of what they lost, both stacked, as two parts."""
-    if lost is None:
-        return device_sum(totals), None
-    count = jax.tree.leaves(totals)[0].shape[0] if jax.tree.leaves(totals) else 1
-
-    def of(tree: PyTree, device: int) -> PyTree:
-        return jax.tree.map(lambda x: x[device], tree)
-
-    high, low = of(totals, 0), device_sum(lost)
-    for device in range(1, count):
-        high, low = _add_exactly(high, low, of(totals, device))
-    return high, low
 
 
 class Rows(NamedTuple):
@@ -197,22 +209,31 @@ def microbatched(engine: Engine, size: int) -> Engine:
         count = rows.mask.shape[0]
         if count <= size:
             return engine(loss, rule, params, rows, start)
+        # Blocks of equal length, so that at most one microbatch in each is padding.
         trips = -(-count // size)
+        blocks = -(-trips // microbatches_in_block(size))
+        shape = (blocks, -(-trips // blocks), size)
 
         def fold(x: Array) -> Array:
-            return x.reshape((trips, size, *x.shape[1:]))
+            return x.reshape((*shape, *x.shape[1:]))
 
         def unfold(x: Array) -> Array:
-            return x.reshape((trips * size, *x.shape[2:]))[:count]
+            return x.reshape((math.prod(shape), *x.shape[3:]))[:count]
 
-        def body(carry: tuple[PyTree, PyTree], some: Rows) -> tuple[Any, ClippedSum]:
-            *carried, part = add_part(*carry, partial(engine, loss, rule, params, some))
-            return tuple(carried), part._replace(value=None)
+        def add(block: PyTree, some: Rows) -> tuple[PyTree, ClippedSum]:
+            part = engine(loss, rule, params, some, block)
+            return part.value, part._replace(value=None)
 
-        folded = jax.tree.map(fold, _padded(rows, trips * size))
-        lost = jax.tree.map(jnp.zeros_like, start)
-        (total, lost), parts = jax.lax.scan(body, (start, lost), folded)
-        return jax.tree.map(unfold, parts)._replace(value=with_lost(total, lost))
+        def add_block(total: Total, some: Rows) -> tuple[Total, ClippedSum]:
+            block, parts = jax.lax.scan(add, total.block, some)
+            return settled(total._replace(block=block)), parts
+
+        zeros = jax.tree.map(jnp.zeros_like, start)
+        total = Total(start) if blocks == 1 else Total(zeros, start, zeros)
+        folded = jax.tree.map(fold, _padded(rows, math.prod(shape)))
+        (block, high, low), parts = jax.lax.scan(add_block, total, folded)
+        value = block if high is None else jax.tree.map(jnp.add, high, low)
+        return jax.tree.map(unfold, parts)._replace(value=value)
 
     return loop
 

@@ -64,7 +64,7 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
             return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
 
         none = no_sums(recipe.mechanism, state.params, Layout(1, 1))
-        none = none._replace(gradients=None, lost=None)
+        none = none._replace(gradients=None)
         seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
         return jax.lax.fori_loop(0, count, body, (state, seen))
 

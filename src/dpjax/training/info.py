@@ -15,7 +15,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int, UInt32
 
 from dpjax import trees
-from dpjax.gradients.batching import Layout, rounds_little
+from dpjax.gradients.batching import Layout, Total, no_total
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
@@ -23,9 +23,7 @@ from dpjax.types import PyTree
 class Sums(NamedTuple):
     """What a step has summed over its draw, **before** any noise: all of it is secret."""
 
-    gradients: PyTree
-    lost: PyTree
-    """What the running sum of gradients rounded away; None if it takes one microbatch."""
+    gradients: Total
     losses: Float[Array, ""]
     scored: Int[Array, ""]
     """How many losses were summed. A loss may be NaN although its gradient is finite."""
@@ -52,12 +50,9 @@ def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
     """
     groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    gradients = trees.zeros_wide(params)
-    empty = jnp.zeros(2, jnp.uint32)
-    short = rounds_little(mechanism.sampling.usual_size, layout)
-    lost = None if short else trees.zeros_wide(params)
+    gradients = no_total(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
     means = zero, none, groups, groups, zero
-    return Sums(gradients, lost, *means, none, none, none, none, empty)
+    return Sums(gradients, *means, none, none, none, none, jnp.zeros(2, jnp.uint32))
 
 
 class Info(NamedTuple):

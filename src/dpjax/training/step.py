@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dpjax import trees
-from dpjax.gradients.batching import add_part, device_sum, join_devices, sum_over
+from dpjax.gradients.batching import device_sum, join_devices, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe, extra_arguments, layout_of, weights_of, with_entry
@@ -41,7 +41,7 @@ def private_step(recipe: Recipe, data: PyTree, state: State) -> tuple[State, Sum
     layout = layout_of(recipe, state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
-    sums = sum_over(partial(add_clipped, recipe), zero, layout, draw, data, state)
+    sums = sum_over(partial(add_clipped, recipe), zero, layout, draw, data, state, end_block)
     return release(recipe, state, sums)  # lines 6 and 7: noise, mean, update
 
 
@@ -68,8 +68,7 @@ def add_clipped(
     directions = trees.step_key(state.key, Purpose.PROJECTIONS, state.step)
     weights = weights_of(recipe, state, examples)
     microbatch = (state.params, examples, real, weights, directions)
-    add = partial(clipped_sum, scaled, rule, recipe.engine, *microbatch)
-    gradients, lost, part = add_part(sums.gradients, sums.lost, add)
+    part = clipped_sum(scaled, rule, recipe.engine, *microbatch, start=sums.gradients.block)
     finite = jnp.all(jnp.isfinite(part.norms), axis=1)
     # A non-finite example contributed zero to the sum. It is counted here and left out of the
     # means.
@@ -77,8 +76,7 @@ def add_clipped(
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
     over = part.norms > jnp.asarray([rule.bounds])
     return Sums(
-        gradients,
-        lost,
+        sums.gradients._replace(block=part.value),
         sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
         sums.scored + jnp.sum(scored, dtype=jnp.int32),
         sums.norms + jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
@@ -90,6 +88,11 @@ def add_clipped(
         sums.examples + jnp.sum(sizes, dtype=jnp.int32),
         sums.seal,
     )
+
+
+def end_block(sums: Sums) -> Sums:
+    """The sums after a block of microbatches; see `dpjax.gradients.batching.Total`."""
+    return sums._replace(gradients=settled(sums.gradients))
 
 
 def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
@@ -108,8 +111,8 @@ def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
     """
     # Two parts, until the noise is added: one array would round the sum of a million examples by
     # more than a twentieth of a bound.
-    total, lost = join_devices(sums.gradients, sums.lost)
-    sums = device_sum(sums._replace(gradients=None, lost=None))
+    total, lost = join_devices(sums.gradients)
+    sums = device_sum(sums._replace(gradients=None))
     scale = recipe.bound_scale(state)
     seal = recipe.mechanism.seal((total, lost), state.step, sums.below)
     mean, bound_scale = recipe.mechanism.private_mean(  # line 6

@@ -16,11 +16,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from dpjax.data import Stream
-from dpjax.gradients.batching import on_each
+from dpjax.gradients.batching import microbatches_in_block, on_each
 from dpjax.training.in_memory import Steps
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
-from dpjax.training.step import add_clipped, draw_step, release
+from dpjax.training.step import add_clipped, draw_step, end_block, release
 from dpjax.types import PyTree, State
 
 
@@ -49,18 +49,22 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
     draw = jax.jit(lambda key, step: draw_step(recipe, key, step))
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
     begin, addition = jax.jit(start), jax.jit(add, donate_argnums=3)
+    settle = jax.jit(end_block, donate_argnums=0)
     finish = jax.jit(lambda state, sums: release(recipe, state, sums), donate_argnums=0)
 
     def run(state: State, count: int) -> tuple[State, Sums]:
         chosen = layout_of(recipe, state.params, stream.row)
         size, first, seen = chosen.microbatch_size * chosen.devices, int(state.step), []
+        block = microbatches_in_block(chosen.microbatch_size)
         draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
         # Draws are known in advance, so rows of the next steps are read while this one runs.
         batches = stream.batches(piece for pieces in draws for piece in pieces)
         for pieces in draws:
             sums = begin(state)
-            for rows, mask in _padded(batches, len(pieces), size):
+            for number, (rows, mask) in enumerate(_padded(batches, len(pieces), size), 1):
                 sums = addition(state, rows, mask, sums)
+                if sums.gradients.high is not None and not number % block:
+                    sums = settle(sums)
             state, sums = finish(state, sums)
             seen.append(sums)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
@@ -73,6 +77,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         traced = (
             draw.trace(state.key, state.step),
             addition.trace(state, rows, mask, sums),
+            settle.trace(sums),
             finish.trace(state, sums),
         )
         return [each.jaxpr for each in traced]
