@@ -108,11 +108,9 @@ def largest_steps(
       133
     """
     _check(epsilon, method, "accounting.largest_steps")
-    if not (maximum == math.inf or (maximum >= 0 and maximum % 1 == 0)):
-        raise ValueError(
-            f"accounting.largest_steps(maximum={maximum}): expected a whole number, zero or more, "
-            "or infinity: how many steps there could be at most, whatever the budget."
-        )
+    if maximum != math.inf:
+        hint = "It may also be infinity: a whole number, zero or more, or infinity."
+        checks.whole("accounting.largest_steps", "maximum", maximum, hint, least=0)
     if maximum == 0:
         return 0
 

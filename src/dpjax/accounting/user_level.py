@@ -13,13 +13,14 @@ from dp_accounting import DpEvent
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
-from dpjax.accounting.event_parts import Parts, split
+from dpjax import checks
+from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import compose, gaussian
 from dpjax.accounting.methods import epsilon
 
 
 def for_groups(event: DpEvent, records: int) -> DpEvent:
-    """The event, as somebody meets it who owns up to `records` of the examples.
+    """The event for a user who owns up to `records` of the examples.
 
     A sampled step with rate `q` and multiplier `z` becomes `N(j, z^2)`, `j ~ Binomial(k, q)`,
     against `N(0, z^2)`.
@@ -51,22 +52,24 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
       Ganesh, *Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
       mechanisms*, 2024.
     """
-    if isinstance(records, bool) or records < 1 or records % 1 != 0:
-        raise ValueError(
-            f"accounting.for_groups(records={records}): expected a whole number, 1 or more: the "
-            "most examples that any one user has, not the average."
-        )
+    hint = "It is the most examples that any one user has, not the average."
+    records = checks.whole("accounting.for_groups", "records", records, hint)
     if records == 1:
         return event
     parts = split(event)
-    _refuse_foreign(parts)
+    if parts.foreign:
+        raise ValueError(
+            "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "
+            f"with several records; this event holds {', '.join(parts.foreign)}. Batches of a "
+            "fixed size tie a user's records together: sample with sampling.poisson."
+        )
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
     # Without sampling all records join or leave together, so the signal is `records` times as
     # large.
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
     steps = (
-        dp_accounting.SelfComposedDpEvent(_mixture(q, z, int(records)), count)
+        dp_accounting.SelfComposedDpEvent(_mixture(q, z, records), count)
         for (q, z), count in parts.sampled.items()
     )
     return compose(*unsampled, *steps)
@@ -75,7 +78,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
 def epsilon_for_users(
     event: DpEvent, delta: float, records: int, neighbours: str = "add-or-remove"
 ) -> float:
-    """The epsilon of all that a user with up to `records` examples has given, by PLD.
+    """The epsilon that holds for users with up to `records` examples each, by PLD.
 
     Args:
       event: what was run, such as `mechanism.event`.
@@ -107,12 +110,3 @@ def _mixture(rate: float, multiplier: float, records: int) -> DpEvent:
     # is exact and far cheaper than group privacy's factor.
     odds = stats.binom.pmf(drawn, records, rate)
     return MixtureOfGaussiansDpEvent(multiplier, drawn.tolist(), odds.tolist())
-
-
-def _refuse_foreign(parts: Parts) -> None:
-    if parts.foreign:
-        raise ValueError(
-            "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "
-            f"with several records; this event holds {', '.join(parts.foreign)}. Batches of a "
-            "fixed size tie a user's records together: sample with sampling.poisson."
-        )
