@@ -68,11 +68,6 @@ def group_norm(
 
     $$ \hat x = (x - \mu_g) / \sqrt{\sigma_g^2 + 10^{-5}} $$
 
-    Args:
-      x: One image, or a batch.
-      groups: How many groups; must divide the channels.
-      name: Of the layer.
-
     References:
       Wu and He, "Group Normalization", 2018, section 3.
     """

@@ -110,11 +110,8 @@ def load_bert(path: str | Path, params: PyTree) -> PyTree:
       path: The file; names may begin with ``bert.``, and norms may have gamma and beta.
       params: ``model.init(...)["params"]``.
 
-    Returns:
-      Parameters of the same structure.
-
     Privacy:
-      The weights count as public: nothing is spent on what they were trained on.
+      As for `load_vit`.
     """
     given, leaves = _bert_given(path), _flat(params)
     stored = {
@@ -135,14 +132,7 @@ def load_bert(path: str | Path, params: PyTree) -> PyTree:
 
 
 def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of a ``.safetensors`` file: a length, a JSON header, and raw numbers.
-
-    Args:
-      path: The file.
-
-    Returns:
-      Arrays by name; bfloat16 is the type of ``ml_dtypes``.
-    """
+    """The arrays of a ``.safetensors`` file, by name; bfloat16 is the type of ``ml_dtypes``."""
     data = memoryview(_existing(path).read_bytes())
     size = int.from_bytes(data[:8], "little")
     try:
