@@ -28,13 +28,8 @@ from dpjax import data, diagnostics, losses, metrics, reports, training
 class Evaluation:
     """Measures a classifier during and after a run.
 
-    Args:
-      model: A Linen module.
-      loss: ``loss(params, (x, y)) -> scalar``, for per-example gradients; None to skip them,
-        for a loss that takes more than that.
-      mechanism: The mechanism of the run.
-      dataset: Its training and test examples.
-      sample: Number of training examples for gradients.
+    Gradients are measured on ``sample`` training examples. Without ``loss(params, (x, y))`` they
+    are not, as for a loss that takes further arguments.
     """
 
     def __init__(
@@ -130,23 +125,12 @@ def train(
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Trains a model; returns averaged parameters, the last state and the log.
 
-    Args:
-      dataset: Training and test examples.
-      model: A Linen module.
-      loss: The loss of one example.
-      mechanism: The private computation.
-      optimizer: It takes the noisy mean gradient.
-      key: The secret key of the noise and the sampling.
-      params: Parameters of an earlier run, as Flax serialises them.
-      per_step: An argument of `dpjax.dpsgd`.
-      bound_schedule: An argument of `dpjax.dpsgd`.
-      weights: An argument of `dpjax.dpsgd`.
-      budget: An argument of `dpjax.dpsgd`.
-      evaluations: Number of evaluations during the run.
-      initial: The public seed of the first parameters.
-      gradients: Whether gradients of some training examples are evaluated.
-      look: Further numbers for the log, from the state.
-      **options: Arguments of `dpjax.fit`; a ``directory`` receives the files of a report.
+    ``params`` are parameters of an earlier run, as Flax serialises them; otherwise the parameters
+    start from the public seed ``initial``. The model is evaluated ``evaluations`` times, with
+    ``gradients`` also on gradients of some training examples; ``look`` takes the state and returns
+    further numbers for the log. ``per_step``, ``bound_schedule``, ``weights`` and ``budget`` are
+    arguments of `dpjax.dpsgd`, and ``options`` of `dpjax.fit`; a ``directory`` receives the files
+    of a report.
     """
     of_example = losses.of(model, loss)
     algorithm = dpjax.dpsgd(
@@ -197,13 +181,8 @@ def rehearse(
 ) -> None:
     """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
 
-    Args:
-      shape: Computes the shape and dtype of one example's input.
-      model: A Linen module.
-      loss: The loss of one example.
-      mechanism: The private computation.
-      params: Parameters of an earlier run, as Flax serialises them.
-      epochs: Whether the loss takes the epoch.
+    ``shape`` computes the shape of one example's input; ``params`` are as in `train`, and with
+    ``epochs`` the loss takes the epoch.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     try:
