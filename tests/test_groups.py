@@ -21,7 +21,7 @@ STEP = accounting.subsampled_gaussian(1.0, 0.01, 200)
 @pytest.mark.sample(1)
 @kills(
     "accounting/user_level.py",
-    "odds = stats.binom.pmf(drawn, records, rate)",
+    "odds = stats.binom.pmf(drawn, records, q)",
     "odds = stats.binom.pmf(drawn, 1, rate)",
     case="2-1.9466",
     slow=True,

@@ -87,7 +87,7 @@ class Ledger(NamedTuple):
 
 
 def empty(*, seeded: bool = False) -> Ledger:
-    """Nothing spent yet.
+    """A ledger without steps.
 
     Args:
       seeded: Whether the root key of the run is that of a small seed.
@@ -125,7 +125,7 @@ def admit(
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
-    """Refuses, before anything runs, unless this many more steps fit."""
+    """Refuses the next steps, before they run, unless all of them fit plan and budget."""
     done, planned = len(ran(ledger, mechanism)), mechanism.steps
     if done + steps > planned:
         raise Refused(
@@ -209,7 +209,7 @@ def epsilon(ledger: Ledger, mechanism: Plan, delta: float, method: str = "rdp") 
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
-    """The multiplier of each step that ran, all of them this mechanism's.
+    """The multiplier of each step that ran, if all of them ran under this mechanism.
 
     Raises:
       Refused: They ran under another mechanism.
@@ -238,7 +238,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=128)
 def _digest(mechanism: Plan) -> np.ndarray:
-    """The hash of what is accounted beside multipliers, in words that devices keep as they are."""
+    """A hash of the accounted facts beside multipliers, as words that devices keep exactly."""
     # 128 bits of it: a state must not be taken for that of another mechanism by chance.
     digest = hashlib.sha256(mechanism.accounted.encode()).digest()
     return np.frombuffer(digest, np.uint32)[:_WORDS]

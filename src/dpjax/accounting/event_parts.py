@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flattens an event: a tree of events becomes a short list of what is paid for.
+"""Flattens an event: a tree of events becomes a short list of parts that cost privacy.
 
 Every accountant needs sampled Gaussians with equal (rate, multiplier) counted together, and all
 unsampled Gaussians joined into one, because `1/z^2` adds up. Several Gaussians under one sample
@@ -33,7 +33,7 @@ _COUNT = (
 
 
 class Parts(NamedTuple):
-    """What an event consists of.
+    """The parts of an event that cost privacy.
 
     Attributes:
       sampled: `{(sampling_rate, noise_multiplier): count}`, rates strictly between 0 and 1.
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is paid for at all."""
+        """Whether the event costs nothing."""
         return not self.sampled and not self.foreign and self.precision == 0
 
     @property

@@ -102,14 +102,14 @@ class Filter:
 
     @property
     def limit(self) -> float:
-        """What the steps may add up to."""
+        """The largest sum over steps that is admitted."""
         if self.order is not None:
             return float(_limits(self.epsilon, self.delta, np.float64(self.order)))
         # The search ends within 1e-12 of the root, on either side of it.
         return dp_accounting.get_sigma_gaussian(self.epsilon, self.delta) ** -2 * (1 - 1e-9)
 
     def cost(self, noise_multiplier: float, sampling_rate: float) -> float:
-        """What one step adds: its divergence at the order, or its squared signal."""
+        """The cost of one step: its divergence at the order, or its squared signal."""
         if self.order is not None:
             return _divergence(float(noise_multiplier), float(sampling_rate), float(self.order))
         if sampling_rate != 1:
@@ -159,7 +159,7 @@ class Filter:
         return dataclasses.replace(self, spent=after, steps=self.steps + steps)
 
     def _after(self, cost: float, steps: int) -> float:
-        """What would be spent, each sum rounded up: rounding never lets a step through."""
+        """The sum after more steps, rounded up, so that rounding never admits a step."""
         return math.nextafter(self.spent + math.nextafter(steps * cost, math.inf), math.inf)
 
 
@@ -222,6 +222,6 @@ def _check_method(method: str, order: float | None) -> None:
     if method == "rdp" and not (order is not None and 1 < order < math.inf):
         raise ValueError(
             f"accounting.Filter(order={order}): expected one order above 1, fixed before the first "
-            "step, for the best of many afterwards is not covered. accounting.best_order(event, "
-            "epsilon, delta) finds a good one for what you expect to run."
+            "step, because no theorem covers the best of several orders. accounting.best_order("
+            "event, epsilon, delta) finds a good one for the steps that you expect."
         )

@@ -145,8 +145,8 @@ def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
     if neighbours == "replace-one":
         raise ValueError(
             "accounting: norms from random projections have no proof for neighbours='replace-one': "
-            "one example is estimated by one scale, and the one in its place by another. State the "
-            "guarantee for 'add-or-remove', or clip by exact norms (clipping.flat)."
+            "the norms of the two examples have errors of their own. State the guarantee for "
+            "'add-or-remove', or clip by exact norms (clipping.flat)."
         )
     if len(steps) < len(parts.foreign):
         raise ValueError(

@@ -96,7 +96,7 @@ def largest_steps(
       delta: the probability beside it, in (0, 1).
       method: a proven method.
       neighbours: as for `accounting.epsilon`.
-      maximum: where to stop looking: a whole number, or infinity.
+      maximum: the largest number of steps to consider: a whole number, or infinity.
 
     Returns:
       The number: 0 if not even one step fits, `maximum` if that fits.
@@ -165,7 +165,7 @@ def _bracket(
 def _crossing(
     spent: Callable[[float], float], target: float, low: float, high: float, tolerance: float
 ) -> float:
-    """Where epsilon passes the target; its logarithm is nearly straight, as Brent likes."""
+    """Where epsilon passes the target, by Brent's method on its nearly linear logarithm."""
 
     def excess(x: float) -> float:
         # Brent's method needs finite values, and a zero exactly at the target would end it on the

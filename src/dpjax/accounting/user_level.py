@@ -68,10 +68,13 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
     # Without sampling all records join or leave together, so the signal is `records` times as
     # large.
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
-    steps = (
-        dp_accounting.SelfComposedDpEvent(_mixture(q, z, records), count)
-        for (q, z), count in parts.sampled.items()
-    )
+    # Each record is drawn independently, so the signal of a step, the number of drawn records, is
+    # binomial; the mixture over it is exact and far cheaper than group privacy's factor.
+    drawn, steps = np.arange(records + 1.0), []
+    for (q, z), count in parts.sampled.items():
+        odds = stats.binom.pmf(drawn, records, q)
+        step = MixtureOfGaussiansDpEvent(z, drawn.tolist(), odds.tolist())
+        steps.append(dp_accounting.SelfComposedDpEvent(step, count))
     return compose(*unsampled, *steps)
 
 
@@ -101,12 +104,3 @@ def epsilon_for_users(
             "State the guarantee for 'add-or-remove': one user more or fewer, with all records."
         )
     return epsilon(for_groups(event, records), delta, "pld", neighbours)
-
-
-def _mixture(rate: float, multiplier: float, records: int) -> DpEvent:
-    """One step: the signal is how many of the records are drawn."""
-    drawn = np.arange(records + 1.0)
-    # Each record is drawn independently, so the signal of a step is binomial; the mixture over it
-    # is exact and far cheaper than group privacy's factor.
-    odds = stats.binom.pmf(drawn, records, rate)
-    return MixtureOfGaussiansDpEvent(multiplier, drawn.tolist(), odds.tolist())

@@ -244,7 +244,7 @@ def _check_kinds(clients: Clients, **optimizers: Any) -> None:
 
 
 def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:
-    given = [x for x in (epochs, steps, batch_size) if x is not None]
+    given = [batch_size, *(x for x in (epochs, steps) if x is not None)]
     whole = [isinstance(x, int | np.integer) and not isinstance(x, bool) for x in given]
     if len(given) != 2 or not all(whole) or min(given) < 1:
         raise ValueError(
@@ -255,7 +255,10 @@ def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:
 
 
 def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
-    hint = "Write federated.Weights(values=one per client, largest=a public largest weight)."
+    hint = (
+        "Write federated.Weights(values=one per client, largest=a public largest weight): the "
+        "noise is scaled to the largest weight."
+    )
     checks.instance("federated", "weights", weights, Weights, hint)
     if mechanism.unit != "client":
         raise ValueError(
