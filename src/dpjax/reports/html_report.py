@@ -96,8 +96,10 @@ def _header(run: Run) -> Iterator[str]:
             "This page leaves out the card and the files written with it. This run writes its own "
             "when it ends.</p>"
         )
+    (best, _), *others = run.epsilons.items()
+    bounds = [f"by {best}", *(f"{upwards(value, '.3g')} by {name}" for name, value in others)]
     numbers = [
-        ("epsilon", upwards(epsilon, ".3g"), _methods(run)),
+        ("epsilon", upwards(epsilon, ".3g"), "; ".join(bounds)),
         ("delta", power(run.delta), ""),
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
@@ -184,13 +186,6 @@ def _name(run: Run) -> str:
     config = run.config or {}
     model, dataset = config.get("model"), config.get("dataset")
     return f"{model} on {dataset}" if model and dataset else run.path.resolve().name
-
-
-def _methods(run: Run) -> str:
-    (best, _), *others = run.epsilons.items()
-    return "; ".join(
-        [f"by {best}", *(f"{upwards(value, '.3g')} by {name}" for name, value in others)]
-    )
 
 
 def _seconds(time: Any) -> str:

@@ -71,13 +71,10 @@ class Evaluation:
         }
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
-            row["private"] = self._gradients(state.params)
+            bias = self.bias(state.params, self.sample)
+            counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
+            row["private"] = {"cosine": bias.cosine, "norm_histogram": counts}
         return row
-
-    def _gradients(self, params: Any) -> dict[str, Any]:
-        bias = self.bias(params, self.sample)
-        counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
-        return {"cosine": bias.cosine, "norm_histogram": counts}
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
