@@ -122,13 +122,9 @@ def epsilon(
 def delta(
     event: DpEvent, epsilon: float, method: str = "rdp", neighbours: str = "add-or-remove"
 ) -> float:
-    """The delta that `event` costs at this epsilon: `epsilon`'s inverse.
+    """The delta that `event` costs at this epsilon, zero or more: the inverse of `epsilon`.
 
-    Args:
-      event: what was run; multipliers relative to the add-or-remove sensitivity.
-      epsilon: zero or more.
-      method: as for `epsilon`.
-      neighbours: as for `epsilon`.
+    The other arguments are as in `epsilon`.
 
     Returns:
       Delta in [0, 1]; an `Estimate` if the method is not proven.

@@ -62,7 +62,7 @@ def flat(x: Float[Array, "*batch height width channels"]) -> Float[Array, "*batc
 
 
 def group_norm(
-    x: Float[Array, "*batch height width channels"], groups: int, name: str | None = None
+    x: Float[Array, "*batch height width channels"], groups: int
 ) -> Float[Array, "*batch height width channels"]:
     r"""Normalises each example alone, channels in groups, with a learnt scale and bias.
 
@@ -79,8 +79,7 @@ def group_norm(
             "always normalised to 0. Use fewer groups."
         )
     # Flax takes the first axis of an unbatched image for a batch and would normalise each row.
-    norm = nn.GroupNorm(groups, epsilon=1e-5, reduction_axes=(-3, -2, -1), name=name)
-    return norm(x)
+    return nn.GroupNorm(groups, epsilon=1e-5, reduction_axes=(-3, -2, -1))(x)
 
 
 def standardized(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Array:

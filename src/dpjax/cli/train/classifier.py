@@ -24,12 +24,14 @@ from absl import app
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, reports, training
 
+_SAMPLE = 128  # training examples whose gradients are measured
+
 
 class Evaluation:
     """Measures a classifier during and after a run.
 
-    Gradients are measured on ``sample`` training examples. Without ``loss(params, (x, y))`` they
-    are not, as for a loss that takes further arguments.
+    Without ``loss(params, (x, y))`` gradients are not measured, as for a loss that takes further
+    arguments.
     """
 
     def __init__(
@@ -38,7 +40,6 @@ class Evaluation:
         loss: Callable[..., Any] | None,
         mechanism: dpjax.Mechanism,
         dataset: data.Dataset,
-        sample: int = 128,
     ) -> None:
         self.model, self.mechanism = model, mechanism
         self.loss: Any = loss
@@ -47,7 +48,7 @@ class Evaluation:
         size = dataset.examples
         # A fixed sample, spread over the data: curves of norms compare the same examples over time.
         # They are private and badged so.
-        some = np.linspace(0, size - 1, min(sample, size)).astype(int)
+        some = np.linspace(0, size - 1, min(_SAMPLE, size)).astype(int)
         self.sample = jax.tree.map(jnp.asarray, dataset.rows(some))
         self.logits = jax.jit(
             lambda params, x: jax.lax.map(
