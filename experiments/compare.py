@@ -111,7 +111,9 @@ def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
             round_of, color = divmod(number, len(style.SERIES))
             look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
             try:
-                style.band(axes, *curve(group), style.SERIES[color], short(group), **look)
+                # The figure has room for the beginning of a label; the table has all of it.
+                label = textwrap.shorten(group.label, 90, placeholder=" …")
+                style.band(axes, *curve(group), style.SERIES[color], label, **look)
             except Missing as reason:
                 absent.append(f"{group.label} ({reason})")
         if axes.lines:
@@ -120,11 +122,6 @@ def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
                 words.set_parse_math(False)
         image = svg(figure, "compared", "Test accuracy against epsilon, a line for each group")
         return image, png(figure, "" if badge == RELEASED else badge), absent
-
-
-def short(group: Group) -> str:
-    """A label that fits below the figure; the table has all of it."""
-    return textwrap.shorten(group.label, 90, placeholder=" …")
 
 
 def line(group: Group) -> list[str]:
@@ -161,7 +158,9 @@ def compare(directories: Iterable[str | pathlib.Path], out: str | pathlib.Path) 
     if not runs:
         raise app.UsageError("none of these folders can be read: " + "; ".join(unread))
     groups = groups_of(runs)
-    badge = worst({of_what_was_released(run) for run in runs})
+    badges = {of_what_was_released(run) for run in runs}
+    # The figure shows all runs, so the strictest of their badges holds for it.
+    badge = next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
     image, picture, absent = draw(groups, badge)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".png").write_bytes(picture)
@@ -171,11 +170,6 @@ def compare(directories: Iterable[str | pathlib.Path], out: str | pathlib.Path) 
     body = body_of(groups, image, absent, badge, notices)
     out.write_text(page.page("Runs compared", body), encoding="utf-8")
     return out
-
-
-def worst(badges: set[str]) -> str:
-    """The badge of a figure that shows several runs."""
-    return next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
 
 
 def seeds(runs: list[Run]) -> Iterator[str]:

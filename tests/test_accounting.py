@@ -877,8 +877,12 @@ def test_estimates_say_so():
     assert all(accounting.METHODS[name].proven for name in METHODS if name != "gdp")
 
 
-@kills("accounting/event_parts.py", "if count < 0 or count % 1 != 0:", "if count % 1 != 0:")
-@kills("accounting/event_parts.py", "                _check_rate(rate)\n", "")
+@kills("accounting/event_parts.py", "leaf.count, _COUNT, least=0", "leaf.count, _COUNT, least=-1")
+@kills(
+    "accounting/event_parts.py",
+    '                check_rate(rate, "accounting: PoissonSampledDpEvent")\n',
+    "",
+)
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -792,7 +792,7 @@ BAD = {
                 {"microbatch_size": 1.5},
             ],
             (ValueError, "expected True or False"): [{"project": "no"}, {"project": 1}],
-            (TypeError, "expected federated.Weights"): [{"weights": [1.0]}],
+            (TypeError, "expected a Weights"): [{"weights": [1.0]}],
             (TypeError, "client_optimizer is a float"): [{"client_optimizer": 0.1}],
         }.items()
         for options in cases

@@ -161,14 +161,14 @@ def test_noise_that_follows_what_was_released():
 
 REFUSED = {
     "pld": ({"method": "pld"}, "compose numerically only when multipliers are fixed in advance"),
-    "another method": ({"method": "rdp-classic"}, "there are 'rdp', and 'gdp'"),
+    "another method": ({"method": "rdp-classic"}, "one of rdp, gdp"),
     "no order": ({"order": None}, "fixed before the first step.*best_order"),
     "order 1": ({"order": 1.0}, "one order above 1"),
     "all orders": ({"order": math.inf}, "one order above 1"),
     "an order for gdp": ({"method": "gdp"}, "leave it out"),
-    "no epsilon": ({"epsilon": 0.0}, "expected a positive one"),
+    "no epsilon": ({"epsilon": 0.0}, "expected a positive number"),
     "epsilon for delta": ({"delta": 3.0}, "expected a number between 0 and 1"),
-    "spent less than nothing": ({"spent": -10.0}, "more through than the budget"),
+    "spent less than nothing": ({"spent": -10.0}, "more than the budget"),
     "spent NaN": ({"spent": math.nan}, "0 or more"),
     "less than no steps": ({"steps": -1}, "how many they are"),
     "half a step": ({"steps": 1.5}, "how many they are"),
@@ -194,7 +194,7 @@ def test_steps_that_no_theorem_covers_are_refused():
         budget.admit(0.0, 1.0)
     wrong: list[Any] = [0, 1.5, math.nan, math.inf]
     for steps in wrong:
-        with pytest.raises(ValueError, match="1 or more, whole"):
+        with pytest.raises((TypeError, ValueError), match="about to run"):
             budget.admit(100.0, 1.0, steps=steps)
     for multiplier in (math.nan, -1.0):
         with pytest.raises(ValueError, match="multiplier"):

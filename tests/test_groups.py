@@ -21,7 +21,7 @@ STEP = accounting.subsampled_gaussian(1.0, 0.01, 200)
 @pytest.mark.sample(1)
 @kills(
     "accounting/user_level.py",
-    "odds = stats.binom.pmf(drawn, records, rate)",
+    "odds = stats.binom.pmf(drawn, records, q)",
     "odds = stats.binom.pmf(drawn, 1, rate)",
     case="2-1.9466",
     slow=True,
@@ -66,7 +66,7 @@ def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, ep
 
 
 @pytest.mark.slow
-@kills("accounting/event_parts.py", "                leaf = _listed(leaf)\n", "", slow=True)
+@kills("accounting/event_parts.py", "np.asarray(each, np.float64).tolist()", "each", slow=True)
 def test_mixtures_that_print_alike_are_not_one():
     """NumPy prints a long array without its middle: the dear one counted as a cheap one more."""
     signals, odds = np.linspace(0, 1e-3, 1500), np.full(1500, 1 / 1500)
@@ -142,7 +142,7 @@ def test_large_losses_get_a_coarse_grid_and_not_all_memory(records, rate, multip
     assert 1000 < accounting.epsilon_for_users(event, 1e-5, records) < math.inf
 
 
-@kills("accounting/user_level.py", "    _refuse_foreign(parts)\n", "", slow=True)
+@kills("accounting/user_level.py", "if parts.foreign:", "if False:", slow=True)
 def test_what_has_no_proof_is_refused():
     fixed = dpjax.Mechanism(
         sampling=sampling.fixed(100, 10),
@@ -158,5 +158,5 @@ def test_what_has_no_proof_is_refused():
         accounting.epsilon(accounting.for_groups(STEP, 2), 1e-5, "rdp")
     wrong: list[Any] = [0, 1.5, True, math.nan, math.inf]
     for records in wrong:
-        with pytest.raises(ValueError, match="not the average"):
+        with pytest.raises((TypeError, ValueError), match="not the average"):
             accounting.for_groups(STEP, records)

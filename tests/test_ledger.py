@@ -87,7 +87,7 @@ def test_the_step_after_the_last_is_refused():
 
 
 @kills("ledger.py", "done + steps > fits:", "done + steps > fits + 1:")
-@kills("ledger.py", "if cost <= budget.epsilon else", "if cost <= 1.001 * budget.epsilon else")
+@kills("ledger.py", "cost <= budget.epsilon", "cost <= 1.001 * budget.epsilon")
 @pytest.mark.promotes
 def test_the_step_that_would_pass_the_budget_is_refused_in_words():
     mechanism = make(lambda t: 1.0 + 0 * t, steps=1000)
@@ -194,7 +194,7 @@ def test_a_ledger_that_was_on_a_device_is_the_same():
 @pytest.mark.parametrize("steps", [0, -1])
 def test_no_step_is_taken_back(steps):
     book = walk(make(steps=5), 2)
-    with pytest.raises(ValueError, match="expected at least 1 step"):
+    with pytest.raises(ValueError, match="at least 1"):
         ledger.admit(book, make(steps=5), steps=steps)
 
 

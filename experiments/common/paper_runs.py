@@ -123,16 +123,15 @@ def written(content: Mapping[str, Any]) -> str:
     facts = {name: value for name, value in content.items() if name != "rows"}
     rows = [
         f"    {json.dumps(row)}: {{\n"
-        + ",\n".join(f'      "{seed}": {_json(run)}' for seed, run in runs.items())
+        + ",\n".join(
+            f'      "{seed}": {json.dumps(_short(run), allow_nan=False)}'
+            for seed, run in runs.items()
+        )
         + "\n    }"
         for row, runs in content["rows"].items()
     ]
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in facts.items())
     return f'{{\n{head}  "rows": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
-
-
-def _json(run: Any) -> str:
-    return json.dumps(_short(run), allow_nan=False)
 
 
 def _short(found: Any) -> Any:

@@ -92,25 +92,13 @@ def prices(
         Price("all runs together", every, "whichever is kept, and if all of them are published"),
     ]
     if number is not None:
-        found.append(_best(kinds, delta, number, relation, uncovered))
+        (name, mean), best, holds = number, None, uncovered
+        if not uncovered:
+            by = {"runs": mean, "distribution": name, "neighbours": relation}
+            best = accounting.select_best(kinds, delta, **by).epsilon_best
+            holds = "if that run alone is published, and how many ran stays secret"
+        found.append(Price(f"the best of a {name} number, {mean:g} on average", best, holds))
     return found, delta, relation
-
-
-def _best(
-    events: list[dp_accounting.DpEvent],
-    delta: float,
-    number: tuple[str, float],
-    relation: str,
-    uncovered: str,
-) -> Price:
-    name, mean = number
-    what = f"the best of a {name} number, {mean:g} on average"
-    if uncovered:
-        return Price(what, None, uncovered)
-    best = accounting.select_best(events, delta, runs=mean, distribution=name, neighbours=relation)
-    return Price(
-        what, best.epsilon_best, "if that run alone is published, and how many ran stays secret"
-    )
 
 
 def uncovered(

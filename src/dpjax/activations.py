@@ -96,9 +96,6 @@ def by_name(name: str) -> Activation:
     Args:
       name: One of the known names, in lower case.
 
-    Returns:
-      The activation.
-
     Example:
       >>> import jax.numpy as jnp
       >>> by_name("relu")(jnp.array([-1.0, 2.0]))

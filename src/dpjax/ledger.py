@@ -13,6 +13,7 @@ stays on the host, so reading it never waits for the device.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dpjax import accounting, trees
+from dpjax import accounting, checks, trees
 from dpjax.accounting import Refused
 from dpjax.accounting.rounding import upwards
 from dpjax.types import Plan, PyTree
@@ -38,8 +39,8 @@ class Budget:
 
     Args:
       epsilon: The largest epsilon.
-      delta: At this delta.
-      method: By this `dpjax.accounting` method; one that is proved.
+      delta: The delta beside it.
+      method: The `dpjax.accounting` method that computes epsilon; a proven one.
 
     Example:
       >>> Budget(epsilon=3.0, delta=1e-5).method
@@ -71,7 +72,7 @@ class Ledger(NamedTuple):
     multipliers: np.ndarray
     counts: np.ndarray
     accounted: np.ndarray
-    """What else they cost by, as a hash: whom they drew, and how.  Zeros before the first step."""
+    """A hash of what else is accounted, such as the sampler; zeros before the first step."""
     seeded: np.ndarray
     """Whether the root key is that of a small seed, so that anyone can subtract the noise."""
 
@@ -86,7 +87,7 @@ class Ledger(NamedTuple):
 
 
 def empty(*, seeded: bool = False) -> Ledger:
-    """Nothing spent yet.
+    """A ledger without steps.
 
     Args:
       seeded: Whether the root key of the run is that of a small seed.
@@ -98,23 +99,22 @@ def empty(*, seeded: bool = False) -> Ledger:
 def admit(
     ledger: Ledger, mechanism: Plan, budget: Budget | None = None, *, steps: int = 1
 ) -> Ledger:
-    """Writes the next steps down, or refuses them all.
+    """Records the next steps, or refuses all of them; call it before they run.
 
     Args:
-      ledger: What was spent so far.
-      mechanism: What is run; the ledger must be a beginning of it.
-      budget: What may not be passed.
-      steps: How many.
+      ledger: The steps that ran so far.
+      mechanism: The mechanism that runs; the steps of the ledger must be its first steps.
+      budget: A limit on epsilon.
+      steps: The number of next steps.
 
     Returns:
-      The ledger with the next steps in it.  Call it before they run.
+      The ledger with the next steps in it.
 
     Raises:
       Refused: A step is not planned, or would pass the budget, or the ledger is of
         another mechanism.
     """
-    if steps < 1:
-        raise ValueError(f"ledger.admit(steps={steps}): expected at least 1 step.")
+    steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
     spent = _multipliers(mechanism)[: ledger.steps + steps]
@@ -125,7 +125,7 @@ def admit(
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
-    """Refuses, before anything runs, unless this many more steps fit."""
+    """Refuses the next steps, before they run, unless all of them fit plan and budget."""
     done, planned = len(ran(ledger, mechanism)), mechanism.steps
     if done + steps > planned:
         raise Refused(
@@ -134,8 +134,8 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         )
     if budget is None:
         return
-    before = _beforehand(mechanism, budget)
-    # Told apart from a step that does not fit: the cure is in the mechanism and not in fewer steps.
+    before = _prefix_epsilon(mechanism, 0, budget.delta, budget.method)
+    # An error of its own, because its cure is in the mechanism and not in fewer steps.
     if before > budget.epsilon:
         raise Refused(
             f"ledger: epsilon is {upwards(before)} at delta={budget.delta:g} before the first "
@@ -156,12 +156,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
 
 
 def require_untraced(state: PyTree, name: str) -> None:
-    """Refuses a step inside ``jit``, ``vmap`` or ``grad``, where it could run unseen.
-
-    Args:
-      state: What the step was given.
-      name: Of the algorithm.
-    """
+    """Refuses a step of the algorithm inside ``jit``, ``vmap`` or ``grad``."""
     # A traced step would be compiled into another program and run again without the ledger.
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
         raise TypeError(
@@ -184,28 +179,22 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
       >>> affordable(mechanism, Budget(epsilon=2.0, delta=1e-5))
       8642
     """
-    if budget is None:
-        return mechanism.steps
-    return _affordable(mechanism, budget)
+    return mechanism.steps if budget is None else _affordable(mechanism, budget)
 
 
 @functools.lru_cache(maxsize=128)
 def _affordable(mechanism: Plan, budget: Budget) -> int:
     """Bisects: a longer prefix of the same steps never costs less."""
-    low, high = 0, mechanism.steps
-    while low < high:
-        middle = (low + high + 1) // 2
-        cost = _prefix_epsilon(mechanism, middle, budget.delta, budget.method)
-        low, high = (middle, high) if cost <= budget.epsilon else (low, middle - 1)
-    return low
+
+    def passes(steps: int) -> bool:
+        cost = _prefix_epsilon(mechanism, steps, budget.delta, budget.method)
+        return not cost <= budget.epsilon
+
+    return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=passes)
 
 
+# Cached, because each call of `require` reads the epsilon of the releases before the first step.
 @functools.lru_cache(maxsize=128)
-def _beforehand(mechanism: Plan, budget: Budget) -> float:
-    """What was released before the first step."""
-    return _prefix_epsilon(mechanism, 0, budget.delta, budget.method)
-
-
 def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> float:
     return mechanism.epsilon_of(_multipliers(mechanism)[:steps], delta, method)
 
@@ -220,7 +209,7 @@ def epsilon(ledger: Ledger, mechanism: Plan, delta: float, method: str = "rdp") 
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
-    """The multiplier of each step that ran, all of them this mechanism's.
+    """The multiplier of each step that ran, if all of them ran under this mechanism.
 
     Raises:
       Refused: They ran under another mechanism.
@@ -249,7 +238,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=128)
 def _digest(mechanism: Plan) -> np.ndarray:
-    """The hash of what is accounted beside multipliers, in words that devices keep as they are."""
+    """A hash of the accounted facts beside multipliers, as words that devices keep exactly."""
     # 128 bits of it: a state must not be taken for that of another mechanism by chance.
     digest = hashlib.sha256(mechanism.accounted.encode()).digest()
     return np.frombuffer(digest, np.uint32)[:_WORDS]

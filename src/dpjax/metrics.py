@@ -76,9 +76,7 @@ def confusion(
 ) -> Int[Array, "classes classes"]:
     """Counts how often the class of each row was predicted as the class of each column.
 
-    Args:
-      logits: Scores of each class.
-      labels: The right classes.
+    The arguments are as in `accuracy`.
 
     Returns:
       Counts ``[right class, predicted class]``.
@@ -102,9 +100,7 @@ def per_class_accuracy(
 
     Private training costs rare and hard classes the most accuracy, which the total hides.
 
-    Args:
-      logits: Scores of each class.
-      labels: The right classes.
+    The arguments are as in `accuracy`.
 
     Returns:
       One number for each class; NaN for a class without examples.
@@ -126,9 +122,7 @@ def nll(
 ) -> Float[Array, ""]:
     r"""The mean negative log-likelihood, $-\frac1n \sum_i \log p_i[y_i]$, in nats.
 
-    Args:
-      logits: Scores of each class.
-      labels: The right classes.
+    The arguments are as in `accuracy`.
 
     Returns:
       A number of at least 0; log(classes) is what guessing gives.
@@ -191,10 +185,7 @@ def ece(
 
     $$ \sum_b \frac{n_b}{n} \, | \text{accuracy}_b - \text{confidence}_b | $$
 
-    Args:
-      logits: Scores of each class.
-      labels: The right classes.
-      bins: As in `reliability`.
+    The arguments are as in `reliability`.
 
     Returns:
       A number from 0 to 1.
@@ -220,10 +211,7 @@ def mce(
 ) -> Float[Array, ""]:
     """The maximum calibration error: the gap of `ece` in the worst bin that is not empty.
 
-    Args:
-      logits: Scores of each class.
-      labels: The right classes.
-      bins: As in `reliability`.
+    The arguments are as in `reliability`.
 
     Returns:
       A number from 0 to 1, at least `ece`.

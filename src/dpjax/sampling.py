@@ -236,11 +236,15 @@ def curriculum(
     sampler = dataclasses.replace(sampler, facts={"public": public})
     if public:
         return sampler
-    return dataclasses.replace(
-        sampler,
-        event=_not_private,
-        claim="the order comes from the private data without noise: not private",
-    )
+
+    def bare(multipliers: np.ndarray) -> DpEvent:
+        from dp_accounting import NonPrivateDpEvent
+
+        del multipliers
+        return NonPrivateDpEvent()
+
+    claim = "the order comes from the private data without noise: not private"
+    return dataclasses.replace(sampler, event=bare, claim=claim)
 
 
 def scored(
@@ -425,22 +429,13 @@ def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
     return Draw(jnp.where(places < size, found, 0), size)
 
 
-# These import the accounting library when an event is wanted: drawing batches does not need it,
-# and the library imports most of SciPy.
-
-
 def _gaussians(multipliers: np.ndarray, rate: float | np.ndarray) -> DpEvent:
     """Gaussian steps, Poisson-subsampled at one rate or at one for each step."""
+    # Imported for events alone: drawing batches does not need the accounting library, which imports
+    # most of SciPy.
     from dpjax import accounting
 
     return accounting.scheduled_gaussian(multipliers, rate)
-
-
-def _not_private(multipliers: np.ndarray) -> DpEvent:
-    from dp_accounting import NonPrivateDpEvent
-
-    del multipliers
-    return NonPrivateDpEvent()
 
 
 def _check_rates(bins: np.ndarray, rates: np.ndarray) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flattens an event: a tree of events becomes a short list of what is paid for.
+"""Flattens an event: a tree of events becomes a short list of parts that cost privacy.
 
 Every accountant needs sampled Gaussians with equal (rate, multiplier) counted together, and all
 unsampled Gaussians joined into one, because `1/z^2` adds up. Several Gaussians under one sample
@@ -16,7 +16,8 @@ import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 
-from dpjax.accounting.events import BARE
+from dpjax import checks
+from dpjax.accounting.events import BARE, check_rate
 
 NEIGHBOURS: dict[str, NeighboringRelation] = {
     "add-or-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -25,9 +26,14 @@ NEIGHBOURS: dict[str, NeighboringRelation] = {
     "replace-one": NeighboringRelation.REPLACE_ONE,
 }
 
+_COUNT = (
+    "It is the whole number of times that the event runs. Usually two numbers of steps were "
+    "subtracted in the wrong order."
+)
+
 
 class Parts(NamedTuple):
-    """What an event consists of.
+    """The parts of an event that cost privacy.
 
     Attributes:
       sampled: `{(sampling_rate, noise_multiplier): count}`, rates strictly between 0 and 1.
@@ -43,7 +49,7 @@ class Parts(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is paid for at all."""
+        """Whether the event costs nothing."""
         return not self.sampled and not self.foreign and self.precision == 0
 
     @property
@@ -54,23 +60,15 @@ class Parts(NamedTuple):
 
 def relation(neighbours: str) -> NeighboringRelation:
     """The library's name of a neighbouring relation, or an error that lists ours."""
-    if neighbours not in NEIGHBOURS:
-        raise ValueError(
-            f"accounting: neighbours={neighbours!r} is not known; choose one of "
-            f"{', '.join(NEIGHBOURS)}. It says which two data sets must look alike: one example "
-            "more or fewer, one blanked, or one exchanged for another."
-        )
-    return NEIGHBOURS[neighbours]
+    hint = (
+        "It says which two data sets must look alike: one example more or fewer, one blanked, or "
+        "one exchanged for another."
+    )
+    return NEIGHBOURS[checks.one_of("accounting", "neighbours", neighbours, NEIGHBOURS, hint)]
 
 
 def split(event: DpEvent) -> Parts:
-    """Walks a tree of events and sorts its leaves.
-
-    Args:
-      event: any `DpEvent`.
-
-    Returns:
-      Its `Parts`. Multipliers stay relative to the add-or-remove sensitivity.
+    """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
 
     Example:
       >>> from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
@@ -100,7 +98,11 @@ def split(event: DpEvent) -> Parts:
             case dp_accounting.ComposedDpEvent():
                 stack.extend((part, count) for part in leaf.events)
             case dp_accounting.SelfComposedDpEvent():
-                stack.append((leaf.event, count * _checked_count(leaf.count)))
+                # A negative count would subtract the cost of other parts.
+                runs = checks.whole(
+                    "accounting: SelfComposedDpEvent", "count", leaf.count, _COUNT, least=0
+                )
+                stack.append((leaf.event, count * runs))
             case dp_accounting.GaussianDpEvent():
                 # `not >` is also true for NaN, which must count as no noise.
                 bare = not leaf.noise_multiplier > BARE
@@ -109,7 +111,7 @@ def split(event: DpEvent) -> Parts:
                 # precision of one Gaussian.
                 inverse_squares += [] if bare else [count / leaf.noise_multiplier**2]
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
-                _check_rate(rate)
+                check_rate(rate, "accounting: PoissonSampledDpEvent")
                 # Amplification has a closed form for a bare Gaussian alone. Anything else stays one
                 # foreign event, which the accountant of dp_accounting handles or refuses.
                 below = split(inner)
@@ -136,37 +138,13 @@ def split(event: DpEvent) -> Parts:
             ) if split(inner).empty or not split(inner).private:
                 private = private and (count == 0 or split(inner).private)
             case _ if count:
-                # Equal foreign events are found by their text, so the text must hold every digit.
-                leaf = _listed(leaf)
+                # Equal foreign events are found by their text, and the text of a long array leaves
+                # out digits, and in the middle numbers. A list prints all of them.
+                if isinstance(leaf, MixtureOfGaussiansDpEvent):
+                    both = (leaf.sensitivities, leaf.sampling_probs)
+                    both = (np.asarray(each, np.float64).tolist() for each in both)
+                    leaf = MixtureOfGaussiansDpEvent(leaf.standard_deviation, *both)
                 foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
     # Sorted, and summed without rounding: the order in which events were composed must not change a
     # claim in its last digit.
     return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, private)
-
-
-def _listed(event: DpEvent) -> DpEvent:
-    """A mixture with lists for arrays, whose text leaves out digits, and in the middle numbers."""
-    if not isinstance(event, MixtureOfGaussiansDpEvent):
-        return event
-    both = (np.asarray(each, np.float64) for each in (event.sensitivities, event.sampling_probs))
-    return MixtureOfGaussiansDpEvent(event.standard_deviation, *(each.tolist() for each in both))
-
-
-def _checked_count(count: int) -> int:
-    """How often a part runs; less than never would pay back what others spent."""
-    if count < 0 or count % 1 != 0:
-        raise ValueError(
-            f"accounting: SelfComposedDpEvent(count={count}): expected a whole number, zero or "
-            "more: how often the event runs. Usually two numbers of steps were subtracted the "
-            "wrong way round."
-        )
-    return int(count)
-
-
-def _check_rate(rate: float) -> None:
-    if not 0 <= rate <= 1:
-        raise ValueError(
-            f"accounting: PoissonSampledDpEvent(sampling_probability={rate}): expected a "
-            "probability in [0, 1]. A number above 1 is usually the batch size itself: divide it "
-            "by the number of examples."
-        )

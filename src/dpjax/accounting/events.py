@@ -15,6 +15,8 @@ import numpy as np
 from dp_accounting import DpEvent
 from numpy.typing import ArrayLike
 
+from dpjax import checks
+
 BARE = 1e-100  # a multiplier so small that its square underflows hides nothing
 
 
@@ -28,7 +30,8 @@ def _check_multiplier(value: float, who: str) -> float:
     return value
 
 
-def _check_rate(value: float, who: str) -> float:
+def check_rate(value: float, who: str) -> float:
+    """The sampling rate as a float; raises unless it is a probability, 0 and 1 included."""
     value = float(value)
     if not 0 <= value <= 1:
         raise ValueError(
@@ -36,15 +39,6 @@ def _check_rate(value: float, who: str) -> float:
             "is usually the batch size itself: divide it by the number of examples."
         )
     return value
-
-
-def _check_steps(value: int, who: str) -> int:
-    if value < 0 or value % 1 != 0:
-        raise ValueError(
-            f"{who}: steps must be a whole number, zero or more; got {value}. Epochs are turned "
-            "into steps by epochs * examples / batch_size, rounded."
-        )
-    return int(value)
 
 
 def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
@@ -72,14 +66,11 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
       sampling_rate: probability with which each example joins a step, on its own coin.
       steps: how many steps run.
 
-    Returns:
-      The event.
-
-      | given | event |
-      |---|---|
-      | `steps == 0` or `sampling_rate == 0` | no operation: costs nothing |
-      | `sampling_rate == 1` | plain Gaussians, no sampling around them |
-      | `noise_multiplier == 0` | kept; its epsilon is infinite |
+    | given | event |
+    |---|---|
+    | `steps == 0` or `sampling_rate == 0` | no operation: costs nothing |
+    | `sampling_rate == 1` | plain Gaussians, no sampling around them |
+    | `noise_multiplier == 0` | kept; its epsilon is infinite |
 
     Example:
       >>> subsampled_gaussian(1.1, 0.01, 1)
@@ -92,7 +83,9 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     """
     who = "accounting.subsampled_gaussian"
     noise_multiplier = _check_multiplier(noise_multiplier, who)
-    rate, steps = _check_rate(sampling_rate, who), _check_steps(steps, who)
+    rate = check_rate(sampling_rate, who)
+    hint = "Epochs become a whole number of steps by round(epochs * examples / batch_size)."
+    steps = checks.whole(who, "steps", steps, hint, least=0)
     if steps == 0 or rate == 0:
         return dp_accounting.NoOpDpEvent()
     event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -175,13 +168,10 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
     Args:
       noise_multipliers: one a group, each relative to that group's own bound.
 
-    Returns:
-      The joint multiplier.
-
-      | given | returns |
-      |---|---|
-      | any multiplier 0, or below 1e-100 | 0.0: that group is released bare |
-      | no multipliers, or all infinite | infinity |
+    | given | returns |
+    |---|---|
+    | any multiplier 0, or below 1e-100 | 0.0: that group is released bare |
+    | no multipliers, or all infinite | infinity |
 
     Example:
       >>> round(effective_multiplier([2.0, 1.5]), 12)

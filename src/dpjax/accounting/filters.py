@@ -12,6 +12,7 @@ The order is chosen first: the theorem does not cover taking the best of several
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -21,6 +22,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent
 
+from dpjax import checks
 from dpjax.accounting import rdp_accountant
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import gaussian
@@ -40,11 +42,11 @@ class Filter:
 
     Args:
       epsilon: The most that all steps together may cost, however they were chosen.
-      delta: At this delta.
-      order: `a`, fixed before the first step; `best_order` finds a good one for what is expected.
+      delta: The delta of the budget.
+      order: `a`, fixed before the first step; `best_order` finds a good one for expected steps.
       method: "rdp"; or "gdp" for Gaussians without sampling: no order, and exact.
-      spent: What the admitted steps add up to, in the method's own unit.
-      steps: How many were admitted.
+      spent: The sum over the admitted steps, in the method's own unit.
+      steps: The number of admitted steps.
 
     Privacy:
       Add-or-remove neighbours, Poisson sampling, exact norms (not `clipping.jl`).  All that is
@@ -84,14 +86,13 @@ class Filter:
     def __post_init__(self) -> None:
         """Refuses what no theorem covers, and orders at which nothing fits."""
         _check_method(self.method, self.order)
-        if not 0 < self.epsilon < math.inf:
-            raise ValueError(f"accounting.Filter(epsilon={self.epsilon}): expected a positive one.")
+        checks.positive("accounting.Filter", "epsilon", self.epsilon)
         epsilon_of(dp_accounting.NoOpDpEvent(), self.delta)  # only asks it to check delta
         if not (self.spent >= 0 and self.steps >= 0 and self.steps % 1 == 0):
             raise ValueError(
-                f"accounting.Filter(spent={self.spent}, steps={self.steps}): expected what "
-                "the admitted steps add up to, 0 or more, and how many they are; less than nothing "
-                "lets more through than the budget. admit writes both: build a Filter without them."
+                f"accounting.Filter(spent={self.spent}, steps={self.steps}): expected the sum over "
+                "the admitted steps, 0 or more, and how many they are; a negative sum would admit "
+                "more than the budget. admit sets both: build a Filter without them."
             )
         if not self.limit > 0:
             raise ValueError(
@@ -101,14 +102,14 @@ class Filter:
 
     @property
     def limit(self) -> float:
-        """What the steps may add up to."""
+        """The largest sum over steps that is admitted."""
         if self.order is not None:
             return float(_limits(self.epsilon, self.delta, np.float64(self.order)))
         # The search ends within 1e-12 of the root, on either side of it.
         return dp_accounting.get_sigma_gaussian(self.epsilon, self.delta) ** -2 * (1 - 1e-9)
 
     def cost(self, noise_multiplier: float, sampling_rate: float) -> float:
-        """What one step adds: its divergence at the order, or its squared signal."""
+        """The cost of one step: its divergence at the order, or its squared signal."""
         if self.order is not None:
             return _divergence(float(noise_multiplier), float(sampling_rate), float(self.order))
         if sampling_rate != 1:
@@ -124,16 +125,12 @@ class Filter:
         """How many more steps with this noise would be admitted now; at most a billion."""
         # Bisection on the rounded-up sum that `admit` compares, so that `room` and `admit` never
         # disagree.
-        low, high = 0, 10**9
         cost, limit = self.cost(noise_multiplier, sampling_rate), self.limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self._after(cost, middle) <= limit
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        steps = range(1, 10**9 + 1)
+        return bisect.bisect_left(steps, True, key=lambda n: not self._after(cost, n) <= limit)
 
     def admit(self, noise_multiplier: float, sampling_rate: float, *, steps: int = 1) -> Filter:
-        """Writes the next steps down, or refuses them all: call it *before* they run.
+        """Records the next steps, or refuses all of them: call it *before* they run.
 
         Args:
           noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
@@ -141,16 +138,13 @@ class Filter:
           steps: How many such steps.
 
         Returns:
-          The filter with them in it; this one is as it was, and no longer true.
+          A filter that includes these steps. This one does not change; do not use it again.
 
         Raises:
           Refused: They would pass the limit.
         """
-        if steps < 1 or steps % 1 != 0:
-            raise ValueError(
-                f"accounting.Filter.admit(steps={steps}): expected 1 or more, whole: as many as "
-                "are about to run. How many would fit is what room() says."
-            )
+        hint = "It is how many steps are about to run; room() says how many would fit."
+        steps = checks.whole("accounting.Filter.admit", "steps", steps, hint)
         after = self._after(self.cost(noise_multiplier, sampling_rate), steps)
         if not after <= self.limit:
             raise Refused(
@@ -162,23 +156,23 @@ class Filter:
             )
         # A new value: a caller that drops it after a refused step has lost nothing, and a filter
         # can be a field of a state.
-        return dataclasses.replace(self, spent=after, steps=self.steps + int(steps))
+        return dataclasses.replace(self, spent=after, steps=self.steps + steps)
 
     def _after(self, cost: float, steps: int) -> float:
-        """What would be spent, each sum rounded up: rounding never lets a step through."""
+        """The sum after more steps, rounded up, so that rounding never admits a step."""
         return math.nextafter(self.spent + math.nextafter(steps * cost, math.inf), math.inf)
 
 
 def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
-    """The order at which most of what is expected fits into a budget; choose it in advance.
+    """The order at which a budget admits most of the expected steps; choose it in advance.
 
     Args:
-      event: What will probably run: one step, or a whole plan. How long it is does not matter.
+      event: The expected steps: one of them, or a whole plan. Their number does not matter.
       epsilon: The budget.
-      delta: At this delta.
+      delta: The delta of the budget.
 
     Returns:
-      One of `ORDERS`. If something else runs in the end the filter holds, and lets less through.
+      One of `ORDERS`. If other steps run, the filter still holds, and admits fewer of them.
 
     Example:
       >>> from dpjax import accounting
@@ -192,8 +186,8 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     limits = _limits(epsilon, delta, ORDERS)
     if not np.any((limits > 0) & (divergences > 0) & np.isfinite(divergences)):
         raise ValueError(
-            f"accounting.best_order(event={event}, epsilon={epsilon}, delta={delta}): at no order "
-            "does any of it fit, or it costs nothing. Allow a larger epsilon, or expect more noise."
+            f"accounting.best_order(event={event}, epsilon={epsilon}, delta={delta}): the event "
+            "fits at no order, or it costs nothing. Allow a larger epsilon, or expect more noise."
         )
     # Orders at which the event costs nothing divide by 0, and are not candidates.
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -218,11 +212,8 @@ def _check_method(method: str, order: float | None) -> None:
             "distribution bounds nothing. Use method='rdp' with an order, which costs some steps; "
             "or fix the schedule, and account with dpjax.ledger.Budget(method='pld')."
         )
-    if method not in ("rdp", "gdp"):
-        raise ValueError(
-            f"accounting.Filter(method={method!r}): there are 'rdp', and 'gdp' for Gaussians "
-            "without sampling. Others bound no sum of steps that were chosen on the way."
-        )
+    hint = "No other method bounds a sum of steps that depend on releases."
+    checks.one_of("accounting.Filter", "method", method, ("rdp", "gdp"), hint)
     if method == "gdp" and order is not None:
         raise ValueError(
             f"accounting.Filter(method='gdp', order={order}): Gaussians without sampling need no "
@@ -231,6 +222,6 @@ def _check_method(method: str, order: float | None) -> None:
     if method == "rdp" and not (order is not None and 1 < order < math.inf):
         raise ValueError(
             f"accounting.Filter(order={order}): expected one order above 1, fixed before the first "
-            "step, for the best of many afterwards is not covered. accounting.best_order(event, "
-            "epsilon, delta) finds a good one for what you expect to run."
+            "step, because no theorem covers the best of several orders. accounting.best_order("
+            "event, epsilon, delta) finds a good one for the steps that you expect."
         )

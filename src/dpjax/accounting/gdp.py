@@ -35,22 +35,7 @@ class Estimate(float):
 def clt_epsilon(parts: Parts, delta: float, neighbours: str) -> Estimate:
     """The epsilon at which a Gaussian of signal `mu` has this delta.
 
-    Args:
-      parts: a sorted event.
-      delta: the probability beside epsilon.
-      neighbours: "replace-one" doubles the signal of unsampled Gaussians and refuses sampled ones.
-
-    Returns:
-      The estimate.
-
-    Example:
-      >>> from dpjax.accounting.events import subsampled_gaussian
-      >>> from dpjax.accounting.event_parts import split
-      >>> round(
-      ...     clt_epsilon(split(subsampled_gaussian(1.1, 256 / 60_000, 14_063)), 1e-5, "zero-out"),
-      ...     4,
-      ... )
-      2.3244
+    "replace-one" doubles the signal of unsampled Gaussians and refuses sampled ones.
 
     References:
       Bu, Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3.

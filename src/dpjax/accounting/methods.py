@@ -19,7 +19,7 @@ from dpjax.accounting.event_parts import Parts, relation, split
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to account.
+    """An accounting method.
 
     Attributes:
       name: what users type.
@@ -38,6 +38,11 @@ class Method:
 
 
 _FEW = 4  # different steps for which a PLD takes a second
+_DELTA = (
+    "Usually epsilon and delta were swapped, or delta was given in per cent; with delta 0 Gaussian "
+    "noise has no finite epsilon. Choose it well below one over the number of examples: 1e-5 for "
+    "60,000."
+)
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -106,7 +111,7 @@ def epsilon(
       >>> accounting.epsilon(event, delta=1e-5, method="gdp")
       Estimate(2.324..., not a bound)
     """
-    _check_delta(delta, "accounting.epsilon")
+    checks.fraction("accounting.epsilon", "delta", delta, _DELTA)
     row, parts = method_named(method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else math.inf)
@@ -117,13 +122,9 @@ def epsilon(
 def delta(
     event: DpEvent, epsilon: float, method: str = "rdp", neighbours: str = "add-or-remove"
 ) -> float:
-    """The delta that `event` costs at this epsilon: `epsilon`'s inverse.
+    """The delta that `event` costs at this epsilon, zero or more: the inverse of `epsilon`.
 
-    Args:
-      event: what was run; multipliers relative to the add-or-remove sensitivity.
-      epsilon: zero or more.
-      method: as for `epsilon`.
-      neighbours: as for `epsilon`.
+    The other arguments are as in `epsilon`.
 
     Returns:
       Delta in [0, 1]; an `Estimate` if the method is not proven.
@@ -171,7 +172,7 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
 
 
 def method_named(name: str) -> Method:
-    """The row of `METHODS`, or an error that lists them."""
+    """The row of `METHODS`, or an error that lists all rows."""
     if name not in METHODS:
         rows = "; ".join(f"{row.name!r}: {row.words}" for row in METHODS.values())
         raise ValueError(f"accounting: method={name!r} is not known. There are: {rows}.")
@@ -190,12 +191,3 @@ def _sorted(event: DpEvent, neighbours: str, method: str) -> Parts:
 def _as(row: Method, value: float) -> float:
     # The type says what the number is: an estimate prints as one wherever it goes.
     return float(value) if row.proven else gdp.Estimate(value)
-
-
-def _check_delta(delta: float, who: str) -> None:
-    hint = (
-        "Usually epsilon and delta were swapped, or delta was given in per cent; with delta 0 "
-        "Gaussian noise has no finite epsilon. Choose it well below one over the number of "
-        "examples: 1e-5 for 60,000."
-    )
-    checks.fraction(who, "delta", delta, hint)

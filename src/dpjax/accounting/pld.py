@@ -34,10 +34,7 @@ _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faste
 def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     """Smallest epsilon that the composed loss distribution proves at this delta.
 
-    Args:
-      parts: a sorted event.
-      delta: the probability beside epsilon.
-      neighbours: "replace-one" is understood by the library itself, which doubles the sensitivity.
+    For "replace-one" the library itself doubles the sensitivity.
 
     Returns:
       An upper bound.
@@ -99,16 +96,8 @@ def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float]
     if len(sampled) <= LEVELS:
         return sampled
     q, z = np.array(list(sampled)).T
-    rates, multipliers = np.unique(q), np.unique(z)
-    if len(rates) > 8:
-        rates = np.geomspace(rates[0], rates[-1], 8)
-        rates[-1] = q.max()  # geomspace may end an ulp low
-    levels = LEVELS // len(rates)
-    if len(multipliers) > levels:
-        multipliers = np.geomspace(multipliers[0], multipliers[-1], levels)
-        # And may begin an ulp high, which would leave the least multiplier without a level below
-        # it.
-        multipliers[0] = z.min()
+    rates = levels(q, 8)
+    multipliers = levels(z, LEVELS // len(rates))
     up = rates[np.searchsorted(rates, q, side="left")]
     down = multipliers[np.searchsorted(multipliers, z, side="right") - 1]
     out: dict[tuple[float, float], int] = {}
@@ -119,8 +108,16 @@ def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float]
     return out
 
 
+def levels(values: np.ndarray, most: int) -> np.ndarray:
+    """The distinct values, or a geometric grid of ``most`` points between their ends."""
+    found = np.unique(values)
+    # NumPy returns both ends exactly: the least multiplier has a level below it, and the largest
+    # rate one above it.
+    return found if len(found) <= most else np.geomspace(found[0], found[-1], most)
+
+
 def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
-    """dp_accounting's accountant, having seen everything."""
+    """dp_accounting's accountant, with all parts composed."""
     accountant = PLDAccountant(relation(neighbours), _grid(parts, neighbours))
     # All unsampled Gaussians are one Gaussian, whose privacy loss has a closed form.
     if parts.precision:
@@ -142,7 +139,7 @@ def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
 
 
 def _advice(event: DpEvent) -> str:
-    """Where an event that no distribution is known for does have a proof."""
+    """The method that has a proof for an event without a known loss distribution."""
     match event:
         case dp_accounting.SampledWithoutReplacementDpEvent():
             return "Sampling without replacement needs method='rdp' and neighbours='replace-one'"
@@ -168,7 +165,7 @@ def _grid(parts: Parts, neighbours: str) -> float:
 
 
 def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
-    """About how large the losses of mixtures get, in one step and in all; at most too large.
+    """A rough upper bound on the losses of mixtures, in one step and in all steps.
 
     By Jensen the moment of a mixture is at most the mixture of the moments.
     """
@@ -185,7 +182,7 @@ def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
 
 
 def _hint(parts: Parts, neighbours: str) -> float:
-    """About how large the composed loss gets; right to a factor of two is right enough."""
+    """The approximate size of the composed loss; a factor of two is accurate enough."""
     scale = 2 if neighbours == "replace-one" else 1
     # Half the multiplier is twice the signal of replace-one, for which RDP itself has no proof with
     # sampling. Only the size of the loss is needed here.

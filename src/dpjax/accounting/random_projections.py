@@ -26,6 +26,7 @@ from dp_accounting.pld import common
 from dp_accounting.pld import privacy_loss_distribution as library
 from scipy import stats
 
+from dpjax import checks
 from dpjax.accounting import pld
 from dpjax.accounting.event_parts import Parts, relation
 
@@ -57,36 +58,27 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
       event: steps that were described as if norms were exact.
       projections: how many there are.
 
-    Returns:
-      The event that is proved.
-
     Example:
       >>> from dpjax.accounting.events import gaussian
       >>> with_projections(gaussian(2.0), projections=30)
       ProjectedGaussianDpEvent(noise_multiplier=2.0, projections=30)
     """
-    if projections < 1 or projections % 1 != 0:
-        raise ValueError(
-            f"accounting.with_projections(projections={projections}): expected how many random "
-            "projections each norm was estimated from, 1 or more. For exact norms leave the event "
-            "as it is."
-        )
+    hint = "Each norm was estimated from 1 or more of them. For exact norms, keep the event."
+    checks.whole("accounting.with_projections", "projections", projections, hint)
     # The kinds that samplers make are rewritten; every other kind is refused below, because the
     # proof is of the Gaussian on a clipped sum alone.
-    if isinstance(event, dp_accounting.GaussianDpEvent):
-        return ProjectedGaussianDpEvent(event.noise_multiplier, projections)
-    if isinstance(event, dp_accounting.ComposedDpEvent):
-        return dp_accounting.ComposedDpEvent(
-            [with_projections(part, projections) for part in event.events]
-        )
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        inner = with_projections(event.event, projections)
-        return dp_accounting.SelfComposedDpEvent(inner, event.count)
-    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-        inner = with_projections(event.event, projections)
-        return dp_accounting.PoissonSampledDpEvent(event.sampling_probability, inner)
-    if isinstance(event, dp_accounting.NoOpDpEvent | dp_accounting.NonPrivateDpEvent):
-        return event
+    match event:
+        case dp_accounting.GaussianDpEvent(noise_multiplier=z):
+            return ProjectedGaussianDpEvent(z, projections)
+        case dp_accounting.ComposedDpEvent(events=parts):
+            inside = [with_projections(part, projections) for part in parts]
+            return dp_accounting.ComposedDpEvent(inside)
+        case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
+            return dp_accounting.SelfComposedDpEvent(with_projections(inner, projections), count)
+        case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+            return dp_accounting.PoissonSampledDpEvent(rate, with_projections(inner, projections))
+        case dp_accounting.NoOpDpEvent() | dp_accounting.NonPrivateDpEvent():
+            return event
     raise ValueError(
         f"clipping.jl: nothing is proved for estimated norms in {type(event).__name__}. Sample "
         "with sampling.poisson or sampling.full, or clip by exact norms (clipping.flat)."
@@ -142,7 +134,7 @@ def _steps(parts: Parts) -> dict[tuple[float, float, int], int]:
 
 
 def _bare(steps: Iterable[tuple[float, float, int]]) -> bool:
-    """Whether some step may release an example as it is, as far as can be proved here."""
+    """Whether the proof allows some step to release an example without protection."""
     return any(z == 0 or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps)
 
 
@@ -153,8 +145,8 @@ def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
     if neighbours == "replace-one":
         raise ValueError(
             "accounting: norms from random projections have no proof for neighbours='replace-one': "
-            "one example is estimated by one scale, and the one in its place by another. State the "
-            "guarantee for 'add-or-remove', or clip by exact norms (clipping.flat)."
+            "the norms of the two examples have errors of their own. State the guarantee for "
+            "'add-or-remove', or clip by exact norms (clipping.flat)."
         )
     if len(steps) < len(parts.foreign):
         raise ValueError(
@@ -174,11 +166,7 @@ def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
 
 def _rounded(steps: dict[tuple[float, float, int], int]) -> dict[tuple[float, float, int], int]:
     """At most `_LEVELS` distinct multipliers, rounded down: steps that cost no less."""
-    multipliers = np.unique([z for _, z, _ in steps])
-    if len(multipliers) > _LEVELS:
-        multipliers = np.geomspace(multipliers[0], multipliers[-1], _LEVELS)
-        # geomspace may begin an ulp above the least multiplier.
-        multipliers[0] = min(z for _, z, _ in steps)
+    multipliers = pld.levels(np.array([z for _, z, _ in steps]), _LEVELS)
     out: dict[tuple[float, float, int], int] = {}
     for (q, z, r), count in steps.items():
         key = (q, float(multipliers[np.searchsorted(multipliers, z, side="right") - 1]), r)
@@ -190,7 +178,7 @@ def _rounded(steps: dict[tuple[float, float, int], int]) -> dict[tuple[float, fl
 def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLossDistribution:
     """The loss of one step: that of a Gaussian with multiplier `z / s`, mixed over `s`."""
     beyond = _beyond(z, r)
-    # An example that is taken as laid bare costs its whole sampling probability as delta.
+    # An example that counts as unprotected costs its whole sampling probability as delta.
     total = library.from_privacy_parameters(
         common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=_GRID
     )
@@ -211,7 +199,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
 
 
 def _beyond(z: float, r: int) -> float:
-    """How likely an example's scale is one that is taken for laid bare."""
+    """The probability of a scale at which the proof counts the example as unprotected."""
     # P(S > s) = P(chi2 < r / s^2)
     return max(_CHANCE, float(stats.chi2(r).cdf(r * (_LEAST / z) ** 2)))
 

@@ -28,21 +28,6 @@ def rdp_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
 
     `min_alpha rdp(alpha) + log((alpha-1)/alpha) - (log delta + log alpha) / (alpha-1)`.
 
-    Args:
-      parts: a sorted event.
-      delta: the probability beside epsilon.
-      neighbours: which two data sets must look alike.
-
-    Returns:
-      An upper bound.
-
-    Example:
-      >>> from dpjax.accounting.events import subsampled_gaussian
-      >>> from dpjax.accounting.event_parts import split
-      >>> parts = split(subsampled_gaussian(1.1, 256 / 60_000, 14_063))
-      >>> round(rdp_epsilon(parts, 1e-5, "add-or-remove"), 4)
-      2.5967
-
     References:
       Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020,
       proposition 12.
@@ -87,24 +72,17 @@ def classic_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
 
 
 def total(parts: Parts, neighbours: str) -> np.ndarray:
-    """The divergence of everything together, `[orders]` on `ORDERS`.
+    """The sum of the divergences of all parts, `[orders]` on `ORDERS`.
 
-    Args:
-      parts: a sorted event.
-      neighbours: which two data sets must look alike.
-
-    Returns:
-      The sum of the divergences of the parts.
-
-      | part | add-or-remove, zero-out | replace-one |
-      |---|---|---|
-      | unsampled Gaussians | multiplier z | multiplier z / 2 |
-      | Poisson-sampled Gaussian | its curve | refused: use PLD |
-      | sampled without replacement | refused | the library's bound at z / 2 |
-      | Laplace | the library's bound at b | at b / 2 |
-      | best of several runs | the library's bound | of runs whose own noise is halved |
-      | randomized response | zero-out alone | the library's own, made for it |
-      | other kinds | the library's own | refused |
+    | part | add-or-remove, zero-out | replace-one |
+    |---|---|---|
+    | unsampled Gaussians | multiplier z | multiplier z / 2 |
+    | Poisson-sampled Gaussian | its curve | refused: use PLD |
+    | sampled without replacement | refused | the library's bound at z / 2 |
+    | Laplace | the library's bound at b | at b / 2 |
+    | best of several runs | the library's bound | of runs whose own noise is halved |
+    | randomized response | zero-out alone | the library's own, made for it |
+    | other kinds | the library's own | refused |
     """
     # Replace-one moves the sum twice as far. Our own Gaussians scale by 4 = 2^2 in the divergence.
     swap = neighbours == "replace-one"
@@ -146,7 +124,7 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
 
 
 def _exchanged(event: DpEvent) -> DpEvent:
-    """The same event with the noise that replace-one leaves of it: half, for a doubled signal."""
+    """The event with half the noise, because replace-one doubles the sensitivity."""
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.RandomizedResponseDpEvent():
             return event  # the library's bound of the latter is for an exchange
@@ -165,7 +143,6 @@ def _exchanged(event: DpEvent) -> DpEvent:
                 event.source_dataset_size, event.sample_size, _exchanged(inner)
             )
     raise ValueError(
-        f"accounting: RDP with neighbours='replace-one' has no proof for {event}: what it costs "
-        "when one example takes another's place is not settled here. Usually 'add-or-remove' or "
-        "'zero-out' is what it was made for; method='pld' has a proof for some."
+        f"accounting: RDP with neighbours='replace-one' has no proof for {event}. Usually the "
+        "event was made for 'add-or-remove' or 'zero-out'; method='pld' has a proof for some."
     )

@@ -12,15 +12,15 @@ from decimal import ROUND_CEILING, Decimal, localcontext
 
 
 def upwards(value: float, form: str = ".4g") -> str:
-    """A number in few digits, none below what it is.
+    """A number in few digits, never below its value.
 
     Args:
       value: An epsilon or a delta; 0 and infinity are printed as they are.
       form: As in an f-string: significant digits (``.4g``), or digits after the point (``.3f``).
 
     Returns:
-      The least number of this form that is not below the value.  What the form can say
-      exactly is not raised.
+      The least number of this form that is not below the value. A value that the form
+      represents exactly is not raised.
 
     Example:
       >>> upwards(2.6541), upwards(2.1), upwards(9.99961), upwards(2.0001, ".3f")
@@ -28,7 +28,7 @@ def upwards(value: float, form: str = ".4g") -> str:
     """
     if not math.isfinite(value):
         return f"{value:{form}}"
-    exact = Decimal(repr(float(value)))  # the shortest name of this float: 1e-5 is not a bit more
+    exact = Decimal(repr(float(value)))  # the shortest decimal of this float, so 1e-5 stays 1e-5
     digits, kind = int(form[1:-1]), form[-1]
     # The place of the last printed digit, which is where the ceiling is taken.
     last = -digits if kind == "f" else exact.adjusted() - digits + 1

@@ -96,7 +96,7 @@ def largest_steps(
       delta: the probability beside it, in (0, 1).
       method: a proven method.
       neighbours: as for `accounting.epsilon`.
-      maximum: where to stop looking: a whole number, or infinity.
+      maximum: the largest number of steps to consider: a whole number, or infinity.
 
     Returns:
       The number: 0 if not even one step fits, `maximum` if that fits.
@@ -108,11 +108,9 @@ def largest_steps(
       133
     """
     _check(epsilon, method, "accounting.largest_steps")
-    if not (maximum == math.inf or (maximum >= 0 and maximum % 1 == 0)):
-        raise ValueError(
-            f"accounting.largest_steps(maximum={maximum}): expected a whole number, zero or more, "
-            "or infinity: how many steps there could be at most, whatever the budget."
-        )
+    if maximum != math.inf:
+        hint = "It may also be infinity: a whole number, zero or more, or infinity."
+        checks.whole("accounting.largest_steps", "maximum", maximum, hint, least=0)
     if maximum == 0:
         return 0
 
@@ -167,7 +165,7 @@ def _bracket(
 def _crossing(
     spent: Callable[[float], float], target: float, low: float, high: float, tolerance: float
 ) -> float:
-    """Where epsilon passes the target; its logarithm is nearly straight, as Brent likes."""
+    """Where epsilon passes the target, by Brent's method on its nearly linear logarithm."""
 
     def excess(x: float) -> float:
         # Brent's method needs finite values, and a zero exactly at the target would end it on the

@@ -27,7 +27,7 @@ from dpjax.types import Key
 
 
 class Selection(NamedTuple):
-    """What a search costs, by three ways to count it, at one delta.
+    """The cost of a search, counted in three ways, at one delta.
 
     Attributes:
       epsilon_one: one run that was fixed beforehand; *not* the price of a search.
@@ -79,7 +79,7 @@ def select_best(
       delta: the probability beside epsilon, in (0, 1).
       runs: the mean of `K`, 1 or more.
       distribution: "geometric", "logarithmic" (smaller epsilon, heavier tail) or "poisson" (close
-        to the mean, now and then no run at all; dear when one run's epsilon is large).
+        to the mean, now and then no run at all; expensive when one run's epsilon is large).
       neighbours: as for `accounting.epsilon`.
 
     Returns:
@@ -119,7 +119,7 @@ def select_best(
     events = list(event) if isinstance(event, Iterable) else [event]
     if not events:
         raise ValueError(f"{who}(event=[]): expected the event of one run, or several in a list.")
-    # Any candidate may be the one that is published, so the search pays for the dearest.
+    # Any candidate may be the one that is published, so the search pays for the most expensive one.
     alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
     if not math.isfinite(alone):
         return Selection(math.inf, math.inf, math.inf, runs)

@@ -13,13 +13,14 @@ from dp_accounting import DpEvent
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
-from dpjax.accounting.event_parts import Parts, split
+from dpjax import checks
+from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import compose, gaussian
 from dpjax.accounting.methods import epsilon
 
 
 def for_groups(event: DpEvent, records: int) -> DpEvent:
-    """The event, as somebody meets it who owns up to `records` of the examples.
+    """The event for a user who owns up to `records` of the examples.
 
     A sampled step with rate `q` and multiplier `z` becomes `N(j, z^2)`, `j ~ Binomial(k, q)`,
     against `N(0, z^2)`.
@@ -51,31 +52,36 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
       Ganesh, *Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
       mechanisms*, 2024.
     """
-    if isinstance(records, bool) or records < 1 or records % 1 != 0:
-        raise ValueError(
-            f"accounting.for_groups(records={records}): expected a whole number, 1 or more: the "
-            "most examples that any one user has, not the average."
-        )
+    hint = "It is the most examples that any one user has, not the average."
+    records = checks.whole("accounting.for_groups", "records", records, hint)
     if records == 1:
         return event
     parts = split(event)
-    _refuse_foreign(parts)
+    if parts.foreign:
+        raise ValueError(
+            "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "
+            f"with several records; this event holds {', '.join(parts.foreign)}. Batches of a "
+            "fixed size tie a user's records together: sample with sampling.poisson."
+        )
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
     # Without sampling all records join or leave together, so the signal is `records` times as
     # large.
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
-    steps = (
-        dp_accounting.SelfComposedDpEvent(_mixture(q, z, int(records)), count)
-        for (q, z), count in parts.sampled.items()
-    )
+    # Each record is drawn independently, so the signal of a step, the number of drawn records, is
+    # binomial; the mixture over it is exact and far cheaper than group privacy's factor.
+    drawn, steps = np.arange(records + 1.0), []
+    for (q, z), count in parts.sampled.items():
+        odds = stats.binom.pmf(drawn, records, q)
+        step = MixtureOfGaussiansDpEvent(z, drawn.tolist(), odds.tolist())
+        steps.append(dp_accounting.SelfComposedDpEvent(step, count))
     return compose(*unsampled, *steps)
 
 
 def epsilon_for_users(
     event: DpEvent, delta: float, records: int, neighbours: str = "add-or-remove"
 ) -> float:
-    """The epsilon of all that a user with up to `records` examples has given, by PLD.
+    """The epsilon that holds for users with up to `records` examples each, by PLD.
 
     Args:
       event: what was run, such as `mechanism.event`.
@@ -98,21 +104,3 @@ def epsilon_for_users(
             "State the guarantee for 'add-or-remove': one user more or fewer, with all records."
         )
     return epsilon(for_groups(event, records), delta, "pld", neighbours)
-
-
-def _mixture(rate: float, multiplier: float, records: int) -> DpEvent:
-    """One step: the signal is how many of the records are drawn."""
-    drawn = np.arange(records + 1.0)
-    # Each record is drawn independently, so the signal of a step is binomial; the mixture over it
-    # is exact and far cheaper than group privacy's factor.
-    odds = stats.binom.pmf(drawn, records, rate)
-    return MixtureOfGaussiansDpEvent(multiplier, drawn.tolist(), odds.tolist())
-
-
-def _refuse_foreign(parts: Parts) -> None:
-    if parts.foreign:
-        raise ValueError(
-            "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "
-            f"with several records; this event holds {', '.join(parts.foreign)}. Batches of a "
-            "fixed size tie a user's records together: sample with sampling.poisson."
-        )

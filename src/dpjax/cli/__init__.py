@@ -27,13 +27,15 @@ COMMANDS = {
     "verify": "recompute the epsilon of a run from its privacy card",
 }
 _HELP = {"-h", "--help", "-help", "-?"}
+_MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Runs the subcommand that the first word names; this is the entry point of `dpjax`."""
     name, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     if name in _HELP:
-        print(_overview())
+        listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
+        print(f"usage: dpjax SUBCOMMAND [--flag=value ...]\n\n{listed}\n\n{_MORE}")
     elif name == "--version":
         print(f"dpjax {importlib.metadata.version('dpjax')}")
     elif name == "verify":
@@ -71,11 +73,3 @@ def run_command(name: str) -> None:
             sys.exit(f"{error}\nFor all flags: {program} --help")
 
     app.run(job, argv=[program])
-
-
-def _overview() -> str:
-    listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
-    return (
-        f"usage: dpjax SUBCOMMAND [--flag=value ...]\n\n{listed}\n\n"
-        "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
-    )

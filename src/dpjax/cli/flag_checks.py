@@ -45,13 +45,3 @@ def in_range(
         return math.isfinite(value) and low <= value < high and not (strictly and value == low)
 
     flags.register_validator(name, fits, words, flag_values=given)
-
-
-def whole_and_positive(given: flags.FlagValues, name: str) -> None:
-    """Refuses a list flag with words that are not whole numbers above 0; an empty list passes."""
-    flags.register_validator(
-        name,
-        lambda words: all(word.isdecimal() and int(word) > 0 for word in words),
-        "Expected whole numbers above 0, separated by commas.",
-        flag_values=given,
-    )

@@ -47,11 +47,7 @@ class Dataset(NamedTuple, Generic[_Train]):
 
 
 def hold_out(split: Split, size: int) -> tuple[Split, Split]:
-    """Splits rows off a data set, for validation or for a test.
-
-    Args:
-      split: Inputs and targets.
-      size: The number of rows to split off.
+    """Splits ``size`` rows off inputs and targets, for validation or for a test.
 
     Returns:
       ``(rest, held)``; every row is in one of them.
@@ -106,14 +102,10 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
 
 
 def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dataset[_Train]:
-    """Returns the data set, or raises if shapes, numbers or labels are wrong.
+    """Returns the data set of a reader, or raises if shapes, numbers or labels are wrong.
 
-    Of a `Stream` only the shape is checked, because its rows are read later.
-
-    Args:
-      dataset: The result of a reader.
-      shape: The shape of one example's inputs.
-      where: The file or the service that was read, for the error.
+    Of a `Stream` only the shape is checked, because its rows are read later. The error names
+    ``where``, the file or the service that was read.
     """
     train = dataset.train
     if isinstance(train, Stream):

@@ -19,8 +19,9 @@ from dpjax.data.jpeg import decoded
 from dpjax.data.sources import Source
 
 # The errors of zipfile and NumPy for a truncated or changed file.
-DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
-DAMAGED += (KeyError, NotImplementedError, RuntimeError)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
+# An AttributeError, because NumPy returns a lone array, without `files`.
+_DAMAGED += (KeyError, NotImplementedError, RuntimeError, AttributeError)
 
 # The names of a part's arrays: Keras's, Keras's with JPEG streams, and MedMNIST's.
 _LAYOUTS = (("x_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
@@ -90,7 +91,8 @@ def _number(word: str) -> bool:
 
 
 def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
-    arrays = _arrays(name, path)
+    hint = "It may have been cut off while it was copied: fetch it again."
+    arrays = plain_arrays(path, f"data.load({name!r})", hint)
     for images, labels in _LAYOUTS:
         keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
         # The first layout whose four arrays all exist; a file may hold further arrays.
@@ -108,17 +110,15 @@ def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
     )
 
 
-def _arrays(name: str, path: Path) -> Mapping[str, np.ndarray]:
-    """All arrays of a file; an error if any of them cannot be read."""
+def plain_arrays(path: Path, call: str, hint: str) -> Mapping[str, np.ndarray]:
+    """All arrays of a file; an error of ``call``, with this hint, if any cannot be read."""
     try:
         # Pickled arrays are refused, because they can run code when they are read.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {key: stored[key] for key in stored.files}
-    except DAMAGED as error:
-        raise ValueError(
-            f"data.load({name!r}): {path} is not a whole .npz file of plain arrays ({error}). It "
-            "may have been cut off while it was copied: fetch it again."
-        ) from error
+    except _DAMAGED as error:
+        what = f"{call}: {path} is not a whole .npz file of plain arrays ({error})."
+        raise ValueError(f"{what} {hint}") from error
 
 
 def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path) -> Split:

@@ -107,7 +107,10 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
     # Prepared by TFDS, the examples stay on the disk, which is what the caller asked for. The plain
     # file is read into memory.
     if folder and path.is_file() and not (installed and is_prepared(source, folder)):
-        return _from_memory(checked(read(name, source, path), source.shape, str(path)))
+        dataset = checked(read(name, source, path), source.shape, str(path))
+        x, y = dataset.train
+        train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
+        return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
     if not installed:
         raise ImportError(
             f"data.stream({name!r}): found no {path}, and TensorFlow Datasets, which reads single "
@@ -115,13 +118,6 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
             "DPJAX_DATA_DIR, or install the extra: pip install 'dpjax[tfds]'."
         )
     return checked(stream_from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
-
-
-def _from_memory(dataset: Dataset[Split]) -> Dataset[Stream]:
-    """A data set whose training part is read from memory by index."""
-    x, y = dataset.train
-    train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
-    return Dataset(dataset.name, train, dataset.test, dataset.classes, dataset.note)
 
 
 def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.PathLike[str] | None:

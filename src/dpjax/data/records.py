@@ -35,13 +35,7 @@ class RandomAccess(Protocol):
 def examples(
     source: RandomAccess, example: Callable[[Any], PyTree] | None, indices: list[int]
 ) -> Iterator[PyTree]:
-    """The examples at indices, in their order.
-
-    Args:
-      source: The records.
-      example: From a record to an example; by default the record itself.
-      indices: Of the records; they may repeat.
-    """
+    """The examples at indices, which may repeat, in their order; see `Stream` for ``example``."""
     # Sources such as grain's read many records in one call faster than one by one.
     records = _in_one_call(source, indices)
     for place, index in enumerate(indices):
@@ -77,12 +71,8 @@ def _in_one_call(source: RandomAccess, indices: list[int]) -> list[Any] | None:
 
 
 def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
-    """Indices that are whole numbers and lie in a source of this size, ``[n]``.
-
-    Args:
-      indices: The caller's argument; an empty list may have any type.
-      size: The number of records.
-    """
+    """Indices that are whole numbers and lie in a source of this size, ``[n]``."""
+    # An empty list may have any type: NumPy reads [] as floats.
     indices = np.asarray(indices)
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
         raise TypeError(

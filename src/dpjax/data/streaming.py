@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
@@ -74,8 +74,7 @@ class Stream:
             )
         if not len(self.source):
             raise ValueError("data.Stream: the source is empty; expected at least one record.")
-        if self.workers < 1:
-            raise ValueError(f"data.Stream(workers={self.workers}): at least one thread reads.")
+        checks.whole("data.Stream", "workers", self.workers, "At least one thread reads.")
 
     def __len__(self) -> int:
         """The number of examples."""

@@ -25,13 +25,7 @@ from dpjax.data.streaming import Stream
 
 
 def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) -> Dataset[Split]:
-    """A data set of TensorFlow Datasets, in memory.
-
-    Args:
-      name: The data set's name in `load`.
-      source: Its row in the table.
-      folder: The folder of TFDS; by default TFDS's own default.
-    """
+    """A data set of TensorFlow Datasets, in memory; without a folder, from TFDS's default one."""
     builder = _prepared(f"load({name!r})", source, folder)
     try:
         parts = _random_access(name, builder)
@@ -52,13 +46,7 @@ def from_tfds(name: str, source: Source, folder: str | os.PathLike[str] | None) 
 def stream_from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> Dataset[Stream]:
-    """A data set of images whose training part stays on the disk.
-
-    Args:
-      name: The data set's name in `stream`.
-      source: Its row in the table.
-      folder: The folder of TFDS; by default TFDS's own default.
-    """
+    """A data set of images whose training part stays on the disk; see `from_tfds`."""
     builder = _prepared(f"stream({name!r})", source, folder)
     parts = _random_access(name, builder)
     assert source.classes is not None
@@ -67,12 +55,7 @@ def stream_from_tfds(
 
 
 def is_prepared(source: Source, folder: str | os.PathLike[str]) -> bool:
-    """Whether TFDS has the data set on the disk; downloads nothing and makes no folder.
-
-    Args:
-      source: Its row in the table.
-      folder: The folder of TFDS.
-    """
+    """Whether TFDS has the data set on the disk; downloads nothing and makes no folder."""
     if source.tfds is None or not Path(folder, source.tfds).is_dir():
         return False
     tfds = importlib.import_module("tensorflow_datasets")

@@ -71,9 +71,6 @@ def clipping_bias(
       batch: Examples, on leading axes.
       microbatch_size: The number of per-example gradients in memory at a time.
 
-    Returns:
-      A `Bias`.
-
     Example:
       >>> loss = lambda w, x: jnp.vdot(w, x)
       >>> batch = jnp.array([[3.0, 0.0], [0.0, 0.5]])

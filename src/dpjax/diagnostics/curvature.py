@@ -54,9 +54,6 @@ def sharpness(
       tolerance: Iteration stops when the relative change of the value is smaller. If the two
         largest singular values are nearly equal, it stops early, and the value is too small.
 
-    Returns:
-      A `Sharpness`.
-
     Example:
       >>> loss = lambda w, x: 0.5 * x * (w[0] ** 2 - 3 * w[1] ** 2)
       >>> found = sharpness(loss, jnp.ones(2), jnp.ones(4), key=jax.random.key(0))

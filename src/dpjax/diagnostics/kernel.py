@@ -118,9 +118,6 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
       matrix: $A$.
       tolerance: Smaller numbers, relative to the norm of $A$, count as 0.
 
-    Returns:
-      A `Definiteness`, of plain numbers.
-
     Example:
       >>> found = definiteness(jnp.array([[1.0, 0.1], [1.0, 0.2]]))
       >>> found.symmetric, found.positive_quadratic, found.positive_eigenvalues

@@ -21,12 +21,6 @@ from dpjax.types import PyTree
 def weight_norms(params: PyTree) -> dict[str, Array]:
     """The norm of the weights of each layer: all leaves whose names share their prefix.
 
-    Args:
-      params: A tree of parameters.
-
-    Returns:
-      The norm of each layer's leaves together.
-
     Privacy:
       A function of the parameters alone: if these were released, the norms are free.
 

@@ -17,11 +17,7 @@ from dpjax.types import PyTree
 
 
 def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
-    """The cosine of the angle between two trees, each read as one vector.
-
-    Args:
-      a: A tree of arrays.
-      b: A tree of the same structure.
+    """The cosine of the angle between two trees of one structure, each read as one vector.
 
     Returns:
       A number from -1 to 1; NaN if either tree is zero.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dpjax import clipping, noise, trees
+from dpjax import checks, clipping, noise, trees
 from dpjax.features.scaling import Moments, checked
 from dpjax.noise.link import add_noise
 from dpjax.noise.seals import require_one_sum, seal
@@ -31,12 +31,6 @@ _MEANS, _SQUARES = 0, 1  # the two queries; their threshold searches have the st
 
 def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
     """The per-example norms that thresholds clip: of channel means, and of mean squares.
-
-    Args:
-      features: Channels last.
-
-    Returns:
-      Two arrays ``[examples]``.
 
     Privacy:
       The norms have no noise. Their medians are good thresholds if the data are public, and a
@@ -148,11 +142,8 @@ class Normalization:
 
     def __post_init__(self) -> None:
         """Refuses impossible descriptions."""
-        if self.examples < 1 or int(self.examples) != self.examples:
-            raise ValueError(
-                f"Normalization(examples={self.examples}): expected the number of examples, a "
-                "public whole number that divides the sums."
-            )
+        hint = "It is the number of examples, which divides the sums and is public."
+        checks.whole("Normalization", "examples", self.examples, hint)
         bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
         if np.shape(bounds) != (2,):
             raise ValueError(

@@ -113,11 +113,7 @@ def normalize(
 
 
 def checked(features: ArrayLike) -> Array:
-    """Returns the features; raises unless they are floating point with three axes or more.
-
-    Args:
-      features: The caller's argument.
-    """
+    """Returns the features; raises unless they are floating point with three axes or more."""
     features = jnp.asarray(features)
     if features.ndim < 3 or not jnp.issubdtype(features.dtype, jnp.floating):
         raise ValueError(

@@ -59,10 +59,7 @@ def evaluate_clients(
 ) -> dict[str, dict[str, float]]:
     """The distribution of a metric over clients, with equal weight for each client.
 
-    Args:
-      metric: ``metric(params, example) -> number``.
-      params: Parameters of the model.
-      clients: As for `scores`.
+    The arguments are as in `scores`.
 
     Returns:
       ``{"private": {...}}`` with the mean over clients, the minimum, the 10 %, 50 % and 90 %

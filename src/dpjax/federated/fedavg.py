@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpjax import ledger, trees
+from dpjax import checks, ledger, trees
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
@@ -139,19 +139,8 @@ def fedsgd(
     """Federated SGD with differential privacy for clients: an update is one gradient.
 
     Each drawn client returns the gradient of the mean loss of all its examples. With one example
-    per client this is `dpjax.dpsgd`.
-
-    Args:
-      loss: ``loss(params, example) -> scalar`` for one example.
-      server_optimizer: Any Optax optimizer, which has the learning rate.
-      mechanism: As for `fedavg`; its rule clips the gradient of a client's mean loss.
-      clients: As for `fedavg`.
-      weights: How much each client counts; by default all count equally.
-      microbatch_size: How many clients are differentiated simultaneously. Speed only.
-      budget: A `dpjax.ledger.Budget` that no round may pass.
-
-    Returns:
-      An `Algorithm` for `dpjax.fit`.
+    per client this is `dpjax.dpsgd`. The arguments are as in `fedavg`: the server's optimizer
+    has the learning rate, and the mechanism's rule clips the gradient of a client's mean loss.
 
     Privacy:
       As for `fedavg`.
@@ -208,13 +197,7 @@ def recipe_of(
 ) -> Recipe:
     """One round as a private step, on `Row`s that stand for clients.
 
-    Args:
-      local: What each client does.
-      server: The server's optimizer.
-      mechanism: Its unit is a client.
-      clients: All clients.
-      scale: The number of clients / the public sum of all shares.
-      microbatch_size: How many clients train simultaneously.
+    ``scale`` is the number of clients over the public sum of all shares.
     """
     return Recipe(
         loss=client_loss(local),
@@ -246,12 +229,11 @@ def _scaled(
 
 
 def _check_kinds(clients: Clients, **optimizers: Any) -> None:
-    if not isinstance(clients, Clients):
-        raise TypeError(
-            f"federated: clients is a {type(clients).__name__}; expected federated.Clients, which "
-            "knows the owner of each example. Write federated.Clients.of(...) around a list of the "
-            "clients' arrays, or federated.Clients.split(data, owners=..., clients=...)."
-        )
+    hint = (
+        "It knows the owner of each example: write federated.Clients.of(...) around a list of the "
+        "clients' arrays, or federated.Clients.split(data, owners=..., clients=...)."
+    )
+    checks.instance("federated", "clients", clients, Clients, hint)
     for name, given in optimizers.items():
         if not (hasattr(given, "init") and hasattr(given, "update")):
             raise TypeError(
@@ -262,8 +244,9 @@ def _check_kinds(clients: Clients, **optimizers: Any) -> None:
 
 
 def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:
-    given = [x for x in (epochs, steps) if x is not None]
-    if len(given) != 1 or not all(map(_whole, (*given, batch_size))):
+    given = [batch_size, *(x for x in (epochs, steps) if x is not None)]
+    whole = [isinstance(x, int | np.integer) and not isinstance(x, bool) for x in given]
+    if len(given) != 2 or not all(whole) or min(given) < 1:
         raise ValueError(
             f"fedavg(local_batch_size={batch_size}, local_epochs={epochs}, local_steps={steps}): "
             "expected whole numbers of at least 1: the batch size, and either epochs or steps. "
@@ -271,19 +254,12 @@ def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:
         )
 
 
-def _whole(number: Any) -> bool:
-    """Whether it is a whole number of at least 1."""
-    whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-    return whole and bool(number >= 1)
-
-
 def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
-    if not isinstance(weights, Weights):
-        raise TypeError(
-            f"federated: weights is a {type(weights).__name__}; expected federated.Weights(values="
-            "one per client, largest=a public largest weight), because the noise is scaled to the "
-            "largest weight."
-        )
+    hint = (
+        "Write federated.Weights(values=one per client, largest=a public largest weight): the "
+        "noise is scaled to the largest weight."
+    )
+    checks.instance("federated", "weights", weights, Weights, hint)
     if mechanism.unit != "client":
         raise ValueError(
             f"federated: the mechanism protects one {mechanism.unit}, and a round draws and clips "

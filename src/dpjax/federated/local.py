@@ -51,14 +51,7 @@ def ball(rule: Clipping) -> Clipping:
 def trained(
     local: Local, params: PyTree, clients: Clients, index: Int[Array, ""], key: Key
 ) -> tuple[Float[Array, ""], PyTree]:
-    """Trains one client.
-
-    Args:
-      local: What it does.
-      params: The server's parameters.
-      clients: All clients.
-      index: The client.
-      key: For the order of its examples; consumed.
+    """Trains the client at ``index`` from the server's parameters; the key orders its examples.
 
     Returns:
       Its mean loss during training, and its update: last minus first parameters. The update of a

@@ -72,7 +72,7 @@ def by_size(sampler: Sampler, clients: Clients) -> Sampler:
 
 
 class Info(NamedTuple):
-    """What a round saw, **before** any noise.
+    """Measurements of a round, **before** any noise.
 
     Privacy: computed from private data without noise. Look at it, do not publish it.
     """

@@ -60,9 +60,6 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
     Args:
       gamma: 0 gives the cross-entropy; the larger gamma, the less an easy example weighs.
 
-    Returns:
-      A loss of one example.
-
     Example:
       >>> round(float(focal(gamma=2.0)(jnp.zeros(2), jnp.array(0))), 4)
       0.1733
@@ -101,9 +98,6 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
 
     Args:
       error: ``error(prediction, target)``.
-
-    Returns:
-      A loss of logits and a label.
 
     Example:
       >>> from dpjax.losses import squared_error

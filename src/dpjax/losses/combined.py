@@ -79,7 +79,15 @@ def composite(
       Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
       Learning", 2022, equations 5 to 8, tables 6 and 7.
     """
-    weight = _weight(beta, coefficient)
+    if not beta > 0 or (coefficient == "beta" and math.isinf(beta)):
+        raise ValueError(
+            f"losses.composite(beta={beta}, coefficient={coefficient!r}): beta must be positive; "
+            "it is the strength of the penalty, or one over it. For no penalty, give "
+            "beta=math.inf and leave the coefficient at '1/beta', which is then 0."
+        )
+    hint = "It says how beta enters as the penalty's coefficient."
+    checks.one_of("losses.composite", "coefficient", coefficient, ("1/beta", "beta"), hint)
+    weight = 1 / beta if coefficient == "1/beta" else beta
     hard, easy = focal(gamma), one_hot(error)
 
     def loss(
@@ -107,15 +115,3 @@ def _mean_squares(hidden: Sequence[ArrayLike]) -> Array:
     # In float32 or wider: the square of a bfloat16 pre-activation has two digits.
     wide = [h.astype(trees.wide(h.dtype)) for h in map(jnp.asarray, hidden)]
     return sum((jnp.mean(h * h) for h in wide), jnp.zeros((), jnp.float32))
-
-
-def _weight(beta: float, coefficient: str) -> float:
-    if not beta > 0 or (coefficient == "beta" and math.isinf(beta)):
-        raise ValueError(
-            f"losses.composite(beta={beta}, coefficient={coefficient!r}): beta must be positive; "
-            "it is the strength of the penalty, or one over it. For no penalty, give "
-            "beta=math.inf and leave the coefficient at '1/beta', which is then 0."
-        )
-    hint = "It says how beta enters as the penalty's coefficient."
-    checks.one_of("losses.composite", "coefficient", coefficient, ("1/beta", "beta"), hint)
-    return 1 / beta if coefficient == "1/beta" else beta

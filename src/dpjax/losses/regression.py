@@ -40,12 +40,7 @@ def absolute(
 ) -> Float[Array, ""]:
     r"""The absolute error, $\sum_j |h_j - y_j|$; its gradient is a sign, 0 at 0.
 
-    Args:
-      prediction: h.
-      target: y, of the same shape; a prediction ``(1,)`` may meet a target ``()``.
-
-    Returns:
-      The loss, summed over components.
+    The arguments are as in `squared_error`.
 
     Example:
       >>> float(absolute(jnp.array([3.0, 1.0]), jnp.array([1.0, 2.0])))
@@ -67,9 +62,6 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
 
     Args:
       delta: The largest residual that is still squared; positive.
-
-    Returns:
-      A loss of one example.
 
     Example:
       >>> float(huber(delta=1.0)(jnp.array(3.0), jnp.array(0.0)))

@@ -60,14 +60,8 @@ def symmetric(limit: float) -> Initializer:
 def layer(style: Styled, fan_in: int) -> dict[str, Any]:
     r"""The initialisers of a dense or convolutional layer, as arguments for Flax.
 
-    PyTorch's are uniform in $\pm 1/\sqrt{\text{fan-in}}$, for the kernel and the bias.
-
-    Args:
-      style: The model.
-      fan_in: How many inputs each output sums over.
-
-    Returns:
-      ``kernel_init`` and ``bias_init``.
+    PyTorch's are uniform in $\pm 1/\sqrt{\text{fan-in}}$, for the kernel and the bias; the fan-in
+    is the number of inputs that each output sums over.
 
     References:
       He, Zhang, Ren and Sun, "Delving Deep into Rectifiers", 2015, section 2.2, with the
@@ -86,13 +80,6 @@ def attention(style: Styled, width: int) -> dict[str, Any]:
 
     In PyTorch, query, key and value are one matrix of ``width`` by ``3 width``, uniform in
     $\pm\sqrt{6 / (4\,\text{width})}$; the output layer is as in `layer`, without the bias.
-
-    Args:
-      style: The model.
-      width: Length of every token's vector.
-
-    Returns:
-      The initialisers of kernels and biases, by Flax's names.
     """
     if not style.torch_init:
         return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}

@@ -89,15 +89,11 @@ class TemperedCNN(nn.Module):
     Conv 16, 8x8, stride 2 - max-pool 2x2, stride 1 - Conv 32, 4x4, stride 2, no padding -
     max-pool 2x2, stride 1 - dense 32 - dense ``classes``, each hidden layer activated.
     Two paddings of the first layer are in use, with the same parameters: "SAME" (sides
-    28, 14, 13, 5, 4) and 2 (sides 28, 13, 12, 5, 4).
+    28, 14, 13, 5, 4) and 2 (sides 28, 13, 12, 5, 4). The other fields are as in `MLP`.
 
     Attributes:
-      classes: Number of logits.
-      activation: Applied after every hidden layer.
       padding: Of the first convolution: "SAME", or pixels on each side.
       pooling: `flax.linen.max_pool`, or another of its form.
-      kernel_init: Draws the kernels; biases start at 0.
-      torch_init: Kernels and biases start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -139,14 +135,11 @@ class CIFARCNN(nn.Module):
 
     Three blocks of [conv, conv, average-pool 2x2] with 32, 64 and 128 channels, a
     convolution of 256, one of ``classes`` channels, and the mean over what is left of the
-    image. All convolutions are 3x3 and keep the size; all but the last are activated.
+    image. All convolutions are 3x3 and keep the size; all but the last are activated. The other
+    fields are as in `MLP`.
 
     Attributes:
-      classes: Number of logits.
-      activation: Applied after every convolution but the last.
       pooling: `flax.linen.avg_pool`, or another of its form.
-      kernel_init: Draws the kernels; biases start at 0.
-      torch_init: Kernels and biases start as in PyTorch instead.
 
     Example:
       >>> import jax
@@ -220,16 +213,13 @@ def _trunk(model: CIFARCNN | CIFARDenseCNN, x: Images) -> Array:
 class ScatterCNN(nn.Module):
     """A network on ``(7, 7, 81)`` wavelet features of 28x28 images: 33,066 parameters.
 
-    Conv 16, 3x3, stride 2 - Conv 32, 3x3 - dense 32 - dense ``classes``.
+    Conv 16, 3x3, stride 2 - Conv 32, 3x3 - dense 32 - dense ``classes``. The other fields are
+    as in `MLP`.
 
     Attributes:
-      classes: Number of logits.
-      activation: Applied after every hidden layer.
       as_printed: With the two 2x2 poolings of stride 1 that the table of losing_less_2022
         prints and the published code does not have: 20,778 parameters.
       pooling: Used if ``as_printed``.
-      kernel_init: Draws the kernels; biases start at 0.
-      torch_init: Kernels and biases start as in PyTorch instead.
 
     Example:
       >>> import jax

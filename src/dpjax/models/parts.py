@@ -62,16 +62,11 @@ def flat(x: Float[Array, "*batch height width channels"]) -> Float[Array, "*batc
 
 
 def group_norm(
-    x: Float[Array, "*batch height width channels"], groups: int, name: str | None = None
+    x: Float[Array, "*batch height width channels"], groups: int
 ) -> Float[Array, "*batch height width channels"]:
     r"""Normalises each example alone, channels in groups, with a learnt scale and bias.
 
     $$ \hat x = (x - \mu_g) / \sqrt{\sigma_g^2 + 10^{-5}} $$
-
-    Args:
-      x: One image, or a batch.
-      groups: How many groups; must divide the channels.
-      name: Of the layer.
 
     References:
       Wu and He, "Group Normalization", 2018, section 3.
@@ -84,8 +79,7 @@ def group_norm(
             "always normalised to 0. Use fewer groups."
         )
     # Flax takes the first axis of an unbatched image for a batch and would normalise each row.
-    norm = nn.GroupNorm(groups, epsilon=1e-5, reduction_axes=(-3, -2, -1), name=name)
-    return norm(x)
+    return nn.GroupNorm(groups, epsilon=1e-5, reduction_axes=(-3, -2, -1))(x)
 
 
 def standardized(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Array:

@@ -89,8 +89,10 @@ def load_vit(path: str | Path, params: PyTree) -> PyTree:
       ...     load_vit(f"{folder}/w.npz", params)["head"]["bias"]
       Array([1., 1.], dtype=float32)
     """
-    stored = _without_prefix(_read_npz(path))
-    leaves = _flat(params)
+    stored, leaves = _read_npz(path), _flat(params)
+    for prefix in ("params/", "opt/target/"):
+        inside = {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
+        stored = inside or stored
     extra = {n for n in stored if n not in leaves and not n.startswith(("pre_logits/", "head/"))}
     _expect_nothing(path, "has weights that the model lacks", extra)
     if _POSITIONS in leaves and _POSITIONS in stored:
@@ -110,11 +112,8 @@ def load_bert(path: str | Path, params: PyTree) -> PyTree:
       path: The file; names may begin with ``bert.``, and norms may have gamma and beta.
       params: ``model.init(...)["params"]``.
 
-    Returns:
-      Parameters of the same structure.
-
     Privacy:
-      The weights count as public: nothing is spent on what they were trained on.
+      As for `load_vit`.
     """
     given, leaves = _bert_given(path), _flat(params)
     stored = {
@@ -135,14 +134,7 @@ def load_bert(path: str | Path, params: PyTree) -> PyTree:
 
 
 def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of a ``.safetensors`` file: a length, a JSON header, and raw numbers.
-
-    Args:
-      path: The file.
-
-    Returns:
-      Arrays by name; bfloat16 is the type of ``ml_dtypes``.
-    """
+    """The arrays of a ``.safetensors`` file, by name; bfloat16 is the type of ``ml_dtypes``."""
     data = memoryview(_existing(path).read_bytes())
     size = int.from_bytes(data[:8], "little")
     try:
@@ -196,14 +188,6 @@ def _read_npz(path: str | Path) -> dict[str, np.ndarray]:
             f"{path}: not a whole .npz file of plain arrays ({error}). Usually the download "
             "broke off, or the arrays were pickled, which is never read: it can run code."
         ) from error
-
-
-def _without_prefix(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    for prefix in ("params/", "opt/target/"):
-        inside = {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
-        if inside:
-            return inside
-    return stored
 
 
 def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

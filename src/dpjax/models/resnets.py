@@ -68,7 +68,13 @@ class WideResNet(nn.Module):
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
         expect_image("WideResNet", x, smallest=4)
-        blocks = _blocks(self.depth)
+        blocks, rest = divmod(self.depth - 4, 6)
+        if rest or blocks < 1:
+            raise ValueError(
+                f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4 with n at least 1: "
+                "two convolutions a block in three stages, and four other layers. Usual are 10, "
+                "16, 28 and 40."
+            )
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
@@ -96,14 +102,3 @@ class WideResNet(nn.Module):
             # Through Flax's own hook, so the parameters keep their published names.
             options["conv_general_dilated"] = _standardized
         return conv(self, x, channels, kernel, use_bias=False, **options)
-
-
-def _blocks(depth: int) -> int:
-    blocks, rest = divmod(depth - 4, 6)
-    if rest or blocks < 1:
-        raise ValueError(
-            f"models.WideResNet(depth={depth}): depth must be 6 n + 4 with n at least 1: two "
-            "convolutions a block in three stages, and four other layers. Usual are 10, 16, 28 "
-            "and 40."
-        )
-    return blocks

@@ -167,7 +167,7 @@ class TextTransformer(nn.Module):
         if segments is not None:
             # As in BERT: token, segment and position vectors add up.
             h = h + table(self.segments, name="segment")(segments)
-        # The mask has axes for heads and for queries: padding may ask and is never looked at.
+        # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
         return dense(self, self._summary(h, real), self.classes, name="head")
 
@@ -183,18 +183,11 @@ class ViT(nn.Module):
     """A Vision Transformer: patches of an image, one class token, logits.
 
     The defaults are ViT-Base with patches of 16, 86 million parameters. Smaller sides or
-    patches make small ones.
+    patches make small ones. The other fields are as in `TextTransformer`.
 
     Attributes:
-      classes: Number of logits.
       patch: Side of a patch in pixels; must divide the sides of the image.
-      width: Length of every patch's vector; a multiple of ``heads``.
-      depth: Number of blocks.
-      heads: Number of attention heads.
-      hidden: Width of the hidden layer of a block; 4 ``width`` by default.
       activation: Of the hidden layer; GELU by its tanh approximation.
-      kernel_init: Draws the kernels; biases start at 0.
-      torch_init: Layers start as in PyTorch instead.
 
     Example:
       >>> import jax

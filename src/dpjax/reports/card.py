@@ -39,12 +39,7 @@ def card(
 ) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
-    Args:
-      mechanism: The computation.
-      delta: The delta at which epsilon is stated; by default the one of ``mechanism.target``.
-      ledger: The steps that ran; by default all planned steps.
-      seed: The fixed seed of the run, if it had one instead of a secret key.
-      methods: The `dpjax.accounting` methods that state epsilon; by default all.
+    The arguments are as in `dpjax.statement`.
 
     Returns:
       An object for ``json.dumps``; an infinite number is the word ``"inf"``.

@@ -169,24 +169,18 @@ def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: 
 
 
 def _draw_bound(axes: Axes, run: Run) -> None:
-    """The adapted bounds from the log, or else the fixed bound, if one line can show it."""
+    """The adapted bounds from the log, or else one fixed bound of all groups and all steps."""
     dashed = {"linewidth": 1.2, "linestyle": "--", "label": "bound"}
     try:
         band(axes, _steps(run), run.series("bound"), "clay", **dashed)
     except Missing:
-        bound = _bound(run)
-        if not np.isfinite(bound):
+        bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
+        # A scheduled bound moves, and the log does not hold its values.
+        scheduled = (run.identity or {}).get("bound schedule") is not None
+        if scheduled or len(bounds) != 1 or not np.isfinite(bound := bounds.pop()):
             return
         axes.axhline(bound, color=PALETTE["clay"], **dashed)
     legend(axes)
-
-
-def _bound(run: Run) -> float:
-    """The bound, if all groups and all steps have the same one; otherwise infinity."""
-    bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
-    # A scheduled bound moves, and the log does not hold its values.
-    scheduled = (run.identity or {}).get("bound schedule") is not None
-    return bounds.pop() if len(bounds) == 1 and not scheduled else np.inf
 
 
 def _steps(run: Run) -> np.ndarray:

@@ -74,10 +74,6 @@ def _private(_: Run) -> str:
     return PRIVATE
 
 
-def _of_the_mechanism(_: Run) -> str:
-    return RELEASED
-
-
 def _of_activations(run: Run) -> str:
     # A diagnostics file that does not say whose activations it holds counts as training data.
     of = (run.diagnostics or {}).get("activations_of", "train")
@@ -115,7 +111,7 @@ PLOTS = (
         "The standard deviation of the noise on the sum, divided by the sensitivity of the sum. "
         "It follows from the mechanism alone and is accounted.",
         curves.noise,
-        _of_the_mechanism,
+        lambda _: RELEASED,  # a function of the mechanism alone
     ),
     Plot(
         "clipping",

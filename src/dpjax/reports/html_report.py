@@ -80,13 +80,14 @@ def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
 
 def _header(run: Run) -> Iterator[str]:
     last, config = run.rows[-1], run.config or {}
+    units = f"{run.mechanism.get('unit', 'example')}s"
     # The best proven bound is the claim; the small print lists the other methods.
     epsilon = min(run.epsilons.values())
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
-    accuracy = _percent(last.get("accuracy"))
+    right, rate = last.get("accuracy"), last.get(f"{units}_per_second")
+    accuracy = "" if right is None else f"{100 * right:.1f} %"
     yield f'<p class="verdict">{_verdict(run, epsilon, accuracy)}</p>'
-    units = f"{run.mechanism.get('unit', 'example')}s"
     if run.seed is not None:
         yield f'<p class="notice">{escape(seed_notice(run.seed))}</p>'
     if run.foreign:
@@ -95,12 +96,14 @@ def _header(run: Run) -> Iterator[str]:
             "This page leaves out the card and the files written with it. This run writes its own "
             "when it ends.</p>"
         )
+    (best, _), *others = run.epsilons.items()
+    bounds = [f"by {best}", *(f"{upwards(value, '.3g')} by {name}" for name, value in others)]
     numbers = [
-        ("epsilon", upwards(epsilon, ".3g"), _methods(run)),
+        ("epsilon", upwards(epsilon, ".3g"), "; ".join(bounds)),
         ("delta", power(run.delta), ""),
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
-        (f"{units} per second", _round(last.get(f"{units}_per_second")), ""),
+        (f"{units} per second", "" if rate is None else f"{float(f'{rate:.3g}'):,.0f}", ""),
         ("time", _seconds(config.get("seconds")), ""),
     ]
     yield '<dl class="numbers">'
@@ -183,21 +186,6 @@ def _name(run: Run) -> str:
     config = run.config or {}
     model, dataset = config.get("model"), config.get("dataset")
     return f"{model} on {dataset}" if model and dataset else run.path.resolve().name
-
-
-def _methods(run: Run) -> str:
-    (best, _), *others = run.epsilons.items()
-    return "; ".join(
-        [f"by {best}", *(f"{upwards(value, '.3g')} by {name}" for name, value in others)]
-    )
-
-
-def _percent(part: Any) -> str:
-    return "" if part is None else f"{100 * part:.1f} %"
-
-
-def _round(rate: Any) -> str:
-    return "" if rate is None else f"{float(f'{rate:.3g}'):,.0f}"
 
 
 def _seconds(time: Any) -> str:

@@ -37,10 +37,13 @@ def gradients(figure: Figure, run: Run) -> str:
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[shown:]:
         axes.set_axis_off()
+    names = run.mechanism.get("clipping", {}).get("groups", [])
     for group, axes in enumerate(grid[:shown]):
         _histogram(axes, norms[:, group], bounds[group])
         if shown > 1:
-            axes.set_title(_group(run, group), parse_math=False)
+            name = str(names[group]) if group < len(names) else f"group {group}"
+            # Cut to the width of the histogram; the end of a path names the layer.
+            axes.set_title(name if len(name) <= 26 else f"…{name[-25:]}", parse_math=False)
     figure.supxlabel("gradient norm of an example", fontsize=8.5, color=PALETTE["muted"])
     figure.supylabel("examples", fontsize=8.5, color=PALETTE["muted"])
     if shown == 1:
@@ -74,13 +77,6 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     axes.set_xscale("log")
     if low * _DECADES < bound < top / _DECADES:  # else it would squeeze the histogram
         axes.axvline(bound, color=PALETTE["clay"], linestyle="--", label=f"bound {bound:.3g}")
-
-
-def _group(run: Run, group: int) -> str:
-    """The name of a group, cut to the width of its histogram."""
-    names = run.mechanism.get("clipping", {}).get("groups", [])
-    name = str(names[group]) if group < len(names) else f"group {group}"
-    return name if len(name) <= 26 else f"…{name[-25:]}"
 
 
 def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int) -> str:

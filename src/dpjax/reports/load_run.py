@@ -22,8 +22,13 @@ import numpy as np
 from jaxtyping import Float
 
 from dpjax import accounting
-from dpjax.data.files import DAMAGED
+from dpjax.data.files import plain_arrays
 from dpjax.mechanism.card import check_format
+
+_INTERRUPTED = (
+    "Usually the run was interrupted while it wrote the file, or the disk was full. Run the same "
+    "command again, which writes it again, or remove the file to read the others."
+)
 
 
 class Missing(LookupError):
@@ -136,16 +141,12 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     # not stand on this run's page.
     if card is not None and (why := _foreign(path, card, identity or {}, int(rows[-1]["step"]))):
         return Run(path, rows, identity, None, None, None, None, None, why)
-    return Run(
-        path,
-        rows,
-        identity,
-        card,
-        _text(path / "statement.txt"),
-        _json(path / "config.json"),
-        _arrays(path / "evaluation.npz") if arrays else None,
-        _arrays(path / "diagnostics.npz") if arrays else None,
+    evaluation, diagnostics = (
+        plain_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
+        for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
+    statement, config = _text(path / "statement.txt"), _json(path / "config.json")
+    return Run(path, rows, identity, card, statement, config, evaluation, diagnostics)
 
 
 def _foreign(
@@ -202,19 +203,4 @@ def _json(path: pathlib.Path) -> dict[str, Any] | None:
         raise ValueError(
             f"{path}: expected a JSON object, got {text[:60]!r} ({error}). Usually the run was "
             "interrupted while it wrote the file. Remove the file to read the others."
-        ) from error
-
-
-def _arrays(path: pathlib.Path) -> Mapping[str, np.ndarray] | None:
-    if not path.is_file():
-        return None
-    try:
-        # Pickles can run code, and a report may read a folder from elsewhere.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except (*DAMAGED, AttributeError) as error:  # np.load returns a lone array without `files`
-        raise ValueError(
-            f"{path}: expected arrays as np.savez writes them ({error}). Usually the run was "
-            "interrupted while it wrote the file, or the disk was full. Run the same command "
-            "again, which writes it again, or remove the file to read the others."
         ) from error

@@ -56,7 +56,10 @@ def confusion(figure: Figure, run: Run) -> str:
     axes = panel(figure, "predicted class", "right class")
     look = {"facecolor": PALETTE["blue"], "linewidth": 0}
     cells = [
-        Rectangle((column - 0.5, row - 0.5), 1, 1, alpha=_shade(part[row, column]), **look)
+        # An opacity at which even a small fraction stays visible.
+        Rectangle(
+            (column - 0.5, row - 0.5), 1, 1, alpha=0.1 + 0.9 * float(part[row, column]), **look
+        )
         for row, column in np.argwhere(counts)
     ]
     axes.add_collection(PatchCollection(cells, match_original=True))
@@ -69,7 +72,12 @@ def confusion(figure: Figure, run: Run) -> str:
             ink = "paper" if part[row, column] > 0.5 else "ink"
             words = {"ha": "center", "va": "center", "color": PALETTE[ink], "fontsize": 7.5}
             axes.text(column, row, str(counts[row, column]), **words)
-    return _worst_mistake(counts)
+    wrong = counts * (1 - np.eye(size, dtype=int))
+    if not wrong.any():
+        return "There are no mistakes."
+    row, column = np.unravel_index(wrong.argmax(), wrong.shape)
+    words = f"Most often class {row} was taken for class {column}"
+    return f"{words}: {wrong[row, column]} of {counts[row].sum():,} examples."
 
 
 def calibration(figure: Figure, run: Run) -> str:
@@ -105,17 +113,3 @@ def _predictions(run: Run) -> tuple[Array, Array]:
         raise Missing("evaluation.npz holds probabilities that are not finite")
     logits = np.log(np.maximum(p, np.finfo(np.float32).tiny))
     return jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
-
-
-def _shade(part: float) -> float:
-    """An opacity at which even a small fraction stays visible."""
-    return 0.1 + 0.9 * float(part)
-
-
-def _worst_mistake(counts: np.ndarray) -> str:
-    wrong = counts * (1 - np.eye(len(counts), dtype=int))
-    if not wrong.any():
-        return "There are no mistakes."
-    row, column = np.unravel_index(wrong.argmax(), wrong.shape)
-    words = f"Most often class {row} was taken for class {column}"
-    return f"{words}: {wrong[row, column]} of {counts[row].sum():,} examples."

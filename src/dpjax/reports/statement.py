@@ -8,6 +8,7 @@ the ledger, except delta.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 
@@ -154,10 +155,6 @@ def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
 
     With None, an infinite or missing epsilon means that nothing is proved, not that the
     computation is not private.
-
-    Args:
-      mechanism: The computation.
-      ran: The multipliers of the steps that ran.
     """
     # The first reason that holds is named: a reader can act on one sentence.
     if math.isinf(mechanism.clipping.sensitivity) and len(ran):
@@ -289,10 +286,7 @@ def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
 
 
 def _figures(
-    mechanism: Mechanism,
-    ran: np.ndarray,
-    found: dict[str, float],
-    delta: float,
+    mechanism: Mechanism, ran: np.ndarray, found: dict[str, float], delta: float
 ) -> Iterator[str]:
     for method, value in found.items():
         yield f"  epsilon       {upwards(value):>8}   {method}: {accounting.METHODS[method].words}"
@@ -301,21 +295,14 @@ def _figures(
     # The papers print the Poisson figure for shuffled batches. It stands beside the proved one,
     # labelled, so that a reader can compare with print.
     if mechanism.sampling.name in ("shuffled", "curriculum"):
-        yield from _as_if_poisson(mechanism, ran, delta)
-
-
-def _as_if_poisson(mechanism: Mechanism, ran: np.ndarray, delta: float) -> Iterator[str]:
-    """The epsilon that papers print for shuffled batches; nothing if it has no value."""
-    steps = accounting.scheduled_gaussian(ran, mechanism.sampling.sampling_rate)
-    event = accounting.compose(mechanism.prepared, steps)
-    try:
-        value = accounting.epsilon(event, delta, "rdp-classic")
-    except ValueError:  # for example because of earlier runs; it is a comparison only
-        return
-    yield (
-        f"  as if Poisson {upwards(value):>8}   rdp-classic: the papers' figure for such "
-        "batches. It does not hold for them: nothing proves amplification here."
-    )
+        steps = accounting.scheduled_gaussian(ran, mechanism.sampling.sampling_rate)
+        event = accounting.compose(mechanism.prepared, steps)
+        with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with
+            value = accounting.epsilon(event, delta, "rdp-classic")
+            yield (
+                f"  as if Poisson {upwards(value):>8}   rdp-classic: the papers' figure for such "
+                "batches. It does not hold for them: nothing proves amplification here."
+            )
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -31,10 +31,6 @@ class Bank(NamedTuple):
 def padded_size(size: int, J: int) -> int:
     """The length of a padded side: a multiple of ``2**J``, with a margin.
 
-    Args:
-      size: The side of the image.
-      J: The number of scales.
-
     Example:
       >>> padded_size(28, J=2), padded_size(32, J=2)
       (36, 40)
@@ -163,9 +159,6 @@ def mirrored(size: int) -> np.ndarray:
 
     Sines and cosines of opposite indices are equal up to a sign, so in this order a transform
     uses half a matrix twice.
-
-    Args:
-      size: Length of the axis.
 
     Example:
       >>> mirrored(6)

@@ -31,12 +31,7 @@ class Path(NamedTuple):
 
 
 def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
-    """The channels of `scatter` for one input channel, in their order.
-
-    Args:
-      J: The number of scales.
-      L: The number of angles.
-      order: The largest number of wavelets in a path.
+    """The channels of `scatter`, with its arguments, for one input channel, in their order.
 
     Returns:
       ``1 + J L + L**2 J (J - 1) / 2`` paths for order 2.

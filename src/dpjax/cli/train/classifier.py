@@ -24,17 +24,14 @@ from absl import app
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, reports, training
 
+_SAMPLE = 128  # training examples whose gradients are measured
+
 
 class Evaluation:
     """Measures a classifier during and after a run.
 
-    Args:
-      model: A Linen module.
-      loss: ``loss(params, (x, y)) -> scalar``, for per-example gradients; None to skip them,
-        for a loss that takes more than that.
-      mechanism: The mechanism of the run.
-      dataset: Its training and test examples.
-      sample: Number of training examples for gradients.
+    Without ``loss(params, (x, y))`` gradients are not measured, as for a loss that takes further
+    arguments.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class Evaluation:
         loss: Callable[..., Any] | None,
         mechanism: dpjax.Mechanism,
         dataset: data.Dataset,
-        sample: int = 128,
     ) -> None:
         self.model, self.mechanism = model, mechanism
         self.loss: Any = loss
@@ -52,7 +48,7 @@ class Evaluation:
         size = dataset.examples
         # A fixed sample, spread over the data: curves of norms compare the same examples over time.
         # They are private and badged so.
-        some = np.linspace(0, size - 1, min(sample, size)).astype(int)
+        some = np.linspace(0, size - 1, min(_SAMPLE, size)).astype(int)
         self.sample = jax.tree.map(jnp.asarray, dataset.rows(some))
         self.logits = jax.jit(
             lambda params, x: jax.lax.map(
@@ -76,13 +72,10 @@ class Evaluation:
         }
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
-            row["private"] = self._gradients(state.params)
+            bias = self.bias(state.params, self.sample)
+            counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
+            row["private"] = {"cosine": bias.cosine, "norm_histogram": counts}
         return row
-
-    def _gradients(self, params: Any) -> dict[str, Any]:
-        bias = self.bias(params, self.sample)
-        counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
-        return {"cosine": bias.cosine, "norm_histogram": counts}
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
@@ -130,23 +123,12 @@ def train(
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Trains a model; returns averaged parameters, the last state and the log.
 
-    Args:
-      dataset: Training and test examples.
-      model: A Linen module.
-      loss: The loss of one example.
-      mechanism: The private computation.
-      optimizer: It takes the noisy mean gradient.
-      key: The secret key of the noise and the sampling.
-      params: Parameters of an earlier run, as Flax serialises them.
-      per_step: An argument of `dpjax.dpsgd`.
-      bound_schedule: An argument of `dpjax.dpsgd`.
-      weights: An argument of `dpjax.dpsgd`.
-      budget: An argument of `dpjax.dpsgd`.
-      evaluations: Number of evaluations during the run.
-      initial: The public seed of the first parameters.
-      gradients: Whether gradients of some training examples are evaluated.
-      look: Further numbers for the log, from the state.
-      **options: Arguments of `dpjax.fit`; a ``directory`` receives the files of a report.
+    ``params`` are parameters of an earlier run, as Flax serialises them; otherwise the parameters
+    start from the public seed ``initial``. The model is evaluated ``evaluations`` times, with
+    ``gradients`` also on gradients of some training examples; ``look`` takes the state and returns
+    further numbers for the log. ``per_step``, ``bound_schedule``, ``weights`` and ``budget`` are
+    arguments of `dpjax.dpsgd`, and ``options`` of `dpjax.fit`; a ``directory`` receives the files
+    of a report.
     """
     of_example = losses.of(model, loss)
     algorithm = dpjax.dpsgd(
@@ -197,13 +179,8 @@ def rehearse(
 ) -> None:
     """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
 
-    Args:
-      shape: Computes the shape and dtype of one example's input.
-      model: A Linen module.
-      loss: The loss of one example.
-      mechanism: The private computation.
-      params: Parameters of an earlier run, as Flax serialises them.
-      epochs: Whether the loss takes the epoch.
+    ``shape`` computes the shape of one example's input; ``params`` are as in `train`, and with
+    ``epochs`` the loss takes the epoch.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from dpjax import data, models, schedules
-from dpjax.cli.flag_checks import in_range, whole_and_positive
+from dpjax.cli.flag_checks import in_range
 from dpjax.cli.train.build import LOSSES, OPTIMIZERS
 
 # Flags of its own, not absl's global ones: tests and other programs parse them several times in one
@@ -48,7 +48,12 @@ _number("search_multiplier", 20.0, "Noise of the two queries that find clipping 
 
 _choice("model", "mlp", models.NAMES, "Network.")
 _list("hidden", ["128"], "Widths of the hidden layers of an mlp.")
-whole_and_positive(FLAGS, "hidden")
+flags.register_validator(
+    "hidden",
+    lambda words: all(word.isdecimal() and int(word) > 0 for word in words),
+    "Expected whole numbers above 0, separated by commas.",
+    flag_values=FLAGS,
+)
 _list("model_options", [], "Further fields of the model: depth=10,width=1.")
 _text("activation", None, "Activation of hidden layers; by default the model's (CNN, mlp: tanh).")
 _yes_no("torch_init", False, "Use PyTorch's initial weights, as many published runs did.")
