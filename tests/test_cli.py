@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command: its overview, its version, its subcommands and what it refuses."""
 
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_flags_of_a_subcommand_are_its_own():
     """No other program finds the flags of `dpjax train` among its own, whatever it imports."""
     known = python("-c", "import dpjax.cli.train; from absl import flags; print([*flags.FLAGS])")
     assert "target_epsilon" not in known
-    assert isinstance(cli.train.FLAGS, flags.FlagValues)
+    assert isinstance(importlib.import_module("dpjax.cli.train").FLAGS, flags.FlagValues)
 
 
 def test_the_console_script_and_the_module_are_the_command():
