@@ -127,7 +127,7 @@ BAD = {
 }
 
 
-@kills("auditing.py", "0 <= correct <= guesses <= canaries:", "0 <= correct:")
+@kills("auditing/canaries.py", "0 <= correct <= guesses <= canaries:", "0 <= correct:")
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     call, teaches = BAD[name]
@@ -135,7 +135,7 @@ def test_errors_teach(name):
         call()
 
 
-@kills("auditing.py", "int(guesses) // 2, truths == 1", "int(guesses) // 2, truths")
+@kills("auditing/canaries.py", "int(guesses) // 2, truths == 1", "int(guesses) // 2, truths")
 @pytest.mark.parametrize("kind", [bool, int, float, list, jnp.asarray])
 def test_members_are_members_however_they_are_written(kind):
     members = np.array([1, 0, 1, 0])
@@ -150,7 +150,7 @@ def test_nothing_right_of_nothing_refutes_nothing():
 
 
 @pytest.mark.sample(1)
-@kills("auditing.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
+@kills("auditing/single_step.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
 @pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
 def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     """The noise of a bias of one number is measured too, over many draws."""

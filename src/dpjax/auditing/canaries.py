@@ -1,107 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits: measured lower bounds on what an attacker can learn.
+"""Canaries: a lower bound on epsilon from a single run.
 
-An accountant proves an upper bound on epsilon from the description of a mechanism; an audit
-measures a lower bound on the running program. A lower bound above the claim means that the
-program is not the mechanism that was accounted. `audit_step` measures one step;
-`epsilon_lower_bound` turns guesses about canaries after a whole run into a bound.
-
-An audit without a finding proves nothing.
+Each canary takes part by a fair coin. After the run an attacker scores the canaries and guesses
+which of them took part. A private run limits how many guesses can be right, so right guesses refute
+small epsilons. Any score is valid; a better one gives a larger bound.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+import optax
+from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
-from dpjax import clipping, trees
-from dpjax.mechanism import Mechanism
-from dpjax.types import Key, PyTree
-
-__all__ = ["audit_step", "epsilon_lower_bound", "guess_members"]
-
-_ENOUGH = 4096  # the standard deviation of this many numbers is known to about one per cent
+from dpjax import trees
+from dpjax.gradients.clipped_grad import clipped_grad
+from dpjax.training.recipe import Recipe, with_entry
+from dpjax.types import Algorithm, Clipping, LossFn, PyTree, State
 
 
-def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key) -> float:
-    r"""White-box audit of one private step: the separation of two neighbouring batches.
+class Recorded(NamedTuple):
+    """The state of `recording`: the last private mean, and the state of the optimizer."""
 
-    $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
+    mean: PyTree
+    inner: Any
 
-    The standard deviation of the noise is measured, for each leaf separately. A step with
-    multiplier $m$ and a canary that reaches the rule's bounds has $\mu = 1 / m$. A larger value
-    means that the guarantee is broken, a smaller one that noise is wasted.
+
+def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with a state that keeps the private mean that it received last.
+
+    It moves parameters as ``optimizer`` does. `score_canaries` reads the means, which every step
+    releases.
+    """
+    takes_more = optax.with_extra_args_support(optimizer)
+
+    def init(params: PyTree) -> Recorded:
+        return Recorded(jax.tree.map(jnp.zeros_like, params), optimizer.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        moves, inner = takes_more.update(updates, state.inner, params, **extra)
+        return moves, Recorded(updates, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def score_canaries(
+    algorithm: Algorithm,
+    state: State,
+    steps: int,
+    loss: LossFn,
+    canaries: PyTree,
+    *,
+    per_step: Callable[[Any], PyTree] | None = None,
+) -> tuple[Float[np.ndarray, " canaries"], State]:
+    r"""Runs an algorithm and scores each canary by what every step releases.
+
+    $$ s_i = \sum_t \langle \bar g_i(w_t),\ \tilde g_t \rangle $$
+
+    with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$, and
+    $\tilde g_t$ the private mean of the step. A canary that takes part adds its own clipped
+    gradient to the mean, so its score is higher.
 
     Args:
-      mechanism: Its first step is audited, without sampling.
-      gradients: Per-example gradients of the batch ``(batch, ...)``. The noise of a leaf of fewer
-        than 4,096 numbers is measured over several first steps with other keys.
-      canary: One example's gradient, without batch axis.
-      key: Root key of the audited steps.
+      algorithm: `dpjax.dpsgd` with an optimizer from `recording`.
+      state: Its state before the first of these steps.
+      steps: The number of steps.
+      loss: ``loss(params, example)``, that of the algorithm.
+      canaries: The examples of all canaries, with a leading axis, whether they took part or not.
+      per_step: That of the algorithm.
 
     Returns:
-      The separation, to one or two per cent; infinite if a leaf that the canary moves has no noise.
+      The scores, for `guess_members`; and the state after the steps.
+
+    Privacy:
+      Scores read the canaries and what is released. The attacker knows both.
+
+    References:
+      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
+      algorithm 1 and section 6.
     """
-    _check_canary(gradients, canary)
-    both = jax.tree.map(
-        lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
-    )
-    # A sum over no examples: the step then releases noise alone.
-    like = jax.tree.map(lambda g: jnp.zeros(g.shape[1:], trees.wide(g.dtype)), gradients)
-
-    def privatized(summed: PyTree, key: Key) -> list[Array]:
-        # The pure function, and not the link: an audit gives one noise to two sums on purpose.
-        return jax.tree.leaves(mechanism.private_mean(summed, key, jnp.int32(0))[0])
-
-    with_canary = privatized(clipping.clip(mechanism.clipping, both)[0], key)
-    without = privatized(clipping.clip(mechanism.clipping, gradients)[0], key)
-    # With one key the noise of both batches is equal and cancels in their difference, so only
-    # its standard deviation has to be measured.
-    noise = _measured(lambda key: privatized(like, key), key)
-    moved = [
-        np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-        for a, b in zip(with_canary, without, strict=True)
-    ]
-    with np.errstate(divide="ignore"):  # without noise: infinity, where anything moved at all
-        shift = [m / deviation for m, deviation in zip(moved, noise, strict=True) if m != 0]
-    # Leaf by leaf, because groups have noise of their own scale; independent Gaussians separate by
-    # the root of the sum of squares.
-    return float(np.linalg.norm(shift))
-
-
-def _check_canary(gradients: PyTree, canary: PyTree) -> None:
-    trees.leading_size(gradients, name="auditing.audit_step(gradients)")
-    wanted, given = map(jax.tree.structure, (gradients, canary))
-    if wanted != given:
-        raise ValueError(
-            f"auditing.audit_step: the canary is {given!s:.200}, the gradients {wanted!s:.200}; "
-            "expected the same tree, because the canary is one more example's gradient."
+    if not isinstance(state.optimizer, Recorded):
+        raise TypeError(
+            f"auditing.score_canaries: the optimizer's state is a {type(state.optimizer).__name__};"
+            " expected the means that auditing.recording keeps. Build the algorithm with "
+            "recording(optimizer), which trains alike."
         )
-    both = map(jax.tree.leaves, (gradients, canary))
-    for name, rows, leaf in zip(trees.leaf_names(canary), *both, strict=True):
-        if np.shape(leaf) != np.shape(rows)[1:]:
-            raise ValueError(
-                f"auditing.audit_step: the canary's {name or 'array'} has shape {np.shape(leaf)}; "
-                f"expected {np.shape(rows)[1:]}, one row of the gradients' {np.shape(rows)}. "
-                "Usually its batch axis was left on: use jax.tree.map(lambda g: g[0], canary)."
-            )
+    mechanism: Any = algorithm.mechanism
+    # Exact norms: the attacker need not estimate what it can compute.
+    rule: Clipping = dataclasses.replace(mechanism.clipping, projections=None)
+    # The entry of a step is a part of every example, as in the step itself.
+    entry = None if per_step is None else (lambda key, step: per_step(step))
+    recipe = Recipe(loss, optax.identity(), mechanism, entry=entry)
+    add = jax.jit(partial(_added, recipe, rule))
+    scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
+    for _ in range(steps):
+        before = state._replace(ledger=None)
+        state, _ = algorithm.step(state)
+        scores = add(scores, before, state.optimizer.mean, canaries)
+    return np.asarray(scores), state
 
 
-def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating]:
-    """The standard deviation of each leaf of pure noise; small leaves are drawn many times."""
-    leaves = noise(key)
-    small = [i for i, leaf in enumerate(leaves) if 0 < leaf.size < _ENOUGH]
-    if small:
-        times = -(-_ENOUGH // min(leaves[i].size for i in small))
-        again = jax.jit(lambda keys: jax.lax.map(lambda k: [noise(k)[i] for i in small], keys))
-        for i, drawn in zip(small, again(jax.random.split(key, times)), strict=True):
-            leaves[i] = drawn
-    return [np.std(np.asarray(leaf, np.float64)) if leaf.size else np.float64(0) for leaf in leaves]
+def _added(
+    recipe: Recipe, rule: Clipping, scores: Array, state: State, mean: PyTree, canaries: PyTree
+) -> Float[Array, " canaries"]:
+    """Scores after one more step, from the state before it and the mean that it released."""
+    loss, params = recipe.loss, state.params
+    examples = with_entry(recipe, state.key, state.step, canaries, scores.shape)
+
+    def losses(params: PyTree) -> Float[Array, " canaries"]:
+        return jax.vmap(loss, (None, 0))(params, examples)
+
+    mean = jax.tree.map(lambda m, p: m.astype(p.dtype), mean, params)
+    # One forward-mode pass is the dot product of every canary's gradient with the mean.
+    along = jax.jvp(losses, (params,), (mean,))[1]
+    factors = clipped_grad(loss, rule)(params, examples).factors
+    return scores + along * jnp.mean(factors, axis=1)
 
 
 def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
