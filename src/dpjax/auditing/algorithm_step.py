@@ -153,12 +153,12 @@ def audit_algorithm(
     checks.whole("audit_algorithm", "pairs", pairs, "Each pair is two steps that draw no row.")
     base = sampling if instead is None else without(sampling, [instead])
     other = without(base, [canary]) if instead is None else _renamed(base, canary, instead)
-    silent = without(sampling, np.arange(sampling.examples))
-    whole, lacking, noisy = (_FirstStep(build(each), params) for each in (base, other, silent))
+    # Compilation takes longest, so the program without the canary measures the noise as well.
+    whole, lacking = (_FirstStep(build(each), params) for each in (base, _silent_beyond(other)))
     mechanism: Any = whole.mechanism
     estimated = mechanism.clipping.projections
     risk = 1 - confidence if estimated is None else (1 - confidence) / 2
-    deviations, limits = _deviations(noisy, pairs, risk)
+    deviations, limits = _deviations(lambda n: lacking(_SEEDS + n), pairs, risk)
     moved = []
     for seed in _seeds_that_draw(base, canary, keys):
         each = zip(whole(seed), lacking(seed), strict=True)
@@ -221,6 +221,16 @@ def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
     return dataclasses.replace(sampling, draw=draw)
 
 
+def _silent_beyond(sampling: Sampler) -> Sampler:
+    """The sampler, but keys of seeds that are not searched draw no row: such a step is noise."""
+
+    def draw(key: Key, step: Any) -> Draw:
+        indices, size = sampling.draw(key, step)
+        return Draw(indices, jnp.where(jax.random.key_data(key)[-1] < _SEEDS, size, 0))
+
+    return dataclasses.replace(sampling, draw=draw)
+
+
 class _FirstStep:
     """The first step of an algorithm under the key of any seed: what it releases, leaf by leaf."""
 
@@ -242,14 +252,14 @@ class _FirstStep:
 
 
 def _deviations(
-    noisy: Callable[[int], list[np.ndarray]], pairs: int, risk: float
+    noise_of: Callable[[int], list[np.ndarray]], pairs: int, risk: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """The standard deviation of each leaf's noise, and limits that all hold but for the risk."""
     from scipy.stats import chi2
 
     squares, sizes = np.zeros(1), np.zeros(1)
     for pair in range(pairs):
-        both = zip(noisy(2 * pair), noisy(2 * pair + 1), strict=True)
+        both = zip(noise_of(2 * pair), noise_of(2 * pair + 1), strict=True)
         # The difference of two keys has no mean, whatever decays the parameters.
         differences = [(a - b) / math.sqrt(2) for a, b in both]
         squares = squares + np.array([np.sum(d**2) for d in differences])

@@ -59,16 +59,20 @@ def score_canaries(
     steps: int,
     loss: LossFn,
     canaries: PyTree,
+    rest: PyTree,
     *,
     per_step: Callable[[Any], PyTree] | None = None,
 ) -> tuple[Float[np.ndarray, " canaries"], State]:
     r"""Runs an algorithm and scores each canary by what every step releases.
 
-    $$ s_i = \sum_t \langle \bar g_i(w_t),\ \tilde g_t \rangle $$
+    $$ s_i = \sum_t \Bigl\langle \bar g_i(w_t),\ \tilde g_t - \frac1n \Bigl(
+       \sum_{j \in \mathrm{rest}} \bar g_j(w_t) + \frac12 \sum_k \bar g_k(w_t) \Bigr)
+       \Bigr\rangle $$
 
     with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$, and
-    $\tilde g_t$ the private mean of the step. A canary that takes part adds its own clipped
-    gradient to the mean, so its score is higher.
+    $\tilde g_t$ the private mean of the step, less what is expected of all $n$ rows: the attacker
+    knows the rest of the data and that canaries $k$ joined by fair coins. A canary that takes part
+    adds its own clipped gradient to the mean, so its score is higher.
 
     Args:
       algorithm: `dpjax.dpsgd` with an optimizer from `recording`.
@@ -76,6 +80,7 @@ def score_canaries(
       steps: The number of steps.
       loss: ``loss(params, example)``, that of the algorithm.
       canaries: The examples of all canaries, with a leading axis, whether they took part or not.
+      rest: Rows of the data that are no canaries: all of them, or a sample that stands for all.
       per_step: That of the algorithm.
 
     Returns:
@@ -105,25 +110,34 @@ def score_canaries(
     for _ in range(steps):
         before = state._replace(ledger=None)
         state, _ = algorithm.step(state)
-        scores = add(scores, before, state.optimizer.mean, canaries)
+        scores = add(scores, before, state.optimizer.mean, canaries, rest)
     return np.asarray(scores), state
 
 
 def _added(
-    recipe: Recipe, rule: Clipping, scores: Array, state: State, mean: PyTree, canaries: PyTree
+    recipe: Recipe, rule: Clipping, scores: Array, state: State, mean: PyTree, *parts: PyTree
 ) -> Float[Array, " canaries"]:
     """Scores after one more step, from the state before it and the mean that it released."""
-    loss, params = recipe.loss, state.params
-    examples = with_entry(recipe, state.key, state.step, canaries, scores.shape)
+    loss, params, examples = recipe.loss, state.params, recipe.mechanism.sampling.examples
+    sizes = [jax.tree.leaves(part)[0].shape[0] for part in parts]
+    canaries, rest = (
+        with_entry(recipe, state.key, state.step, part, (size,))
+        for part, size in zip(parts, sizes, strict=True)
+    )
+    clipped = clipped_grad(loss, rule)
+    own, others = clipped(params, canaries), clipped(params, rest)
+    share = (examples - sizes[0]) / sizes[1]
+    surplus = jax.tree.map(
+        lambda m, o, c, p: (m - (share * o + c / 2) / examples).astype(p.dtype),
+        *(mean, others.value, own.value, params),
+    )
 
     def losses(params: PyTree) -> Float[Array, " canaries"]:
-        return jax.vmap(loss, (None, 0))(params, examples)
+        return jax.vmap(loss, (None, 0))(params, canaries)
 
-    mean = jax.tree.map(lambda m, p: m.astype(p.dtype), mean, params)
-    # One forward-mode pass is the dot product of every canary's gradient with the mean.
-    along = jax.jvp(losses, (params,), (mean,))[1]
-    factors = clipped_grad(loss, rule)(params, examples).factors
-    return scores + along * jnp.mean(factors, axis=1)
+    # One forward-mode pass is the dot product of every canary's gradient with the surplus.
+    along = jax.jvp(losses, (params,), (surplus,))[1]
+    return scores + along * jnp.mean(own.factors, axis=1)
 
 
 def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
