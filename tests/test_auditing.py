@@ -230,7 +230,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @kills("auditing/algorithm_step.py", "twice = 2.0 if", "twice = 1.0 if", case="replaced")
 @kills(
     "auditing/algorithm_step.py", "            return leaves\n", "            leaves\n", slow=True
@@ -285,10 +285,10 @@ def few_projections(monkeypatch):
 JL = (descent(clipping.jl(1.0, PROJECTIONS)), {"keys": 200})
 BROKEN = {
     "less noise": (quiet_noise, descent(), {}),
-    "less noise, langevin": (quiet_noise, langevin, {}),
     "long gradients": (long_gradients, descent(), {}),
-    "long updates of clients": (long_gradients, clients, {}),
     "a count without noise": (silent_count, descent(adaptive=ADAPTED), {}),
+    "less noise, langevin": (quiet_noise, langevin, {}),
+    "long updates of clients": (long_gradients, clients, {}),
     "few projections": (few_projections, *JL),
 }
 

@@ -3,7 +3,7 @@
 
 Flags, data, model, loss, mechanism and optimizer are built again from the folder, as `dpjax train`
 builds them. A run whose mechanism then differs from the one in `run.json` is refused, so what is
-audited is what ran. Keys are those of seeds, because nothing is released here.
+audited is what ran. Keys come from public seeds, because nothing is released here.
 """
 
 from __future__ import annotations

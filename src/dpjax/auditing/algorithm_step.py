@@ -117,7 +117,7 @@ def audit_algorithm(
       confidence: The confidence of the result.
 
     Returns:
-      The separation. Keys are those of the seeds 0, 1, ... under which the canary is drawn.
+      The separation, under the keys of the first seeds 0, 1, ... that draw the canary.
 
     Privacy:
       The result is computed from private data and must not be published.
@@ -175,8 +175,8 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """The sampler of a data set that lacks these rows: they are taken out of every draw.
 
     It draws all other rows as ``sampling`` does with the same key, and its public facts, such as
-    the number of examples and the batch size, are those of ``sampling``. So it is the neighbouring
-    data set of every guarantee that compares a row with an empty one.
+    the number of examples and the batch size, do not change. So it stands for the neighbouring data
+    set of every guarantee that compares a row with an empty one.
 
     Args:
       sampling: Any sampler.
@@ -236,8 +236,8 @@ class _FirstStep:
 
     def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
         self.step, self.mechanism = algorithm.step, algorithm.mechanism
-        # The keys that are audited are those of small seeds, which the state says nothing of:
-        # nothing is released here.
+        # A secret key here, so that `init` does not warn of the small seeds below: nothing is
+        # released.
         self.state: State = algorithm.init(noise.secret_key(), params)
 
     def __call__(self, seed: int) -> list[np.ndarray]:

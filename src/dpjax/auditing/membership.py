@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 
 class Membership(NamedTuple):
-    """What a threshold on scores tells of who was a member.
+    """What a threshold on scores says about membership.
 
     Privacy: computed from private data without noise. Do not publish it.
     """
