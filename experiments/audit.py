@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits a run: lower bounds on what an attacker can tell, beside the epsilon that it claims.
 
-  result    RESULT
-  time      TIME
+  result    the demo claims epsilon 3 and shows 0.87 to canaries, 0 to losses, and 0.667 of 0.671 in
+            one step; a step of 25 algorithms shows 97 % of its claim (adapted 92 %, jl 80 %)
+  time      47 s for the demo, 698 s for all algorithms, on two CPU cores shared with other work
   command   python experiments/audit.py RUN [--out FOLDER]
             python experiments/audit.py --algorithms=all --out experiments/results
 
@@ -62,12 +63,12 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.audit:<30}{downwards(self.bound):>9}{upwards(self.claimed, '.3f'):>9}"
+            f"{self.audit:<40}{downwards(self.bound):>9}{upwards(self.claimed, '.3f'):>9}"
             f"{self.confidence:>8.1%}  {self.measured}"
         )
 
 
-HEAD = f"{'audit':<30}{'epsilon >':>9}{'claimed':>9}{'':>8}  measured"
+HEAD = f"{'audit':<40}{'epsilon >':>9}{'claimed':>9}{'':>8}  measured"
 
 
 def downwards(value: float) -> str:

@@ -790,6 +790,7 @@ def test_a_row_of_a_paper_goes_on_where_it_was_killed(tmp_path):
     assert gone_on == whole, "to the last digit, and no time, which none of both knows"
 
 
+@pytest.mark.slow
 def test_a_run_is_audited_beside_its_claims(demo, tmp_path):
     few = ["--steps=3", "--pairs=20", "--canaries=60", "--out", tmp_path]
     outcome = run("audit.py", demo[0], *few)

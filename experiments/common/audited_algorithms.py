@@ -190,16 +190,15 @@ def audit(audited: Audited) -> Found:
     members = np.random.default_rng(0).random(ROWS) < 0.5
     sampler = auditing.without(audited.sampling, np.flatnonzero(~members))
     algorithm = audited.build(sampler, x)
-    state, _ = dpjax.fit(algorithm, algorithm.init(jax.random.key(0), params), progress=False)
+    mechanism: Any = algorithm.mechanism
+    method = "pld"
+    if mechanism.clipping.projections is None:
+        method = accounting.tightest(mechanism.event, mechanism.relation)
+    state = algorithm.init(jax.random.key(0), params)
+    state, _ = dpjax.fit(algorithm, state, progress=False, delta=DELTA, method=method)
     scores = sum(x[name] @ np.asarray(state.params[name]) for name in x)
     right, guesses = auditing.guess_members(scores, members, GUESSES)
     run = auditing.epsilon_lower_bound(right, guesses, canaries=ROWS, delta=DELTA)
-    mechanism: Any = algorithm.mechanism
-    method = (
-        "pld"
-        if mechanism.clipping.projections
-        else accounting.tightest(mechanism.event, mechanism.relation)
-    )
     return Found(step, right, guesses, run, mechanism.epsilon(DELTA, method))
 
 

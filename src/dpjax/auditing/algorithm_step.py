@@ -39,7 +39,7 @@ class Separation(NamedTuple):
     claimed: float
     r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that for replace-one."""
     projections: int | None
-    """The number of random projections, where norms are estimated and $\\mu$ differs by key."""
+    r"""The number of random projections, where norms are estimated and $\mu$ differs by key."""
     confidence: float
     """The confidence of `lower`, `refutes` and `epsilon`, for noise that is Gaussian."""
 

@@ -91,7 +91,7 @@ def score_canaries(
 
     References:
       Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
-      algorithm 1 and section 6.
+      for its white-box audits.
     """
     if not isinstance(state.optimizer, Recorded):
         raise TypeError(
