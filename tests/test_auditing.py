@@ -474,25 +474,24 @@ def normal(mean, size=2000, seed=0):
     return np.random.default_rng(seed).normal(mean, 1, size)
 
 
-@kills("auditing/membership.py", "(1 - confidence) / 4", "(1 - confidence) * 4")
+@kills("auditing/membership.py", "(1 - confidence) / 4", "(1 - confidence) / 1")
 @kills(
     "auditing/membership.py",
     "limits, (true, false) = _limits(second",
     "limits, (true, false) = _limits(first",
 )
 def test_losses_that_tell_nothing_refute_little():
-    """Scores of one distribution, 60 times: a bound above 0 is as rare as its confidence says."""
+    """Scores of one distribution, 60 times: bounds above 0 are rarer than the confidence says."""
     found = [
         auditing.audit_membership(
-            normal(0, 60, 2 * seed), normal(0, 60, 2 * seed + 1), delta=0, confidence=0.8
+            normal(0, 200, 2 * seed), normal(0, 200, 2 * seed + 1), delta=0, confidence=0.6
         ).epsilon
         for seed in range(60)
     ]
-    assert np.mean(np.array(found) > 0) < 0.2
+    assert np.mean(np.array(found) > 0) < 0.15
 
 
 @kills("auditing/membership.py", "(1 - false[1], 1 - true[0])", "(1 - false[0], 1 - true[1])")
-@kills("auditing/membership.py", "right, count - right + 1", "right + 1, count - right")
 def test_losses_of_randomized_response_refute_less_than_its_epsilon():
     """Members score 1 with three quarters, others with one: epsilon is ln 3."""
     draw = np.random.default_rng(1)
@@ -513,6 +512,7 @@ def test_delta_is_taken_off_the_true_positives():
     assert found[1].epsilon < found[0].epsilon
 
 
+@kills("auditing/membership.py", "right, count - right + 1", "right + 1, count - right")
 def test_no_error_at_all_is_bounded_by_the_number_of_rows():
     found = auditing.audit_membership(np.ones(200), np.zeros(200), delta=0.0, confidence=0.95)
     none = 1 - (0.05 / 4) ** (1 / 100)  # Clopper and Pearson, for none of 100
