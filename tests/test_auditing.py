@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits measure the stated separation and find broken mechanisms."""
 
+import dataclasses
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import auditing, clipping, sampling
+from dpjax import auditing, clipping, federated, sampling, training
 
 
 def test_the_audit_sees_a_step_that_is_not_as_stated():
@@ -127,7 +129,7 @@ BAD = {
 }
 
 
-@kills("auditing.py", "0 <= correct <= guesses <= canaries:", "0 <= correct:")
+@kills("auditing/canaries.py", "0 <= correct <= guesses <= canaries:", "0 <= correct:")
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     call, teaches = BAD[name]
@@ -135,7 +137,7 @@ def test_errors_teach(name):
         call()
 
 
-@kills("auditing.py", "int(guesses) // 2, truths == 1", "int(guesses) // 2, truths")
+@kills("auditing/canaries.py", "int(guesses) // 2, truths == 1", "int(guesses) // 2, truths")
 @pytest.mark.parametrize("kind", [bool, int, float, list, jnp.asarray])
 def test_members_are_members_however_they_are_written(kind):
     members = np.array([1, 0, 1, 0])
@@ -150,7 +152,7 @@ def test_nothing_right_of_nothing_refutes_nothing():
 
 
 @pytest.mark.sample(1)
-@kills("auditing.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
+@kills("auditing/single_step.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
 @pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
 def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     """The noise of a bias of one number is measured too, over many draws."""
@@ -173,3 +175,372 @@ def test_without_noise_the_separation_is_infinite():
     nothing = {"v": jnp.zeros(2)}
     apart = auditing.audit_step(mechanism, like, {**canary, **nothing}, jax.random.key(0))
     assert apart == np.inf
+
+
+# Audits of algorithms as they run ---------------------------------------------------------
+
+DATA = {name: np.eye(8, 1000, dtype=np.float32) * 9 for name in "ab"}
+DATA = {name: np.where(np.arange(8)[:, None] == 7, -x[:1], x) for name, x in DATA.items()}
+WIDE = {name: jnp.zeros(1000) for name in DATA}
+ADAPTED = clipping.Quantile(count_multiplier=1.5)
+PROJECTIONS = 30
+
+
+def linear(w, x):
+    return -sum((jnp.vdot(w[name], x[name]) for name in w), jnp.float32(0))
+
+
+def described(sampler, rule=None, **more):
+    rule = clipping.flat(1.0) if rule is None else rule
+    options = {"noise_multiplier": 1.0, "steps": 3, **more}
+    return dpjax.Mechanism(sampling=sampler, clipping=rule, **options)
+
+
+def descent(rule=None, **more):
+    return lambda sampler: dpjax.dpsgd(
+        linear, optax.sgd(1.0), described(sampler, rule, **more), DATA
+    )
+
+
+def langevin(sampler):
+    options = {"prior_deviation": 3.0, "samples": 1}
+    return training.dp_sgld(linear, 4.0, sampler, clipping.flat(1.0), 3, DATA, **options)
+
+
+def clients(sampler):
+    each = federated.Clients.split(DATA, np.arange(8), 8)
+    return federated.fedsgd(linear, optax.sgd(1.0), described(sampler, unit="client"), each)
+
+
+def separation(build, sampler=None, **options):
+    options = {"canary": 0, "pairs": 150, **options}
+    return auditing.audit_algorithm(build, sampler or sampling.full(8), WIDE, **options)
+
+
+STEPS = {
+    "flat": (descent(), {}),
+    "two groups": (descent(clipping.per_group([3.0, 4.0], 2), noise_multiplier=(2.0, 1.5)), {}),
+    "poisson": (descent(), {"sampler": sampling.poisson(8, 2)}),
+    "shuffled": (descent(), {"sampler": sampling.shuffled(8, 2)}),
+    "replaced": (descent(), {"sampler": sampling.fixed(8, 2), "instead": 7}),
+    "adapted": (descent(adaptive=ADAPTED), {"pairs": 300}),
+    "linear": (descent(adaptive=dataclasses.replace(ADAPTED, geometric=False)), {"pairs": 300}),
+    "langevin": (langevin, {}),
+    "clients": (clients, {}),
+}
+
+
+@pytest.mark.sample(3)
+@kills("auditing/algorithm_step.py", "twice = 2.0 if", "twice = 1.0 if", case="replaced")
+@kills(
+    "auditing/algorithm_step.py", "            return leaves\n", "            leaves\n", slow=True
+)
+@kills(
+    "auditing/algorithm_step.py",
+    "return [*leaves, np.log(bound) if adaptive.geometric else bound]",
+    "return leaves",
+    case="adapted",
+)
+@kills("auditing/algorithm_step.py", "(a - b) / math.sqrt(2)", "a - b", case="replaced")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_separates_as_its_mechanism_allows(name):
+    build, options = STEPS[name]
+    found = separation(build, **options)
+    allowed = {"replaced": 2.0, "two groups": 1 / 1.2}.get(name, 1.0)
+    assert found.claimed == pytest.approx(allowed)
+    assert found.measured[0] == pytest.approx(allowed, rel=0.03)
+    assert 0.9 * allowed < found.lower[0] < found.measured[0]
+    assert not found.refutes
+    assert 0 < found.epsilon(1e-5) < found.claimed_epsilon(1e-5)
+
+
+def quiet_noise(monkeypatch):
+    add = dpjax.mechanism.description.add_noise
+
+    def less(total, partition, deviations, *more):
+        return add(total, partition, [0.9 * each for each in deviations], *more)
+
+    monkeypatch.setattr("dpjax.mechanism.description.add_noise", less)
+
+
+def long_gradients(monkeypatch):
+    held = dpjax.types._Held.__call__
+    monkeypatch.setattr("dpjax.types._Held.__call__", lambda self, norms: 2 * held(self, norms))
+
+
+def silent_count(monkeypatch):
+    zero = types.SimpleNamespace(standard_normal=lambda key, shape: jnp.zeros(shape))
+    monkeypatch.setattr("dpjax.mechanism.adaptive.noise", zero)
+
+
+def few_projections(monkeypatch):
+    estimated = dpjax.gradients._estimated_norms.jl.estimated_norms
+
+    def fewer(loss, projections, *more):
+        return estimated(loss, projections // 10, *more)
+
+    monkeypatch.setattr("dpjax.gradients._estimated_norms.jl.estimated_norms", fewer)
+
+
+JL = (descent(clipping.jl(1.0, PROJECTIONS)), {"keys": 200})
+BROKEN = {
+    "less noise": (quiet_noise, descent(), {}),
+    "long gradients": (long_gradients, descent(), {}),
+    "a count without noise": (silent_count, descent(adaptive=ADAPTED), {}),
+    "less noise, langevin": (quiet_noise, langevin, {}),
+    "long updates of clients": (long_gradients, clients, {}),
+    "few projections": (few_projections, *JL),
+}
+
+
+@pytest.mark.sample(3)
+@kills("auditing/algorithm_step.py", "shares > allowed", "shares > allowed + 1", slow=True)
+@kills("auditing/algorithm_step.py", "max(self.lower) > self", "max(self.lower) < self", slow=True)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_step_is_found(name, monkeypatch):
+    breaks, build, options = BROKEN[name]
+    breaks(monkeypatch)
+    found = separation(build, **options)
+    assert found.refutes
+    if found.projections is None:
+        assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
+
+
+def test_estimated_norms_separate_as_their_accountant_allows():
+    """Under one key by more than the bound, and over keys not too often."""
+    build, options = JL
+    found = separation(build, **options)
+    assert np.max(found.measured) > 1.1
+    assert np.median(found.measured) == pytest.approx(1.0, abs=0.05)
+    assert not found.refutes
+
+
+@pytest.mark.slow  # a loss distribution over random scales takes seconds
+def test_few_projections_cost_more_than_is_claimed():
+    draw, keys = np.random.default_rng(0), 400
+    sound, broken = (
+        auditing.Separation(x, x, 1.0, PROJECTIONS, 0.95)
+        for x in (np.sqrt(r / draw.chisquare(r, keys)) for r in (PROJECTIONS, 3))
+    )
+    assert 3.5 < sound.epsilon(1e-5) < sound.claimed_epsilon(1e-5) < broken.epsilon(1e-5)
+
+
+@kills("auditing/algorithm_step.py", "np.arange(keys) / keys - slack", "np.arange(keys) / keys")
+@kills("auditing/algorithm_step.py", "self.projections * scales**2", "self.projections * scales")
+def test_chance_alone_refutes_no_estimated_norms():
+    """Separations drawn from the law that is accounted; and from that of fewer projections."""
+    draw = np.random.default_rng(0)
+
+    def refuted(projections, runs=200, keys=50):
+        drawn = np.sqrt(projections / draw.chisquare(projections, (runs, keys)))
+        each = [auditing.Separation(x, x, 1.0, PROJECTIONS, 0.9) for x in drawn]
+        return np.mean([found.refutes for found in each])
+
+    assert refuted(PROJECTIONS) <= 0.1
+    assert refuted(10) > 0.5
+    assert auditing.Separation(np.ones(3), np.ones(3), 1.0, 30, 0.9).epsilon(0.9) == 0.0
+
+
+@kills("auditing/algorithm_step.py", "delta / p)", "delta)")
+def test_a_share_of_keys_bounds_epsilon_by_its_share():
+    """A Gaussian that only this share of the projections lets through has delta / share."""
+    keys = 500
+    found = auditing.Separation(np.ones(keys), np.ones(keys), 1.0, 30, 0.95)
+    share = 1 - np.sqrt(np.log(2 / 0.05) / (2 * keys))
+    by = dpjax.accounting.epsilon(dpjax.accounting.gaussian(1.0), 1e-5 / share, "gdp")
+    assert found.epsilon(1e-5) == pytest.approx(by)
+
+
+@kills("auditing/algorithm_step.py", "ppf(risk / len(some))", "ppf(risk)", slow=True)
+@kills("auditing/algorithm_step.py", "np.sqrt(squares / quantiles)", "np.sqrt(squares / some)")
+def test_the_limit_of_the_noise_holds_as_often_as_stated():
+    from dpjax.auditing.algorithm_step import _deviations
+
+    draw = np.random.default_rng(0)
+
+    def noise_of(seed):
+        return [draw.normal(5, 1, 3), draw.normal(0, 2, (2, 2))]
+
+    all_hold = [np.all(_deviations(noise_of, 4, 0.1)[1] >= [1, 2]) for _ in range(1000)]
+    assert 0.88 < np.mean(all_hold) < 0.94
+
+
+def test_a_step_without_noise_separates_infinitely():
+    found = separation(descent(noise_multiplier=0.0), pairs=1)
+    assert found.measured[0] == found.claimed == math.inf
+    assert found.epsilon(1e-5) == found.claimed_epsilon(1e-5) == math.inf
+    assert not found.refutes
+    unmoved = separation(descent(clipping.flat(0.0)), pairs=1)
+    assert unmoved.measured[0] == unmoved.epsilon(1e-5) == 0.0
+
+
+SAMPLERS = {
+    "full": sampling.full(12),
+    "poisson": sampling.poisson(12, 6),
+    "fixed": sampling.fixed(12, 5),
+    "shuffled": sampling.shuffled(12, 5),
+    "scored": sampling.scored(np.arange(12) % 2, [[0.5, 0.9]], steps_per_row=1, batch_size=8),
+}
+
+
+@kills(
+    "auditing/algorithm_step.py",
+    "indices.shape[0]) < size) & ~gone",
+    "indices.shape[0]) < size) | ~gone",
+)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_without_some_rows_all_others_are_drawn(name):
+    lacking = auditing.without(SAMPLERS[name], [0, 5])
+    for step in range(3):
+        (drawn, size), (left, fewer) = (
+            sampler.draw(jax.random.key(1), step) for sampler in (SAMPLERS[name], lacking)
+        )
+        assert left.shape == drawn.shape
+        assert left[:fewer].tolist() == [i for i in drawn[:size].tolist() if i not in (0, 5)]
+    assert lacking.batch_size == SAMPLERS[name].batch_size
+
+
+WRONG = {
+    "canary": ({"canary": 8}, "from 0 to 7"),
+    "a canary below 0": ({"canary": -1}, "from 0 to 7"),
+    "instead": ({"instead": 9}, "from 0 to 7"),
+    "itself": ({"instead": 0}, "expected two rows"),
+    "pairs": ({"pairs": 0}, "at least 1"),
+    "never drawn": ({"sampler": auditing.without(sampling.poisson(8, 2), [0])}, "of 0 of the"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_step_that_cannot_be_audited_is_refused(name):
+    options, teaches = WRONG[name]
+    with pytest.raises(ValueError, match=teaches):
+        separation(descent(), **{"pairs": 1, **options})
+
+
+# Canaries in a run ------------------------------------------------------------------------
+
+
+def with_canaries(multiplier, *, per_step=None, canaries=300):
+    """One run with one-hot canaries and a rest that moves all parameters alike."""
+    members = np.random.default_rng(0).random(canaries) < 0.5
+    ones = np.concatenate([np.eye(canaries), np.full((100, canaries), 0.3)]).astype(np.float32)
+    mechanism = dpjax.Mechanism(
+        sampling=auditing.without(
+            sampling.poisson(len(ones), len(ones) / 2), np.flatnonzero(~members)
+        ),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=multiplier,
+        steps=10,
+    )
+
+    def loss(w, x):
+        return -jnp.vdot(w, x[0])
+
+    optimizer = auditing.recording(optax.adam(0.1))
+    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, (ones,), per_step=per_step)
+    state = algorithm.init(jax.random.key(0), jnp.zeros(canaries))
+    parts = (ones[:canaries],), (ones[canaries:],)
+    scores, state = auditing.score_canaries(
+        algorithm, state, mechanism.steps, loss, *parts, per_step=per_step
+    )
+    assert int(state.step) == mechanism.steps
+    right, made = auditing.guess_members(scores, members, guesses=100)
+    found = auditing.epsilon_lower_bound(right, made, canaries=canaries, delta=1e-5)
+    return found, mechanism.epsilon(1e-5), scores
+
+
+@pytest.mark.sample(1)
+@kills("auditing/canaries.py", "(m - (share * o", "(m + (share * o", slow=True)
+@pytest.mark.parametrize("per_step", [lambda step: step, None], ids=["step", "none"])
+def test_every_release_scores_the_canaries(per_step):
+    found, claimed, scores = with_canaries(2.0, per_step=per_step)
+    assert 0.5 < found <= claimed
+    # Less what is expected of all rows, so that scores of members and others differ in sign.
+    assert abs(np.mean(scores)) < 0.3 * np.std(scores)
+
+
+def test_a_second_run_with_little_noise_refutes_the_claim():
+    stated = dpjax.accounting.subsampled_gaussian(3.0, 0.5, 10)
+    assert with_canaries(0.1)[0] > dpjax.accounting.epsilon(stated, 1e-5, "pld")
+
+
+def test_an_optimizer_that_records_trains_alike():
+    params = []
+    for optimizer in (optax.adam(0.1), auditing.recording(optax.adam(0.1))):
+        algorithm = dpjax.dpsgd(linear, optimizer, described(sampling.full(8)), DATA)
+        state = algorithm.init(jax.random.key(0), WIDE)
+        params.append(dpjax.fit(algorithm, state, progress=False)[0].params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, *params))
+    plain = descent()(sampling.full(8))
+    state = plain.init(jax.random.key(0), WIDE)
+    with pytest.raises(TypeError, match="recording"):
+        auditing.score_canaries(plain, state, 1, linear, DATA, DATA)
+
+
+# Membership inference ---------------------------------------------------------------------
+
+
+def normal(mean, size=2000, seed=0):
+    return np.random.default_rng(seed).normal(mean, 1, size)
+
+
+@kills("auditing/membership.py", "(1 - confidence) / 4", "(1 - confidence) / 1")
+@kills(
+    "auditing/membership.py",
+    "limits, (true, false) = _limits(second",
+    "limits, (true, false) = _limits(first",
+)
+def test_losses_that_tell_nothing_refute_little():
+    """Scores of one distribution, 60 times: bounds above 0 are rarer than the confidence says."""
+    found = [
+        auditing.audit_membership(
+            normal(0, 200, 2 * seed), normal(0, 200, 2 * seed + 1), delta=0, confidence=0.6
+        ).epsilon
+        for seed in range(60)
+    ]
+    assert np.mean(np.array(found) > 0) < 0.15
+
+
+@kills("auditing/membership.py", "(1 - false[1], 1 - true[0])", "(1 - false[0], 1 - true[1])")
+def test_losses_of_randomized_response_refute_less_than_its_epsilon():
+    """Members score 1 with three quarters, others with one: epsilon is ln 3."""
+    draw = np.random.default_rng(1)
+    scores = draw.random(4000) < 0.75, draw.random(4000) < 0.25
+    found = auditing.audit_membership(*scores, delta=0.0)
+    assert 0.9 < found.epsilon < math.log(3)
+    assert found.threshold == 1.0
+    assert found.advantage == pytest.approx(0.5, abs=0.05)
+    assert found.auc == pytest.approx(0.75, abs=0.02)
+    for rate, (low, high) in zip((0.75, 0.25), found.limits, strict=True):
+        assert low < rate < high < low + 0.06
+    assert auditing.audit_membership(*scores, delta=0.9).epsilon == 0.0
+
+
+@kills("auditing/membership.py", "(more - delta) / less", "more / less")
+def test_delta_is_taken_off_the_true_positives():
+    found = [auditing.audit_membership(normal(4), normal(0), delta=d) for d in (0.0, 0.05)]
+    assert found[1].epsilon < found[0].epsilon
+
+
+@kills("auditing/membership.py", "right, count - right + 1", "right + 1, count - right")
+def test_no_error_at_all_is_bounded_by_the_number_of_rows():
+    found = auditing.audit_membership(np.ones(200), np.zeros(200), delta=0.0, confidence=0.95)
+    none = 1 - (0.05 / 4) ** (1 / 100)  # Clopper and Pearson, for none of 100
+    assert np.ravel(found.limits) == pytest.approx([1 - none, 1.0, 0.0, none])
+    assert found.epsilon == pytest.approx(math.log((1 - none) / none))
+
+
+@pytest.mark.parametrize(
+    ("given", "teaches"),
+    [
+        ({"members": [1.0, 2.0, 3.0]}, "at least four"),
+        ({"others": [1.0, 2.0, 3.0, math.nan]}, "others.*no NaN"),
+        ({"members": np.ones((4, 2))}, "averaged"),
+        ({"delta": 1.0}, "delta from 0 to 1"),
+        ({"confidence": 95}, "such as 0.95"),
+    ],
+)
+def test_scores_that_are_none_are_refused(given, teaches):
+    whole = {"members": np.ones(9), "others": np.zeros(9), "delta": 1e-5, **given}
+    with pytest.raises(ValueError, match=teaches):
+        auditing.audit_membership(whole.pop("members"), whole.pop("others"), **whole)

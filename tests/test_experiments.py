@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from absl.app import UsageError
 from absl.flags import FLAGS
 from mutation import kills
 from run_binary import EXPERIMENTS, Outcome, run
@@ -317,7 +318,7 @@ BINARIES = [
     str(path.relative_to(EXPERIMENTS))
     for path in sorted(EXPERIMENTS.rglob("*.py"))
     if path.stem == "train" or "app.run(main)" in path.read_text()
-    if path.stem not in ("compare", "sweep", "verify")
+    if path.stem not in ("audit", "compare", "sweep", "verify")
 ]
 
 
@@ -787,3 +788,89 @@ def test_a_row_of_a_paper_goes_on_where_it_was_killed(tmp_path):
     )
     assert whole.pop("seconds") > 0
     assert gone_on == whole, "to the last digit, and no time, which none of both knows"
+
+
+@pytest.mark.slow
+def test_a_run_is_audited_beside_its_claims(demo, tmp_path):
+    few = ["--steps=3", "--pairs=20", "--canaries=60", "--out", tmp_path]
+    outcome = run("audit.py", demo[0], *few)
+    facts = json.loads((tmp_path / "audit.json").read_text())
+    step, canaries, losses = facts["audits"]
+    assert 0.5 < step["bound"] < step["claimed"] < 0.7
+    assert canaries["bound"] <= canaries["claimed"] < losses["claimed"] <= 3.0
+    assert losses["bound"] <= 3.0
+    assert "do not publish" in facts["publish"]
+    assert "do not publish" in outcome.stdout
+    assert "No lower bound exceeds its claim" in outcome.stdout
+    for name in ("audit.json", "audit.png"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0, "private numbers"
+
+
+def without_parameters(folder):
+    (folder / "params.msgpack").unlink()
+
+
+def of_other_parameters(folder):
+    with (folder / "params.msgpack").open("ab") as file:
+        file.write(b" ")
+
+
+def unfinished(folder):
+    (folder / "config.json").unlink()
+
+
+def federated(folder):
+    for name in ("run.json", "privacy.json"):
+        facts = json.loads((folder / name).read_text())
+        facts["mechanism"]["unit"] = "client"
+        (folder / name).write_text(json.dumps(facts))
+
+
+def of_other_flags(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["flags"]["bound"] = 0.25
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (of_other_flags, "another mechanism than its run.json: clipping differ"),
+        (shutil.rmtree, "there is no such folder"),
+        (without_parameters, "has no params.msgpack"),
+        (of_other_parameters, "its params.msgpack is not of the run in run.json"),
+        (unfinished, "has no privacy.json and config.json of one run"),
+        (federated, "holds a federated run"),
+    ],
+)
+def test_a_folder_that_cannot_be_audited_is_refused(spoil, words, demo, tmp_path):
+    shutil.copytree(demo[0], tmp_path / "run")
+    spoil(tmp_path / "run")
+    outcome = run("audit.py", tmp_path / "run", status=1)
+    assert words in (outcome.stdout + outcome.stderr).replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_an_algorithm_is_audited_by_its_name(tmp_path):
+    outcome = run("audit.py", "--algorithms=normalized", "--out", tmp_path)
+    (row,) = json.loads((tmp_path / "audits.json").read_text())["rows"].values()
+    assert 1.9 < row["step"]["bound"] < row["step"]["claimed"] < 2.0
+    assert 0.5 < row["run"]["bound"] < row["run"]["claimed"]
+    assert "may be published" in outcome.stdout
+
+
+def test_a_bound_above_its_claim_ends_with_status_1(imported, monkeypatch):
+    audit = imported("audit")
+    far = np.array([0.6])
+    step = dpjax.auditing.Separation(far, far, 0.5, None, 0.999)
+    found = audit.audited_algorithms.Found(step, 10, 10, 1.0, 2.0)
+    monkeypatch.setattr(audit.audited_algorithms, "audits", lambda names: [("quiet", found)])
+    FLAGS(["audit.py", "--algorithms=all"])
+    with pytest.raises(SystemExit, match=r"EXCEEDS ITS CLAIM: quiet: step$"):
+        audit.main(["audit.py"])
+    with pytest.raises(UsageError, match="expected one run"):
+        audit.main(["audit.py", "runs/demo"])
+    monkeypatch.setattr(audit.audited_algorithms, "audits", lambda names: [])
+    with pytest.raises(UsageError, match="expected all, or a part of: dpsgd, flat"):
+        audit.main(["audit.py"])

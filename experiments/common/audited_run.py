@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audits of a run that `dpjax train` left in a folder.
+
+Flags, data, model, loss, mechanism and optimizer are built again from the folder, as `dpjax train`
+builds them. A run whose mechanism then differs from the one in `run.json` is refused, so what is
+audited is what ran. Keys come from public seeds, because nothing is released here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app
+
+import dpjax
+from dpjax import auditing, losses
+from dpjax.cli.train import FLAGS, inputs, run_files
+from dpjax.cli.train.job import Plan, plan
+from dpjax.reports.load_run import Run, read
+
+_MOST = 10_000  # rows whose losses are compared
+_KNOWN = 2_000  # rows whose gradients the attacker subtracts
+
+
+class Rebuilt(NamedTuple):
+    """A run, built again from its folder."""
+
+    run: Run
+    plan: Plan
+    dataset: dpjax.data.Dataset
+    first: Any
+    """The parameters before the first step."""
+    released: Any
+    """The parameters after the last one."""
+
+    @property
+    def loss(self) -> Callable[..., jax.Array]:
+        """The loss of one example, as the step differentiates it."""
+        return losses.of(self.plan.model, self.plan.loss)
+
+    @property
+    def per_step(self) -> Callable[[Any], Any] | None:
+        """What the loss takes of the step."""
+        epoch = self.plan.per_epoch
+        return None if epoch is None else (lambda step: step // epoch)
+
+    def algorithm(self, mechanism: Any, optimizer: Any, train: Any) -> dpjax.types.Algorithm:
+        """DP-SGD with this run's loss."""
+        return dpjax.dpsgd(self.loss, optimizer, mechanism, train, per_step=self.per_step)
+
+
+def rebuild(folder: pathlib.Path, data_dir: str | None) -> Rebuilt:
+    """Reads a run's folder and builds the run again; refuses folders that lack what it needs."""
+    run, parameters = _files(folder)
+    given = copy.deepcopy(FLAGS)
+    config: Any = run.config
+    given(["train", *_words(given, {**config["flags"], "data_dir": data_dir})])
+    planned = plan(given)
+    described, there = planned.mechanism.facts, (run.identity or {}).get("mechanism")
+    if described != there:
+        names = [name for name in described if described[name] != (there or {}).get(name)]
+        raise app.UsageError(
+            f"{folder}: its flags and these data describe another mechanism than its run.json: "
+            f"{', '.join(names)} differ. Usually --data_dir holds other data, or another version "
+            "of dpjax wrote the folder."
+        )
+    if planned.normalization is not None and not (folder / inputs.MOMENTS).exists():
+        raise app.UsageError(
+            f"{folder}: has no {inputs.MOMENTS}, the private scales of its features, and a second "
+            "query would spend privacy. Restore the file."
+        )
+    dataset = inputs.with_features(given, planned.dataset)
+    scale = planned.normalization, jax.random.key(0), folder
+    dataset = inputs.with_scale(given, dataset, *scale)
+    (x,), _ = dataset.rows(np.array([0]))
+    first = jax.jit(planned.model.init)(jax.random.key(0), jnp.asarray(x))["params"]
+    released = flax.serialization.from_bytes(first, parameters)
+    if planned.earlier is not None:
+        first = flax.serialization.from_bytes(first, planned.earlier)
+    return Rebuilt(run, planned, dataset, *jax.tree.map(jnp.asarray, (first, released)))
+
+
+def _files(folder: pathlib.Path) -> tuple[Run, bytes]:
+    """What the folder holds, and the parameters that the run released."""
+    if not folder.is_dir():
+        raise app.UsageError(f"{folder}: there is no such folder; expected that of a run.")
+    try:
+        run = read(folder, arrays=False)
+    except (OSError, ValueError) as error:
+        raise app.UsageError(f"{folder}: {error}") from error
+    if run.mechanism.get("unit") == "client":
+        raise app.UsageError(
+            f"{folder}: holds a federated run, whose clients are not in its folder. Audit its "
+            "algorithm with dpjax.auditing.audit_algorithm, or try --algorithms=fedavg."
+        )
+    if run.card is None or run.config is None or "flags" not in run.config:
+        raise app.UsageError(
+            f"{folder}: has no privacy.json and config.json of one run, which say how to build it "
+            "again. Usually the run was interrupted, which its own command resumes; or dpjax.fit "
+            "wrote the folder, and then dpjax.auditing audits its algorithm."
+        )
+    if not (folder / "params.msgpack").exists():
+        raise app.UsageError(
+            f"{folder}: has no params.msgpack, the released parameters. The command of the run "
+            "writes them again."
+        )
+    try:
+        return run, run_files.released(folder)
+    except app.UsageError as error:
+        raise app.UsageError(
+            f"{folder}: its params.msgpack is not of the run in run.json. Usually another run was "
+            "started in the folder. The command of the run writes both."
+        ) from error
+
+
+def _words(given: Any, values: Mapping[str, Any]) -> list[str]:
+    """The command line that sets flags to these values; what is set by default is left out."""
+    words = []
+    for name, value in values.items():
+        if value is None or name not in given or value == given[name].default:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        words.append(f"--{name}={text}")
+    return words
+
+
+def step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Separation:
+    """The white-box audit of the first step, with the row whose clipped gradient is longest."""
+    dataset, mechanism = rebuilt.dataset, rebuilt.plan.mechanism
+    size = dataset.examples
+    some = np.linspace(0, size - 1, min(512, size)).astype(int)
+    rows = jax.tree.map(jnp.asarray, dataset.rows(some))
+    if rebuilt.per_step is not None:
+        rows = (*rows, jnp.zeros(len(some), jnp.int32))
+    found = dpjax.clipped_grad(rebuilt.loss, mechanism.clipping)(rebuilt.first, rows)
+    reach = np.linalg.norm(np.asarray(found.factors * found.norms), axis=1)
+
+    def build(sampler: Any) -> Any:
+        drawn = dataclasses.replace(mechanism, sampling=sampler)
+        # Any optimizer post-processes the mean; this one shows it as it is.
+        return rebuilt.algorithm(drawn, optax.sgd(1.0), dataset.train)
+
+    canary = int(some[np.argmax(reach)])
+    options = {"pairs": pairs, "confidence": confidence}
+    return auditing.audit_algorithm(build, mechanism.sampling, rebuilt.first, canary, **options)
+
+
+class Guessed(NamedTuple):
+    """Guesses about canaries after one run, and the claim for its steps."""
+
+    right: int
+    guesses: int
+    canaries: int
+    steps: int
+    epsilon: float
+    claimed: float
+    confidence: float
+
+
+def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float) -> Guessed:
+    """Trains once more, on data in which some rows are canaries that join by fair coins.
+
+    A canary is an image of white noise with a random label, as long as the row in whose place it
+    stands: its gradient is nearly orthogonal to all others.
+    """
+    (x, y), settings = rebuilt.dataset.train, rebuilt.plan
+    draw, size = np.random.default_rng(0), rebuilt.dataset.examples
+    count = min(1000, size // 4) if count is None else count
+    if not 10 <= count < size:
+        raise app.UsageError(f"--canaries={count}: expected 10 or more, of {size} rows.")
+    places = draw.choice(size, count, replace=False)
+    x, y = np.array(x), np.array(y)
+    image, old = draw.normal(size=(count, *x.shape[1:])), x[places].reshape(count, -1)
+    lengths = np.linalg.norm(old, axis=1) / np.linalg.norm(image.reshape(count, -1), axis=1)
+    x[places] = image * lengths.reshape(-1, *[1] * (x.ndim - 1))
+    y[places] = draw.integers(0, rebuilt.dataset.classes or 1, count)
+    members = draw.random(count) < 0.5
+    others = np.setdiff1d(np.arange(size), places)
+    others = draw.permutation(others)[:_KNOWN]
+    steps = min(steps, settings.mechanism.steps)
+    mechanism = dataclasses.replace(
+        settings.mechanism,
+        sampling=auditing.without(settings.mechanism.sampling, places[~members]),
+        steps=steps,
+        preparation=(),
+        before=(),
+    )
+    algorithm = rebuilt.algorithm(mechanism, auditing.recording(settings.optimizer), (x, y))
+    scores, _ = auditing.score_canaries(
+        algorithm,
+        algorithm.init(jax.random.key(0), rebuilt.first),
+        steps,
+        rebuilt.loss,
+        (jnp.asarray(x[places]), jnp.asarray(y[places])),
+        (jnp.asarray(x[others]), jnp.asarray(y[others])),
+        per_step=rebuilt.per_step,
+    )
+    right, guesses = auditing.guess_members(scores, members, count // 5)
+    delta = rebuilt.run.delta
+    found = auditing.epsilon_lower_bound(
+        right, guesses, canaries=count, delta=delta, confidence=confidence
+    )
+    claimed = mechanism.epsilon(delta, settings.method)
+    return Guessed(right, guesses, count, steps, found, claimed, confidence)
+
+
+def membership(
+    rebuilt: Rebuilt, confidence: float
+) -> tuple[auditing.Membership, tuple[np.ndarray, np.ndarray]]:
+    """Guesses training rows from the losses of the released parameters; and these scores."""
+    model, dataset = rebuilt.plan.model, rebuilt.dataset
+    loss = losses.of(model, losses.cross_entropy)
+
+    @jax.jit
+    def scores(rows: Any) -> jax.Array:
+        return jax.lax.map(lambda row: -loss(rebuilt.released, row), rows, batch_size=500)
+
+    some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
+    members = np.asarray(scores(jax.tree.map(jnp.asarray, dataset.rows(some))))
+    others = np.asarray(scores(jax.tree.map(lambda x: jnp.asarray(x[:_MOST]), dataset.test)))
+    audit = auditing.audit_membership(
+        members, others, delta=rebuilt.run.delta, confidence=confidence
+    )
+    return audit, (members, others)

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""White-box audit of one step of an algorithm as it runs.
+
+The algorithm takes its first step twice with one key: on data with a canary, and on the same data
+without it. Noise follows from the key, so it cancels in the difference, which is what the canary
+moved. Its norm in standard deviations of the noise, $\mu$, is all that an attacker who knows
+everything else can use. A step of multiplier $m$ promises $\mu \le 1 / m$.
+
+Nothing here knows how a step works. Only the sampler is edited, so `dpjax.dpsgd` with any rule,
+Langevin dynamics and federated rounds are audited alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+from numpy.typing import ArrayLike
+
+from dpjax import accounting, checks, noise, trees
+from dpjax.types import Algorithm, Draw, Key, Neighbours, PyTree, Sampler, State
+
+_SEEDS = 2**16  # how many keys are searched for one that draws the canary
+
+
+class Separation(NamedTuple):
+    r"""How far a canary that is drawn moves what one step releases, in units of the noise."""
+
+    measured: Float[np.ndarray, " keys"]
+    r"""$\mu$ under each key."""
+    lower: Float[np.ndarray, " keys"]
+    r"""What $\mu$ is at least, by the confidence limit of the noise's standard deviation."""
+    claimed: float
+    r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that for replace-one."""
+    projections: int | None
+    r"""The number of random projections, where norms are estimated and $\mu$ differs by key."""
+    confidence: float
+    """The confidence of `lower`, `refutes` and `epsilon`, for noise that is Gaussian."""
+
+    @property
+    def refutes(self) -> bool:
+        """Whether the canary moves more than the mechanism allows."""
+        if self.projections is None:
+            return bool(np.max(self.lower) > self.claimed)
+        from scipy.stats import chi2
+
+        at, shares = self._shares()
+        with np.errstate(divide="ignore"):
+            scales = self.claimed / at
+        # An estimated norm lets the contribution exceed the bound by s with P(chi2_r < r / s^2).
+        allowed = chi2(self.projections).cdf(self.projections * scales**2)
+        return bool(np.any(shares > allowed))
+
+    def epsilon(self, delta: float) -> float:
+        """The lower bound on the epsilon of one step that draws the canary."""
+        at, shares = self._shares()
+        pairs = zip(at, shares, strict=True)
+        return max((_gaussian_epsilon(mu, delta / p) for mu, p in pairs if p > delta), default=0.0)
+
+    def claimed_epsilon(self, delta: float) -> float:
+        """The epsilon that the accountant states for such a step."""
+        if not 0 < self.claimed < math.inf:
+            return self.claimed
+        event = accounting.gaussian(1 / self.claimed)
+        if self.projections is not None:
+            event = accounting.with_projections(event, self.projections)
+        return accounting.epsilon(event, delta, "pld")
+
+    def _shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """Separations, and the share of keys that reach each of them at least."""
+        if self.projections is None:
+            return self.lower.max(keepdims=True), np.ones(1)
+        keys = len(self.lower)
+        # The inequality of Dvoretzky, Kiefer and Wolfowitz holds for all separations together.
+        slack = math.sqrt(math.log(2 / (1 - self.confidence)) / (2 * keys))
+        return np.sort(self.lower), 1 - np.arange(keys) / keys - slack
+
+
+def audit_algorithm(
+    build: Callable[[Sampler], Algorithm],
+    sampling: Sampler,
+    params: PyTree,
+    canary: int,
+    *,
+    instead: int | None = None,
+    keys: int = 1,
+    pairs: int = 32,
+    confidence: float = 0.999,
+) -> Separation:
+    r"""White-box audit of the first step of an algorithm, as it runs.
+
+    $$ \mu^2 = \sum_l \lVert \theta_l(D) - \theta_l(D \setminus \{c\}) \rVert^2 / \sigma_l^2 $$
+
+    over the leaves $l$ of the released parameters, under one key. If bounds are adapted, the
+    released bound is one more leaf. $\sigma_l$ is the standard deviation of steps that draw no row,
+    with its upper confidence limit for the lower bound.
+
+    Args:
+      build: From a sampler to the algorithm, such as ``lambda sampling: dpjax.dpsgd(loss,
+        optax.sgd(1.0), dataclasses.replace(mechanism, sampling=sampling), data)``. The optimizer
+        must be linear; others hide what the step releases.
+      sampling: The sampler of the algorithm.
+      params: The parameters at which the step is taken.
+      canary: The row of the data that is left out. One whose clipped gradient reaches the bound
+        shows most.
+      instead: For replace-one neighbours: the row that takes the canary's place. It takes part
+        nowhere else.
+      keys: The number of keys, 200 or more where norms are estimated (`dpjax.clipping.jl`): the
+        projections follow from the key.
+      pairs: The number of pairs of steps that measure the noise. A leaf of few numbers needs many.
+      confidence: The confidence of the result.
+
+    Returns:
+      The separation, under the keys of the first seeds 0, 1, ... that draw the canary.
+
+    Privacy:
+      The result is computed from private data and must not be published.
+
+    Example:
+      >>> import dataclasses, dpjax, optax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.full(examples=3),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=2.0,
+      ...     steps=1,
+      ... )
+      >>> data = jnp.array([[0.1], [0.2], [9.0]]) * jnp.ones(500)
+      >>> found = audit_algorithm(
+      ...     lambda sampling: dpjax.dpsgd(
+      ...         lambda w, x: -jnp.vdot(w, x),
+      ...         optax.sgd(1.0),
+      ...         dataclasses.replace(mechanism, sampling=sampling),
+      ...         data,
+      ...     ),
+      ...     mechanism.sampling,
+      ...     params=jnp.zeros(500),
+      ...     canary=2,
+      ... )
+      >>> round(float(found.measured[0]), 1), found.claimed, found.refutes
+      (0.5, 0.5, False)
+
+    References:
+      Nasr et al., "Tight Auditing of Differentially Private Machine Learning", 2023; Dvoretzky,
+      Kiefer and Wolfowitz, 1956, with Massart's constant, for estimated norms.
+    """
+    _check_rows(sampling.examples, canary, instead)
+    checks.whole("audit_algorithm", "pairs", pairs, "Each pair is two steps that draw no row.")
+    base = sampling if instead is None else without(sampling, [instead])
+    other = without(base, [canary]) if instead is None else _renamed(base, canary, instead)
+    # Compilation takes longest, so the program without the canary measures the noise as well.
+    whole, lacking = (_FirstStep(build(each), params) for each in (base, _silent_beyond(other)))
+    mechanism: Any = whole.mechanism
+    estimated = mechanism.clipping.projections
+    risk = 1 - confidence if estimated is None else (1 - confidence) / 2
+    deviations, limits = _deviations(lambda n: lacking(_SEEDS + n), pairs, risk)
+    moved = []
+    for seed in _seeds_that_draw(base, canary, keys):
+        each = zip(whole(seed), lacking(seed), strict=True)
+        moved.append([float(np.linalg.norm(a - b)) for a, b in each])
+    twice = 2.0 if mechanism.relation is Neighbours.REPLACE_ONE else 1.0
+    with np.errstate(divide="ignore"):
+        claimed = float(twice / mechanism.multipliers[0])
+    return Separation(
+        _in_units(moved, deviations), _in_units(moved, limits), claimed, estimated, confidence
+    )
+
+
+def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
+    """The sampler of a data set that lacks these rows: they are taken out of every draw.
+
+    It draws all other rows as ``sampling`` does with the same key, and its public facts, such as
+    the number of examples and the batch size, do not change. So it stands for the neighbouring data
+    set of every guarantee that compares a row with an empty one.
+
+    Args:
+      sampling: Any sampler.
+      rows: The indices of the rows.
+
+    Example:
+      >>> import dpjax
+      >>> without(dpjax.sampling.full(4), [0, 2]).draw(jax.random.key(0), 0).size.item()
+      2
+    """
+    gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
+
+    def draw(key: Key, step: Any) -> Draw:
+        indices, size = sampling.draw(key, step)
+        stays = (jnp.arange(indices.shape[0]) < size) & ~gone[indices]
+        order = jnp.argsort(~stays, stable=True)
+        return Draw(indices[order], jnp.sum(stays, dtype=jnp.int32))
+
+    return dataclasses.replace(sampling, draw=draw)
+
+
+def _check_rows(examples: int, canary: int, instead: int | None) -> None:
+    if not 0 <= canary < examples or (instead is not None and not 0 <= instead < examples):
+        raise ValueError(
+            f"auditing.audit_algorithm(canary={canary}, instead={instead}): expected indices of "
+            f"rows, from 0 to {examples - 1}."
+        )
+    if canary == instead:
+        raise ValueError(
+            f"auditing.audit_algorithm(canary={canary}, instead={instead}): expected two rows. To "
+            "leave the canary out, which is what most samplers are proved for, drop instead=."
+        )
+
+
+def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
+    """The sampler of a data set with another row in the place of one."""
+
+    def draw(key: Key, step: Any) -> Draw:
+        indices, size = sampling.draw(key, step)
+        return Draw(jnp.where(indices == row, instead, indices), size)
+
+    return dataclasses.replace(sampling, draw=draw)
+
+
+def _silent_beyond(sampling: Sampler) -> Sampler:
+    """The sampler, but keys of seeds that are not searched draw no row: such a step is noise."""
+
+    def draw(key: Key, step: Any) -> Draw:
+        indices, size = sampling.draw(key, step)
+        return Draw(indices, jnp.where(jax.random.key_data(key)[-1] < _SEEDS, size, 0))
+
+    return dataclasses.replace(sampling, draw=draw)
+
+
+class _FirstStep:
+    """The first step of an algorithm under the key of any seed: what it releases, leaf by leaf."""
+
+    def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
+        self.step, self.mechanism = algorithm.step, algorithm.mechanism
+        # A secret key here, so that `init` does not warn of the small seeds below: nothing is
+        # released.
+        self.state: State = algorithm.init(noise.secret_key(), params)
+
+    def __call__(self, seed: int) -> list[np.ndarray]:
+        state, _ = self.step(self.state._replace(key=jax.random.key(seed)))
+        leaves = [trees.on_host(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.params)]
+        adaptive = getattr(self.mechanism, "adaptive", None)
+        if adaptive is None:
+            return leaves
+        # The next bound follows from the noisy count. Its logarithm is linear in the count.
+        bound = np.atleast_1d(np.float64(state.bound_scale))
+        return [*leaves, np.log(bound) if adaptive.geometric else bound]
+
+
+def _deviations(
+    noise_of: Callable[[int], list[np.ndarray]], pairs: int, risk: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The standard deviation of each leaf's noise, and limits that all hold but for the risk."""
+    from scipy.stats import chi2
+
+    squares, sizes = np.zeros(1), np.zeros(1)
+    for pair in range(pairs):
+        both = zip(noise_of(2 * pair), noise_of(2 * pair + 1), strict=True)
+        # The difference of two keys has no mean, whatever decays the parameters.
+        differences = [(a - b) / math.sqrt(2) for a, b in both]
+        squares = squares + np.array([np.sum(d**2) for d in differences])
+        sizes = sizes + np.array([d.size for d in differences])
+    some = np.maximum(sizes, 1)
+    quantiles = chi2(some).ppf(risk / len(some))
+    return np.sqrt(squares / some), np.sqrt(squares / quantiles)
+
+
+def _in_units(moved: Sequence[Sequence[float]], deviations: np.ndarray) -> np.ndarray:
+    """The separation under each key, from what each leaf moved."""
+    moved_by_leaf = np.asarray(moved)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Without noise: infinity, where anything moved at all.
+        each = np.where(moved_by_leaf > 0, moved_by_leaf / deviations, 0.0)
+    # Leaves have noise of their own scale; independent Gaussians separate by the root of the sum of
+    # squares.
+    return np.linalg.norm(each, axis=1)
+
+
+def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
+    """The first seeds whose first batch holds a row."""
+
+    @jax.jit
+    def holds(seeds: Array) -> Bool[Array, " seeds"]:
+        def one(seed: Array) -> Bool[Array, ""]:
+            indices, size = sampling.draw(jax.random.key(seed), jnp.int32(0))
+            return jnp.any((indices == row) & (jnp.arange(indices.shape[0]) < size))
+
+        return jax.lax.map(one, seeds)
+
+    found = 0
+    for start in range(0, _SEEDS, 256):
+        for seed in start + np.flatnonzero(holds(jnp.arange(start, start + 256))):
+            yield int(seed)
+            found += 1
+            if found == count:
+                return
+    raise ValueError(
+        f"auditing.audit_algorithm(canary={row}, keys={count}): row {row} is in the first batch of "
+        f"{found} of the {_SEEDS} keys that were tried. Usually the sampling rate is very small or "
+        "0; audit the step with dpjax.sampling.full, which draws every row."
+    )
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """The epsilon of a Gaussian whose neighbours are this far apart; exact."""
+    if mu == 0 or delta >= 1:
+        return 0.0
+    if mu == math.inf:
+        return math.inf
+    return float(accounting.epsilon(accounting.gaussian(1 / mu), delta, "gdp"))

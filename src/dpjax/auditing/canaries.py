@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canaries: a lower bound on epsilon from a single run.
+
+Each canary takes part by a fair coin. After the run an attacker scores the canaries and guesses
+which of them took part. A private run limits how many guesses can be right, so right guesses refute
+small epsilons. Any score is valid; a better one gives a larger bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
+
+from dpjax import trees
+from dpjax.gradients.clipped_grad import clipped_grad
+from dpjax.training.recipe import Recipe, with_entry
+from dpjax.types import Algorithm, Clipping, LossFn, PyTree, State
+
+
+class Recorded(NamedTuple):
+    """The state of `recording`: the last private mean, and the state of the optimizer."""
+
+    mean: PyTree
+    inner: Any
+
+
+def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with a state that keeps the private mean that it received last.
+
+    It moves parameters as ``optimizer`` does. `score_canaries` reads the means, which every step
+    releases.
+    """
+    takes_more = optax.with_extra_args_support(optimizer)
+
+    def init(params: PyTree) -> Recorded:
+        return Recorded(jax.tree.map(jnp.zeros_like, params), optimizer.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        moves, inner = takes_more.update(updates, state.inner, params, **extra)
+        return moves, Recorded(updates, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def score_canaries(
+    algorithm: Algorithm,
+    state: State,
+    steps: int,
+    loss: LossFn,
+    canaries: PyTree,
+    rest: PyTree,
+    *,
+    per_step: Callable[[Any], PyTree] | None = None,
+) -> tuple[Float[np.ndarray, " canaries"], State]:
+    r"""Runs an algorithm and scores each canary by what every step releases.
+
+    $$ s_i = \sum_t \Bigl\langle \bar g_i(w_t),\ \tilde g_t - \frac1n \Bigl(
+       \sum_{j \in \mathrm{rest}} \bar g_j(w_t) + \frac12 \sum_k \bar g_k(w_t) \Bigr)
+       \Bigr\rangle $$
+
+    with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$, and
+    $\tilde g_t$ the private mean of the step, less what is expected of all $n$ rows: the attacker
+    knows the rest of the data and that canaries $k$ joined by fair coins. A canary that takes part
+    adds its own clipped gradient to the mean, so its score is higher.
+
+    Args:
+      algorithm: `dpjax.dpsgd` with an optimizer from `recording`.
+      state: Its state before the first of these steps.
+      steps: The number of steps.
+      loss: ``loss(params, example)``, that of the algorithm.
+      canaries: The examples of all canaries, with a leading axis, whether they took part or not.
+      rest: Rows of the data that are no canaries: all of them, or a sample that stands for all.
+      per_step: That of the algorithm.
+
+    Returns:
+      The scores, for `guess_members`; and the state after the steps.
+
+    Privacy:
+      Scores read the canaries and what is released. The attacker knows both.
+
+    References:
+      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
+      for its white-box audits.
+    """
+    if not isinstance(state.optimizer, Recorded):
+        raise TypeError(
+            f"auditing.score_canaries: the optimizer's state is a {type(state.optimizer).__name__};"
+            " expected the means that auditing.recording keeps. Build the algorithm with "
+            "recording(optimizer), which trains alike."
+        )
+    mechanism: Any = algorithm.mechanism
+    # Exact norms: the attacker need not estimate what it can compute.
+    rule: Clipping = dataclasses.replace(mechanism.clipping, projections=None)
+    # The entry of a step is a part of every example, as in the step itself.
+    entry = None if per_step is None else (lambda key, step: per_step(step))
+    recipe = Recipe(loss, optax.identity(), mechanism, entry=entry)
+    add = jax.jit(partial(_added, recipe, rule))
+    scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
+    for _ in range(steps):
+        before = state._replace(ledger=None)
+        state, _ = algorithm.step(state)
+        scores = add(scores, before, state.optimizer.mean, canaries, rest)
+    return np.asarray(scores), state
+
+
+def _added(
+    recipe: Recipe, rule: Clipping, scores: Array, state: State, mean: PyTree, *parts: PyTree
+) -> Float[Array, " canaries"]:
+    """Scores after one more step, from the state before it and the mean that it released."""
+    loss, params, examples = recipe.loss, state.params, recipe.mechanism.sampling.examples
+    sizes = [jax.tree.leaves(part)[0].shape[0] for part in parts]
+    canaries, rest = (
+        with_entry(recipe, state.key, state.step, part, (size,))
+        for part, size in zip(parts, sizes, strict=True)
+    )
+    clipped = clipped_grad(loss, rule)
+    own, others = clipped(params, canaries), clipped(params, rest)
+    share = (examples - sizes[0]) / sizes[1]
+    surplus = jax.tree.map(
+        lambda m, o, c, p: (m - (share * o + c / 2) / examples).astype(p.dtype),
+        *(mean, others.value, own.value, params),
+    )
+
+    def losses(params: PyTree) -> Float[Array, " canaries"]:
+        return jax.vmap(loss, (None, 0))(params, canaries)
+
+    # One forward-mode pass is the dot product of every canary's gradient with the surplus.
+    along = jax.jvp(losses, (params,), (surplus,))[1]
+    return scores + along * jnp.mean(own.factors, axis=1)
+
+
+def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
+    """Guesses that the highest scores are members and the lowest are not; abstains on the rest.
+
+    Args:
+      scores: ``[canaries]``, higher where a canary is more likely a member; NaN is refused.
+      members: ``[canaries]``, whether each canary took part, decided by independent fair coins:
+        truth values, or 0 and 1.
+      guesses: The number of guesses, half of them on either side.
+
+    Returns:
+      The number of right guesses, and the number of guesses.
+
+    Example:
+      >>> guess_members(np.array([3.0, -1.0, 0.1, 2.0]), np.array([True, False, True, False]), 2)
+      (2, 2)
+    """
+    scores, truths = np.asarray(scores), np.asarray(members)
+    if scores.ndim != 1 or np.any(np.isnan(scores)):
+        raise ValueError(
+            f"auditing.guess_members(scores of shape {scores.shape}): expected one number for each "
+            "canary, and no NaN, which cannot be sorted. Usually training diverged."
+        )
+    if truths.shape != scores.shape or not np.all((truths == 0) | (truths == 1)):
+        raise ValueError(
+            f"auditing.guess_members(members of shape {truths.shape}, {truths.dtype}): expected "
+            f"True or False for each of {scores.size} scores: whether that canary took part. "
+            "Usually the members' indices were given: use np.isin(np.arange(canaries), indices)."
+        )
+    if not 2 <= guesses <= scores.size or guesses % 1 != 0:
+        raise ValueError(
+            f"auditing.guess_members(guesses={guesses}): expected 2 to {scores.size} guesses, "
+            "at most one for each canary."
+        )
+    # Half of the guesses at either end, where scores say most; the middle abstains.
+    order, half, inside = np.argsort(scores), int(guesses) // 2, truths == 1
+    right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
+    return int(right), 2 * half
+
+
+def epsilon_lower_bound(
+    correct: int, guesses: int, *, canaries: int, delta: float = 0.0, confidence: float = 0.95
+) -> float:
+    r"""The largest epsilon that this number of right guesses refutes, from a single run.
+
+    If a run is $(\epsilon, \delta)$-private, the number of right guesses about canaries that
+    joined by fair coins is stochastically at most binomial with probability
+    $e^\epsilon / (1 + e^\epsilon)$, up to a term in $\delta$.
+
+    Args:
+      correct: The number of right guesses.
+      guesses: The number of guesses.
+      canaries: The number of canaries, guessed or not.
+      delta: The delta of the claim.
+      confidence: The confidence of the bound.
+
+    Returns:
+      A lower bound on epsilon, at most 50; 0 if no epsilon is refuted.
+
+    Example:
+      >>> round(epsilon_lower_bound(100, 100, canaries=100), 2)
+      3.49
+      >>> epsilon_lower_bound(50, 100, canaries=100)
+      0.0
+
+    References:
+      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
+      theorem 5.2.
+    """
+    _check_guesses(correct, guesses, canaries)
+    if not (0 <= delta <= 1 and 0 < confidence < 1):
+        raise ValueError(
+            f"auditing.epsilon_lower_bound(delta={delta}, confidence={confidence}): expected a "
+            "delta from 0 to 1, that of the claim, and a confidence between 0 and 1, such as 0.95. "
+            "Usually the confidence was given in per cent."
+        )
+    from scipy.stats import binom  # a second that only audits of whole runs cost
+
+    def p_value(epsilon: float) -> float:
+        # Theorem 5.2 of Steinke, Nasr and Jagielski (2023): with pure epsilon each guess is right
+        # with at most this chance, and delta adds a slack that is bounded over all thresholds.
+        chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
+        # How likely a few more wrong guesses are: delta turns a bounded number of them into right
+        # ones.
+        below = np.cumsum(binom.pmf(correct - steps, guesses, chance))
+        slack = np.max(below / steps, initial=0.0)
+        return float(binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack)
+
+    # By bisection: the p-value grows with epsilon. An epsilon of 50 bounds nothing in practice.
+    low, high = 0.0, 50.0
+    if p_value(low) > 1 - confidence:
+        return 0.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if p_value(middle) <= 1 - confidence else (low, middle)
+    return low
+
+
+def _check_guesses(correct: int, guesses: int, canaries: int) -> None:
+    numbers = (correct, guesses, canaries)
+    whole = all(number % 1 == 0 for number in numbers)
+    if not whole or not 0 <= correct <= guesses <= canaries:
+        raise ValueError(
+            f"auditing.epsilon_lower_bound({correct}, {guesses}, canaries={canaries}): expected "
+            "whole numbers, each from 0 to the next: right guesses, guesses, canaries. Usually "
+            "rates or percentages were given, or guess_members' two results in the other order."
+        )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""White-box audit of one step, from per-example gradients.
+
+It clips, sums and noises a batch with and without one more gradient, by the functions that a step
+calls. It needs neither a loss nor data, so it measures a rule and a mechanism alone.
+`dpjax.auditing.audit_algorithm` runs the algorithm itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dpjax import clipping, trees
+from dpjax.mechanism import Mechanism
+from dpjax.types import Key, PyTree
+
+_ENOUGH = 4096  # the standard deviation of this many numbers is known to about one per cent
+
+
+def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key) -> float:
+    r"""White-box audit of one private step: the separation of two neighbouring batches.
+
+    $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
+
+    The standard deviation of the noise is measured, for each leaf separately. A step with
+    multiplier $m$ and a canary that reaches the rule's bounds has $\mu = 1 / m$. A larger value
+    means that the guarantee is broken, a smaller one that noise is wasted.
+
+    Args:
+      mechanism: Its first step is audited, without sampling.
+      gradients: Per-example gradients of the batch ``(batch, ...)``. The noise of a leaf of fewer
+        than 4,096 numbers is measured over several first steps with other keys.
+      canary: One example's gradient, without batch axis.
+      key: Root key of the audited steps.
+
+    Returns:
+      The separation, to one or two per cent; infinite if a leaf that the canary moves has no noise.
+    """
+    _check_canary(gradients, canary)
+    both = jax.tree.map(
+        lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
+    )
+    # A sum over no examples: the step then releases noise alone.
+    like = jax.tree.map(lambda g: jnp.zeros(g.shape[1:], trees.wide(g.dtype)), gradients)
+
+    def privatized(summed: PyTree, key: Key) -> list[Array]:
+        # The pure function, and not the link: an audit gives one noise to two sums on purpose.
+        return jax.tree.leaves(mechanism.private_mean(summed, key, jnp.int32(0))[0])
+
+    with_canary = privatized(clipping.clip(mechanism.clipping, both)[0], key)
+    without = privatized(clipping.clip(mechanism.clipping, gradients)[0], key)
+    # With one key the noise of both batches is equal and cancels in their difference, so only
+    # its standard deviation has to be measured.
+    noise = _measured(lambda key: privatized(like, key), key)
+    moved = [
+        np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        for a, b in zip(with_canary, without, strict=True)
+    ]
+    with np.errstate(divide="ignore"):  # without noise: infinity, where anything moved at all
+        shift = [m / deviation for m, deviation in zip(moved, noise, strict=True) if m != 0]
+    # Leaf by leaf, because groups have noise of their own scale; independent Gaussians separate by
+    # the root of the sum of squares.
+    return float(np.linalg.norm(shift))
+
+
+def _check_canary(gradients: PyTree, canary: PyTree) -> None:
+    trees.leading_size(gradients, name="auditing.audit_step(gradients)")
+    wanted, given = map(jax.tree.structure, (gradients, canary))
+    if wanted != given:
+        raise ValueError(
+            f"auditing.audit_step: the canary is {given!s:.200}, the gradients {wanted!s:.200}; "
+            "expected the same tree, because the canary is one more example's gradient."
+        )
+    both = map(jax.tree.leaves, (gradients, canary))
+    for name, rows, leaf in zip(trees.leaf_names(canary), *both, strict=True):
+        if np.shape(leaf) != np.shape(rows)[1:]:
+            raise ValueError(
+                f"auditing.audit_step: the canary's {name or 'array'} has shape {np.shape(leaf)}; "
+                f"expected {np.shape(rows)[1:]}, one row of the gradients' {np.shape(rows)}. "
+                "Usually its batch axis was left on: use jax.tree.map(lambda g: g[0], canary)."
+            )
+
+
+def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating]:
+    """The standard deviation of each leaf of pure noise; small leaves are drawn many times."""
+    leaves = noise(key)
+    small = [i for i, leaf in enumerate(leaves) if 0 < leaf.size < _ENOUGH]
+    if small:
+        times = -(-_ENOUGH // min(leaves[i].size for i in small))
+        again = jax.jit(lambda keys: jax.lax.map(lambda k: [noise(k)[i] for i in small], keys))
+        for i, drawn in zip(small, again(jax.random.split(key, times)), strict=True):
+            leaves[i] = drawn
+    return [np.std(np.asarray(leaf, np.float64)) if leaf.size else np.float64(0) for leaf in leaves]
