@@ -403,7 +403,7 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
 @kills("training/step.py", "lost=lost, bound_scale", "lost=None, bound_scale", case="in memory")
 @kills("training/step.py", "data, state, end_block)", "data, state)", case="in memory")
 @kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed")
-@kills("noise/link.py", "lost + deviation * noise", "deviation * noise", case="in memory")
+@kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory")
 @kills("gradients/batching.py", "= examples <= devices", "= True or devices", case="in memory")
 @pytest.mark.parametrize("kind", [lambda x: x, lambda x: dpjax.data.Stream(list(x))], ids=KINDS)
 def test_what_a_long_sum_rounds_away_meets_the_noise(kind):

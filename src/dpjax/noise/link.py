@@ -206,8 +206,9 @@ def add_noise(
 
 
 def _added(noise: Array, leaf: Array, deviation: Any, lost: Array | None = None) -> Array:
-    scaled = deviation * noise if lost is None else lost + deviation * noise
-    return leaf.astype(noise.dtype) + scaled
+    scaled = deviation * noise
+    # The small terms first: beside a long sum, what it lost would round away again.
+    return leaf.astype(noise.dtype) + (scaled if lost is None else lost + scaled)
 
 
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
