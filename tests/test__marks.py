@@ -13,9 +13,7 @@ from dpjax import clipping, noise, sampling, testing, trees
 from dpjax.types import Partition
 
 RULE = clipping.flat(1.0)
-MECHANISM = dpjax.Mechanism(
-    sampling=sampling.full(4), clipping=RULE, noise_multiplier=1.0, steps=3
-)
+MECHANISM = dpjax.Mechanism(sampling=sampling.full(4), clipping=RULE, noise_multiplier=1.0, steps=3)
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
 GRADIENTS = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
 

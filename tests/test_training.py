@@ -471,7 +471,10 @@ def test_a_loss_that_fails_is_told_what_it_was_called_with():
     algorithm = dpjax.dpsgd(lambda w, x, y: w @ x - y, optax.sgd(0.1), make().mechanism, DATA)
     with pytest.raises(TypeError, match=r"missing 1 required") as raised:
         start(algorithm)
-    assert "loss(params, example), where example is float32[3]" in raised.value.__notes__[-1]
+    assert (
+        "dpjax called loss(params, example), where example is float32[3]"
+        in raised.value.__notes__[-1]
+    )
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5])
