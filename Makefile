@@ -5,7 +5,7 @@
 # A choice of interpreter: `make test PYTHON=/path/to/python3.12`.
 PYTHON ?=
 ARGS ?=
-# Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead or large.
+# Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead, large or optimizers.
 BENCH ?= steps
 VENV := .venv
 PEERS := .venv-peers

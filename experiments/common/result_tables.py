@@ -74,6 +74,16 @@ def step_rows() -> Iterator[str]:
         yield f"| {WORKLOADS[name]} | " + " | ".join(f"{ms:.3g}" for ms in each) + " |"
 
 
+def optimizer_rows() -> Iterator[str]:
+    """How many of Optax's optimizers run on private means, and each of the others."""
+    rows = load("optimizers")["rows"]
+    ran = [sum(found == "runs" for found in each) for each in zip(*map(dict.values, rows.values()))]
+    yield f"| run, of {len(rows)} | " + " | ".join(map(str, ran)) + " |"
+    for name, row in rows.items():
+        if set(row.values()) != {"runs"}:
+            yield f"| {name} | " + " | ".join(found.replace("|", "/") for found in row.values()) + " |"
+
+
 def page() -> str:
     """The whole page of results."""
     lines = [
@@ -98,6 +108,18 @@ def page() -> str:
         "Medians of alternated rounds in one run, by",
         '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
     ]
+    lines += [
+        "",
+        "## Optax's optimizers on private means",
+        "",
+        "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`, and",
+        "behind `mechanism.private` under `testing.assert_private`. The rows that are missing run in",
+        "all three.",
+        "",
+        "| optimizer | Optax itself | `dpsgd` | chain |",
+        "|---|---|---|---|",
+    ]
+    lines += optimizer_rows()
     return "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,7 @@ They read shapes and public numbers, never the values of examples.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import jax
@@ -99,15 +100,26 @@ def check_optimizer(
     # first step.
     extra = extra_arguments(optimizer, scale)
     try:
-        jax.eval_shape(lambda *x: optimizer.update(*x, **extra), wide, optimizer_state, params)
+        updates, _ = jax.eval_shape(
+            lambda *x: optimizer.update(*x, **extra), wide, optimizer_state, params
+        )
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             "dpsgd: the optimizer does not run on gradients, state and parameters alone "
             f"({error}). Usually it looks at the loss, as optax.contrib.reduce_on_plateau and "
             "optax.lbfgs do: a private step has no loss to give, because the loss of a batch is "
-            "not private. Or it wants parameters of its own kind, as optax.lookahead does. Take an "
-            "optimizer that follows gradients alone, and a schedule for its rate."
+            "not private. Or it wants parameters of its own kind, as optax.lookahead does: take "
+            "dpjax.training.lookahead. Take an optimizer that follows gradients alone, and a "
+            "schedule for its rate."
         ) from error
+    found, expected = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (updates, params))
+    if found != expected:
+        raise TypeError(
+            f"dpsgd: the optimizer returns updates of shapes {reprlib.repr(found)}; expected those "
+            f"of the parameters, {reprlib.repr(expected)}. Usually a link that measures, as "
+            "optax.measure_with_ema, stands alone: give it to optax.monitor, in a chain with an "
+            "optimizer."
+        )
 
 
 def _check_public(optimizer_state: Any) -> None:
