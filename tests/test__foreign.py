@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mutation import kills
 
 import dpjax
 from dpjax import clipping, federated, sampling
@@ -171,6 +172,12 @@ REFUSED = {
 }
 
 
+@kills(
+    "_foreign.py",
+    'map(joined_records, getattr(source, "parents", ()))',
+    "()",
+    case="batches of grain, mapped",
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_array_is_answered_by_name(name):
     make, message = REFUSED[name]

@@ -66,6 +66,10 @@ WRONG = {
     ),
     "masked clipping": ([optax.masked(clip(), {"a": True, "b": False}), noised()], "are masked"),
     "MultiSteps between": ([clip(), optax.MultiSteps(noised(), 2)], "stands between"),
+    "MultiSteps around": (
+        [optax.MultiSteps(optax.chain(clip(), noised()), 2)],
+        "optax.MultiSteps stands around",
+    ),
     "scale before privatize": ([clip(), optax.scale(10.0), privatized()], "stands between"),
     "no clipping before privatize": ([plain_sum(), privatized()], "no clip_and_sum"),
     "noise at some steps": (

@@ -444,6 +444,14 @@ def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     np.testing.assert_allclose(state.optimizer.slow, both.slow, rtol=1e-5)
 
 
+def test_an_optimizer_whose_state_grows_is_told_so():
+    algorithm = make(optimizer=optax.chain(optax.monitor({"size": optax.tree.norm}), optax.sgd(1)))
+    with pytest.raises(TypeError, match=r"another structure after an update.*optax.snapshot"):
+        start(algorithm)
+    algorithm = make(optimizer=optax.chain(optax.snapshot("size", optax.tree.norm), optax.sgd(1)))
+    algorithm.run(start(algorithm), 2)
+
+
 def test_an_optimizer_that_returns_a_measurement_is_told_so():
     algorithm = make(optimizer=optax.measure_with_ema(optax.tree.norm, 0.9))
     with pytest.raises(TypeError, match=r"updates of shapes \[\(\)\]; expected .*optax.monitor"):

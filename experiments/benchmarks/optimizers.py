@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every optimizer of Optax on private means: which run, which are refused, and why.
 
-  result    RESULT
+  result    118 of 134 run in Optax on gradients, state and parameters alone: all of them behind the
+            noise, and all but `optax.monitor` through `dpsgd`
   hardware  any; no figure depends on it
   command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
   figures   experiments/results/optimizers.json

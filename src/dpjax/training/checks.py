@@ -100,7 +100,7 @@ def check_optimizer(
     # first step.
     extra = extra_arguments(optimizer, scale)
     try:
-        updates, _ = jax.eval_shape(
+        updates, after = jax.eval_shape(
             lambda *x: optimizer.update(*x, **extra), wide, optimizer_state, params
         )
     except (AttributeError, TypeError, ValueError) as error:
@@ -112,6 +112,13 @@ def check_optimizer(
             "dpjax.training.lookahead. Take an optimizer that follows gradients alone, and a "
             "schedule for its rate."
         ) from error
+    # Steps are rounds of one compiled loop, and a checkpoint is read back into the first state.
+    if jax.tree.structure(after) != jax.tree.structure(optimizer_state):
+        raise TypeError(
+            "dpsgd: the state of the optimizer has another structure after an update than at the "
+            f"beginning: {jax.tree.structure(optimizer_state)!s:.300}. Expected equal ones. "
+            "Usually optax.monitor adds its measurements: take optax.snapshot(name, measure)."
+        )
     found, expected = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (updates, params))
     if found != expected:
         raise TypeError(

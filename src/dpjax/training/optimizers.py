@@ -199,8 +199,10 @@ def lookahead(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, LookaheadState]:
-        both = optax.LookaheadParams(fast=params, slow=state.slow)
+        # With no parameters Optax itself raises, as every optimizer that needs them.
+        fast: Any = params
         moved: Any
+        both = optax.LookaheadParams(fast, state.slow)
         moved, inner = pair.update(updates, state.inner, both)
         return moved.fast, LookaheadState(optax.apply_updates(state.slow, moved.slow), inner)
 
