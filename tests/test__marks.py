@@ -14,6 +14,7 @@ from dpjax.gradients import batching
 from dpjax.types import Partition
 
 RULE = clipping.flat(1.0)
+MECHANISM = dpjax.Mechanism(sampling=sampling.full(4), clipping=RULE, noise_multiplier=1.0, steps=3)
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
 GRADIENTS = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
 
@@ -27,6 +28,10 @@ def clip(rule=RULE):
 
 def noised(rule=RULE, seed=0):
     return noise.gaussian(1.0, rule, key=jax.random.key(seed))
+
+
+def privatized():
+    return MECHANISM.privatize(jax.random.key(0))
 
 
 def plain_sum():
@@ -65,6 +70,20 @@ WRONG = {
     ),
     "masked clipping": ([optax.masked(clip(), {"a": True, "b": False}), noised()], "are masked"),
     "MultiSteps between": ([clip(), optax.MultiSteps(noised(), 2)], "stands between"),
+    "MultiSteps around": (
+        [optax.MultiSteps(optax.chain(clip(), noised()), 2)],
+        "optax.MultiSteps stands around",
+    ),
+    "scale before privatize": ([clip(), optax.scale(10.0), privatized()], "stands between"),
+    "no clipping before privatize": ([plain_sum(), privatized()], "no clip_and_sum"),
+    "noise at some steps": (
+        [clip(), optax.conditionally_transform(noised(), lambda step: step > 0)],
+        "in another trace",
+    ),
+    "privatize at some steps": (
+        [clip(), optax.conditionally_transform(privatized(), lambda step: step > 0)],
+        "in another trace",
+    ),
 }
 
 
@@ -97,6 +116,18 @@ def updated(links, jitted):
     "if not whole:",
     case="False-masked noise",
     slow=True,
+)
+@kills(
+    "_marks.py",
+    "if found[0].trace != get_opaque_trace_state():",
+    "if False:",
+    case="False-privatize at some steps",
+)
+@kills(
+    "mechanism/description.py",
+    "own = params is None or not self.noise_multiplier",
+    "own = True",
+    case="False-scale before privatize",
 )
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("jitted", [False, True])
@@ -295,7 +326,7 @@ def test_wrong_chains_break_the_law(name):
 
 
 @kills("testing.py", "if len(found) != steps:", "if False:", case="bare")
-@kills("testing.py", "if not abs(ratio - 1) <= tolerance:", "if False:", case="trusted")
+@kills("testing.py", "if not abs(ratio - drawn) <= tolerance:", "if False:", case="trusted")
 @pytest.mark.parametrize("name", ["bare", "trusted"])
 def test_what_the_links_cannot_see_is_measured(name):
     """A user may vouch for a sum that the rule does not bound."""
@@ -306,6 +337,36 @@ def test_what_the_links_cannot_see_is_measured(name):
     message = {"bare": "0 times in 3 steps", "trusted": "moves the release by 10 times"}[name]
     with pytest.raises(testing.LawBroken, match=message):
         testing.assert_private(optax.chain(*links), PARAMS)
+
+
+BEFORE = {
+    "scale": (optax.scale(10.0), None),
+    "elementwise clipping": (optax.clip(1.0), None),
+    "weight decay": (optax.add_decayed_weights(0.1), None),
+    "global norm": (optax.clip_by_global_norm(1.0), "sees several examples"),
+    "normalize": (optax.contrib.normalize(), "sees several examples"),
+    "momentum": (optax.trace(0.9), "step 1.*expected 0.*earlier batches"),
+    "Adam": (optax.scale_by_adam(), "step 1.*expected 0.*earlier batches"),
+    "other parameters": (optax.lookahead(optax.sgd(0.1), 2, 0.5), "refuses to run"),
+}
+
+
+@kills(
+    "testing.py",
+    "others = _others(params, 3)",
+    "others = jax.tree.map(jnp.zeros_like, _others(params, 3))",
+    case="global norm",
+)
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_link_before_the_clipping_is_measured_too(name):
+    """Clipping bounds a row of what it receives, whichever examples made that row."""
+    link, message = BEFORE[name]
+    chain = optax.chain(link, MECHANISM.private(jax.random.key(0)))
+    if message is None:
+        testing.assert_private(chain, PARAMS)
+    else:
+        with pytest.raises(testing.LawBroken, match=message):
+            testing.assert_private(chain, PARAMS)
 
 
 # --- partitions and sums ----------------------------------------------------------------------

@@ -170,3 +170,45 @@ def test_the_plain_scan_is_the_plain_gradient(benchmarks, monkeypatch):
     found = plain.accumulated(loss)(w, batch)
     wanted = plain.plain_gradients(loss)["plain"](w, batch)
     assert jnp.allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_optimizers_run_or_say_why_not(tmp_path):
+    path = tmp_path / "optimizers.json"
+    run("benchmarks/optimizers.py", "--smoke", "--out", path)
+    found = json.loads(path.read_text())["rows"]
+    ran = {name for name, row in found.items() if set(row.values()) == {"runs"}}
+    assert ran == {"adam", "contrib.sam", "training.dp_adam"}
+    refused = found["lbfgs"]
+    assert refused["dpsgd"].startswith("TypeError: dpsgd: the optimizer does not run on gradients")
+    assert refused["chain"].startswith("LawBroken: the chain refuses to run")
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_every_optimizer_of_optax_has_a_row():
+    import optimizers
+
+    found = optimizers.rows()
+    assert len(found) > 120
+    assert not set(optimizers.ARGUMENTS) - set(found), "Optax has another name for it"
+    assert {"adam", "contrib.muon", "lookahead", "MultiSteps"} < set(found)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_what_stops_an_optimizer_is_its_first_sentence():
+    import optimizers
+
+    def run(optimizer):
+        raise ValueError(f"{optimizer} is refused. Usually it is another.")
+
+    assert optimizers.outcome(run, lambda: "it") == "ValueError: it is refused"
+    assert optimizers.outcome(print, lambda: "it") == "runs"
+
+
+def test_what_runs_in_optax_runs_on_private_means():
+    """All but `optax.monitor`, whose state grows in its first update."""
+    rows = json.loads((EXPERIMENTS / "results" / "optimizers.json").read_text())["rows"]
+    honest = {name for name, row in rows.items() if row["optax"] == "runs"}
+    stopped = {name for name in honest if set(rows[name].values()) != {"runs"}}
+    assert stopped == {"chain(monitor, adam)"}
+    assert len(honest) > 100

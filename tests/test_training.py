@@ -429,9 +429,38 @@ def test_an_optimizer_with_arguments_of_its_own_runs():
     algorithm.step(start(algorithm))
 
 
+def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
+    algorithm = make(3, 0.0, training.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True), 50)
+    state, _ = algorithm.run(start(algorithm), 3)
+    pair = optax.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True)
+    both = optax.LookaheadParams.init_synced(jnp.zeros(3))
+    theirs = pair.init(both)
+    for _ in range(3):
+        gradient = jax.grad(loss)(both.fast, DATA[0])
+        gradient = gradient / jnp.maximum(1, jnp.linalg.norm(gradient))
+        updates, theirs = pair.update(gradient, theirs, both)
+        both = optax.apply_updates(both, updates)
+    np.testing.assert_allclose(state.params, both.fast, rtol=1e-5)
+    np.testing.assert_allclose(state.optimizer.slow, both.slow, rtol=1e-5)
+
+
+def test_an_optimizer_whose_state_grows_is_told_so():
+    algorithm = make(optimizer=optax.chain(optax.monitor({"size": optax.tree.norm}), optax.sgd(1)))
+    with pytest.raises(TypeError, match=r"another structure after an update.*optax.snapshot"):
+        start(algorithm)
+    algorithm = make(optimizer=optax.chain(optax.snapshot("size", optax.tree.norm), optax.sgd(1)))
+    algorithm.run(start(algorithm), 2)
+
+
+def test_an_optimizer_that_returns_a_measurement_is_told_so():
+    algorithm = make(optimizer=optax.measure_with_ema(optax.tree.norm, 0.9))
+    with pytest.raises(TypeError, match=r"updates of shapes \[\(\)\]; expected .*optax.monitor"):
+        start(algorithm)
+
+
 def test_an_optimizer_of_other_parameters_is_told_so():
     algorithm = make(optimizer=optax.lookahead(optax.sgd(0.1), 5, 0.5))
-    with pytest.raises(TypeError, match=r"as optax\.lookahead does"):
+    with pytest.raises(TypeError, match=r"as optax\.lookahead does: take dpjax\.training"):
         algorithm.step(start(algorithm))
 
 
@@ -471,7 +500,10 @@ def test_a_loss_that_fails_is_told_what_it_was_called_with():
     algorithm = dpjax.dpsgd(lambda w, x, y: w @ x - y, optax.sgd(0.1), make().mechanism, DATA)
     with pytest.raises(TypeError, match=r"missing 1 required") as raised:
         start(algorithm)
-    assert "loss(params, example), where example is float32[3]" in raised.value.__notes__[-1]
+    assert (
+        "dpjax called loss(params, example), where example is float32[3]"
+        in raised.value.__notes__[-1]
+    )
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5])

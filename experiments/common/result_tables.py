@@ -88,6 +88,21 @@ def audit_rows() -> Iterator[str]:
         yield f"| {name} | {step['measured']} | {' | '.join(each)} |"
 
 
+def optimizer_rows() -> Iterator[str]:
+    """How many of Optax's optimizers run on private means, and each of the others."""
+    rows = load("optimizers")["rows"]
+    ways = zip(*map(dict.values, rows.values()), strict=True)
+    ran = [sum(found == "runs" for found in each) for each in ways]
+    yield f"| run, of {len(rows)} | " + " | ".join(map(str, ran)) + " | |"
+    for name, row in rows.items():
+        stopped = [found for found in row.values() if found != "runs"]
+        if stopped:
+            # As code: an error may hold the signs of a table or of HTML.
+            why = stopped[0].translate(str.maketrans("|`", "/'"))
+            cells = ["runs" if found == "runs" else "refused" for found in row.values()]
+            yield f"| {name} | {' | '.join(cells)} | `{why:.150}` |"
+
+
 def page() -> str:
     """The whole page of results."""
     lines = [
@@ -123,6 +138,18 @@ def page() -> str:
         "a confidence of 99.9 % (with jl, mu is the median over projections), that of a run 95 %.",
         f"By `{audits['command']}`.",
     ]
+    lines += [
+        "",
+        "## Optax's optimizers on private means",
+        "",
+        "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`,",
+        "and behind `mechanism.private` under `testing.assert_private`. Rows that are missing run",
+        "in all three.",
+        "",
+        "| optimizer | Optax itself | `dpsgd` | chain | the first error |",
+        "|---|---|---|---|---|",
+    ]
+    lines += optimizer_rows()
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from dpjax.types import ClippedSum, Clipping, PyTree
 
@@ -30,6 +31,8 @@ class _Mark(NamedTuple):
     total: object
     """Equal for the leaves of one sum."""
     leaves: int
+    trace: Any
+    """Where the sum was made: in which trace, or in none."""
 
 
 # By the identity of the array: arrays are not hashable, and equal arrays are not the same sum.
@@ -38,12 +41,12 @@ _marks: dict[int, _Mark] = {}
 
 def mark(total: PyTree, rule: Clipping) -> PyTree:
     """The clipped sum itself, known from here on as one of this rule."""
-    leaves, token = jax.tree.leaves(total), object()
+    leaves, token, trace = jax.tree.leaves(total), object(), get_opaque_trace_state()
     for leaf in leaves:
         name = id(leaf)
         # The entry goes with its array; otherwise the next array at this address would inherit it.
         array = weakref.ref(leaf, lambda _, name=name: _marks.pop(name, None))
-        _marks[name] = _Mark(array, rule, token, len(leaves))
+        _marks[name] = _Mark(array, rule, token, len(leaves), trace)
     return total
 
 
@@ -80,6 +83,14 @@ def require_clipped_sum(
     whole = len(found) == len(leaves) and len({id(entry.total) for entry in found}) == 1
     if not whole or found[0].leaves != len(leaves):
         raise ValueError(f"{name}: {_broken(found, leaves)}")
+    # A branch of `lax.cond` holds the noise, and the other branch would release the bare sum.
+    if found[0].trace != get_opaque_trace_state():
+        raise ValueError(
+            f"{name}: the sum was clipped in another trace than the noise is added in; expected "
+            "both in one function. Usually optax.conditionally_transform, optax.apply_if_finite or "
+            "jax.lax.cond stands around the noise alone, and could release a sum without it: put "
+            "it behind the noise."
+        )
     clipped = found[0].rule
     same = clipped.partition.assign(updates) == rule.partition.assign(updates)
     if clipped.bounds != rule.bounds or not same:

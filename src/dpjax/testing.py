@@ -191,13 +191,16 @@ def assert_private(
     The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
     link releases $s + \Sigma^{1/2} z$, and one example moves it by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
-    $\mu = 1 / m$. The links behind the noise are post-processing and may be any.
+    $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. The
+    links behind the noise are post-processing and may be any.
 
     | chain | result |
     |---|---|
     | refuses to run, as with a link between clipping and noise | `LawBroken` |
     | releases without noise, or with noise twice | `LawBroken` |
     | noise for another bound | `LawBroken`, with the measured ratio |
+    | a link before the clipping that mixes examples, as `optax.clip_by_global_norm` | the same |
+    | one that keeps gradients of earlier batches, as `optax.trace` | the same |
 
     Args:
       chain: From per-example gradients ``(batch, ...)`` to updates, such as
@@ -205,8 +208,8 @@ def assert_private(
       params: Parameters.
       canary: The gradient of the example, without batch axis; by default far longer than any bound.
         A rule that drops long gradients needs one that just reaches its bound.
-      steps: How many steps run.
-      tolerance: The largest relative distance of $\mu m$ from 1.
+      steps: How many steps run; the first, third, ... draw the example.
+      tolerance: The largest distance of $\mu m$ from 1, or from 0.
 
     Example:
       >>> import dpjax
@@ -216,7 +219,7 @@ def assert_private(
       >>> assert_private(chain, {"w": jnp.zeros(5)})
     """
     if canary is None:
-        canary = jax.tree.map(lambda p: jnp.full(jnp.shape(p), 1e6, jnp.float32), params)
+        canary = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
     with_it, without = (_releases(chain, params, canary, here, steps) for here in (1.0, 0.0))
     for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
@@ -226,31 +229,46 @@ def assert_private(
                 for (a, b), deviation in zip(pairs, one.deviations, strict=True)
             ]
         ratio = float(np.linalg.norm(moved)) * float(one.multiplier)
-        if not abs(ratio - 1) <= tolerance:
+        drawn = 1 - step % 2
+        if not abs(ratio - drawn) <= tolerance:
             raise LawBroken(
                 f"at step {step} one example moves the release by {ratio:.4g} times what the "
-                f"multiplier {float(one.multiplier):.4g} says; expected 1. Above 1 epsilon does "
-                "not hold, below 1 noise is wasted, or the canary does not reach the bound."
+                f"multiplier {float(one.multiplier):.4g} says; expected {drawn}. Above it epsilon "
+                "does not hold: usually a link before the clipping sees several examples, or keeps "
+                "gradients of earlier batches. Below it noise is wasted, or the canary does not "
+                "reach the bound."
             )
 
 
 def _releases(
     chain: optax.GradientTransformation, params: PyTree, canary: PyTree, here: float, steps: int
 ) -> list[seals.Release]:
-    """What the noise link of a chain releases on a batch of zeros and, if ``here``, the canary."""
-    batch = jax.tree.map(lambda c: jnp.stack([c * here, jnp.zeros_like(c)]), canary)
+    """What the noise link of a chain releases, where the canary is in every second batch."""
+    # Other examples, because a link before the clipping could let the canary move their rows.
+    others = _others(params, 3)
     with seals.watched() as found:
         try:
             state = chain.init(params)
-            for _ in range(steps):
+            for step in range(steps):
+                share = here * (1 - step % 2)
+                row = jax.tree.map(lambda c, share=share: jnp.asarray(c)[None] * share, canary)
+                batch = jax.tree.map(lambda *rows: jnp.concatenate(rows), row, others)
                 _, state = chain.update(batch, state, params)
-        except ValueError as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise LawBroken(f"the chain refuses to run: {error}") from error
     if len(found) != steps:
         raise LawBroken(
             f"the chain added noise {len(found)} times in {steps} steps; expected once a step."
         )
     return found
+
+
+def _others(params: PyTree, count: int) -> PyTree:
+    """Gradients of ``count`` examples, ``(count, ...)``, of length about one per parameter."""
+    rng = np.random.default_rng(count)
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=(count, *jnp.shape(p))), jnp.float32), params
+    )
 
 
 def _vector(tree: PyTree) -> np.ndarray:

@@ -158,6 +158,7 @@ def _refuse_unbatched(gradients: PyTree, shapes: Sequence[tuple[int, ...]]) -> N
                 f"{given}; expected (batch, {', '.join(map(str, shape))}): one gradient "
                 "per example. Usually the gradient was already averaged over the batch "
                 "(jax.grad of a batch loss): use jax.vmap(jax.grad(loss), (None, 0)), or "
-                "dpjax.clipped_grad, which clips and sums by itself."
+                "dpjax.clipped_grad, which clips and sums by itself. Or optax.MultiSteps stands "
+                "around the link, and accumulates before it: put MultiSteps behind the noise."
             )
     trees.leading_size(gradients, name="clip_and_sum")

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from dpjax import checks, trees
+from dpjax._foreign import joined_records, kind_of
 from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
@@ -58,12 +59,26 @@ class Stream:
     workers: int = 8
 
     def __post_init__(self) -> None:
+        kind = kind_of(self.source)
         if not isinstance(self.source, RandomAccess):
+            hint = " Give its data set: Stream(loader.dataset)."
             raise TypeError(
-                f"data.Stream: the source is of type {type(self.source).__name__}, which has no "
-                "length or cannot be indexed; expected random access, as data sources of grain and "
-                "of TensorFlow Datasets, memory maps and lists have. An iterator chooses its own "
-                "order, which no accountant describes."
+                f"data.Stream: the source is of type {kind}, which has no length or cannot be "
+                "indexed; expected random access, as data sources of grain and of TensorFlow "
+                "Datasets, memory maps and lists have. An iterator chooses its own order, which no "
+                f"accountant describes.{hint if hasattr(self.source, 'dataset') else ''}"
+            )
+        if kind.startswith(("pandas.", "polars.")):
+            raise TypeError(
+                f"data.Stream: the source is a {kind}, which is indexed by column or by label; "
+                "expected one record an index. It is in memory and needs no Stream: pass it as the "
+                "data, or its arrays, (frame[inputs].to_numpy(), frame[target].to_numpy())."
+            )
+        if why := joined_records(self.source):
+            raise TypeError(
+                f"data.Stream: the source is a {kind}, and {why}; expected one example an index. "
+                "Leave this transformation out: the sampler draws the batches, and `steps` of the "
+                "mechanism says how long training lasts."
             )
         if _is_columns(self.source):
             raise TypeError(
@@ -187,7 +202,7 @@ def _is_columns(source: Any) -> bool:
     if not pair or len(source) < 2:
         return False
     first, second = source[:2]
-    arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim for x in (first, second))
+    arrays = all(hasattr(x, "__array__") and getattr(x, "ndim", 0) for x in (first, second))
     return arrays and (isinstance(source, tuple) or _shape(first) != _shape(second))
 
 

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from dpjax import trees
+from dpjax._foreign import arrays
 from dpjax.types import PyTree
 
 _MOST = 2**31 - 1  # rows
@@ -80,6 +81,7 @@ class Clients:
           >>> clients.examples.tolist(), clients.starts.tolist()
           ([1.0, 0.0, 2.0, 3.0], [0, 1, 1])
         """
+        data = arrays(data, "federated data")
         rows, owners = trees.leading_size(data, name="federated data"), np.asarray(owners)
         whole = owners.shape == (rows,) and np.issubdtype(owners.dtype, np.integer)
         if not whole or not np.all((owners >= 0) & (owners < clients)):

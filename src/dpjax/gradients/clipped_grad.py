@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from dpjax import trees
+from dpjax._foreign import arrays
 from dpjax._marks import mark
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
@@ -23,7 +24,7 @@ from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding, microbatched, spread
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.layout import layout
-from dpjax.gradients.loss_checks import require_one_example
+from dpjax.gradients.loss_checks import noted, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.sharding_checks import refuse_meshes
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -117,6 +118,7 @@ def clipped_grad(
         key: Key = None,
         start: PyTree = None,
     ) -> ClippedSum:
+        batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
         # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
         # gradients of a device before they are clipped.
@@ -242,8 +244,9 @@ def check_sizes(who: str, **sizes: int | None) -> None:
 def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """Raises unless ``loss(params, example)`` is one real number, of one example alone."""
     check_trainable(params)
-    program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
-    check_scalar(found[0])
+    with noted(example):
+        program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
+        check_scalar(found[0])
     require_one_example(program.jaxpr, "clipped_grad: the loss")
 
 
@@ -255,7 +258,8 @@ def check_rule(rule: Clipping) -> None:
 
 def check_trainable(params: PyTree) -> None:
     """Refuses parameters that hold the statistics of batch normalisation."""
-    if any("batch_stats" in name.split("/") for name in trees.leaf_names(params)):
+    # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
+    if any("batch_stats" in name.split("/")[:-1] for name in trees.leaf_names(params)):
         raise ValueError(
             "clipped_grad: the parameters hold a 'batch_stats' collection. Batch "
             "normalisation mixes the examples of a batch, so clipping one example's "

@@ -9,12 +9,15 @@ program, and refuses them by name.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from dpjax._jaxpr import VOUCHED, inner_programs
+from dpjax.types import PyTree
 
 _HOST = "calls the host, which may keep what it saw of other examples or see the whole batch"
 _DEVICES = "reads the examples of other devices"
@@ -32,6 +35,31 @@ _COULD: dict[str, str] = {
 }
 # JAX's own name of the keys of threefry. Other generators draw for a whole batch by its first key.
 _THREEFRY = "key<fry>"
+
+
+@contextlib.contextmanager
+def noted(example: PyTree) -> Iterator[None]:
+    """Notes at an error of a user's loss how dpjax called it, and what is usually wrong.
+
+    Args:
+      example: Shapes of one example.
+    """
+    try:
+        yield
+    except Exception as error:
+        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
+        usual = (
+            "a dictionary: read it by name, example['x']"
+            if isinstance(example, dict)
+            else "one argument: unpack it inside, x, y = example"
+        )
+        error.add_note(
+            f"dpjax called loss(params, example), where example is {shapes}: one example, without "
+            "a batch axis. Usually the loss was written for a batch (x.mean(0), y[:, None], "
+            f"len(x)), or as loss(params, x, y). The example is {usual}. If the loss needs "
+            "anything else, it must close over it."
+        )
+        raise
 
 
 def require_one_example(program: Jaxpr, name: str) -> None:

@@ -335,12 +335,13 @@ class Mechanism:
 
         Returns:
           A link whose state counts the steps, for loops that clip and sum themselves; in a chain,
-          `private` does all of it. It refuses sums of another rule, where they come from
-          `dpjax.clip_and_sum` or `dpjax.clipped_grad`, and cannot check others. A step beyond the
-          plan was not accounted, so it releases nothing: it raises, or inside ``jit`` returns NaN.
-          With ``adaptive``, the
-          state is an `AdaptiveState`, sum and mean are relative to its scale, and ``update``
-          needs ``below=``, from `dpjax.clipping.Quantile.below`.
+          `private` does all of it. With ``params``, as a chain passes them, it accepts the sum of
+          `dpjax.clip_and_sum` or `dpjax.clipped_grad` by an equal rule alone, or one that
+          `dpjax.clipping.trusted_sum` declares; without ``params`` it cannot check sums that a
+          loop added itself. A step beyond the plan was not accounted, so it releases nothing: it
+          raises, or inside ``jit`` returns NaN. With ``adaptive``, the state is an
+          `AdaptiveState`, sum and mean are relative to its scale, and ``update`` needs
+          ``below=``, from `dpjax.clipping.Quantile.below`.
         """
         noise.check_multiplier(self.gradient_multiplier, self.clipping)
         trees.check_key(key, "Mechanism.privatize")
@@ -361,9 +362,11 @@ class Mechanism:
             below: Float[Array, ""] | None = None,
             **extra: Any,
         ) -> tuple[PyTree, Any]:
-            del params, extra
+            del extra
             name = "Mechanism.privatize"
-            updates = require_clipped_sum(updates, self.clipping, name, plain=True)
+            # A loop that added microbatches itself passes no parameters, and a chain does.
+            own = params is None or not self.noise_multiplier
+            updates = require_clipped_sum(updates, self.clipping, name, plain=own)
             updates = one_run(updates, state.key)
             scale = getattr(state, "scale", None)
             each = noise.standard_deviations(self.gradient_multiplier, self.clipping, state.step)

@@ -8,6 +8,7 @@
 | `earlier`, `forget` | what the run in a folder has spent; removes a run |
 | `average_parameters`, `averaged` | an Optax link that keeps a running mean, free of privacy cost |
 | `dp_adam`, `scaled_rate` | Adam without the noise in its second moment; a rate for a batch size |
+| `lookahead` | `optax.lookahead` for parameters as the loss takes them |
 | `dp_sgld`, `on_mean_gradient` | Langevin dynamics; its step size as papers print it |
 | `keep_samples`, `samples`, `predictive` | keeps samples, reads them, averages predictions |
 """
@@ -16,7 +17,7 @@ from dpjax.training.averaging import average_parameters, averaged
 from dpjax.training.dpsgd import dpsgd
 from dpjax.training.fit import fit
 from dpjax.training.info import Info
-from dpjax.training.optimizers import dp_adam, scaled_rate
+from dpjax.training.optimizers import dp_adam, lookahead, scaled_rate
 from dpjax.training.run_folder import earlier, forget
 from dpjax.training.samples import keep_samples, predictive, samples
 from dpjax.training.sgld import dp_sgld, on_mean_gradient
@@ -34,6 +35,7 @@ __all__ = [
     "fit",
     "forget",
     "keep_samples",
+    "lookahead",
     "on_mean_gradient",
     "predictive",
     "samples",

@@ -6,7 +6,7 @@ They read shapes and public numbers, never the values of examples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import reprlib
 from typing import Any
 
 import jax
@@ -19,10 +19,11 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 
 from dpjax import clipping, ledger, noise, schedules, trees
+from dpjax._foreign import no_arrays
 from dpjax.data import Dataset, Stream
 from dpjax.gradients import ENGINES
 from dpjax.gradients.clipped_grad import check_scalar, check_trainable
-from dpjax.gradients.loss_checks import closed_over
+from dpjax.gradients.loss_checks import closed_over, noted
 from dpjax.mechanism import Mechanism
 from dpjax.training.recipe import extra_arguments
 from dpjax.types import LossFn, PyTree, Schedule, State
@@ -99,15 +100,33 @@ def check_optimizer(
     # first step.
     extra = extra_arguments(optimizer, scale)
     try:
-        jax.eval_shape(lambda *x: optimizer.update(*x, **extra), wide, optimizer_state, params)
+        updates, after = jax.eval_shape(
+            lambda *x: optimizer.update(*x, **extra), wide, optimizer_state, params
+        )
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             "dpsgd: the optimizer does not run on gradients, state and parameters alone "
             f"({error}). Usually it looks at the loss, as optax.contrib.reduce_on_plateau and "
             "optax.lbfgs do: a private step has no loss to give, because the loss of a batch is "
-            "not private. Or it wants parameters of its own kind, as optax.lookahead does. Take an "
-            "optimizer that follows gradients alone, and a schedule for its rate."
+            "not private. Or it wants parameters of its own kind, as optax.lookahead does: take "
+            "dpjax.training.lookahead. Take an optimizer that follows gradients alone, and a "
+            "schedule for its rate."
         ) from error
+    # Steps are rounds of one compiled loop, and a checkpoint is read back into the first state.
+    if jax.tree.structure(after) != jax.tree.structure(optimizer_state):
+        raise TypeError(
+            "dpsgd: the state of the optimizer has another structure after an update than at the "
+            f"beginning: {jax.tree.structure(optimizer_state)!s:.300}. Expected equal ones. "
+            "Usually optax.monitor adds its measurements: take optax.snapshot(name, measure)."
+        )
+    found, expected = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (updates, params))
+    if found != expected:
+        raise TypeError(
+            f"dpsgd: the optimizer returns updates of shapes {reprlib.repr(found)}; expected those "
+            f"of the parameters, {reprlib.repr(expected)}. Usually a link that measures, as "
+            "optax.measure_with_ema, stands alone: give it to optax.monitor, in a chain with an "
+            "optimizer."
+        )
 
 
 def _check_public(optimizer_state: Any) -> None:
@@ -203,19 +222,19 @@ def _check_size(data: PyTree, expected: int) -> None:
     """Refuses another number of examples than is accounted, and leaves that are not numeric."""
     if not isinstance(data, Stream):
         _check_numbers(data)
-    size = len(data) if isinstance(data, Stream) else trees.leading_size(data, name="dpsgd data")
+    stream = isinstance(data, Stream)
+    size = len(data) if stream else trees.leading_size(data, name="dpsgd data")
     if size != expected:
+        batched = " If a record is a batch, let the source give single examples." if stream else ""
         raise ValueError(
             f"dpsgd: the data hold {size} examples, the mechanism's sampler {expected}; the "
             "sampling rate would not be the accounted one. Build the sampler for this data set: "
-            f"dpjax.sampling.poisson(examples={size}, batch_size=...)."
+            f"dpjax.sampling.poisson(examples={size}, batch_size=...).{batched}"
         )
 
 
 def _check_numbers(data: PyTree) -> None:
     """Refuses lists, loaders, text, dates and objects, which JAX cannot turn into arrays."""
-    if isinstance(data, Iterator):  # jax.tree.leaves of an iterator is deprecated
-        raise _no_arrays(data)
     for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
         if isinstance(leaf, int | float | np.number):
             raise TypeError(
@@ -225,7 +244,7 @@ def _check_numbers(data: PyTree) -> None:
             )
         kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if not hasattr(leaf, "dtype") and kind.kind == "O":
-            raise _no_arrays(leaf)
+            raise no_arrays(leaf, "dpsgd data")
         if getattr(kind, "kind", "V") in "OSUMm":
             raise TypeError(
                 f"dpsgd data: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
@@ -265,16 +284,6 @@ def check_devices(name: str, **parts: PyTree) -> None:
         )
 
 
-def _no_arrays(given: Any) -> TypeError:
-    """The error for a loader, an iterator, or another object that is not an array."""
-    return TypeError(
-        f"dpsgd data: got a {type(given).__name__}; expected arrays. Usually a loader or an "
-        "iterator was given: dpsgd draws the batches itself, because their sampling is accounted. "
-        "Give the arrays of all examples, or dpjax.data.Stream(source, example=...) over a source "
-        "that can be indexed."
-    )
-
-
 def traced_loss(loss: LossFn, params: PyTree, example: PyTree) -> ClosedJaxpr:
     """The program of ``loss(params, example)``; raises unless it is one real number.
 
@@ -284,16 +293,9 @@ def traced_loss(loss: LossFn, params: PyTree, example: PyTree) -> ClosedJaxpr:
       example: Shapes of one example.
     """
     check_trainable(params)
-    try:
+    with noted(example):
         program, value = jax.make_jaxpr(loss, return_shape=True)(params, example)
         check_scalar(value)
-    except Exception as error:
-        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
-        error.add_note(
-            f"dpsgd called loss(params, example), where example is {shapes}: one example, without "
-            "a batch axis. If the loss needs anything else, it must close over it."
-        )
-        raise
     return program
 
 

@@ -18,6 +18,7 @@ from absl import logging
 from jaxtyping import Array, Int
 
 from dpjax import ledger, schedules, trees
+from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
 from dpjax.gradients.clipped_grad import check_rule, check_sizes
@@ -39,7 +40,7 @@ from dpjax.training.checks import (
     whole,
 )
 from dpjax.training.in_memory import bound_to, in_memory
-from dpjax.training.info import Sums, mean_info
+from dpjax.training.info import Sums, mean_info, tell_of_unscored
 from dpjax.training.recipe import Recipe, example_of, layout_of
 from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
@@ -66,6 +67,7 @@ def dpsgd(
       mechanism: The mechanism that runs and is accounted.
       data: A tree of arrays with a leading axis of ``mechanism.sampling.examples``, which
         `dpsgd` puts on the device; or a `dpjax.data.Stream`, which reads the rows of each draw.
+        Tensors and data frames that NumPy can read are arrays too.
       engine: How the clipped sum is computed; see `dpjax.clipped_grad`. Speed only.
       per_step: For a loss that changes over time. ``per_step(step)`` is appended to every
         example: ``(x, y)`` becomes ``(x, y, per_step(step))``. Steps count from 0 over the whole
@@ -131,6 +133,7 @@ def dpsgd(
     """
     check_kinds(loss, optimizer, mechanism, engine, budget)
     check_schedule(bound_schedule, mechanism)
+    data = arrays(data, "dpsgd data")
     check_data(data, mechanism, per_step)
     entry = None if per_step is None else (lambda key, step: per_step(step))
     recipe = Recipe(
@@ -172,9 +175,11 @@ def assemble(
     # Shapes alone: nothing is read from a stream before the first step but its first row.
     row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if stream else in_memory(recipe, data, shared)
+    told: set[bytes] = set()  # the runs, by key, that were warned of losses that are not finite
 
     def init(key: Key, params: PyTree) -> State:
         trees.check_key(key, f"{name}: init")
+        params = arrays(params, f"{name}: init(params)")
         trees.check_params(params)
         check_devices(name, parameters=params, key=key, data=data)
         loss = traced_loss(bound_to(recipe, shared).loss, params, example_of(recipe, row))
@@ -184,6 +189,7 @@ def assemble(
         if shared is None:
             require_one_example(loss.jaxpr, f"{name}: the loss")
             tell_of_constants(loss, mechanism.sampling.examples)
+        told.discard(trees.on_host(key).tobytes())
         optimizer = recipe.optimizer.init(trees.widened(params))
         check_optimizer(recipe.optimizer, optimizer, params)
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
@@ -208,6 +214,8 @@ def assemble(
         state, sums = steps.run(state._replace(ledger=None), count)
         # Before anything of these steps leaves: their noise may meet one sum only.
         require_one_sum(key, first, sums.seal, name)
+        if key.tobytes() not in told and tell_of_unscored(name, sums):
+            told.add(key.tobytes())
         return state._replace(ledger=spent), info(sums)
 
     def step(state: State) -> tuple[State, Any]:

@@ -73,10 +73,22 @@ class Info(NamedTuple):
     """Fraction of the drawn examples with a norm above the bound, per group."""
 
 
-_UNSCORED = (
-    "dpsgd: %d of %d examples have a finite gradient and a loss that is not finite. They count in "
-    "the step and not in info.loss. Usually a label is out of range."
-)
+def tell_of_unscored(name: str, sums: Sums) -> bool:
+    """Warns of examples without a finite loss, and returns whether there are any.
+
+    Args:
+      name: The algorithm.
+      sums: The sums of steps, as NumPy arrays.
+    """
+    counted = int(np.sum(sums.working - sums.dropped))
+    unscored = counted - int(np.sum(sums.scored))
+    if unscored:
+        logging.warning(
+            "%s: %d of %d examples have a finite gradient and a loss that is not finite. They "
+            "count in the step and not in info.loss. Usually a label is out of range.",
+            *(name, unscored, counted),
+        )
+    return unscored > 0
 
 
 def mean_info(sums: Sums) -> Info:
@@ -88,8 +100,6 @@ def mean_info(sums: Sums) -> Info:
     sums = jax.tree.map(np.asarray, sums)
     # Dropped examples contributed zero to the sum, so the means leave them out too.
     counted = sums.working - sums.dropped
-    if unscored := int(np.sum(counted - sums.scored)):
-        logging.log_first_n(logging.WARNING, _UNSCORED, 1, unscored, int(np.sum(counted)))
     with np.errstate(divide="ignore", invalid="ignore"):
         loss = np.float32(sums.losses / sums.scored)
         norm = np.float32(sums.norms / counted[:, None])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two additions to Optax for private training.
+"""Three additions to Optax for private training.
 
 Any Optax optimizer takes private means: it computes from released numbers and costs nothing. Adam
 divides by the root of a second moment that is mostly noise: `dp_adam` subtracts the noise, whose
-variance is known. Published rates belong to a batch size: `scaled_rate` converts them.
+variance is known. `lookahead` keeps its slow parameters in the optimizer's state. Published rates
+belong to a batch size: `scaled_rate` converts them.
 """
 
 from __future__ import annotations
@@ -146,3 +147,63 @@ def dp_adam(
 
     adam = optax.GradientTransformationExtraArgs(init, update)
     return optax.chain(adam, optax.scale_by_learning_rate(learning_rate))
+
+
+class LookaheadState(NamedTuple):
+    """The slow parameters, which are the ones to test and to release, and Optax's own state."""
+
+    slow: PyTree
+    inner: Any
+
+
+def lookahead(
+    fast_optimizer: optax.GradientTransformation,
+    sync_period: int,
+    slow_step_size: float,
+    reset_state: bool = False,
+) -> optax.GradientTransformation:
+    r"""`optax.lookahead` for parameters as the loss takes them.
+
+    $$ s \leftarrow s + \alpha (\theta - s), \qquad \theta \leftarrow s \qquad
+       \text{every } k \text{ steps} $$
+
+    Optax holds $s$ in a pair of fast and slow parameters, and `dpjax.dpsgd` would add noise to the
+    slow ones too. Here they are in the state: ``state.optimizer.slow``.
+
+    Args:
+      fast_optimizer: Moves $\theta$ at every step.
+      sync_period: $k$.
+      slow_step_size: $\alpha$.
+      reset_state: Whether the state of ``fast_optimizer`` starts again every $k$ steps.
+
+    Returns:
+      An Optax optimizer. Use it as the last link: its updates must be applied as they are.
+
+    Privacy:
+      Post-processing: the slow parameters follow from private ones.
+
+    Example:
+      >>> optimizer = lookahead(optax.sgd(0.5), sync_period=1, slow_step_size=0.5)
+      >>> updates, state = optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)), jnp.ones(2))
+      >>> print(updates, state.slow)
+      [-0.25 -0.25] [0.75 0.75]
+
+    References:
+      Zhang, Lucas, Hinton and Ba, "Lookahead Optimizer: k steps forward, 1 step back", 2019.
+    """
+    pair = optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state)
+
+    def init(params: PyTree) -> LookaheadState:
+        return LookaheadState(params, pair.init(optax.LookaheadParams(params, params)))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, LookaheadState]:
+        # With no parameters Optax itself raises, as every optimizer that needs them.
+        fast: Any = params
+        moved: Any
+        both = optax.LookaheadParams(fast, state.slow)
+        moved, inner = pair.update(updates, state.inner, both)
+        return moved.fast, LookaheadState(optax.apply_updates(state.slow, moved.slow), inner)
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every optimizer of Optax on private means: which run, which are refused, and why.
+
+  result    118 of 134 run in Optax on gradients, state and parameters alone: all of them behind the
+            noise, and all but `optax.monitor` through `dpsgd`
+  hardware  any; no figure depends on it
+  command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
+  figures   experiments/results/optimizers.json
+
+A row is a public function of `optax` or `optax.contrib` that returns a gradient transformation, or
+a composition of them. Each takes two steps through `dpjax.dpsgd`, and stands behind
+`mechanism.private` in a chain that `dpjax.testing.assert_private` measures. Beside them: whether it
+runs in Optax itself, on gradients, state and parameters alone. Functions are found in the installed
+Optax: one without a row in `ARGUMENTS` is called with a learning rate alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import reporting
+from absl import app, flags
+
+import dpjax
+from dpjax import clipping, sampling, testing
+
+RATE = 0.01
+PARAMS = {"bias": jnp.full(4, 0.1), "kernel": jnp.full((3, 4), 0.5)}
+# The kernel is trained or masked, and the bias is left as it is.
+MASK = {"bias": False, "kernel": True}
+LABELS = {"bias": "frozen", "kernel": "trained"}
+
+
+def two() -> dict[str, optax.GradientTransformation]:
+    """One optimizer a label."""
+    return {"frozen": optax.set_to_zero(), "trained": inner()}
+
+
+def inner() -> optax.GradientTransformation:
+    """What wrappers wrap."""
+    return optax.sgd(RATE)
+
+
+def size(updates: Any) -> jax.Array:
+    """A measurement, for the links that take one."""
+    return optax.tree.norm(updates)
+
+
+def summed(updates: Any, params: Any) -> Any:
+    """A link without a state."""
+    return jax.tree.map(jnp.add, updates, params)
+
+
+# The arguments of functions that need more than a learning rate.
+ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "MultiSteps": lambda: {"opt": inner(), "every_k_schedule": 2},
+    "adaptive_grad_clip": lambda: {"clipping": 0.1},
+    "add_noise": lambda: {"eta": 0.1, "gamma": 0.5, "key": 0},
+    "apply_if_finite": lambda: {"inner": inner(), "max_consecutive_errors": 2},
+    "clip": lambda: {"max_delta": 1.0},
+    "clip_by_block_rms": lambda: {"threshold": 1.0},
+    "clip_by_global_norm": lambda: {"max_norm": 1.0},
+    "conditionally_mask": lambda: {"inner": inner(), "should_transform_fn": lambda t: t > 0},
+    "conditionally_transform": lambda: {"inner": inner(), "should_transform_fn": lambda t: t > 0},
+    "contrib.differentially_private_aggregate": lambda: {
+        "l2_norm_clip": 1.0,
+        "noise_multiplier": 1.0,
+        "key": 0,
+    },
+    "contrib.dpsgd": lambda: {
+        "learning_rate": RATE,
+        "l2_norm_clip": 1.0,
+        "noise_multiplier": 1.0,
+        "seed": 0,
+    },
+    "contrib.mechanize": lambda: {"base_optimizer": inner()},
+    "contrib.sam": lambda: {"optimizer": inner(), "adv_optimizer": inner()},
+    "contrib.schedule_free": lambda: {"base_optimizer": inner(), "learning_rate": RATE},
+    "contrib.split_real_and_imaginary": lambda: {"inner": inner()},
+    "ema": lambda: {"decay": 0.9},
+    "flatten": lambda: {"inner": inner()},
+    "freeze": lambda: {"mask": MASK},
+    "lookahead": lambda: {"fast_optimizer": inner(), "sync_period": 2, "slow_step_size": 0.5},
+    "masked": lambda: {"inner": inner(), "mask": MASK},
+    "measure_with_ema": lambda: {"measure": size, "decay": 0.9},
+    "multi_transform": lambda: {"transforms": two(), "param_labels": LABELS},
+    "partition": lambda: {"transforms": two(), "param_labels": LABELS},
+    "scale": lambda: {"step_size": -RATE},
+    "scale_by_backtracking_linesearch": lambda: {"max_backtracking_steps": 3},
+    "scale_by_schedule": lambda: {"step_size_fn": optax.constant_schedule(-RATE)},
+    "scale_by_zoom_linesearch": lambda: {"max_linesearch_steps": 3},
+    "selective_transform": lambda: {"optimizer": inner(), "freeze_mask": MASK},
+    "snapshot": lambda: {"measure_name": "size", "measure": size},
+    "stateless": lambda: {"f": summed},
+    "stateless_with_tree_map": lambda: {"f": jnp.add},
+    "trace": lambda: {"decay": 0.9},
+    "with_extra_args_support": lambda: {"tx": inner()},
+}
+
+COMPOSED: dict[str, Callable[[], Any]] = {
+    "chain(clip_by_global_norm, adamw of a schedule)": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 1, 2)),
+    ),
+    "chain(add_decayed_weights, trace, scale)": lambda: optax.chain(
+        optax.add_decayed_weights(0.1, MASK), optax.trace(0.9, nesterov=True), optax.scale(-RATE)
+    ),
+    "chain(sgd, apply_every)": lambda: optax.chain(inner(), optax.apply_every(2)),
+    "chain(sgd, ema)": lambda: optax.chain(inner(), optax.ema(0.9)),
+    "chain(adam, reduce_on_plateau)": lambda: optax.chain(
+        optax.adam(RATE), optax.contrib.reduce_on_plateau()
+    ),
+    "inject_hyperparams(adam)": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=RATE),
+    "inject_stateful_hyperparams(adam)": lambda: optax.inject_stateful_hyperparams(optax.adam)(
+        learning_rate=RATE
+    ),
+    "MultiSteps(lion), skip_not_finite": lambda: optax.MultiSteps(
+        optax.lion(RATE), 2, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation(),
+    "chain(monitor, adam)": lambda: optax.chain(optax.monitor({"size": size}), optax.adam(RATE)),
+    "named_chain(adam, weight decay)": lambda: optax.named_chain(
+        ("adam", optax.scale_by_adam()), ("decay", optax.add_decayed_weights(0.1))
+    ),
+    "schedule_free(adam without momentum)": lambda: optax.contrib.schedule_free(
+        optax.adam(RATE, b1=0.0), RATE
+    ),
+    "training.lookahead": lambda: dpjax.training.lookahead(inner(), 2, 0.5),
+    "training.dp_adam": lambda: dpjax.training.dp_adam(RATE, mechanism()),
+}
+# They return a transformation, and their annotation does not say so.
+ANNOTATED = ("scale_by_factored_rms", "contrib.hutchinson_estimator_diag_hessian")
+# They take functions of optimizers, or optimizers of any number: `COMPOSED` has a row for each.
+ELSEWHERE = ("chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams")
+SMOKE = ["adam", "contrib.sam", "lookahead", "lbfgs", "training.dp_adam"]
+
+
+def mechanism() -> dpjax.Mechanism:
+    return dpjax.Mechanism(
+        sampling=sampling.full(8), clipping=clipping.flat(1.0), noise_multiplier=1.3, steps=4
+    )
+
+
+def found() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public functions of Optax that return a gradient transformation, and `MultiSteps`."""
+    yield "MultiSteps", optax.MultiSteps
+    for prefix, module in (("", optax), ("contrib.", optax.contrib)):
+        for name, function in vars(module).items():
+            if name.startswith("_") or not inspect.isfunction(function):
+                continue
+            returns = str(inspect.signature(function).return_annotation)
+            if prefix + name in ANNOTATED or "GradientTransformation" in returns:
+                yield prefix + name, function
+
+
+def rows() -> dict[str, Callable[[], Any]]:
+    """A maker for each row."""
+
+    def maker(name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+        takes = inspect.signature(function).parameters.get("learning_rate")
+        rate = {} if takes is None or takes.default is not takes.empty else {"learning_rate": RATE}
+        return lambda: function(**ARGUMENTS.get(name, lambda: rate)())
+
+    functions = {name: maker(name, f) for name, f in sorted(found()) if name not in ELSEWHERE}
+    return functions | COMPOSED
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.sum(jnp.square(x @ params["kernel"] + params["bias"] - 1))
+
+
+def by_itself(optimizer: Any) -> None:
+    """Two updates without dpjax."""
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(2):
+        updates, state = optimizer.update(jax.grad(loss)(params, jnp.ones(3)), state, params)
+        params = optax.apply_updates(params, updates)
+
+
+def through_dpsgd(optimizer: Any) -> None:
+    """Two steps of `dpjax.dpsgd`."""
+    data = jax.random.normal(jax.random.key(1), (8, 3))
+    algorithm = dpjax.dpsgd(loss, optimizer, mechanism(), data)
+    state = algorithm.init(dpjax.noise.secret_key(), PARAMS)
+    for _ in range(2):
+        state, _ = algorithm.step(state)
+    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state.params)):
+        raise FloatingPointError("the parameters are not finite after two steps.")
+
+
+def behind_the_noise(optimizer: Any) -> None:
+    """Two steps of a chain, with and without one example."""
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    link = mechanism().private(dpjax.noise.secret_key())
+    testing.assert_private(optax.chain(link, optimizer), PARAMS, steps=2)
+
+
+WAYS = {"optax": by_itself, "dpsgd": through_dpsgd, "chain": behind_the_noise}
+
+
+def outcome(run: Callable[[Any], None], make: Callable[[], Any]) -> str:
+    """``"runs"``, or the kind and the first sentence of the error."""
+    try:
+        run(make())
+    except Exception as error:
+        first = str(error).strip().split(". ")[0].split("\n")[0]
+        return f"{type(error).__name__}: {first}"
+    return "runs"
+
+
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
+    asked, makers = flags.FLAGS, rows()
+    report = reporting.begin(("dpjax", "jax", "optax"))
+    names = SMOKE if asked.smoke else asked.names
+    report["rows"] = {}
+    for name in reporting.chosen("names", list(makers), names):
+        row = {way: outcome(run, makers[name]) for way, run in WAYS.items()}
+        report["rows"][name] = row
+        print(f"{name:50}", " | ".join(f"{found:.50}" for found in row.values()), flush=True)
+        reporting.keep(report, asked.out)
+    for way in WAYS:
+        ran = sum(row[way] == "runs" for row in report["rows"].values())
+        print(f"{way}: {ran} of {len(report['rows'])} run")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("names", None, "How their names begin; by default all.")
+    flags.DEFINE_bool("smoke", False, "A few rows: does it run?")
+    flags.DEFINE_string("out", None, "JSON file for the outcomes, rewritten after each row.")
+    app.run(main)
