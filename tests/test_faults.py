@@ -72,13 +72,7 @@ def test_kills_change_nothing(server, tmp_path, kills):
     assert runs < kills, "every run was killed at least once"
 
 
-@kills(
-    "training/fit.py",
-    "now=run.done == end or stop.asked",
-    "now=run.done == end",
-    case="15",
-    slow=True,
-)
+@kills("training/fit.py", "run.done == end or stop.asked", "run.done == end", case="15", slow=True)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
     how = {"options": {"save_every": None, "evaluate_every": 1}}
@@ -196,13 +190,7 @@ OTHERS = {
 
 
 @kills("training/dpsgd.py", '"data": content,', '"data": None,', case="data", slow=True)
-@kills(
-    "mechanism/description.py",
-    "runs = [(float(multipliers[i]), int(n)) for",
-    "runs = [(1.0, int(n)) for",
-    case="multiplier",
-    slow=True,
-)
+@kills("mechanism/description.py", "float(multipliers[i]),", "1.0,", case="multiplier", slow=True)
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_is_refused_by_name(tmp_path, other):
     settings, message = OTHERS[other]

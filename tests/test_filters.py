@@ -208,11 +208,7 @@ def test_without_noise_nothing_is_admitted():
         budget.admit(0.0, 0.1)
 
 
-@kills(
-    "accounting/filters.py",
-    "return parts.precision if parts.private else math.inf",
-    "return parts.precision if noise_multiplier > 0 else math.inf",
-)
+@kills("accounting/filters.py", "parts.private else math.inf", "noise_multiplier > 0 else math.inf")
 @pytest.mark.parametrize("multiplier", [0.0, 1e-101, 1e-160, 5e-324])
 def test_noise_whose_square_underflows_is_none(multiplier):
     """Its squared signal counted as nothing, so that any number of such steps went through."""

@@ -458,11 +458,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
 
 @pytest.mark.sample(4)
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "(1 if a == b else 2) * jnp.sum(x * g",
-    "(1 if a == b else 0) * jnp.sum(x * g",
-    case="tied embedding",
-    slow=True,
+    "gradients/_bookkeeping/leaf_norms.py", "b else 2", "b else 0", case="tied embedding", slow=True
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
@@ -479,11 +475,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "        total = total + part",
-    "        total = part",
-    case="tied embedding",
-    slow=True,
+    "gradients/_bookkeeping/leaf_sums.py", "total + part", "part", case="tied embedding", slow=True
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -498,13 +490,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "inputs = [view.of(leaves, memo) for view in views[:1]] + [v.value for v in views[1:]]",
     case="two parameters meet",
 )
-@kills(
-    "gradients/_bookkeeping/scan_trace.py",
-    "stacks=(by_round, *site.stacks)",
-    "stacks=(True, *site.stacks)",
-    case="lstm",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/scan_trace.py", "by_round,", "True,", case="lstm", slow=True)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(x + inputs * tiny) * (g + outputs * tiny)",
@@ -681,11 +667,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     slow=True,
 )
 @kills(
-    "gradients/_xla_cpu/tanh.py",
-    "g * (1 + y) * (1 - y)",
-    "g * (1 - y)",
-    case="tanh of few channels",
-    slow=True,
+    "gradients/_xla_cpu/tanh.py", "1 + y) * (1 - y", "1 - y", case="tanh of few channels", slow=True
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -694,20 +676,8 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="a frozen scale in bfloat16",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "form_of(*entries[0].scaled(factors).wiped(factors != 0))",
-    "form_of(*entries[0].wiped(factors != 0))",
-    case="embedding",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "total.at[rows.x[0].reshape(-1)].add(taken",
-    "total.at[rows.x[0].reshape(-1)].set(taken",
-    case="embedding",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/leaf_sums.py", ".scaled(factors).", ".", case="embedding", slow=True)
+@kills("gradients/_bookkeeping/leaf_sums.py", "(-1)].add", "(-1)].set", case="embedding", slow=True)
 @pytest.mark.parametrize("name", CASES)
 def test_ghost_is_the_definition(name):
     """By leaf: every norm of every leaf, and so every sum."""
@@ -790,10 +760,7 @@ def test_ghost_is_the_definition_in_float64(name):
 
 @pytest.mark.sample(6)
 @kills(
-    "gradients/_xla_cpu/convolution.py",
-    "for places in range(count)]",
-    "for places in reversed(range(count))]",
-    case="20-1-SAME",
+    "gradients/_xla_cpu/convolution.py", "range(count)", "reversed(range(count))", case="20-1-SAME"
 )
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 2), (0, 3)), ((0, 0), (-1, -1))])
 @pytest.mark.parametrize("stride", [1, 2, 3])
@@ -844,19 +811,9 @@ POOLS = {
 
 @pytest.mark.sample(2)
 @kills(
-    "gradients/_xla_cpu/max_pool.py",
-    "jax.lax.slice(winner, start, end) == number",
-    "jax.lax.slice(winner, start, end) >= number",
-    case="large",
-    slow=True,
+    "gradients/_xla_cpu/max_pool.py", "end) == number", "end) >= number", case="large", slow=True
 )
-@kills(
-    "gradients/_xla_cpu/max_pool.py",
-    "jnp.where(winner == number,",
-    "jnp.where(winner >= number,",
-    case="small",
-    slow=True,
-)
+@kills("gradients/_xla_cpu/max_pool.py", "== number,", ">= number,", case="small", slow=True)
 @pytest.mark.parametrize("name", POOLS)
 def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
     shape, *window = POOLS[name]
@@ -932,12 +889,7 @@ def test_a_broken_example_contributes_nothing(name, bad):
 
 
 @pytest.mark.sample(4)
-@kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "jnp.sum(x * g + doubt, axis",
-    "jnp.sum(x * g, axis",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/leaf_norms.py", "x * g + doubt, axis", "x * g, axis", slow=True)
 @pytest.mark.parametrize("left_over", [0.0, 1e-4, 1e-3, 3e-3, 1e-2, 1.0])
 def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
     """Two huge gradients, opposite but for a little: Gram matrices lose what is left."""
@@ -965,13 +917,7 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
     case="as it is",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/cost.py",
-    "leaf.size <= _ROOM * read or not isometric",
-    "leaf.size <= _ROOM * read",
-    case="scaled",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/cost.py", "read or not isometric", "read", case="scaled", slow=True)
 @pytest.mark.parametrize(
     ("positions", "view"),
     [(16, lambda w: w), (3, lambda w: 100 * w), (3, lambda w: w - jnp.mean(w, axis=0))],
@@ -995,12 +941,7 @@ def test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound(positions, vi
     assert "instantiate" in gradients.explain(loss, w, jax.tree.map(lambda a: a[0], batch))
 
 
-@kills(
-    "gradients/_bookkeeping/cost.py",
-    "not (isometric and once and entire(leaf, sites))",
-    "not (once and entire(leaf, sites))",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/cost.py", "isometric and once and", "once and", slow=True)
 def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
     """Scaled cotangents are rounded again, and centring cancels everything but that error."""
     rng, w = np.random.default_rng(0), jnp.zeros(200)
@@ -1028,13 +969,7 @@ def in_rounds(w, example):
     return jnp.sum(columns[1].T * c)
 
 
-@kills(
-    "gradients/_bookkeeping/cost.py",
-    "not (isometric and once and entire(leaf, sites))",
-    "not (isometric and entire(leaf, sites))",
-    case="columns",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/cost.py", "once and entire", "entire", case="columns", slow=True)
 @pytest.mark.parametrize("taken", [in_columns, in_rounds], ids=["columns", "rounds"])
 def test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound(taken):
     """Scaled cotangents are rounded again, and those of one column are summed."""
@@ -1298,13 +1233,7 @@ def test_a_broken_image_stays_alone_among_groups_of_channels():
     case="1",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "jnp.maximum(total, 0) + _lost(forms)",
-    "jnp.maximum(total, 0)",
-    case="3",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/leaf_norms.py", "0) + _lost(forms)", "0)", case="3", slow=True)
 @pytest.mark.parametrize("positions", [1, 3])
 def test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound(positions):
     """The square of the data leaves float32; the gradient is 0.000015 an entry."""

@@ -236,12 +236,7 @@ def test_weights_are_held_to_one():
 
 
 @pytest.mark.sample(3)
-@kills(
-    "gradients/batching.py",
-    "jax.lax.scan(body, (start, lost), folded)",
-    "jax.lax.scan(body, (trees.zeros_wide(start), lost), folded)",
-    slow=True,
-)
+@kills("gradients/batching.py", "(start, lost),", "(trees.zeros_wide(start), lost),", slow=True)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.promotes
@@ -265,10 +260,7 @@ def test_a_sum_is_added_to_what_was_there(engine, size):
 
 
 @kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "entries[0].scaled(factors).wiped(factors != 0)",
-    "entries[0].scaled(factors)",
-    slow=True,
+    "gradients/_bookkeeping/leaf_sums.py", "(factors).wiped(factors != 0)", "(factors)", slow=True
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 def test_what_is_broken_does_not_get_into_a_table(engine):
@@ -411,12 +403,7 @@ def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
 
 @pytest.mark.slow
 @kills("gradients/nan_isolation.py", "        refuse_split(rows.batch)\n", "", slow=True)
-@kills(
-    "gradients/clipped_grad.py",
-    "return isolated(estimated, by_patches)",
-    "return estimated",
-    slow=True,
-)
+@kills("gradients/clipped_grad.py", "isolated(estimated, by_patches)", "estimated", slow=True)
 @kills(
     "gradients/sharding_checks.py",
     "if not sharding.is_fully_replicated:",
@@ -467,12 +454,7 @@ def test_a_broken_image_takes_no_weight_from_others():
         np.testing.assert_allclose(w - sums.value / 5, released(1), rtol=1e-9)
 
 
-@kills(
-    "gradients/clipped_grad.py",
-    "return isolated(estimated, by_patches)",
-    "return estimated",
-    slow=True,
-)
+@kills("gradients/clipped_grad.py", "isolated(estimated, by_patches)", "estimated", slow=True)
 @pytest.mark.promotes
 def test_a_broken_image_leaves_estimated_norms_of_others_alone():
     def loss(w, x):

@@ -228,11 +228,7 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/ghost.py",
-    "        each = factors[:, groups[i]]\n",
-    "        each = factors[:, 0]\n",
-    case="per_group-by layer",
-    slow=True,
+    "gradients/_bookkeeping/ghost.py", "groups[i]]\n", "0]\n", case="per_group-by layer", slow=True
 )
 @kills(
     "gradients/_bookkeeping/ghost.py",
@@ -358,13 +354,7 @@ NOISES = [
 
 
 @kills("noise/link.py", "deviation * noise", "0.9 * deviation * noise", case="constant", slow=True)
-@kills(
-    "noise/link.py",
-    "leaf.astype(noise.dtype) + deviation * noise",
-    "leaf.astype(noise.dtype)",
-    case="constant",
-    slow=True,
-)
+@kills("noise/link.py", "dtype) + deviation * noise", "dtype)", case="constant", slow=True)
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation):
     chain = optax.chain(
@@ -388,17 +378,8 @@ def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
     testing.assert_noise(link, BIG, deviation / 50)
 
 
-@kills(
-    "noise/link.py",
-    "[deviations[group] for group in groups]",
-    "[deviations[0] for group in groups]",
-    slow=True,
-)
-@kills(
-    "noise/link.py",
-    "[_product(multiplier, bound) for multiplier, bound in pairs]",
-    "[multiplier for multiplier, bound in pairs]",
-)
+@kills("noise/link.py", "[group] for group in groups", "[0] for group in groups", slow=True)
+@kills("noise/link.py", "_product(multiplier, bound) for multiplier,", "multiplier for multiplier,")
 def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     rule = clipping.per_group((1.0, 2.0), BIG_GROUPS)
     link = noise.gaussian((2.0, 1.5), rule, key=jax.random.key(0))
@@ -409,16 +390,8 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     np.testing.assert_allclose(mechanism.multipliers, 1.2)
 
 
-@kills(
-    "noise/link.py",
-    "trees.step_key(key, Purpose.NOISE, step)",
-    "trees.step_key(key, Purpose.NOISE, 0)",
-)
-@kills(
-    "noise/link.py",
-    "GaussianState(state.key, state.step + 1)",
-    "GaussianState(state.key, state.step)",
-)
+@kills("noise/link.py", "step_key(key, Purpose.NOISE, step)", "step_key(key, Purpose.NOISE, 0)")
+@kills("noise/link.py", "(state.key, state.step + 1)", "(state.key, state.step)")
 @kills(
     "trees.py",
     "in jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])",
@@ -451,8 +424,7 @@ def test_multiplier_zero_is_the_identity():
 @kills(
     "training/step.py",
     "        gradients,\n        lost,\n",
-    "        jax.tree.map(lambda p: p + "
-    "jax.random.normal(jax.random.key(0), p.shape), gradients),\n        lost,\n",
+    "        jax.tree.map(lambda p: p + jax.random.normal(jax.random.key(0), p.shape), gradients),\n        lost,\n",
     case="5",
     slow=True,
 )
@@ -480,13 +452,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     case="3-poisson",
     slow=True,
 )
-@kills(
-    "sampling.py",
-    "return start + of * size, add(",
-    "return start + of * size - 1, add(",
-    case="3-poisson",
-    slow=True,
-)
+@kills("sampling.py", "start + of * size,", "start + of * size - 1,", case="3-poisson", slow=True)
 @kills(
     "sampling.py",
     "mask = start + jnp.arange(size) < draw.size",
@@ -497,18 +463,11 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 @kills(
     "training/step.py",
     "recipe.optimizer.update(mean, state.optimizer,",
-    "recipe.optimizer.update(jax.tree.map(lambda x: x * "
-    "recipe.mechanism.batch_size / sums.examples, mean), state.optimizer,",
+    "recipe.optimizer.update(jax.tree.map(lambda x: x * recipe.mechanism.batch_size / sums.examples, mean), state.optimizer,",
     case="3-poisson",
     slow=True,
 )
-@kills(
-    "training/step.py",
-    "draw_step(recipe, state.key, state.step)",
-    "draw_step(recipe, state.key, 0)",
-    case="3-poisson",
-    slow=True,
-)
+@kills("training/step.py", "state.key, state.step)", "state.key, 0)", case="3-poisson", slow=True)
 @kills(
     "training/step.py",
     "add_part(sums.gradients, sums.lost, add)",
@@ -578,12 +537,7 @@ def test_poisson_draws_are_poisson():
     assert windows.var() == pytest.approx(0.95, abs=0.05)
 
 
-@kills(
-    "sampling.py",
-    "largest = math.floor(rate * _WORDS) - 1",
-    "largest = math.floor(2 * rate * _WORDS) - 1",
-    slow=True,
-)
+@kills("sampling.py", "math.floor(rate * _WORDS)", "math.floor(2 * rate * _WORDS)", slow=True)
 def test_poisson_draws_of_a_small_set():
     found = draws(sampling.poisson(100, 5), 20_000)
     sizes = found.sum(axis=1)
@@ -606,13 +560,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
         assert rows.max(initial=0) < sampler.examples
 
 
-@kills(
-    "sampling.py",
-    "trees.step_key(key, Purpose.SAMPLING, step), below, True)",
-    "trees.step_key(key, Purpose.SAMPLING, 0), below, True)",
-    case="poisson",
-    slow=True,
-)
+@kills("sampling.py", "SAMPLING, step), below,", "SAMPLING, 0), below,", case="poisson", slow=True)
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
 def test_draws_differ_between_steps_and_keys(name):
     found = draws(SAMPLERS[name](), 40)
@@ -669,11 +617,7 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
 
 
 @kills("sampling.py", "_gaussians(multipliers, rate)", "_gaussians(multipliers, rate / 2)")
-@kills(
-    "mechanism/description.py",
-    "np.full(self.steps, multiplier, np.float64)",
-    "np.full(self.steps // 2, multiplier, np.float64)",
-)
+@kills("mechanism/description.py", "self.steps, multiplier, np", "self.steps // 2, multiplier, np")
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(60_000, 256),
@@ -726,8 +670,7 @@ def test_calibrate_after_epsilon_is_the_identity():
 @kills(
     "training/step.py",
     "    if recipe.rescales:\n        mean =",
-    "    mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, "
-    "sums.gradients)\n    if recipe.rescales:\n        mean =",
+    "    mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, sums.gradients)\n    if recipe.rescales:\n        mean =",
     slow=True,
 )
 def test_what_ran_is_what_is_accounted():
@@ -841,11 +784,7 @@ AUDITED = [
 
 
 @kills(
-    "noise/link.py",
-    "_product(multiplier, rule.sensitivity)",
-    "_product(multiplier, rule.bounds[0])",
-    case="grouped bound-1.0",
-    slow=True,
+    "noise/link.py", ", rule.sensitivity", ", rule.bounds[0]", case="grouped bound-1.0", slow=True
 )
 @pytest.mark.parametrize("bound", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("make", AUDITED)

@@ -126,12 +126,7 @@ OTHERS = {
 }
 
 
-@kills(
-    "mechanism/card.py",
-    '("unit", "sampling", "preparation",',
-    '("unit", "preparation",',
-    case="another rate",
-)
+@kills("mechanism/card.py", '"sampling", "preparation",', '"preparation",', case="another rate")
 @kills(
     "mechanism/card.py",
     '"projections", "before")',

@@ -117,12 +117,7 @@ def test_a_narrow_schedule_rounds_no_noise_away(narrow):
     assert np.std(noisy) == pytest.approx(2e-8, rel=0.02)
 
 
-@kills(
-    "accounting/events.py",
-    "precision = sum(z**-2 for z in zs)",
-    "precision = max(z**-2 for z in zs)",
-    slow=True,
-)
+@kills("accounting/events.py", "sum(z**-2 for z in zs)", "max(z**-2 for z in zs)", slow=True)
 def test_group_multipliers_are_joined_before_sampling():
     """k groups share one sample: the joint multiplier is amplified, not each group's."""
     mechanism = make(
@@ -174,11 +169,7 @@ def test_calibration():
     assert linear.multipliers[-1] * 5 == pytest.approx(linear.multipliers[0], rel=1e-6)
 
 
-@kills(
-    "mechanism/description.py",
-    "return dataclasses.replace(self, noise_multiplier=multiplier, target=None)",
-    "return dataclasses.replace(self, noise_multiplier=multiplier)",
-)
+@kills("mechanism/description.py", "multiplier, target=None", "multiplier")
 def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
     base = make(sampling=sampling.poisson(1000, 20), steps=50)
     tight = base.calibrate(2.0, 1e-6)
@@ -229,12 +220,7 @@ def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
     np.testing.assert_allclose(out, 1.0)
 
 
-@kills(
-    "mechanism/description.py",
-    "jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)",
-    "jnp.where(step <= self.steps, 1 / self.batch_size, jnp.nan)",
-    slow=True,
-)
+@kills("mechanism/description.py", "step < self.steps, 1", "step <= self.steps, 1", slow=True)
 class TestHorizon:
     def test_a_step_past_the_plan_raises(self):
         link = make(steps=2).privatize(jax.random.key(0))
@@ -286,11 +272,7 @@ def test_an_infinite_bound_is_never_private():
     assert unbounded.epsilon_of(np.ones(10), 1e-5) == math.inf
 
 
-@kills(
-    "mechanism/description.py",
-    "return Neighbours(self.neighbours or self.sampling.neighbours)",
-    "return Neighbours(self.sampling.neighbours)",
-)
+@kills("mechanism/description.py", "neighbours or self.sampling.neighbours", "sampling.neighbours")
 def test_replace_one_is_asked_for_and_doubled():
     full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
     assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)
@@ -347,9 +329,7 @@ def test_zero_noise_cannot_be_calibrated():
         make(noise_multiplier=0.0).calibrate(1.0, 1e-5)
 
 
-@kills(
-    "mechanism/description.py", "return accounting.compose(self.prepared, steps)", "return steps"
-)
+@kills("mechanism/description.py", "accounting.compose(self.prepared, steps)", "steps")
 def test_preparation_is_paid_for_before_the_first_step():
     """Two Gaussian queries on all the data, as their joint Gaussian, and not amplified."""
     bare, prepared = make(), make(preparation=[8, 8.0])
@@ -400,12 +380,7 @@ NO_RUNS = {
 }
 
 
-@kills(
-    "mechanism/spent.py",
-    "if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):",
-    "if all(multiplier >= 0 and n % 1 == 0 for multiplier, n in pairs):",
-    case="less than no steps",
-)
+@kills("mechanism/spent.py", "0 and n >= 0 and n % 1", "0 and n % 1", case="less than no steps")
 @pytest.mark.parametrize("case", NO_RUNS)
 def test_runs_are_pairs_of_a_multiplier_and_steps(case):
     with pytest.raises(ValueError, match=r"pairs \(noise multiplier, steps\)"):
@@ -436,26 +411,14 @@ def test_what_was_spent_is_the_same_however_it_is_written(runs):
     assert hash(one.before) == hash(other.before), "a budget looks mechanisms up"
 
 
-@kills(
-    "mechanism/card.py", "[[float(multiplier), steps] for", "[[multiplier, steps] for", slow=True
-)
+@kills("mechanism/card.py", "[float(multiplier), steps] for", "[multiplier, steps] for", slow=True)
 def test_whole_multipliers_are_hashed_as_floats_are():
     one, other = (make(before=[spent(multiplier=z)]) for z in (2, 2.0))
     assert one.accounted == other.accounted
 
 
-@kills(
-    "mechanism/description.py",
-    "*(spent.event for spent in self.before), *queries",
-    "*queries",
-    slow=True,
-)
-@kills(
-    "mechanism/spent.py",
-    "return accounting.compose(*queries, steps)",
-    "return accounting.compose(*queries)",
-    slow=True,
-)
+@kills("mechanism/description.py", "*(spent.event for spent in self.before), *", "*", slow=True)
+@kills("mechanism/spent.py", "compose(*queries, steps)", "compose(*queries)", slow=True)
 def test_what_was_spent_before_is_paid_for():
     def mechanism(steps, **options):
         return dpjax.Mechanism(
@@ -535,12 +498,7 @@ ALIKE = {  # what costs the same, and does not do the same
 @kills("sampling.py", 'facts={"public": public}', "facts={}", case="whose order", slow=True)
 @kills("mechanism/card.py", "                **rule.facts,\n", "", slow=True)
 @kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None", slow=True)
-@kills(
-    "mechanism/description.py",
-    '"drawn by": self.sampling.fingerprint',
-    '"drawn by": None',
-    slow=True,
-)
+@kills("mechanism/description.py", "self.sampling.fingerprint", "None", slow=True)
 @pytest.mark.parametrize("name", ALIKE)
 def test_mechanisms_that_run_differently_have_different_identities(name):
     """So that a run does not continue in another's folder."""

@@ -41,10 +41,7 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
 
 
 @kills(
-    "noise/normal.py",
-    "_box_muller(*_threefry(secret, counter), dtype)",
-    "_box_muller(*2 * _threefry(secret, counter)[:1], dtype)",
-    slow=True,
+    "noise/normal.py", "_threefry(secret, counter)", "2 * _threefry(secret, counter)[:1]", slow=True
 )
 def test_the_distribution_is_normal():
     z = np.asarray(noise.standard_normal(jax.random.key(0), (2_000_001,)), np.float64)
@@ -117,11 +114,7 @@ def test_the_words_are_those_of_threefry():
     np.testing.assert_array_equal(jnp.concatenate(words), threefry_2x32(key, counter))
 
 
-@kills(
-    "noise/normal.py",
-    "jnp.uint32, shape, axis) for axis in (0, 1)]",
-    "jnp.uint32, shape, axis) for axis in (1, 1)]",
-)
+@kills("noise/normal.py", "for axis in (0, 1)", "for axis in (1, 1)")
 def test_no_number_is_drawn_twice():
     """Blocks, rows and columns all count; in float64 numbers hardly ever meet by chance."""
     with jax.enable_x64(True):
@@ -161,11 +154,7 @@ def test_float64_noise_is_drawn_in_float64():
         assert np.any(np.asarray(z) != np.asarray(z).astype(np.float32))
 
 
-@kills(
-    "trees.py",
-    "(sum(sizes),), wide(run[0].dtype), **options)",
-    "(sum(sizes),), run[0].dtype, **options)",
-)
+@kills("trees.py", "(sum(sizes),), wide(run[0].dtype),", "(sum(sizes),), run[0].dtype,")
 def test_narrow_noise_is_refused_and_narrow_leaves_get_wide_noise():
     with pytest.raises(ValueError, match="expected float32 or float64"):
         noise.standard_normal(jax.random.key(0), (3,), jnp.bfloat16)
@@ -191,11 +180,7 @@ def test_the_noise_follows_its_schedule_step_by_step():
     np.testing.assert_allclose(deviations, [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1, 1], rtol=0.01)
 
 
-@kills(
-    "trees.py",
-    "jax.random.fold_in(jax.random.fold_in(root, purpose), step)",
-    "jax.random.fold_in(root, step)",
-)
+@kills("trees.py", "fold_in(jax.random.fold_in(root, purpose), step)", "fold_in(root, step)")
 def test_the_stream_is_a_function_of_root_purpose_and_step():
     root, like = jax.random.key(9), {"w": jnp.zeros(5)}
     outs = run(noise.gaussian(1.0, RULE, key=root), like, steps=3)

@@ -72,9 +72,7 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
 
 
 @kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")
-@kills(
-    "training/run_folder.py", "return os.open(path, flags, 0o600)", "return os.open(path, flags)"
-)
+@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)")
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)

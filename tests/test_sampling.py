@@ -30,10 +30,7 @@ def test_poisson_is_amplified():
 
 
 @kills(
-    "sampling.py",
-    "        return _gaussians(worst, 1.0)\n",
-    "        return _gaussians(multipliers, batch_size / examples)\n",
-    case="shuffled-1.0-28.3735",
+    "sampling.py", "worst, 1.0", "multipliers, batch_size / examples", case="shuffled-1.0-28.3735"
 )
 @pytest.mark.parametrize(("multiplier", "want"), [(1.0, 28.3735), (1.38, 18.4369)])
 @pytest.mark.parametrize(
@@ -81,11 +78,7 @@ def test_fixed_batches_are_accounted_for_replace_one(sampler, multiplier, steps,
         epsilon(sampler, multiplier, steps, neighbours="add-or-remove")
 
 
-@kills(
-    "sampling.py",
-    "fori_loop(0, chosen.size, body, empty)",
-    "fori_loop(0, chosen.size - 1, body, empty)",
-)
+@kills("sampling.py", "(0, chosen.size, body, empty)", "(0, chosen.size - 1, body, empty)")
 @pytest.mark.parametrize("listed", [sampling._listed, sampling._listed_in_turn])
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
 def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
@@ -121,14 +114,8 @@ OPENED = np.tri(5)
 
 
 @pytest.mark.sample(2)
-@kills(
-    "sampling.py", "largest, of = table.max(axis=1)", "largest, of = table.mean(axis=1)", slow=True
-)
-@kills(
-    "sampling.py",
-    "rows = np.minimum(np.arange(len(multipliers)) // steps_per_row",
-    "rows = np.minimum(0 * np.arange(len(multipliers)) // steps_per_row",
-)
+@kills("sampling.py", "largest, of = table.max", "largest, of = table.mean", slow=True)
+@kills("sampling.py", "np.arange(len(multipliers))", "0 * np.arange(len(multipliers))")
 @pytest.mark.parametrize(
     ("rates", "method", "expected"),
     [
@@ -145,12 +132,7 @@ def test_the_largest_rate_of_any_bin_is_counted(rates, method, expected):
 
 
 @pytest.mark.slow
-@kills(
-    "sampling.py",
-    "below[row][of], some[row][of])",
-    "below[row][0 * of], some[row][0 * of])",
-    slow=True,
-)
+@kills("sampling.py", "[row][of], some[row][of]", "[row][0 * of], some[row][0 * of]", slow=True)
 def test_a_bin_is_drawn_at_its_own_rate_of_the_step():
     rates = np.array([[0.2, 0.0], [0.1, 1.0]])
     sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=3, batch_size=10)
@@ -186,9 +168,7 @@ def test_a_rate_of_one_draws_everyone():
     assert int(draw.size) == 50
 
 
-@kills(
-    "sampling.py", "largest = math.floor(rate * _WORDS) - 1", "largest = math.floor(rate * _WORDS)"
-)
+@kills("sampling.py", "math.floor(rate * _WORDS) - 1", "math.floor(rate * _WORDS)")
 def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatch):
     """2^32 / 3 is 1431655765 and a third: that many words mean yes, and not one more."""
     words = [0, 1431655764, 1431655765]

@@ -262,10 +262,7 @@ def test_a_folder_in_which_queries_were_made_is_not_begun_anew(tmp_path):
 
 
 @kills(
-    "training/step.py",
-    "sums.dropped + jnp.sum(real & ~finite, dtype=jnp.int32)",
-    "sums.dropped",
-    slow=True,
+    "training/step.py", "dropped + jnp.sum(real & ~finite, dtype=jnp.int32)", "dropped", slow=True
 )
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
@@ -710,12 +707,8 @@ def test_two_fits_draw_different_batches():
     "return State(params, optimizer, one, key, zero, ledger.empty(seeded=seeded))",
     slow=True,
 )
-@kills(
-    "training/dpsgd.py", "mechanism, budget, steps=count)", "mechanism, budget, steps=1)", slow=True
-)
-@kills(
-    "training/step.py", "        step=state.step + 1,\n", "        step=state.step,\n", slow=True
-)
+@kills("training/dpsgd.py", "budget, steps=count", "budget, steps=1", slow=True)
+@kills("training/step.py", "step=state.step + 1,\n", "step=state.step,\n", slow=True)
 def test_many_steps_at_once_are_the_same_steps():
     one, many = make(batch=25), make(batch=25)
     state, losses = start(one), []
@@ -792,19 +785,9 @@ def test_a_mesh_is_used_or_answered_by_name():
 
 
 @pytest.mark.slow
-@kills(
-    "sampling.py",
-    "jnp.asarray(which * size, jnp.int32)",
-    "jnp.asarray(0 * size, jnp.int32)",
-    slow=True,
-)
+@kills("sampling.py", "asarray(which * size, jnp.int32)", "asarray(0 * size, jnp.int32)", slow=True)
 @kills("sampling.py", "return start + of * size, add(", "return start + size, add(", slow=True)
-@kills(
-    "gradients/batching.py",
-    "return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), totals)",
-    "return jax.tree.map(lambda x: x[0], totals)",
-    slow=True,
-)
+@kills("gradients/batching.py", "x: jnp.sum(x, axis=0, dtype=x.dtype),", "x: x[0],", slow=True)
 @kills("training/streaming.py", "split={1, 2, 3}", "split={3}", slow=True)
 def test_two_devices_take_the_steps_of_one(tmp_path):
     """The same draws and the same noise, once; each example on one device alone."""
@@ -845,25 +828,11 @@ class TestStreamed:
 
     @pytest.mark.sample(1)
     @kills(
-        "training/streaming.py",
-        "yield whole, np.arange(size) < found",
-        "yield whole, np.arange(size) <= found",
-        case="poisson-8",
-        slow=True,
+        "training/streaming.py", "(size) < found", "(size) <= found", case="poisson-8", slow=True
     )
+    @kills("training/streaming.py", "(indices),", "(indices) - size,", case="poisson-8", slow=True)
     @kills(
-        "training/streaming.py",
-        "for i in range(0, len(indices), size)]",
-        "for i in range(0, len(indices) - size, size)]",
-        case="poisson-8",
-        slow=True,
-    )
-    @kills(
-        "training/streaming.py",
-        "_pieces(draw(state.key, step), size)",
-        "_pieces(draw(state.key, first), size)",
-        case="poisson-8",
-        slow=True,
+        "training/streaming.py", "state.key, step", "state.key, first", case="poisson-8", slow=True
     )
     @pytest.mark.parametrize("microbatch_size", [None, 1, 8])
     @pytest.mark.parametrize("sampler", ["poisson", "shuffled", "fixed", "full"])
@@ -938,9 +907,7 @@ class TestBoundSchedule:
         algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, DATA * 3, **options)
         return algorithm, algorithm.run(start(algorithm), steps)
 
-    @kills(
-        "training/step.py", "lambda p, x: loss(p, x) / scale", "lambda p, x: loss(p, x)", slow=True
-    )
+    @kills("training/step.py", "p, x: loss(p, x) / scale", "p, x: loss(p, x)", slow=True)
     def test_it_is_clipping_to_the_bound_of_the_step(self):
         _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
         far = np.linalg.norm(3 * np.ones(3))
@@ -1059,13 +1026,7 @@ def run_timed(per_step, steps, seed=0, state=None, **options):
 
 class TestPerStep:
     @pytest.mark.sample(1)
-    @kills(
-        "training/recipe.py",
-        "jax.tree.map(jnp.asarray, recipe.entry(key, step))",
-        "jax.tree.map(jnp.asarray, recipe.entry(key, 0 * step))",
-        case="None-vmap",
-        slow=True,
-    )
+    @kills("training/recipe.py", "(key, step))", "(key, 0 * step))", case="None-vmap", slow=True)
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
     @pytest.mark.parametrize("microbatch_size", [None, 4])
     def test_the_loss_of_step_t_sees_the_epoch_of_step_t(self, engine, microbatch_size):
@@ -1166,8 +1127,7 @@ class TestWeights:
     @kills(
         "training/recipe.py",
         "return each(lambda example: weigh(state.step, state.params, example), examples)",
-        "return jnp.roll(each(lambda example: weigh(state.step, "
-        "state.params, example), examples), 1)",
+        "return jnp.roll(each(lambda example: weigh(state.step, state.params, example), examples), 1)",
         slow=True,
     )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
@@ -1190,12 +1150,7 @@ class TestWeights:
         assert second[1] > 8
 
     @pytest.mark.sample(2)
-    @kills(
-        "gradients/clipped_grad.py",
-        "jnp.where(rows > 0, jnp.minimum(rows, 1), 0)",
-        "jnp.where(rows > 0, rows, 0)",
-        slow=True,
-    )
+    @kills("gradients/clipped_grad.py", "0, jnp.minimum(rows, 1), 0", "0, rows, 0", slow=True)
     @pytest.mark.parametrize("weight", [7.0, math.inf, -1.0, math.nan])
     def test_no_weight_lets_an_example_past_its_bound(self, weight):
         for moved in self.summed(lambda t, w, x: weight, (jnp.full((1, 3), 50.0),), bound=1.0):
