@@ -470,7 +470,8 @@ def test_parameters_in_half_precision_do_not_lose_small_steps():
 @kills(
     "training/step.py",
     "        gradients,\n        lost,\n",
-    "        gradients + jax.random.normal(jax.random.key(rows[0][0]), gradients.shape),\n        lost,\n",
+    "        gradients + jax.random.normal(jax.random.key(rows[0][0]), gradients.shape),\n"
+    "        lost,\n",
     case="7",
     slow=True,
 )
@@ -508,7 +509,8 @@ def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(t
 @kills(
     "training/step.py",
     "    if recipe.rescales:\n        mean =",
-    "    mean = jax.tree.map(lambda x: x * recipe.mechanism.batch_size / sums.drawn, mean)\n    if recipe.rescales:\n        mean =",
+    "    mean = jax.tree.map(lambda x: x * recipe.mechanism.batch_size / sums.drawn, mean)\n"
+    "    if recipe.rescales:\n        mean =",
     slow=True,
 )
 def test_the_divisor_does_not_depend_on_who_was_drawn():

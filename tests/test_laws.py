@@ -424,7 +424,8 @@ def test_multiplier_zero_is_the_identity():
 @kills(
     "training/step.py",
     "        gradients,\n        lost,\n",
-    "        jax.tree.map(lambda p: p + jax.random.normal(jax.random.key(0), p.shape), gradients),\n        lost,\n",
+    "        jax.tree.map(lambda p: p + jax.random.normal(jax.random.key(0), p.shape), "
+    "gradients),\n        lost,\n",
     case="5",
     slow=True,
 )
@@ -463,7 +464,8 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 @kills(
     "training/step.py",
     "recipe.optimizer.update(mean, state.optimizer,",
-    "recipe.optimizer.update(jax.tree.map(lambda x: x * recipe.mechanism.batch_size / sums.examples, mean), state.optimizer,",
+    "recipe.optimizer.update(jax.tree.map(lambda x: x * recipe.mechanism.batch_size / "
+    "sums.examples, mean), state.optimizer,",
     case="3-poisson",
     slow=True,
 )
@@ -670,7 +672,8 @@ def test_calibrate_after_epsilon_is_the_identity():
 @kills(
     "training/step.py",
     "    if recipe.rescales:\n        mean =",
-    "    mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, sums.gradients)\n    if recipe.rescales:\n        mean =",
+    "    mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, sums.gradients)\n"
+    "    if recipe.rescales:\n        mean =",
     slow=True,
 )
 def test_what_ran_is_what_is_accounted():
