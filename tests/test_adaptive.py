@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import (
@@ -38,7 +39,7 @@ def linear(w, x):
 
 
 def make(data, *, multiplier=1.0, bound=1.0, steps=20, sampler=None, quantile=None, **options):
-    mechanism = dpjax.Mechanism(
+    mechanism = mechanism_with(
         sampling=sampler or sampling.full(len(data)),
         clipping=clipping.flat(bound),
         noise_multiplier=multiplier,
@@ -119,7 +120,7 @@ def test_it_finds_the_quantile_wherever_it_begins(target):
 def test_one_scale_moves_the_bounds_of_all_groups():
     """Of four pairs of example and group three are below: a fraction of 3/4."""
     params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
-    mechanism = dpjax.Mechanism(
+    mechanism = mechanism_with(
         sampling=sampling.full(2),
         clipping=clipping.per_group((1.0, 3.0), clipping.by_leaf(params)),
         noise_multiplier=0.0,
@@ -197,8 +198,9 @@ def beside(total, count):
 def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(scheduled):
     size, data = 1_000_000, jnp.zeros((3, 1))
     totals = [1.5, 1.2, 0.9] if scheduled else [1.5] * 3
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(3, 1.5),
+    mechanism = mechanism_with(
+        3,
+        1.5,
         clipping=clipping.flat(0.5),
         noise_multiplier=schedules.table(np.array(totals)) if scheduled else 1.5,
         steps=3,
@@ -219,7 +221,7 @@ def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(schedule
 
 def test_each_group_gets_its_share_of_what_is_left():
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(400_000)}
-    mechanism = dpjax.Mechanism(
+    mechanism = mechanism_with(
         sampling=sampling.full(10),
         clipping=clipping.per_group((1.0, 2.0), clipping.by_leaf(params)),
         noise_multiplier=(2.0, 1.5),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, clipping, ledger, noise, sampling
@@ -33,12 +34,7 @@ def test_at_the_best_order_it_lets_as_much_through_as_the_ledger(epsilon, order,
     assert accounting.best_order(step, epsilon, 1e-5) == order
     budget = Filter(epsilon=epsilon, delta=1e-5, order=order)
     assert budget.limit == pytest.approx(limit, abs=1e-6)
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.1,
-        steps=20_000,
-    )
+    mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=20_000)
     fits = ledger.affordable(mechanism, ledger.Budget(epsilon=epsilon, delta=1e-5))
     assert budget.room(1.1, RATE) == fits == steps
 

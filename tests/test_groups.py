@@ -11,9 +11,9 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from mutation import kills
 from scipy import stats
 from scipy.integrate import quad
+from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import accounting, clipping, sampling
+from dpjax import accounting, sampling
 
 STEP = accounting.subsampled_gaussian(1.0, 0.01, 200)
 
@@ -102,9 +102,9 @@ def test_more_records_cost_more_and_less_than_all_of_them_always():
 @pytest.mark.promotes
 def test_a_mechanism_with_preparation_and_a_schedule():
     """Each part is enlarged; nothing is lost on the way."""
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 50),
-        clipping=clipping.flat(1.0),
+    mechanism = mechanism_with(
+        1000,
+        50,
         noise_multiplier=lambda step: np.float32(2.0) + step // 5,
         steps=10,
         preparation=(8.0,),
@@ -134,12 +134,7 @@ def test_large_losses_get_a_coarse_grid_and_not_all_memory(records, rate, multip
 
 @kills("accounting/user_level.py", "    _refuse_foreign(parts)\n", "", slow=True)
 def test_what_has_no_proof_is_refused():
-    fixed = dpjax.Mechanism(
-        sampling=sampling.fixed(100, 10),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=5,
-    )
+    fixed = mechanism_with(sampling=sampling.fixed(100, 10), steps=5)
     with pytest.raises(ValueError, match=r"Batches of a fixed size .* sample with sampling\.poi"):
         accounting.for_groups(fixed.event, 2)
     with pytest.raises(ValueError, match="State the guarantee for 'add-or-remove'"):

@@ -18,6 +18,7 @@ import scipy.stats
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, auditing, clipping, ledger, noise, sampling, testing, trees, types
@@ -111,7 +112,7 @@ def assert_trees_equal(a, b, **tolerance):
 
 
 def mechanism_for(rule, *, sampler=None, multiplier=1.0, steps=10):
-    return dpjax.Mechanism(
+    return mechanism_with(
         sampling=sampler or sampling.full(10),
         clipping=rule,
         noise_multiplier=multiplier,
@@ -604,12 +605,7 @@ def test_without_sampling_the_epsilon_is_the_closed_form():
 @hypothesis.settings(max_examples=20)
 def test_epsilon_is_monotone(multiplier, batch, steps):
     def epsilon(m=multiplier, b=batch, t=steps, delta=1e-5):
-        return dpjax.Mechanism(
-            sampling=sampling.poisson(1000, b),
-            clipping=clipping.flat(1.0),
-            noise_multiplier=m,
-            steps=t,
-        ).epsilon(delta)
+        return mechanism_with(1000, b, noise_multiplier=m, steps=t).epsilon(delta)
 
     here, slack = epsilon(), 1 + 1e-9
     assert epsilon(m=multiplier * 1.1) <= here * slack
@@ -621,12 +617,7 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
 @kills("sampling.py", "_gaussians(multipliers, rate)", "_gaussians(multipliers, rate / 2)")
 @kills("mechanism/description.py", "self.steps, multiplier, np", "self.steps // 2, multiplier, np")
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.1,
-        steps=14_063,
-    )
+    mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=14_063)
     assert mechanism.epsilon(1e-5) == pytest.approx(2.5967, rel=0.002)
     assert mechanism.epsilon(1e-5, "pld") == pytest.approx(2.3818, rel=0.005)
 

@@ -7,18 +7,14 @@ import jax
 import numpy as np
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, sampling
 
 
 def make(multiplier=1.1, steps=14_063):
-    return dpjax.Mechanism(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=multiplier,
-        steps=steps,
-    )
+    return mechanism_with(60_000, 256, noise_multiplier=multiplier, steps=steps)
 
 
 def walk(mechanism, steps, budget=None):
@@ -44,12 +40,7 @@ def test_the_last_step_that_fits_by_pld():
 @pytest.mark.slow
 def test_steps_that_fit_at_sampling_rate_one_tenth():
     """2.0 at delta 1e-6 with multiplier 3 lasts 155 steps (PLD)."""
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 100),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=3.0,
-        steps=512,
-    )
+    mechanism = mechanism_with(1000, 100, noise_multiplier=3.0, steps=512)
     budget = ledger.Budget(epsilon=2.0, delta=1e-6, method="pld")
     assert ledger.affordable(mechanism, budget) == 155
 

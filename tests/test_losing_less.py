@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import run_binary
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import losses, models
@@ -163,12 +164,7 @@ def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
     def loss(logits, label, *, epoch):
         return epoch * losses.cross_entropy(logits, label)
 
-    mechanism = dpjax.Mechanism(
-        sampling=dpjax.sampling.full(dataset.examples),
-        clipping=dpjax.clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=35,
-    )
+    mechanism = mechanism_with(sampling=dpjax.sampling.full(dataset.examples), steps=35)
     at_once = losses.of(model, functools.partial(loss, epoch=1))
     state = dpjax.dpsgd(at_once, optax.sgd(0.1), mechanism, dataset.train).init(
         jax.random.key(1), params

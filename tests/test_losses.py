@@ -13,6 +13,7 @@ import pytest
 from jax.test_util import check_grads
 from mutation import kills
 from scipy import special
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, losses, models, testing
@@ -304,12 +305,7 @@ def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_o
     model = models.MLP(features=(4,), classes=3)
     x, y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
     composite = losses.composite(threshold=1.0, gamma=2.0)
-    mechanism = dpjax.Mechanism(
-        sampling=dpjax.sampling.full(6),
-        clipping=dpjax.clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=3,
-    )
+    mechanism = mechanism_with(sampling=dpjax.sampling.full(6), steps=3)
     loss = losses.of(model, composite)
     algorithm = dpjax.dpsgd(
         loss, optax.sgd(0.1), mechanism, (x, y), per_step=lambda step: step // 2

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, ledger, noise, sampling, verify
+from dpjax import ledger, noise, sampling, verify
 from dpjax.training.released import serialized
 
 DATA = (np.linspace(0, 1, 50).reshape(50, 1), np.linspace(0, 2, 50))
@@ -23,12 +24,7 @@ def loss(params, example):
     return jnp.sum((x @ params["w"] - y) ** 2)
 
 
-MECHANISM = dpjax.Mechanism(
-    sampling=sampling.full(50),
-    clipping=clipping.flat(1.0),
-    noise_multiplier=1.0,
-    steps=8,
-).calibrate(4.0, 1e-3)
+MECHANISM = mechanism_with(sampling=sampling.full(50), steps=8).calibrate(4.0, 1e-3)
 
 
 def algorithm(budget=None):

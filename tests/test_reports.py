@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules, verify
@@ -326,7 +327,7 @@ def test_a_delta_above_one_over_n_is_pointed_out():
 def test_the_card_is_complete_and_strict_json():
     mechanism = make(noise_multiplier=schedules.piecewise_down(epochs=5, steps_per_epoch=2))
     card = reports.card(
-        dpjax.Mechanism(
+        mechanism_with(
             sampling=mechanism.sampling,
             clipping=clipping.grouped(1.0, 4),
             noise_multiplier=mechanism.noise_multiplier,
@@ -394,13 +395,7 @@ def test_a_card_counts_the_steps_that_ran():
 @kills("mechanism/card.py", "[_spent(spent) for spent in mechanism.before]", "[]", slow=True)
 def test_a_card_of_a_run_that_goes_on_is_verified():
     earlier = Spent(sampling=sampling.poisson(1000, 50), runs=((1.5, 300),), preparation=(9.0,))
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 10),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=100,
-        before=[earlier],
-    )
+    mechanism = mechanism_with(1000, 10, steps=100, before=[earlier])
     card = json.loads(json.dumps(reports.card(mechanism, 1e-5)))
     assert verdicts(card) == (3, 0)
     lighter = dataclasses.replace(mechanism, before=())

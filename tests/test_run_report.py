@@ -22,6 +22,7 @@ import optax
 import pytest
 from html_pages import parsed, text
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
@@ -450,12 +451,7 @@ def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
 @kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else", slow=True)
 def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
     """A log names no method; with one that proves no bound, every row is an estimate."""
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(20, 5),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=2,
-    )
+    mechanism = mechanism_with(20, 5, steps=2)
     algorithm = dpjax.dpsgd(
         lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.1), mechanism, jnp.ones((20, 3))
     )
@@ -700,11 +696,8 @@ def test_pyplot_and_its_windows_are_never_touched():
 def test_a_real_run_can_be_looked_at(tmp_path):
     digits = data.load("digits")
     model = models.by_name("mlp", 10, features=(16,))
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(len(digits.train[1]), 256),
-        clipping=clipping.grouped(0.5, 2),
-        noise_multiplier=2.0,
-        steps=6,
+    mechanism = mechanism_with(
+        len(digits.train[1]), 256, clipping=clipping.grouped(0.5, 2), noise_multiplier=2.0, steps=6
     )
     algorithm = dpjax.dpsgd(
         losses.of(model, losses.cross_entropy), optax.sgd(0.4), mechanism, digits.train

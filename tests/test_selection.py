@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutation import kills
 from scipy import optimize, special, stats
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting
@@ -280,12 +281,7 @@ def test_errors_say_what_to_do(given, teaches):
 
 
 def test_a_mechanism_is_asked_for_its_event():
-    mechanism = dpjax.Mechanism(
-        sampling=dpjax.sampling.poisson(1000, 10),
-        clipping=dpjax.clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=10,
-    )
+    mechanism = mechanism_with(1000, 10, steps=10)
     for event in (mechanism, [mechanism]):
         with pytest.raises(TypeError, match=r"it is mechanism\.event"):
             select_best(event, 1e-5, runs=5)
