@@ -39,13 +39,10 @@ def linear(w, x):
 
 
 def make(data, *, multiplier=1.0, bound=1.0, steps=20, sampler=None, quantile=None, **options):
-    mechanism = mechanism_with(
-        sampling=sampler or sampling.full(len(data)),
-        clipping=clipping.flat(bound),
-        noise_multiplier=multiplier,
-        steps=steps,
-        adaptive=quantile or Quantile(count_multiplier=8.0),
-    )
+    facts = {"clipping": clipping.flat(bound), "noise_multiplier": multiplier, "steps": steps}
+    adaptive = quantile or Quantile(count_multiplier=8.0)
+    sampler = sampler or sampling.full(len(data))
+    mechanism = mechanism_with(sampling=sampler, adaptive=adaptive, **facts)
     return dpjax.dpsgd(linear, optax.sgd(1.0), mechanism, data, **options)
 
 
@@ -72,12 +69,8 @@ TRAJECTORIES = [
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_bound_takes_the_published_ways(bound, records, settings, want, streamed):
     data = np.array(records, np.float32)[:, None]
-    algorithm = make(
-        Stream(data) if streamed else data,
-        multiplier=0.0,
-        bound=bound,
-        quantile=silent(target=0.0, **settings),
-    )
+    options = {"multiplier": 0.0, "bound": bound, "quantile": silent(target=0.0, **settings)}
+    algorithm = make(Stream(data) if streamed else data, **options)
     state, found = start(algorithm, 1), [bound]
     for _ in want[1:]:
         state, _ = algorithm.step(state)
@@ -105,13 +98,9 @@ def test_it_finds_the_quantile_wherever_it_begins(target):
     norms = np.exp(0.7 * rng.normal(size=2000))
     data = jnp.asarray(norms[:, None] * np.array([0.6, 0.8]), jnp.float32)
     for bound in (0.01, 50.0):
-        algorithm = make(
-            data,
-            bound=bound,
-            steps=200,
-            sampler=sampling.poisson(2000, 400),
-            quantile=Quantile(target=target, count_multiplier=40.0),
-        )
+        options = {"steps": 200, "sampler": sampling.poisson(2000, 400)}
+        quantile = Quantile(target=target, count_multiplier=40.0)
+        algorithm = make(data, bound=bound, quantile=quantile, **options)
         state, _ = algorithm.run(start(algorithm, 2), 200)
         (found,) = algorithm.released(state)["bound"]
         assert abs(np.mean(norms <= found) - target) < 0.06
@@ -143,10 +132,8 @@ def test_a_bound_goes_no_further_than_it_can_be_divided_by():
 
 # What one example can do to the count --------------------------------------------------
 
-VALUES = st.one_of(
-    st.sampled_from([0.0, math.inf, math.nan, 1e30, 1e-30, 1.0]),
-    st.floats(0, 10, width=32),
-)
+EXTREMES = st.sampled_from([0.0, math.inf, math.nan, 1e30, 1e-30, 1.0])
+VALUES = st.one_of(EXTREMES, st.floats(0, 10, width=32))
 
 
 @kills("clipping/quantile.py", "axis=-1) - 0.5", "axis=-1)")
@@ -272,7 +259,7 @@ def test_by_default_a_fraction_is_known_to_a_twentieth():
 
 @kills("mechanism/adaptive.py", "Purpose.COUNT", "Purpose.NOISE", slow=True)
 def test_the_count_draws_from_a_stream_of_its_own():
-    """That of (key, its own purpose, step), so that a resumed run goes on alike."""
+    """That of (key, its own purpose, step), so that a resumed run draws the same."""
     mechanism = make(jnp.zeros((100, 1))).mechanism
     found = fractions(mechanism, jnp.float32(0), 1, steps=2)[0]
     keys = [trees.step_key(jax.random.key(0), types.Purpose.COUNT, t) for t in range(2)]
@@ -336,13 +323,7 @@ def test_a_step_that_is_not_planned_moves_no_bound():
 
 
 def described(**changes):
-    return dpjax.Mechanism(
-        sampling=sampling.poisson(2000, 100),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=100,
-        **changes,
-    )
+    return mechanism_with(2000, 100, steps=100, **changes)
 
 
 def test_the_total_is_what_is_accounted():

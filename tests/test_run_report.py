@@ -74,14 +74,8 @@ ALL = {plot.name for plot in figures.PLOTS}
 
 
 def row(step, **changes):
-    private = {
-        "loss": 2 / step,
-        "examples": 10.0,
-        "norm": 1.5,
-        "clipped": 0.75,
-        "norm_histogram": [1, 6, 3],
-        "cosine": 0.9,
-    }
+    private = {"loss": 2 / step, "examples": 10.0, "norm": 1.5, "clipped": 0.75, "cosine": 0.9}
+    private["norm_histogram"] = [1, 6, 3]
     return {
         "step": step,
         "epsilon": step / 4,
@@ -175,10 +169,7 @@ def test_pictures_of_private_data_say_so_themselves():
         ({"activations_of": np.array("test")}, PRIVATE - {"activations"}),
         ({"activations_of": np.array("train")}, PRIVATE),
         ({"card": {**CARD, "epsilon": {"gdp": {"value": 1.0, "proven": False}}}}, ALL - {"noise"}),
-        (
-            {"card": {**CARD, "epsilon": {"rdp": {"value": "inf", "proven": True}}}},
-            ALL - {"noise"},
-        ),
+        ({"card": {**CARD, "epsilon": {"rdp": {"value": "inf", "proven": True}}}}, ALL - {"noise"}),
     ],
     ids=["activations of test data", "of training data", "nothing proven", "epsilon infinite"],
 )
@@ -233,6 +224,9 @@ def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_
     assert "Seed published (3): not for release" in head
 
 
+FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
+
+
 @kills("reports/html_report.py", "{upwards(epsilon)},", "{epsilon:.4g},", slow=True)
 @kills("reports/card.py", "why_infinite(mechanism, ran),", "None,", slow=True)
 @pytest.mark.parametrize(
@@ -241,25 +235,16 @@ def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_
         ({}, "({}, 10−5)-differentially private."),
         ({"noise_multiplier": 0.0}, "Not differentially private: epsilon is infinite."),
         (
-            {
-                "before": [Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))],
-                "neighbours": "replace-one",
-            },
+            {"before": [FIXED_BEFORE], "neighbours": "replace-one"},
             "Not proved to be differentially private.",
         ),
     ],
     ids=["proved", "bare", "no method has an answer"],
 )
-def test_the_report_tells_what_is_bare_from_what_is_unproved(
-    changes, verdict, tmp_path, monkeypatch
-):
+def test_the_report_distinguishes_no_noise_from_no_proof(changes, verdict, tmp_path, monkeypatch):
     """As the statement does, and in the same digits, rounded up."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 10),
-        clipping=clipping.flat(1.0),
-        **{"noise_multiplier": 1.05, "steps": 10, **changes},
-    )
+    mechanism = mechanism_with(1000, 10, **{"noise_multiplier": 1.05, "steps": 10, **changes})
     card = reports.card(mechanism, DELTA)
     words = dpjax.statement(mechanism, DELTA)
     reports.report(write(tmp_path, [row(10, accuracy=None)], card=card, statement=words))
@@ -300,7 +285,7 @@ def test_figures_say_what_they_miss(tmp_path):
         drawn(curves.noise, run._replace(card=None))
 
 
-def test_whatever_comes_from_outside_is_escaped(whole):
+def test_text_from_outside_is_escaped(whole):
     raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
     assert "<script" not in raw
     assert "<i>more" not in raw
@@ -313,18 +298,13 @@ def test_whatever_comes_from_outside_is_escaped(whole):
     assert tree.get("lang") == "en"
 
 
+LOADING = {"script", "link", "img", "iframe", "object", "image", "foreignObject"}
+
+
 def test_the_page_loads_nothing_and_runs_nothing(whole):
     raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
     for node in tree.iter():
-        assert node.tag not in (
-            "script",
-            "link",
-            "img",
-            "iframe",
-            "object",
-            "image",
-            "foreignObject",
-        )
+        assert node.tag not in LOADING
         for name, value in node.attrib.items():
             local = name.rpartition("}")[2]
             assert not local.startswith("on"), local
@@ -340,10 +320,8 @@ def test_ids_do_not_clash_and_colors_are_the_pages(whole):
     raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
     ids = [node.get("id") for node in tree.iter() if node.get("id")]
     assert len(ids) == len(set(ids))
-    meant = re.findall(r"url\(#([^)]*)\)", raw)
-    meant += [
-        value[1:] for node in tree.iter() for name, value in node.attrib.items() if "href" in name
-    ]
+    named = (item for node in tree.iter() for item in node.attrib.items())
+    meant = re.findall(r"url\(#([^)]*)\)", raw) + [to[1:] for name, to in named if "href" in name]
     assert meant
     assert set(meant) <= set(ids)
     for image in tree.iter("svg"):
@@ -355,10 +333,8 @@ def test_ids_do_not_clash_and_colors_are_the_pages(whole):
 
 
 def test_flags_are_written_as_one_would_type_them(whole):
-    cells = [
-        (text(line.find("th")), text(line.find("td")))
-        for line in parsed(whole / "report.html").iter("tr")
-    ]
+    lines = parsed(whole / "report.html").iter("tr")
+    cells = [(text(line.find("th")), text(line.find("td"))) for line in lines]
     for pair in (("hidden", "128, 64"), ("seed", "not set"), ("bound", "0.5"), ("dpjax", "0.1.0")):
         assert pair in cells
 
@@ -423,13 +399,8 @@ OTHERS = {
 def test_a_card_of_another_mechanism_is_not_believed(case, tmp_path):
     """Such as of cheaper steps with the same noise, in a folder that another run overwrote."""
     there, now, field = OTHERS[case]
-    facts = {
-        "sampling": sampling.poisson(1000, 10),
-        "clipping": clipping.flat(1.0),
-        "noise_multiplier": 2.0,
-        "steps": 10,
-    }
-    earlier, own = (dpjax.Mechanism(**{**facts, **changes}) for changes in (there, now))
+    facts = {"noise_multiplier": 2.0, "steps": 10}
+    earlier, own = (mechanism_with(1000, 10, **{**facts, **changes}) for changes in (there, now))
     (tmp_path / "run.json").write_text(json.dumps(own.identity))
     ledger = dpjax.ledger.admit(dpjax.ledger.empty(), own, steps=10)
     found = load_run.read(write(tmp_path, card=reports.card(own, DELTA, ledger=ledger)))
@@ -452,9 +423,8 @@ def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
 def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
     """A log names no method; with one that proves no bound, every row is an estimate."""
     mechanism = mechanism_with(20, 5, steps=2)
-    algorithm = dpjax.dpsgd(
-        lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.1), mechanism, jnp.ones((20, 3))
-    )
+    loss = lambda w, x: jnp.sum((w - x) ** 2)  # noqa: E731
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, jnp.ones((20, 3)))
     for method, proven in {"gdp": False, "rdp": True}.items():
         state = algorithm.init(jax.random.key(0), jnp.zeros(3))
         dpjax.fit(algorithm, state, directory=tmp_path / method, method=method)
@@ -522,9 +492,7 @@ def test_damaged_files_are_refused_in_words(tmp_path):
         (tmp_path / "evaluation.npz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"evaluation.npz: expected arrays .* writes it again"):
             reports.report(tmp_path)
-        assert load_run.read(tmp_path, arrays=False).card == CARD, (
-            "without arrays, the damaged file is not read"
-        )
+        assert load_run.read(tmp_path, arrays=False).card == CARD, "no array is read"
 
 
 def test_nulls_leave_gaps(tmp_path):
@@ -588,6 +556,9 @@ def test_clients_are_not_called_examples(tmp_path):
     assert "examples per second" not in page
 
 
+ABOVE = "of the examples were above the bound at the end"
+
+
 @pytest.mark.parametrize(
     ("draw", "seen"),
     [
@@ -595,10 +566,7 @@ def test_clients_are_not_called_examples(tmp_path):
         (curves.test_loss, "0.1 at the end, 0.1 at best."),
         (curves.training_loss, "0.2 at the end."),
         (curves.noise, "From 2 to 1.5, over 10 steps."),
-        (
-            curves.clipping,
-            "75 % of the examples were above the bound at the end; the cosine was 0.90.",
-        ),
+        (curves.clipping, f"75 % {ABOVE}; the cosine was 0.90."),
         (curves.norms, "1.5 at the end."),
         (curves.shades, "The fullest bin at the end is 0.22 to 4.6 bounds."),
         (layers.gradients, "Of 4 examples, 50% of the norms are above; median 0.625."),
@@ -636,9 +604,8 @@ def test_each_group_has_its_histogram(tmp_path):
     norms[3, 2] = np.inf
     groups = {"groups": ["$first$", "the/very/long/name/of/a/layer/kernel"]}
     mechanism = {**CARD["mechanism"], "clipping": groups}
-    run = load_run.read(
-        write(tmp_path, card={**CARD, "mechanism": mechanism}, norms=norms, bounds=bounds)
-    )
+    write(tmp_path, card={**CARD, "mechanism": mechanism}, norms=norms, bounds=bounds)
+    run = load_run.read(tmp_path)
     figure, seen = drawn(layers.gradients, run)
     lines = [np.max(np.asarray(axes.lines[0].get_xdata())) for axes in figure.axes if axes.lines]
     np.testing.assert_allclose(lines, bounds[:12])
@@ -658,12 +625,8 @@ def test_probabilities_that_are_not_finite_are_not_drawn(tmp_path):
 
 @pytest.mark.slow
 def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
-    write(
-        tmp_path,
-        weight_norms=np.array([0, np.inf]),
-        norms=np.zeros((3, 1)),
-        bounds=np.array([np.inf]),
-    )
+    broken = {"weight_norms": np.array([0, np.inf]), "bounds": np.array([np.inf])}
+    write(tmp_path, norms=np.zeros((3, 1)), **broken)
     labels = np.arange(100)
     np.savez(tmp_path / "evaluation.npz", labels=labels, probabilities=np.eye(100))
     run = load_run.read(tmp_path)

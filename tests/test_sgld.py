@@ -13,17 +13,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import (
-    accounting,
-    clipping,
-    ledger,
-    metrics,
-    noise,
-    sampling,
-    schedules,
-    training,
-    trees,
-)
+from dpjax import accounting, clipping, ledger, metrics, noise, sampling, schedules, training, trees
 
 MNIST = {"examples": 60_000, "batch_size": 256}
 WIDE = clipping.flat(1000.0)  # never clips here
@@ -45,19 +35,11 @@ def after(algorithm, steps, start, key=0):
     return algorithm.run(trees.copy(state), steps)
 
 
-def chain(
-    loss=flat, rate=1e-4, rule=WIDE, steps=4, data=None, batch=2.0, deviation=math.inf, **more
-):
+def chain(loss=flat, rate=1e-4, rule=WIDE, steps=4, data=None, batch=2.0, **more):
     data = np.zeros((10, 3), np.float32) if data is None else data
+    more = {"prior_deviation": math.inf, **more}
     return training.dp_sgld(
-        loss,
-        rate,
-        sampling.poisson(len(data), batch),
-        rule,
-        steps,
-        data,
-        prior_deviation=deviation,
-        **more,
+        loss, rate, sampling.poisson(len(data), batch), rule, steps, data, **more
     )
 
 
@@ -78,7 +60,7 @@ class TestThePosterior:
             data=data,
             batch=25.0,
             steps=4000,
-            deviation=cls.deviation,
+            prior_deviation=cls.deviation,
             temperature=request.param,
             samples=50,
             burn_in=1000,
@@ -141,28 +123,22 @@ def test_the_link_and_the_multiplier_are_one():
     assert np.std(noisy) == pytest.approx(multiplier * rule.sensitivity, rel=0.01)
 
 
-GOLDEN = [
-    (6.018e-5, 1.1, 2.3819, 0.005),
-    (1e-5, 2.6985, 0.7068, 0.005),
-    (1e-3, 0.2698, 248.4, 0.005),
-]
+GOLDEN = [(6.018e-5, 1.1, 2.3819), (1e-5, 2.6985, 0.7068), (1e-3, 0.2698, 248.4)]
 
 
 @pytest.mark.sample(2)
-@kills("noise/langevin.py", "2 * batch_size", "batch_size", case="1e-05-2.6985-0.7068-0.005")
-@pytest.mark.parametrize(("rate", "multiplier", "epsilon", "relative"), GOLDEN)
-def test_what_a_step_size_costs(rate, multiplier, epsilon, relative):
+@kills("noise/langevin.py", "2 * batch_size", "batch_size", case="1e-05-2.6985-0.7068")
+@pytest.mark.parametrize(("rate", "multiplier", "epsilon"), GOLDEN)
+def test_what_a_step_size_costs(rate, multiplier, epsilon):
     got = noise.langevin_multiplier(rate, clipping.flat(1.0), **MNIST)
     assert got == pytest.approx(multiplier, abs=6e-5)
     event = accounting.subsampled_gaussian(got, 256 / 60_000, 14_063)
-    assert accounting.epsilon(event, 1e-5, "pld") == pytest.approx(epsilon, rel=relative)
+    assert accounting.epsilon(event, 1e-5, "pld") == pytest.approx(epsilon, rel=0.005)
 
 
 def test_the_statement_says_the_epsilon_that_follows():
-    data = np.zeros((60_000, 1), np.float32)
-    algorithm = chain(
-        rate=6.018e-5, rule=clipping.flat(1.0), steps=14_063, data=data, batch=256, samples=1
-    )
+    size = {"data": np.zeros((60_000, 1), np.float32), "batch": 256, "steps": 14_063}
+    algorithm = chain(rate=6.018e-5, rule=clipping.flat(1.0), samples=1, **size)
     text = dpjax.statement(algorithm.mechanism, 1e-5)
     assert "noise         multiplier 1.1 x sensitivity" in text
     assert "(2.382, 1e-05)-differentially private" in text
@@ -185,7 +161,7 @@ def test_on_the_mean_gradient_it_is_the_papers():
     assert noise.langevin_multiplier(
         reading["learning_rate"], WIDE, **MNIST, temperature=reading["temperature"]
     ) == pytest.approx(256 / (1000 * 0.1**0.5))
-    # One step from 1, by hand: rate x (mean gradient + prior) and noise of that variance.
+    # One step from 1: rate x (mean gradient + prior) and noise of that variance.
     data = np.full((10, 200_000), 3.0, np.float32)
     algorithm = training.dp_sgld(
         square,
@@ -252,7 +228,7 @@ def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path, deaths):
 
     def fit(directory, dies=None):
         rate = schedules.table([2e-3, 1e-3], steps_per_epoch=20)
-        kept = {"deviation": 1.0, "samples": 4, "burn_in": 10, "every": 5}
+        kept = {"prior_deviation": 1.0, "samples": 4, "burn_in": 10, "every": 5}
         algorithm = chain(square, rate, data=data, steps=40, **kept)
         if dies is not None:
             algorithm = dies_after(algorithm, dies)
@@ -279,7 +255,7 @@ def test_another_rate_prior_or_temperature_is_another_run():
     assert json.loads(json.dumps(plain)) == plain
     for other in (
         chain(rate=4e-4, temperature=4.0),
-        chain(deviation=1.0),
+        chain(prior_deviation=1.0),
         chain(rate=DECAY),
         chain(samples=3),
     ):
@@ -390,7 +366,7 @@ REFUSED = {
         r"0\.0 at step 3 of 4; .*End the schedule above 0",
     ),
     "no temperature": ({"temperature": 0.0}, "at 0 there is no noise"),
-    "no prior": ({"deviation": 0.0}, "math.inf is a flat prior"),
+    "no prior": ({"prior_deviation": 0.0}, "math.inf is a flat prior"),
     "no bound": ({"rule": clipping.flat(math.inf)}, "no finite noise hides an example"),
     "a bound of 0": ({"rule": clipping.flat(0.0)}, "rule.sensitivity"),
     "no samples": ({"samples": 0}, "1 or more"),
