@@ -94,9 +94,8 @@ def test_nothing_that_exceeds_gets_through(choices, order, epsilon):
 def test_gaussians_without_sampling_are_let_through_to_the_last(multipliers, epsilon):
     budget, ran = Filter(epsilon=epsilon, delta=1e-5, method="gdp"), []
     for multiplier in multipliers:
-        fits = accounting.epsilon(
-            accounting.compose(*ran, accounting.gaussian(multiplier)), 1e-5, "pld"
-        )
+        both = accounting.compose(*ran, accounting.gaussian(multiplier))
+        fits = accounting.epsilon(both, 1e-5, "pld")
         try:
             budget = budget.admit(multiplier, 1.0)
             ran.append(accounting.gaussian(multiplier))
@@ -115,9 +114,8 @@ def test_a_filter_that_refused_is_as_it_was():
 
 def test_the_best_order_of_a_plan_does_not_depend_on_how_long_it_is():
     def plan(n):
-        return accounting.compose(
-            accounting.subsampled_gaussian(1.0, 0.01, n), accounting.gaussian(20.0, n)
-        )
+        steps = accounting.subsampled_gaussian(1.0, 0.01, n)
+        return accounting.compose(steps, accounting.gaussian(20.0, n))
 
     order = accounting.best_order(plan(1), 2.0, 1e-6)
     assert accounting.best_order(plan(100), 2.0, 1e-6) == order
@@ -145,9 +143,8 @@ def test_noise_that_follows_what_was_released():
         draw = drawn.draw(key, budget.steps)
         mask = np.arange(200) < draw.size
         link = noise.gaussian(multiplier, rule, key=jax.random.fold_in(key, budget.steps))
-        released, _ = link.update(
-            gradients(params, data[draw.indices], mask).value, link.init(params)
-        )
+        sums = gradients(params, data[draw.indices], mask).value
+        released, _ = link.update(sums, link.init(params))
         chosen.append(multiplier)
         params = optax.apply_updates(params, jax.tree.map(lambda x: -0.1 * x / 40, released))
         multiplier = 3.0 if optax.tree.norm(released) / 40 > 0.5 else 1.5

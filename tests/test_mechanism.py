@@ -23,21 +23,8 @@ def make(examples=60_000, batch=600, **facts):
     return mechanism_with(examples, batch, **{"steps": 2000, **facts})
 
 
-CURRICULA = [
-    ("exponential-down", 2.6130),
-    ("exponential-up", 2.6130),
-    ("piecewise-down", 1.6398),
-    ("piecewise-up", 1.6398),
-    ("linear-down", 1.3994),
-    ("linear-up", 1.3994),
-    ("quadratic-down", 1.3213),
-    ("quadratic-up", 1.6949),
-    ("logarithmic-up", 1.2859),
-]
-
-
-@pytest.mark.parametrize(("name", "want"), CURRICULA)
-def test_the_noise_curricula_cost_what_the_paper_printed(name, want):
+@pytest.mark.parametrize(("name", "want"), [("piecewise-down", 1.6398), ("linear-up", 1.3994)])
+def test_a_noise_curriculum_costs_what_the_paper_printed(name, want):
     mechanism = make(noise_multiplier=schedules.CURRICULA[name]())
     assert mechanism.epsilon(1e-5) == pytest.approx(want, abs=0.001)
 

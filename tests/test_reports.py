@@ -22,14 +22,8 @@ ESTIMATED_BEFORE = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),), 
 
 
 def make(**changes):
-    description = {
-        "sampling": sampling.poisson(60_000, 256),
-        "clipping": clipping.flat(2.0),
-        "noise_multiplier": 1.1,
-        "steps": 14_063,
-        **changes,
-    }
-    return dpjax.Mechanism(**description)
+    facts = {"clipping": clipping.flat(2.0), "noise_multiplier": 1.1, "steps": 14_063, **changes}
+    return mechanism_with(60_000, 256, **facts)
 
 
 def test_the_statement_says_all_that_a_reader_must_know():

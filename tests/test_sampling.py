@@ -6,27 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import clipping, sampling, schedules
+from dpjax import sampling, schedules
 
 LINEAR = schedules.linear_down(epochs=20, steps_per_epoch=100)
 
 
 def epsilon(sampler, multiplier, steps, method="rdp", delta=1e-5, **options):
-    return dpjax.Mechanism(
-        sampling=sampler,
-        clipping=clipping.flat(1.0),
-        noise_multiplier=multiplier,
-        steps=steps,
-        **options,
-    ).epsilon(delta, method)
+    facts = {"noise_multiplier": multiplier, "steps": steps, **options}
+    return mechanism_with(sampling=sampler, **facts).epsilon(delta, method)
 
 
 def test_poisson_is_amplified():
-    assert epsilon(sampling.poisson(60_000, 600), 1.0, 2000, "pld") == pytest.approx(
-        2.5839, rel=0.005
-    )
+    found = epsilon(sampling.poisson(60_000, 600), 1.0, 2000, "pld")
+    assert found == pytest.approx(2.5839, rel=0.005)
 
 
 @kills(
@@ -35,10 +29,7 @@ def test_poisson_is_amplified():
 @pytest.mark.parametrize(("multiplier", "want"), [(1.0, 28.3735), (1.38, 18.4369)])
 @pytest.mark.parametrize(
     "sampler",
-    [
-        sampling.shuffled(60_000, 600),
-        sampling.curriculum(np.arange(60_000), 600, public=True),
-    ],
+    [sampling.shuffled(60_000, 600), sampling.curriculum(np.arange(60_000), 600, public=True)],
     ids=["shuffled", "public order"],
 )
 def test_shuffled_and_fixed_orders_are_one_gaussian_an_epoch(sampler, multiplier, want):
@@ -51,16 +42,13 @@ def test_an_epoch_is_counted_by_its_worst_step():
     within = epsilon(sampling.shuffled(1000, 10), lambda t: 4.0 - 3.0 * (t % 100 == 50), 200)
     constant = epsilon(sampling.shuffled(1000, 10), 1.0, 200)
     assert within == pytest.approx(constant)
-    assert epsilon(sampling.shuffled(60_000, 600), LINEAR, 2000, "pld") == pytest.approx(
-        10.5353, rel=0.005
-    )
+    linear = epsilon(sampling.shuffled(60_000, 600), LINEAR, 2000, "pld")
+    assert linear == pytest.approx(10.5353, rel=0.005)
 
 
 def test_shuffled_neighbours_are_zero_out_and_replace_one_doubles():
-    sampler = sampling.shuffled(60_000, 600)
-    assert epsilon(sampler, 1.38, 2000, "pld", neighbours="replace-one") == pytest.approx(
-        47.8798, rel=0.005
-    )
+    shuffled, swapped = sampling.shuffled(60_000, 600), {"neighbours": "replace-one"}
+    assert epsilon(shuffled, 1.38, 2000, "pld", **swapped) == pytest.approx(47.8798, rel=0.005)
 
 
 @kills("sampling.py", "neighbours=Neighbours.REPLACE_ONE", "neighbours=Neighbours.ADD_OR_REMOVE")
@@ -105,9 +93,8 @@ def test_an_order_made_from_private_data_is_not_private():
 
 
 def bins(rates, steps_per_row=400):
-    return sampling.scored(
-        np.arange(60_000) // 12_000, rates, steps_per_row=steps_per_row, batch_size=600
-    )
+    places = np.arange(60_000) // 12_000
+    return sampling.scored(places, rates, steps_per_row=steps_per_row, batch_size=600)
 
 
 OPENED = np.tri(5)
@@ -155,12 +142,10 @@ def test_one_bin_at_one_rate_is_poisson_sampling():
 
 
 def test_full_batches_are_plain_gaussians():
-    assert epsilon(sampling.full(1279), 35.0, 2000, "pld", delta=1 / (1.1 * 1279)) == pytest.approx(
-        4.3959, rel=0.002
-    )
-    assert epsilon(sampling.poisson(1279, 1279), 35.0, 2000) == epsilon(
-        sampling.full(1279), 35.0, 2000
-    )
+    full, poisson = sampling.full(1279), sampling.poisson(1279, 1279)
+    found = epsilon(full, 35.0, 2000, "pld", delta=1 / (1.1 * 1279))
+    assert found == pytest.approx(4.3959, rel=0.002)
+    assert epsilon(poisson, 35.0, 2000) == epsilon(full, 35.0, 2000)
 
 
 def test_a_rate_of_one_draws_everyone():

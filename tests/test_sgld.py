@@ -382,17 +382,11 @@ def test_what_means_nothing_is_refused(case):
         chain(**settings)
 
 
-def test_a_sampler_is_no_rule():
+def test_arguments_in_the_wrong_place_and_narrow_parameters_are_refused():
     with pytest.raises(TypeError, match="sampling is a Clipping; expected a Sampler"):
         training.dp_sgld(flat, 1e-4, WIDE, sampling.full(10), 4, np.zeros((10, 3)))
-
-
-def test_a_batch_is_not_the_data():
     with pytest.raises(ValueError, match="examples is the size of the whole data set"):
         noise.langevin_multiplier(1e-4, WIDE, examples=256, batch_size=60_000)
-
-
-def test_narrow_parameters_are_refused():
     with pytest.raises(TypeError, match="narrow dtype rounds them to zero"):
         chain().init(jax.random.key(0), {"w": jnp.zeros(3, jnp.bfloat16)})
 

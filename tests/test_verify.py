@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, reports, sampling, verify
@@ -18,15 +19,7 @@ DELTA = 1e-5
 
 
 def mechanism(**options):
-    return dpjax.Mechanism(
-        **{
-            "sampling": sampling.poisson(1000, 20),
-            "clipping": clipping.flat(1.0),
-            "noise_multiplier": 1.2,
-            "steps": 40,
-            **options,
-        }
-    )
+    return mechanism_with(1000, 20, **{"noise_multiplier": 1.2, "steps": 40, **options})
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +39,8 @@ def verdicts(card):
 
 def changed(card, path, value):
     """A copy of the card with another value at a path; None removes the field."""
-    card = copy.deepcopy(card)
+    inner = card = copy.deepcopy(card)
     *above, last = path
-    inner = card
     for name in above:
         inner = inner[name]
     if value is None:
