@@ -436,10 +436,7 @@ TEACHES = [
         ),
         "expected a positive, finite bound",
     ),
-    (
-        lambda: make(X, bound_schedule=lambda step: 1.0),
-        "Leave one of the two out",
-    ),
+    (lambda: make(X, bound_schedule=lambda step: 1.0), "Leave one of the two out"),
     (
         lambda: (link := described(adaptive=Quantile()).privatize(jax.random.key(0))).update(
             jnp.zeros(1), link.init(jnp.zeros(1))

@@ -693,10 +693,7 @@ def test_real_images(name, mean, deviation):
 @real
 @pytest.mark.parametrize(
     ("name", "shapes"),
-    [
-        ("california_housing", ((18_576, 8), (2_064, 8))),
-        ("wine_quality", ((1_279, 11), (320, 11))),
-    ],
+    [("california_housing", ((18_576, 8), (2_064, 8))), ("wine_quality", ((1_279, 11), (320, 11)))],
 )
 def test_real_tables(name, shapes):
     loaded = data.load(name, data_dir=REAL)

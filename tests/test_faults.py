@@ -602,9 +602,7 @@ def test_an_algorithm_without_run_takes_single_steps(tmp_path):
     algorithm = runs.make()
     key = jax.random.key(3)
     slow, rows = runs.fit(
-        tmp_path / "slow",
-        dataclasses.replace(algorithm, run=None),
-        runs.start(algorithm, key),
+        tmp_path / "slow", dataclasses.replace(algorithm, run=None), runs.start(algorithm, key)
     )
     fast, others = runs.fit(tmp_path / "fast", algorithm, runs.start(algorithm, key))
     np.testing.assert_array_equal(slow.params, fast.params)

@@ -121,9 +121,7 @@ def einsum(draw):
 
 
 choice(
-    "bilinear",
-    lambda p, h, e: jnp.einsum("td,dk,sk->ts", h, p["w"], jnp.sin(h)),
-    w=(WIDTH, WIDTH),
+    "bilinear", lambda p, h, e: jnp.einsum("td,dk,sk->ts", h, p["w"], jnp.sin(h)), w=(WIDTH, WIDTH)
 )
 
 
@@ -381,11 +379,7 @@ def tied(draw):
     return params, lambda p, h, e: use(p["w"], h)
 
 
-choice(
-    "penalty",
-    lambda p, h, e: jnp.tanh(h @ p["w"]) + 0.1 * jnp.sum(p["w"] ** 2),
-    w=(WIDTH, 3),
-)
+choice("penalty", lambda p, h, e: jnp.tanh(h @ p["w"]) + 0.1 * jnp.sum(p["w"] ** 2), w=(WIDTH, 3))
 choice(
     "not_linear",
     lambda p, h, e: jnp.sin(h + p["w"]) ** 2 + jnp.logaddexp(h, p["v"]),

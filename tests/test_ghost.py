@@ -162,10 +162,7 @@ CASES = {
     "few outputs, many positions": plain(lambda x, w: x @ w, (40, 3), w=(3, 2)),
     "a derivative of the user's own": plain(lambda x, w: x @ held(w), (3, 30), w=(30, 40)),
     "a derivative of the user's own in a view": plain(
-        lambda x, a, w: x @ scanned(lambda c, w: c + held(w), 0 * a, w),
-        (3,),
-        a=(3, 4),
-        w=(5, 3, 4),
+        lambda x, a, w: x @ scanned(lambda c, w: c + held(w), 0 * a, w), (3,), a=(3, 4), w=(5, 3, 4)
     ),
     # Pulled back at each position by itself: their sum bends otherwise than they do.
     "a derivative of the user's own in a scan": plain(
@@ -219,9 +216,7 @@ CASES = {
         b=(5,),
     ),
     "ids outside the table": plain(
-        lambda x, table: jnp.take(table, jnp.int32(4 * x), axis=0, fill_value=0),
-        (6,),
-        table=(3, 4),
+        lambda x, table: jnp.take(table, jnp.int32(4 * x), axis=0, fill_value=0), (6,), table=(3, 4)
     ),
     "ids outside, by promise": plain(
         lambda x, w: w.at[jnp.int32(10 * x)].get(mode="promise_in_bounds"), (5,), w=(7, 4)

@@ -111,7 +111,7 @@ OTHERS = {
     "another rate": {"sampling": sampling.poisson(60_000, 2)},
     "other examples": {"sampling": sampling.poisson(600_000, 2560)},
     "another sampler": {"sampling": sampling.fixed(60_000, 256)},
-    "without what was asked before": {"preparation": ()},
+    "without its queries": {"preparation": ()},
     "without what was spent before": {"before": ()},
     "a bound": {"clipping": clipping.flat(1.0)},
 }
@@ -131,7 +131,7 @@ OTHERS = {
     case="a bound",
 )
 @pytest.mark.parametrize("name", OTHERS)
-def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
+def test_a_ledger_has_no_cost_under_another_mechanism(name):
     """A state that is handed to another mechanism with the same noise is not made cheaper."""
     own = dataclasses.replace(
         make(0.0 if name == "a bound" else 1.1, steps=5),
@@ -152,11 +152,9 @@ def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
 @kills("mechanism/card.py", '        "drawn by": mechanism.sampling.fingerprint,\n', "")
 def test_steps_are_of_the_bins_that_drew_them():
     """Samplers of one name and one price may draw others."""
+    options = {"rates": [[0.1, 0.1]], "steps_per_row": 5, "batch_size": 2}
     one, other = (
-        dataclasses.replace(
-            make(steps=5),
-            sampling=sampling.scored(bins, [[0.1, 0.1]], steps_per_row=5, batch_size=2),
-        )
+        mechanism_with(sampling=sampling.scored(bins, **options), steps=5)
         for bins in (np.arange(10) % 2, np.arange(10) // 5)
     )
     with pytest.raises(ledger.Refused, match="ran under another mechanism"):

@@ -69,7 +69,7 @@ def test_the_halves_of_a_draw_know_nothing_of_each_other():
 @kills("noise/normal.py", "_drawn(secret, ready,", "_drawn(secret + ready, ready,")
 @kills("noise/normal.py", "(ready | 1) != 0", "ready != 0", slow=True)
 def test_what_a_draw_waits_for_changes_no_number():
-    """Not a number, an empty array, one of another type: whatever there is."""
+    """Neither NaN, nor an empty array, nor one of another type."""
     key, shape = jax.random.key(0), (5, 3)
     alone = noise.standard_normal(key, shape)
     for before in (jnp.full((2, 2), jnp.nan), jnp.zeros((0, 4)), jnp.arange(3), -jnp.ones(1)):
@@ -84,10 +84,9 @@ def test_draws_are_used_as_they_come(monkeypatch):
     scales = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     key = jax.random.key(3)
     draws = trees.random_like(noise.standard_normal, key, tree)
-    used = trees.random_like(
-        noise.standard_normal, key, tree, scales, use=lambda z, leaf, scale: leaf + scale * z
-    )
-    want = jax.tree.map(lambda z, leaf, scale: leaf + scale * z, draws, tree, scales)
+    add = lambda z, leaf, scale: leaf + scale * z  # noqa: E731
+    used = trees.random_like(noise.standard_normal, key, tree, scales, use=add)
+    want = jax.tree.map(add, draws, tree, scales)
     for found, expected in zip(jax.tree.leaves(used), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -125,7 +124,7 @@ def test_no_number_is_drawn_twice():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.sample(1)
 def test_a_pair_is_what_box_and_muller_say(dtype):
-    """From the same 64 bits, in float64, the words taken apart by hand."""
+    """From the same 64 bits, by the formula in float64."""
     with jax.enable_x64(True):
         first, second = jax.random.bits(jax.random.key(0), (2, 10_000), jnp.uint32)
         first = first.at[:4].set(jnp.array([0, 2**32 - 1, 2**31, 2**31 - 1], jnp.uint32))

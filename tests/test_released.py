@@ -53,16 +53,13 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
         seen.append((state.ledger.steps, np.array(state.params["w"])))
         return {}
 
-    state, _ = dpjax.fit(
-        run, started(run), directory=tmp_path, evaluate=evaluate, evaluate_every=2, progress=False
-    )
+    options = {"evaluate": evaluate, "evaluate_every": 2, "progress": False}
+    state, _ = dpjax.fit(run, started(run), directory=tmp_path, **options)
     card, params = left(tmp_path)
     assert card == json.loads(json.dumps(dpjax.reports.card(run.mechanism, ledger=state.ledger)))
     assert card["delta"] == 1e-3, "the delta for which the noise was chosen"
-    assert (
-        dpjax.statement(run.mechanism, ledger=state.ledger)
-        in (tmp_path / "statement.txt").read_text()
-    )
+    statement = dpjax.statement(run.mechanism, ledger=state.ledger)
+    assert statement in (tmp_path / "statement.txt").read_text()
     np.testing.assert_array_equal(params["w"], state.params["w"])
     assert verify.main([str(tmp_path)]) == 0
 
@@ -89,9 +86,8 @@ def test_parameters_of_any_tree_are_left():
     found = flax.serialization.msgpack_restore(serialized(Point(jnp.arange(3.0))))
     assert [leaf.tolist() for leaf in jax.tree.leaves(found)] == [[0.0, 1.0, 2.0]]
     nested = {"layer": {"w": jnp.ones(2, jnp.bfloat16)}}
-    assert (
-        flax.serialization.from_bytes(nested, serialized(nested))["layer"]["w"].dtype == "bfloat16"
-    )
+    again = flax.serialization.from_bytes(nested, serialized(nested))
+    assert again["layer"]["w"].dtype == "bfloat16"
 
 
 def test_the_log_is_at_the_delta_of_the_budget_or_of_the_target(capsys):

@@ -71,8 +71,7 @@ def test_wrong_noise_is_caught(chain, found):
 
 
 @pytest.mark.parametrize(
-    "chain",
-    [optax.chain(LINK, LINK), optax.MultiSteps(LINK, 4).gradient_transformation()],
+    "chain", [optax.chain(LINK, LINK), optax.MultiSteps(LINK, 4).gradient_transformation()]
 )
 def test_a_chain_that_refuses_to_run_breaks_the_law(chain):
     with pytest.raises(testing.LawBroken, match="the chain refuses to run"):
