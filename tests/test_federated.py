@@ -680,114 +680,74 @@ def work(**options):
     return lambda: fedavg(some_clients(1), mechanism(1), **options)
 
 
-HUNDRED = sampling.poisson(100, 10)
+def own(clients, plan, **options):
+    """A call with as many clients of one example."""
+    return lambda: fedavg(some_clients(*[1] * clients), plan, **options)
+
+
 ADAPTIVE = {"multiplier": 1.0, "adaptive": clipping.Quantile(count_multiplier=10.0)}
 Clients, Weights = federated.Clients, federated.Weights
-ROWS = np.ones((2, 3))
-VALUES_REFUSED = {
-    "a sampler that counts examples": (
-        lambda: fedavg(some_clients(*[5] * 20), mechanism(100, sampler=HUNDRED)),
-        r"20 clients and 20 weights.*draws from 100",
-    ),
-    "a mechanism for examples": (
-        lambda: fedavg(some_clients(1, 2, 3), mechanism(3, unit="example")),
-        r"Mechanism\(unit='client'",
-    ),
-    "a metric that is no number": (
-        lambda: federated.scores(lambda params, x: x, None, some_clients(2, 1)),
-        r"the metric of one example has shape \(3,\)",
-    ),
-    "a bound that moves": (
-        lambda: fedavg(some_clients(*[1] * 9), mechanism(9, **ADAPTIVE)),
-        "adapts its bound to a quantile",
-    ),
-    "norms that are estimated": (
-        lambda: fedavg(some_clients(1, 2), mechanism(2, rule=clipping.jl(1.0, 30))),
-        "exists as a whole",
-    ),
-    "another unit": (lambda: mechanism(3, unit="person"), "example, client"),
-    "no work": (work(local_epochs=None), "and either epochs or steps"),
-    "epochs and steps": (work(local_steps=2), "and either epochs or steps"),
-    "no batch": (work(local_batch_size=0), "at least 1: the batch size"),
-    "weights of others": (
-        lambda: fedavg(some_clients(1, 1), mechanism(2), weights=Weights(values=np.ones(3))),
-        "2 clients and 3 weights",
-    ),
-    "largest": (lambda: Weights(values=np.ones(3), largest=math.inf), "positive numbers"),
-    "total": (lambda: Weights(values=[1], total=0.0), "positive numbers"),
-    "one weight": (lambda: Weights(values=3.0), "one weight per client"),
-    "no clients": (lambda: Clients.of([]), "of each client"),
-    "no examples": (lambda: some_clients(0, 0), "none of 2 clients"),
-    "more rows than indices can name": (
-        lambda: Clients.of([np.zeros((2**30, 0))] * 2),
-        "another client's row",
-    ),
-    "owners out of range": (
+ROWS, ONE = np.ones((2, 3)), some_clients(1)
+NO_NUMBER = r"the metric of one example has shape \(3,\)"
+OTHER_LEAVES = "an example of client 1 is {'b': '3'}, one of client 0 is {'a': '3'}"
+VALUES_REFUSED = [
+    (own(20, mechanism(100)), r"20 clients and 20 weights.*draws from 100"),
+    (own(3, mechanism(3, unit="example")), r"Mechanism\(unit='client'"),
+    (lambda: federated.scores(lambda params, x: x, None, ONE), NO_NUMBER),
+    (own(9, mechanism(9, **ADAPTIVE)), "adapts its bound to a quantile"),
+    (own(2, mechanism(2, rule=clipping.jl(1.0, 30))), "exists as a whole"),
+    (lambda: mechanism(3, unit="person"), "example, client"),
+    (own(2, mechanism(2), weights=Weights(values=np.ones(3))), "2 clients and 3 weights"),
+    (lambda: Weights(values=np.ones(3), largest=math.inf), "positive numbers"),
+    (lambda: Weights(values=[1], total=0.0), "positive numbers"),
+    (lambda: Weights(values=3.0), "one weight per client"),
+    (lambda: Clients.of([]), "of each client"),
+    (lambda: some_clients(0, 0), "none of 2 clients"),
+    (lambda: Clients.of([np.zeros((2**30, 0))] * 2), "another client's row"),
+    (
         lambda: Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),
         "from 0 to 2 for each of 3 rows",
     ),
-    "owners that are no numbers": (
-        lambda: Clients.split(np.ones((2, 2)), [0.0, 1.0], clients=3),
-        "float64",
-    ),
-    "clients with other leaves": (
-        lambda: Clients.of([{"a": ROWS}, {"b": ROWS}]),
-        "an example of client 1 is {'b': '3'}, one of client 0 is {'a': '3'}",
-    ),
-    "clients with other shapes": (
-        lambda: Clients.of([ROWS, np.ones((0, 3)), np.ones(3)]),
-        "client 2 is a number",
-    ),
-    **{
-        f"work {options}": (work(**options), words)
-        for words, cases in {
-            "whole numbers of at least 1": [
-                {"local_batch_size": 2.5},
-                {"local_batch_size": True},
-                {"local_epochs": 1.5},
-                {"local_epochs": math.nan},
-                {"local_epochs": None, "local_steps": 2.5},
-                {"local_epochs": None, "local_steps": "3"},
-            ],
-            r"fed.*\(microbatch_size=.*whole number, at least 1": [
-                {"microbatch_size": 0},
-                {"microbatch_size": -1},
-                {"microbatch_size": 1.5},
-            ],
-            "expected True or False": [{"project": "no"}, {"project": 1}],
-        }.items()
-        for options in cases
-    },
+    (lambda: Clients.split(np.ones((2, 2)), [0.0, 1.0], clients=3), "float64"),
+    (lambda: Clients.of([{"a": ROWS}, {"b": ROWS}]), OTHER_LEAVES),
+    (lambda: Clients.of([ROWS, np.ones((0, 3)), np.ones(3)]), "client 2 is a number"),
+]
+WORK_REFUSED = {
+    "and either epochs or steps": [{"local_epochs": None}, {"local_steps": 2}],
+    "at least 1: the batch size": [{"local_batch_size": 0}],
+    "whole numbers of at least 1": [
+        {"local_batch_size": 2.5},
+        {"local_batch_size": True},
+        {"local_epochs": 1.5},
+        {"local_epochs": math.nan},
+        {"local_epochs": None, "local_steps": 2.5},
+        {"local_epochs": None, "local_steps": "3"},
+    ],
+    r"fed.*\(microbatch_size=.*whole number, at least 1": [
+        {"microbatch_size": size} for size in (0, -1, 1.5)
+    ],
+    "expected True or False": [{"project": "no"}, {"project": 1}],
 }
-TYPES_REFUSED = {
-    "weights in a list": (work(weights=[1.0]), "expected federated.Weights"),
-    "a rate for the clients": (work(client_optimizer=0.1), "client_optimizer is a float"),
-    "a server without its rate": (work(server=optax.sgd), "server_optimizer is a function"),
-    "clients of fedavg in a list": (
-        lambda: fedavg([ROWS], mechanism(1)),
-        r"clients is a list.*Clients\.of",
-    ),
-    "clients of fedsgd in a list": (
-        lambda: federated.fedsgd(squared, optax.sgd(1.0), mechanism(1), [ROWS]),
-        r"clients is a list.*Clients\.of",
-    ),
-    "a rate for the server of fedsgd": (
-        lambda: federated.fedsgd(squared, 0.1, mechanism(1), some_clients(1)),
-        "server_optimizer is a float",
-    ),
-}
+VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items() for given in all_]
+NO_CLIENTS = r"clients is a list.*Clients\.of"
+TYPES_REFUSED = [
+    (work(weights=[1.0]), "expected federated.Weights"),
+    (work(client_optimizer=0.1), "client_optimizer is a float"),
+    (work(server=optax.sgd), "server_optimizer is a function"),
+    (lambda: fedavg([ROWS], mechanism(1)), NO_CLIENTS),
+    (lambda: federated.fedsgd(squared, optax.sgd(1.0), mechanism(1), [ROWS]), NO_CLIENTS),
+    (lambda: federated.fedsgd(squared, 0.1, mechanism(1), ONE), "server_optimizer is a float"),
+]
 
 
-@pytest.mark.parametrize("name", VALUES_REFUSED)
-def test_values_that_are_refused(name):
-    call, words = VALUES_REFUSED[name]
+@pytest.mark.parametrize(("call", "words"), VALUES_REFUSED)
+def test_values_that_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
 
-@pytest.mark.parametrize("name", TYPES_REFUSED)
-def test_types_that_are_refused(name):
-    call, words = TYPES_REFUSED[name]
+@pytest.mark.parametrize(("call", "words"), TYPES_REFUSED)
+def test_types_that_are_refused(call, words):
     with pytest.raises(TypeError, match=words):
         call()
 

@@ -390,26 +390,21 @@ def swapped():
     return mechanism_for(multiplier=8.0, neighbours="replace-one")
 
 
-MIXED = [mechanism_for(multiplier=8.0).event, dp_accounting.LaplaceDpEvent(1.0)]
 ADAPTIVE = {"adaptive": clipping.Quantile(count_multiplier=9.0)}
 NARROW = jnp.zeros(3, jnp.bfloat16)
+GAUSSIANS = "compose with Gaussian steps and queries only"
 NO_PROOF = "no proof for neighbours='replace-one'"
+MIXED = [mechanism_for(multiplier=8.0).event, dp_accounting.LaplaceDpEvent(1.0)]
+MIXED = dp_accounting.ComposedDpEvent(MIXED)
+FIXED = mechanism_for(sampler=sampling.fixed(12, 6))
 TEACHES = [
     (lambda: clipping.jl(1.0, 0), ValueError, "at least 1, and better 30"),
     (lambda: estimated()(PARAMS, X), ValueError, "need a key"),
     (lambda: mechanism_for(**ADAPTIVE), ValueError, "norms are estimated"),
     (lambda: swapped().epsilon(1e-5, "pld"), ValueError, NO_PROOF),
     (lambda: swapped().delta(1.0, "pld"), ValueError, NO_PROOF),
-    (
-        lambda: accounting.epsilon(dp_accounting.ComposedDpEvent(MIXED), 1e-5, "pld"),
-        ValueError,
-        "compose with Gaussian steps and queries only",
-    ),
-    (
-        lambda: mechanism_for(sampler=sampling.fixed(12, 6)).event,
-        ValueError,
-        "nothing is proved for estimated norms",
-    ),
+    (lambda: accounting.epsilon(MIXED, 1e-5, "pld"), ValueError, GAUSSIANS),
+    (lambda: FIXED.event, ValueError, "nothing is proved for estimated norms"),
     (
         lambda: estimated(jnp.vdot)(NARROW, X, key=jax.random.key(0)),
         TypeError,
