@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapted bounds: they go where the norms are, and what that costs is in the epsilon."""
 
-import dataclasses
 import json
 import math
 
@@ -348,13 +347,8 @@ def test_calibration_finds_the_same_total_and_leaves_the_count_alone():
 def test_statement_card_and_facts_name_both_noises():
     mechanism = described(adaptive=Quantile(target=0.7, count_multiplier=3.0))
     text = dpjax.statement(mechanism, 1e-5)
-    share = beside(1.0, 3.0)
-    for words in (
-        "at first",
-        "0.7 of the norms are below",
-        f"{share:.4g} on the sum",
-        "3 on the count",
-    ):
+    noises = f"{beside(1.0, 3.0):.4g} on the sum", "3 on the count"
+    for words in ("at first", "0.7 of the norms are below", *noises):
         assert words in text
     assert "at first" not in dpjax.statement(described(), 1e-5)
     assert "andrew2021differentially" in text
@@ -425,24 +419,20 @@ def test_adam_knows_how_large_the_noise_is():
     np.testing.assert_allclose(np.mean(seen.second), seen.noise[0], rtol=0.01)
 
 
+def uncounted():
+    link = described(adaptive=Quantile()).privatize(jax.random.key(0))
+    return link.update(jnp.zeros(1), link.init(jnp.zeros(1)))
+
+
+UNBOUNDED = {"clipping": clipping.flat(math.inf), "noise_multiplier": 0.0, "adaptive": Quantile()}
 TEACHES = [
     (lambda: Quantile(target=1.5), "fraction from 0 to 1"),
     (lambda: Quantile(rate=0.0), "expected a positive number"),
     (lambda: Quantile(count_multiplier=-1.0), "how far one example moves it"),
     (lambda: described(adaptive=Quantile(count_multiplier=1.0)), "together they cannot cost less"),
-    (
-        lambda: dataclasses.replace(
-            described(adaptive=Quantile()), clipping=clipping.flat(math.inf), noise_multiplier=0.0
-        ),
-        "expected a positive, finite bound",
-    ),
+    (lambda: described(**UNBOUNDED), "expected a positive, finite bound"),
     (lambda: make(X, bound_schedule=lambda step: 1.0), "Leave one of the two out"),
-    (
-        lambda: (link := described(adaptive=Quantile()).privatize(jax.random.key(0))).update(
-            jnp.zeros(1), link.init(jnp.zeros(1))
-        ),
-        "update needs the count of the same batch",
-    ),
+    (uncounted, "update needs the count of the same batch"),
 ]
 
 

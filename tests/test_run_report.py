@@ -31,18 +31,14 @@ from dpjax.mechanism import Spent, card
 from dpjax.reports import curves, figure_output, figures, layers, load_run, page, predictions, style
 
 DELTA = 1e-5
+FACTS = {"multiplier_and_steps": [[2.0, 6], [1.5, 4]], "clipping": {"bounds": [0.5]}}
 CARD = {
-    "mechanism": {
-        "format": card.FORMAT,
-        "multiplier_and_steps": [[2.0, 6], [1.5, 4]],
-        "clipping": {"bounds": [0.5]},
-    },
+    "mechanism": {"format": card.FORMAT, **FACTS},
     "steps": 10,
     "delta": DELTA,
     "epsilon": {
-        "rdp": {"value": 2.5, "proven": True},
-        "pld": {"value": 2.25, "proven": True},
-        "gdp": {"value": 1.5, "proven": False},
+        name: {"value": value, "proven": name != "gdp"}
+        for name, value in {"rdp": 2.5, "pld": 2.25, "gdp": 1.5}.items()
     },
     "seed_published": None,
 }
