@@ -182,6 +182,7 @@ def equinox_case():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [linen_case, nnx_case, equinox_case])
+@pytest.mark.promotes
 def test_models_of_any_library_train_privately(case):
     per_example, params = case()
     testing.assert_engines_agree(per_example, clipping.grouped(0.5, 2), params, (X, Y))
@@ -416,6 +417,7 @@ def images(broken=None):
     "together(rows)",
     slow=True,
 )
+@pytest.mark.promotes
 def test_a_broken_image_takes_no_weight_from_others():
     """A weight that is NaN is 0, and one example must not make those of others NaN."""
 
