@@ -15,9 +15,10 @@ import signal
 import jax.numpy as jnp
 import numpy as np
 import optax
+from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, sampling, training
+from dpjax import clipping, training
 
 DATA = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
 STEPS = 60
@@ -28,11 +29,8 @@ def loss(w, x):
 
 
 def make(multiplier=1.0, batch=20, bound=1.0, data=DATA, steps=STEPS, rate=0.1, **options):
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(len(data), batch),
-        clipping=clipping.flat(bound),
-        noise_multiplier=multiplier,
-        steps=steps,
+    mechanism = mechanism_with(
+        len(data), batch, clipping=clipping.flat(bound), noise_multiplier=multiplier, steps=steps
     )
     optimizer = optax.chain(optax.adam(rate), training.average_parameters(0.9))
     return dpjax.dpsgd(loss, optimizer, mechanism, data, **options)

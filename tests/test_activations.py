@@ -21,9 +21,7 @@ def test_the_default_is_tanh_to_the_last_bit():
 
 
 @given(
-    scale=st.floats(0.1, 5.0),
-    inverse_temperature=st.floats(0.1, 5.0),
-    offset=st.floats(-3.0, 3.0),
+    scale=st.floats(0.1, 5.0), inverse_temperature=st.floats(0.1, 5.0), offset=st.floats(-3.0, 3.0)
 )
 def test_equals_the_formula(scale, inverse_temperature, offset):
     expected = scale / (1 + np.exp(-np.clip(inverse_temperature * POINTS, -500, 500))) - offset

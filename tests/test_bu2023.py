@@ -41,9 +41,7 @@ ASKED |= dict.fromkeys(TWO, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked", [pytest.param(a, marks=() if a == TASKS[0] else pytest.mark.slow) for a in ASKED]
-)
+@pytest.mark.parametrize("asked", ASKED)
 def test_every_table_and_figure_runs(asked, tmp_path):
     picture = tmp_path / "figure.png"
     out = run("--smoke", "--plot", picture, *asked.split()).stdout
@@ -55,10 +53,8 @@ def test_every_table_and_figure_runs(asked, tmp_path):
 
 @pytest.mark.slow
 def test_no_clipping_has_all_properties_and_a_small_bound_loses_some():
-    found = {
-        row[0]: [cell.split("/")[0] for cell in row[1:4]]
-        for row in rows(run("--smoke", "--table=1").stdout)
-    }
+    table = rows(run("--smoke", "--table=1").stdout)
+    found = {row[0]: [cell.split("/")[0] for cell in row[1:4]] for row in table}
     for name in ("no clipping", "batch clipping", "large R, flat", "large R, layerwise"):
         assert found[name] == ["10", "10", "10"]
     symmetric, form, eigenvalues = map(int, found["small R, flat"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules, partitions and the Optax link, on cases worked out by hand."""
+"""Rules, partitions and the Optax link, on small cases whose sums are known."""
 
 import dataclasses
 import math
@@ -78,16 +78,9 @@ def test_sensitivities():
     assert clipping.grouped(total=2.5, groups=2).sensitivity == pytest.approx(2.5)
     assert clipping.per_group((1, 15), 2).sensitivity == pytest.approx(15.0333, abs=1e-4)
     assert clipping.per_group((2, 5), 2).sensitivity == pytest.approx(math.sqrt(29))
+    assert clipping.per_group((3, 4), 2).sensitivity == 5.0
     assert clipping.hard_threshold(1.0, screen=6.0).sensitivity == 1.0
     assert clipping.automatic(2.0).sensitivity == 2.0
-
-
-def test_sensitivities_of_means():
-    """Of the mean over a public divisor, and doubled for replace-one."""
-    assert clipping.flat(2.0).sensitivity / 4 == 0.5
-    assert 2 * clipping.flat(2.0).sensitivity / 4 == 1.0
-    assert clipping.grouped(1.0, 3).sensitivity / 5 == pytest.approx(0.34641, abs=1e-5)
-    assert clipping.per_group((3, 4), 2).sensitivity / 2 == 2.5
 
 
 def test_a_user_of_several_examples_is_one_example():
@@ -102,43 +95,28 @@ def test_a_user_of_several_examples_is_one_example():
     np.testing.assert_allclose(result.value / 2, w - users.reshape(6, 3).mean(axis=0), rtol=1e-6)
 
 
-def test_a_large_clip_leaves_the_plain_mean():
-    x = (jnp.array([[3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [-1.0, 0.0]]), X[1])
-    result = dpjax.clipped_grad(quadratic, clipping.flat(100.0))(W, x)
-    np.testing.assert_allclose(np.concatenate(result.value) / 4, [-2.5, -2.5, -0.5])
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("jit", [False, True])
 def test_scalar_regression(microbatch, jit):
     """Per-example gradients 1, -2, -5 at p = 2."""
-    wrap = jax.jit if jit else lambda f: f
-    for rule, all_rows, first_masked in [
-        (clipping.flat(2.5), -3.5, 1.0),
-        (clipping.normalized(1.0), -1.0, 1.0),
-    ]:
-        clipped = wrap(
-            dpjax.clipped_grad(
-                lambda p, x: 0.5 * jnp.mean((p - x) ** 2), rule, microbatch_size=microbatch
-            )
-        )
-        p, x = jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])
+    loss = lambda p, x: 0.5 * jnp.mean((p - x) ** 2)  # noqa: E731
+    p, x = jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])
+    for rule, all_rows in [(clipping.flat(2.5), -3.5), (clipping.normalized(1.0), -1.0)]:
+        clipped = dpjax.clipped_grad(loss, rule, microbatch_size=microbatch)
+        clipped = jax.jit(clipped) if jit else clipped
         assert float(clipped(p, x).value[0]) == pytest.approx(all_rows)
-        assert float(clipped(p, x, jnp.array([1, 0, 0])).value[0]) == pytest.approx(first_masked)
+        assert float(clipped(p, x, jnp.array([1, 0, 0])).value[0]) == pytest.approx(1.0)
         assert float(clipped(p, x, jnp.zeros(3)).value[0]) == 0.0
 
 
 GRADIENTS = {"w": jnp.array([[0.0, 0, 0], [0, 3, 4], [4, 0, 3], [3, 4, 0]])}
 
 
-@pytest.mark.parametrize(
-    ("bound", "want", "clipped"),
-    [(1.25, [1.75] * 3, 3), (inf, [7.0] * 3, 0), (0.0, [0.0] * 3, 3)],
-)
+@pytest.mark.parametrize(("bound", "want", "clipped"), [(1.25, 1.75, 3), (inf, 7.0, 0), (0, 0, 3)])
 def test_bounds_at_their_edges(bound, want, clipped):
     summed, norms, _ = clipping.clip(clipping.flat(bound), GRADIENTS)
-    np.testing.assert_allclose(summed["w"], want, rtol=1e-6)
+    np.testing.assert_allclose(summed["w"], [want] * 3, rtol=1e-6)
     assert int(jnp.sum(norms > bound)) == clipped
 
 
@@ -201,20 +179,14 @@ def test_groups_of_the_worked_example():
     np.testing.assert_allclose(summed["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(summed["b"], [0.0, 10.0])
 
-    layers = {
-        "l1": {"b": jnp.zeros(1), "w": jnp.zeros(2)},
-        "l2": {"b": jnp.zeros(1), "w": jnp.zeros(2)},
-    }
-    rule = clipping.per_group((2.0, 5.0), clipping.by_layer(layers))
+    layer = {"b": jnp.zeros(1), "w": jnp.zeros(2)}
+    rule = clipping.per_group((2.0, 5.0), clipping.by_layer({"l1": layer, "l2": layer}))
     gradients = {
         "l1": {"b": jnp.array([[4.0]]), "w": jnp.array([[0.0, 3.0]])},
         "l2": {"b": jnp.array([[6.0]]), "w": jnp.array([[0.0, 8.0]])},
     }
-    summed, _, _ = clipping.clip(rule, gradients)
-    np.testing.assert_allclose(summed["l1"]["w"], [0.0, 1.2], rtol=1e-6)
-    np.testing.assert_allclose(summed["l1"]["b"], [1.6], rtol=1e-6)
-    np.testing.assert_allclose(summed["l2"]["w"], [0.0, 4.0], rtol=1e-6)
-    np.testing.assert_allclose(summed["l2"]["b"], [3.0], rtol=1e-6)
+    summed = np.concatenate(jax.tree.leaves(clipping.clip(rule, gradients)[0]))
+    np.testing.assert_allclose(summed, [1.6, 0.0, 1.2, 3.0, 0.0, 4.0], rtol=1e-6)
 
 
 @kills(
@@ -232,9 +204,7 @@ def test_float16_gradients_do_not_underflow():
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("microbatch", [1, 32, None])
 def test_bfloat16_sums_do_not_saturate(microbatch):
-    clipped = dpjax.clipped_grad(
-        lambda w, x: jnp.sum(w * x), clipping.flat(1.0), microbatch_size=microbatch
-    )
+    clipped = dpjax.clipped_grad(jnp.vdot, clipping.flat(1.0), microbatch_size=microbatch)
     result = clipped(jnp.zeros(1, jnp.bfloat16), jnp.ones((1024, 1), jnp.bfloat16))
     assert float(result.value[0]) == 1024.0
 
@@ -287,11 +257,7 @@ def test_balanced_groups_are_as_equal_as_they_can_be(seed):
         assert largest == best(0, groups)
 
 
-@kills(
-    "clipping/partitions.py",
-    "sizes = [leaf.size for leaf in leaves]",
-    "sizes = [max(1, leaf.size) for leaf in leaves]",
-)
+@kills("clipping/partitions.py", "leaf.size for leaf in", "max(1, leaf.size) for leaf in")
 def test_leaves_of_nothing_do_not_move_the_cut_of_a_batch():
     params = [jnp.zeros(1)] * 3 + [jnp.zeros(0)] * 6
     gradients = [jnp.zeros((100, *leaf.shape)) for leaf in params]
@@ -319,12 +285,7 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
     assert float(jnp.min(negative.factors(norms))) >= 0.0
 
 
-@kills(
-    "types.py",
-    "jnp.maximum(norms, _LEAST)",
-    "jnp.maximum(norms, jnp.finfo(norms.dtype).tiny)",
-    slow=True,
-)
+@kills("types.py", "(norms, _LEAST)", "(norms, jnp.finfo(norms.dtype).tiny)", slow=True)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -351,13 +312,7 @@ def test_what_squares_to_nothing_is_not_made_longer_than_the_bound(rule, entry):
     case="mean",
     slow=True,
 )
-@kills(
-    "types.py",
-    "jnp.where(finite & ~jnp.isnan(wished), ",
-    "jnp.where(finite, ",
-    case="NaN",
-    slow=True,
-)
+@kills("types.py", "finite & ~jnp.isnan(wished),", "finite,", case="NaN", slow=True)
 @pytest.mark.parametrize(
     "wish",
     [
@@ -378,17 +333,14 @@ def test_a_rule_of_ones_own_sees_one_example_at_a_time(wish):
     np.testing.assert_array_equal(rule.factors(jnp.abs(gradients)), jnp.concatenate(alone))
 
 
-@kills(
-    "types.py",
-    "self.factors.wish if isinstance(self.factors, _Held) else self.factors",
-    "self.factors",
-    slow=True,
-)
+@kills("types.py", ".wish if isinstance(self.factors, _Held) else self.factors", "", slow=True)
 def test_a_rule_with_other_bounds_keeps_its_wish():
     other = dataclasses.replace(clipping.flat(1.0), bounds=(4.0,))
     np.testing.assert_allclose(other.factors(jnp.array([[2.0], [8.0]])), [[1.0], [0.5]])
 
 
+OTHER_SHAPE = types.Clipping(clipping.balanced(2), (1.0, 1.0), lambda n: jnp.ones((*n.shape, 3)))
+OF_A, OF_B = {"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}
 TEACHES = [
     (lambda: clipping.flat(-1.0), "bound must be positive; it is the most that one example"),
     (lambda: clipping.flat(math.nan), "bound must be positive"),
@@ -398,14 +350,7 @@ TEACHES = [
     (lambda: clipping.jl("1"), "expected one number"),
     (lambda: clipping.flat(1e-19), "would read as 0 and slip past"),
     (lambda: clipping.grouped(1.0, "by_layer"), "positive number of groups"),
-    (
-        lambda: types.Clipping(
-            clipping.balanced(2),
-            (1.0, 1.0),
-            lambda n: n[:, :1, None, None] * jnp.ones((1, 1, 1, 3)),
-        ).factors(jnp.ones((5, 2))),
-        "expected a factor for each example and group",
-    ),
+    (lambda: OTHER_SHAPE.factors(jnp.ones((5, 2))), "expected a factor for each example and group"),
     (lambda: clipping.grouped(1.0, 2, total=1.0), "give one of them"),
     (lambda: clipping.grouped(groups=2), "give one of them"),
     (lambda: clipping.grouped(1.0, 0), "positive number of groups"),
@@ -426,21 +371,13 @@ TEACHES = [
     (lambda: clipping.grouped(total=-1.0, groups=2), "total must be positive"),
     (lambda: clipping.normalized(inf), "no infinite length"),
     (lambda: clipping.hard_threshold(math.nan), "bound must be positive"),
-    (lambda: clipping.balanced(3).assign({"a": jnp.zeros(2)}), "only 1 leaves"),
-    (lambda: clipping.by_path({"a": jnp.zeros(2)}, {"b": 0}), "no pattern"),
-    (
-        lambda: clipping.by_leaf({"a": jnp.zeros(2)}).assign({"b": jnp.zeros(2)}),
-        "this partition was made for the leaves",
-    ),
+    (lambda: clipping.balanced(3).assign(OF_A), "only 1 leaves"),
+    (lambda: clipping.by_path(OF_A, {"b": 0}), "no pattern"),
+    (lambda: clipping.by_leaf(OF_A).assign(OF_B), "this partition was made for the leaves"),
 ]
 
 
-@kills(
-    "types.py",
-    "if 0 < bound < _LEAST:",
-    "if 0 < bound < 0:",
-    case="<lambda>-would read as 0 and slip past",
-)
+@kills("types.py", "bound < _LEAST:", "bound < 0:", case="<lambda>-would read as 0 and slip past")
 @pytest.mark.parametrize(("call", "message"), TEACHES)
 def test_errors_teach(call, message):
     with pytest.raises(ValueError, match=message):

@@ -14,15 +14,19 @@ def compare(*arguments, status=0):
     return run_binary.run("compare.py", *arguments, status=status)
 
 
+def log(path, epsilons, accuracies):
+    """A log of the steps 10, 20, ..."""
+    rows = [
+        {"step": 10 * i, "epsilon": epsilon, "delta": 1e-5, "accuracy": accuracy}
+        for i, (epsilon, accuracy) in enumerate(zip(epsilons, accuracies, strict=True), start=1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write(path, accuracies, flags=None, epsilon=1.0, seconds=10.0):
     """A run whose accuracies were seen at steps 10, 20, ... for equal parts of epsilon."""
     path.mkdir()
-    parts = enumerate(accuracies, start=1)
-    rows = [
-        {"step": 10 * i, "epsilon": epsilon * i / len(accuracies), "delta": 1e-5, "accuracy": a}
-        for i, a in parts
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log(path, [epsilon * i / len(accuracies) for i in range(1, len(accuracies) + 1)], accuracies)
     if flags is not None:
         config = {"flags": {"out": str(path), **flags}, "seconds": seconds}
         (path / "config.json").write_text(json.dumps(config))
@@ -57,11 +61,8 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(com
 def test_the_figure_has_a_line_for_each_group_and_a_band_where_runs_repeat(compared):
     (image,) = parsed(compared[0]).iter("svg")
     shown = [text(node) for node in image.iter("text")]
-    assert [words for words in shown if words in (f"rule={EVIL}", "rule=flat", "bare")] == [
-        f"rule={EVIL}",
-        "rule=flat",
-        "bare",
-    ]
+    groups = [f"rule={EVIL}", "rule=flat", "bare"]
+    assert [words for words in shown if words in groups] == groups
     names = [node.get("id", "") for node in image.iter("g")]
     assert sum("FillBetween" in name for name in names) == 1
     assert compared[0].with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -156,21 +157,14 @@ for paths in json.loads(sys.argv[2]):
 @pytest.mark.slow
 def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     def logged(epsilons):
-        path = write(tmp_path / str(len(list(tmp_path.iterdir()))), [0.5] * len(epsilons))
-        rows = [
-            {"step": 10 * i, "epsilon": epsilon, "delta": 1e-5, "accuracy": i / 10}
-            for i, epsilon in enumerate(epsilons, start=1)
-        ]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        path.mkdir()
+        log(path, epsilons, [i / 10 for i in range(1, len(epsilons) + 1)])
         return str(path)
 
     inf, script = float("inf"), tmp_path / "curves.py"
-    groups = [
-        [[1.0, 2.0, inf]],
-        [[1.0, inf], [2.0, 3.0]],
-        [[1.0, 4.0], [2.0, 3.0]],
-        [[1.0, inf], [None, 3.0]],
-    ]
+    groups = [[[1.0, 2.0, inf]], [[1.0, inf], [2.0, 3.0]], [[1.0, 4.0], [2.0, 3.0]]]
+    groups += [[[1.0, inf], [None, 3.0]]]
     paths = json.dumps([[logged(epsilons) for epsilons in group] for group in groups])
     script.write_text(CURVES)
     lines = run_binary.run(script, run_binary.EXPERIMENTS, paths).stdout.splitlines()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, clipping, ledger, noise, sampling
@@ -33,12 +34,7 @@ def test_at_the_best_order_it_lets_as_much_through_as_the_ledger(epsilon, order,
     assert accounting.best_order(step, epsilon, 1e-5) == order
     budget = Filter(epsilon=epsilon, delta=1e-5, order=order)
     assert budget.limit == pytest.approx(limit, abs=1e-6)
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.1,
-        steps=20_000,
-    )
+    mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=20_000)
     fits = ledger.affordable(mechanism, ledger.Budget(epsilon=epsilon, delta=1e-5))
     assert budget.room(1.1, RATE) == fits == steps
 
@@ -98,9 +94,8 @@ def test_nothing_that_exceeds_gets_through(choices, order, epsilon):
 def test_gaussians_without_sampling_are_let_through_to_the_last(multipliers, epsilon):
     budget, ran = Filter(epsilon=epsilon, delta=1e-5, method="gdp"), []
     for multiplier in multipliers:
-        fits = accounting.epsilon(
-            accounting.compose(*ran, accounting.gaussian(multiplier)), 1e-5, "pld"
-        )
+        both = accounting.compose(*ran, accounting.gaussian(multiplier))
+        fits = accounting.epsilon(both, 1e-5, "pld")
         try:
             budget = budget.admit(multiplier, 1.0)
             ran.append(accounting.gaussian(multiplier))
@@ -119,9 +114,8 @@ def test_a_filter_that_refused_is_as_it_was():
 
 def test_the_best_order_of_a_plan_does_not_depend_on_how_long_it_is():
     def plan(n):
-        return accounting.compose(
-            accounting.subsampled_gaussian(1.0, 0.01, n), accounting.gaussian(20.0, n)
-        )
+        steps = accounting.subsampled_gaussian(1.0, 0.01, n)
+        return accounting.compose(steps, accounting.gaussian(20.0, n))
 
     order = accounting.best_order(plan(1), 2.0, 1e-6)
     assert accounting.best_order(plan(100), 2.0, 1e-6) == order
@@ -149,9 +143,8 @@ def test_noise_that_follows_what_was_released():
         draw = drawn.draw(key, budget.steps)
         mask = np.arange(200) < draw.size
         link = noise.gaussian(multiplier, rule, key=jax.random.fold_in(key, budget.steps))
-        released, _ = link.update(
-            gradients(params, data[draw.indices], mask).value, link.init(params)
-        )
+        sums = gradients(params, data[draw.indices], mask).value
+        released, _ = link.update(sums, link.init(params))
         chosen.append(multiplier)
         params = optax.apply_updates(params, jax.tree.map(lambda x: -0.1 * x / 40, released))
         multiplier = 3.0 if optax.tree.norm(released) / 40 > 0.5 else 1.5
@@ -208,11 +201,7 @@ def test_without_noise_nothing_is_admitted():
         budget.admit(0.0, 0.1)
 
 
-@kills(
-    "accounting/filters.py",
-    "return parts.precision if parts.private else math.inf",
-    "return parts.precision if noise_multiplier > 0 else math.inf",
-)
+@kills("accounting/filters.py", "parts.private else math.inf", "noise_multiplier > 0 else math.inf")
 @pytest.mark.parametrize("multiplier", [0.0, 1e-101, 1e-160, 5e-324])
 def test_noise_whose_square_underflows_is_none(multiplier):
     """Its squared signal counted as nothing, so that any number of such steps went through."""

@@ -10,6 +10,7 @@ Float64 shows faults of the engine, which are never as small as rounding; float3
 show what is computed in the wrong precision.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -49,8 +50,19 @@ def part(function):
     return function
 
 
+def choice(name, *uses, **shapes):
+    """Adds a part that uses parameters of these shapes in one of several ways."""
+
+    def made(draw):
+        params = {key: draw.array(*shape) for key, shape in shapes.items()}
+        return params, draw.pick(*uses)
+
+    made.__name__ = name
+    part(made)
+
+
 def folded(y):
-    """Whatever a part has made, as a sequence to which every entry counts."""
+    """The output of a part as a sequence to which every entry counts."""
     rows = -(-y.size // (ROWS * WIDTH))
     y = jnp.pad(y.ravel(), (0, rows * ROWS * WIDTH - y.size)).reshape(rows, ROWS, WIDTH)
     weights = 0.5 + jnp.sin(jnp.arange(1, rows + 1, dtype=y.dtype)) ** 2
@@ -67,24 +79,11 @@ def dense(draw):
     return params, lambda p, h, e: h @ p["w"] + p["b"]
 
 
-@part
-def vector(draw):
-    params = {"w": draw.array(ROWS * WIDTH, 5), "b": draw.array(5)}
-    return params, lambda p, h, e: h.ravel() @ p["w"] + p["b"]
-
-
-@part
-def wide(draw):
-    """Few positions and a large matrix, so that Gram matrices are cheapest."""
-    params = {"w": draw.array(12, 40)}
-    return params, lambda p, h, e: h.reshape(2, 12) @ p["w"]
-
-
-@part
-def long(draw):
-    """Many positions and a small matrix."""
-    params = {"w": draw.array(2, 3)}
-    return params, lambda p, h, e: jnp.tile(h.reshape(12, 2), (5, 1)) @ p["w"]
+choice("vector", lambda p, h, e: h.ravel() @ p["w"] + p["b"], w=(ROWS * WIDTH, 5), b=(5,))
+# Few positions and a large matrix, so that Gram matrices are cheapest.
+choice("wide", lambda p, h, e: h.reshape(2, 12) @ p["w"], w=(12, 40))
+# Many positions and a small matrix.
+choice("long", lambda p, h, e: jnp.tile(h.reshape(12, 2), (5, 1)) @ p["w"], w=(2, 3))
 
 
 @part
@@ -101,10 +100,7 @@ def seen(draw):
     return {"w": draw.array(5, WIDTH)}, lambda p, h, e: h @ turned(p["w"])
 
 
-@part
-def left(draw):
-    params = {"w": draw.array(3, ROWS), "b": draw.array(3)}
-    return params, lambda p, h, e: p["w"] @ h - p["b"][:, None]
+choice("left", lambda p, h, e: p["w"] @ h - p["b"][:, None], w=(3, ROWS), b=(3,))
 
 
 @part
@@ -124,10 +120,9 @@ def einsum(draw):
     return params, apply
 
 
-@part
-def bilinear(draw):
-    params = {"w": draw.array(WIDTH, WIDTH)}
-    return params, lambda p, h, e: jnp.einsum("td,dk,sk->ts", h, p["w"], jnp.sin(h))
+choice(
+    "bilinear", lambda p, h, e: jnp.einsum("td,dk,sk->ts", h, p["w"], jnp.sin(h)), w=(WIDTH, WIDTH)
+)
 
 
 @part
@@ -204,9 +199,8 @@ def convolved_parameter(draw):
     spec = options["dimension_numbers"][0]
     lengths = dict(zip("NC" + "XYZ"[: len(shape) - 2], shape, strict=True))
     params = {"w": draw.array(*(lengths[a] for a in spec))}
-    return params, lambda p, h, e: lax.conv_general_dilated(
-        p["w"], jnp.resize(h, tuple(kernel)), **options
-    )
+    convolved = functools.partial(lax.conv_general_dilated, **options)
+    return params, lambda p, h, e: convolved(p["w"], jnp.resize(h, tuple(kernel)))
 
 
 @part
@@ -237,13 +231,11 @@ def convolution_used_twice(draw):
 @part
 def pool(draw):
     """Max (with ties) and sum pools over any axes, with a scale before them."""
-    options, shape, _ = drawn_convolution(draw)
+    _, shape, _ = drawn_convolution(draw)
     window = [draw.pick(1, 2, 3) for _ in shape]
     strides = [draw.pick(1, 2, 3) for _ in shape]
     window = [min(a, b) for a, b in zip(window, shape, strict=True)]
-    padding = draw.pick("SAME", "VALID")
-    largest = draw.pick(True, True, False)
-    del options
+    padding, largest = draw.pick("SAME", "VALID"), draw.pick(True, True, False)
 
     def apply(p, h, e):
         x = jnp.maximum(jnp.resize(h, shape) * p["s"], 0.0)
@@ -269,9 +261,7 @@ def bias_and_scale(draw):
     return params, apply
 
 
-@part
-def position(draw):
-    return {"p": draw.array(ROWS + 2, WIDTH)}, lambda p, h, e: h + p["p"][:ROWS]
+choice("position", lambda p, h, e: h + p["p"][:ROWS], p=(ROWS + 2, WIDTH))
 
 
 @part
@@ -389,21 +379,14 @@ def tied(draw):
     return params, lambda p, h, e: use(p["w"], h)
 
 
-@part
-def penalty(draw):
-    params = {"w": draw.array(WIDTH, 3)}
-    return params, lambda p, h, e: jnp.tanh(h @ p["w"]) + 0.1 * jnp.sum(p["w"] ** 2)
-
-
-@part
-def not_linear(draw):
-    params = {"w": draw.array(WIDTH), "v": draw.array(ROWS, 1)}
-    return params, lambda p, h, e: jnp.sin(h + p["w"]) ** 2 + jnp.logaddexp(h, p["v"])
-
-
-@part
-def unused(draw):
-    return {"w": draw.array(2)}, lambda p, h, e: h + 0 * lax.stop_gradient(p["w"][0])
+choice("penalty", lambda p, h, e: jnp.tanh(h @ p["w"]) + 0.1 * jnp.sum(p["w"] ** 2), w=(WIDTH, 3))
+choice(
+    "not_linear",
+    lambda p, h, e: jnp.sin(h + p["w"]) ** 2 + jnp.logaddexp(h, p["v"]),
+    w=(WIDTH,),
+    v=(ROWS, 1),
+)
+choice("unused", lambda p, h, e: h + 0 * lax.stop_gradient(p["w"][0]), w=(2,))
 
 
 # Whole layers and control flow ----------------------------------------------------------
@@ -448,11 +431,7 @@ def recurrent(draw):
 @part
 def stacked(draw):
     """A scan over layers, whose body uses slices and what all rounds share."""
-    params = {
-        "w": draw.array(3, WIDTH, WIDTH),
-        "b": draw.array(3, WIDTH),
-        "s": draw.array(WIDTH),
-    }
+    params = {"w": draw.array(3, WIDTH, WIDTH), "b": draw.array(3, WIDTH), "s": draw.array(WIDTH)}
     body = draw.pick(
         lambda h, p, s: jnp.tanh(h @ p["w"] + p["b"]),
         lambda h, p, s: jnp.tanh(h @ p["w"] + s),
@@ -544,17 +523,16 @@ reversed_product.defvjp(
 )
 
 
-@part
-def custom_derivatives(draw):
-    params = {"w": draw.array(WIDTH, WIDTH), "v": draw.array(WIDTH)}
-    use = draw.pick(
-        lambda p, h: steep(h @ p["w"]) * steep(p["v"]),
-        lambda p, h: h @ steep(p["w"]) + p["v"],
-        lambda p, h: reversed_product(h, p["w"]) + h @ p["w"],
-        lambda p, h: steep(h + p["v"]) @ reversed_product(p["w"], p["w"]),
-        lambda p, h: jax.nn.relu(h * p["v"]) @ jax.nn.relu(p["w"]),
-    )
-    return params, lambda p, h, e: use(p, h)
+choice(
+    "custom_derivatives",
+    lambda p, h, e: steep(h @ p["w"]) * steep(p["v"]),
+    lambda p, h, e: h @ steep(p["w"]) + p["v"],
+    lambda p, h, e: reversed_product(h, p["w"]) + h @ p["w"],
+    lambda p, h, e: steep(h + p["v"]) @ reversed_product(p["w"], p["w"]),
+    lambda p, h, e: jax.nn.relu(h * p["v"]) @ jax.nn.relu(p["w"]),
+    w=(WIDTH, WIDTH),
+    v=(WIDTH,),
+)
 
 
 @part
@@ -846,12 +824,8 @@ def check(seed, names, dtype="float64"):
         spoil = (math.nan, math.inf)[seed % 2]
         batch = dict(case.batch, x=case.batch["x"].at[0, 0, 0].set(spoil))
         mask = case.mask.at[0].set(True)
-        whole, spoilt, others = (
-            fast(case.batch, mask),
-            fast(batch, mask),
-            fast(batch, mask.at[0].set(False)),
-        )
-        judged = definition(batch, mask)
+        whole, spoilt = fast(case.batch, mask), fast(batch, mask)
+        others, judged = fast(batch, mask.at[0].set(False)), definition(batch, mask)
         for rule in case.rules:
             results = whole[rule], spoilt[rule], others[rule], judged[rule]
             found = spread_of_a_broken_example(rule, *results, tolerance)
@@ -915,19 +889,19 @@ def test_bfloat16_inside(seed):
 
 
 @pytest.mark.slow
-def test_a_batch_of_nobody():
+def test_an_empty_batch():
     with jax.enable_x64(True):
         case = network(0, [(0, "dense"), (1, "norm")], "float64")
-        nobody = jax.tree.map(lambda x: x[:0], case.batch)
+        empty = jax.tree.map(lambda x: x[:0], case.batch)
         for rule in case.rules.values():
-            got = clipped_grad(case.loss, rule, "ghost")(case.params, nobody)
+            got = clipped_grad(case.loss, rule, "ghost")(case.params, empty)
             assert got.norms.shape == (0, rule.partition.size)
             for x, leaf in zip(*map(jax.tree.leaves, (got.value, case.params)), strict=True):
                 np.testing.assert_array_equal(x, np.zeros_like(leaf))
 
 
 @pytest.mark.slow
-def test_a_failing_network_is_told_as_a_recipe(monkeypatch):
+def test_a_failing_network_is_reported_as_a_recipe(monkeypatch):
     """The tests can fail: an engine that forgets a tenth of a leaf is found, and shortly told."""
 
     def forgetful(*args, **kwargs):

@@ -21,6 +21,7 @@ from dpjax.gradients._bookkeeping.ghost import backward
 from dpjax.gradients._xla_cpu.convolution import convolution
 
 KEY = jax.random.key(0)
+FLAT = clipping.flat(0.3)
 
 
 def array(*shape, seed=0, scale=0.5):
@@ -39,27 +40,47 @@ def squared(model):
 
 
 def linen(module, shape, batch=5, integer=False):
-    x = (
-        jax.random.randint(KEY, (batch, *shape), 0, 7)
-        if integer
-        else array(batch, *shape, seed=3, scale=1.0)
-    )
+    if integer:
+        x = jax.random.randint(KEY, (batch, *shape), 0, 7)
+    else:
+        x = array(batch, *shape, seed=3, scale=1.0)
     params = module.init(jax.random.key(1), x[0])["params"]
     return squared(lambda p, x: module.apply({"params": p}, x)), params, x
 
 
-def conv(x_shape, k_shape, batch=5, **options):
-    def model(params, x):
-        y = lax.conv_general_dilated(x, params["kernel"], **options)
-        return y + params["bias"]
+def plain(model, shape, **params):
+    """A loss of ``model(x, **params)``; of parameters, shapes will do."""
 
-    out = jax.eval_shape(
-        lambda x, k: lax.conv_general_dilated(x, k, **options), jnp.ones(x_shape), jnp.ones(k_shape)
-    )
-    # One more layer below, so that the input's cotangent matters too.
-    params = {"kernel": array(*k_shape), "bias": array(*out.shape[1:]), "first": array(*x_shape)}
-    model_of = lambda p, x: model(p, jnp.tanh(x * p["first"]))  # noqa: E731
-    return squared(model_of), params, array(batch, *x_shape, seed=4)
+    def case():
+        made = {name: array(*x) if isinstance(x, tuple) else x for name, x in params.items()}
+        x = array(5, *shape, seed=5, scale=1.0)
+        return squared(lambda params, x: model(x, **params)), made, x
+
+    return case
+
+
+def conv(x_shape, kernel_shape, padding, strides=1, layout=None, **options):
+    """A convolution, in NHWC or as `layout` says, above a layer that needs its cotangents."""
+    space = "DHW"[5 - len(kernel_shape) :]
+    options |= {
+        "window_strides": np.broadcast_to(strides, len(space)).tolist(),
+        "padding": padding,
+        "dimension_numbers": layout or (f"N{space}C", f"{space}IO", f"N{space}C"),
+    }
+
+    def product(x, kernel):
+        return lax.conv_general_dilated(x, kernel, **options)
+
+    def model(params, x):
+        return product(jnp.tanh(x * params["first"]), params["kernel"]) + params["bias"]
+
+    def case():
+        x, kernel = array(5, *x_shape, seed=4), array(*kernel_shape)
+        out = jax.eval_shape(product, x[0], kernel)
+        bias, first = array(*out.shape[1:]), array(*x_shape)
+        return squared(model), {"kernel": kernel, "bias": bias, "first": first}, x
+
+    return case
 
 
 NHWC, NWC = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
@@ -120,8 +141,13 @@ class Remat(nn.Module):
         return nn.Dense(3)(nn.remat(nn.Dense)(8)(jnp.tanh(nn.Dense(6)(x))))
 
 
-def plain(model, params, shape, batch=5):
-    return squared(model), params, array(batch, *shape, seed=5, scale=1.0)
+def scanned(body, start, xs, length=None):
+    """The last state of a scan whose ``body(state, x)`` gives the next one."""
+    return lax.scan(lambda state, x: (body(state, x), None), start, xs, length)[0]
+
+
+def row_ids(x, size):
+    return jnp.int32(size * jnp.abs(x))
 
 
 CASES = {
@@ -131,338 +157,203 @@ CASES = {
     "lstm": lambda: linen(Recurrent(), (5, 3)),
     "remat": lambda: linen(Remat(), (4,)),
     "weight norm": lambda: linen(nn.WeightNorm(nn.Dense(3)), (4,)),
-    "einsum": lambda: plain(
-        lambda p, x: jnp.einsum("td,dhk->htk", x, p["w"]), {"w": array(3, 2, 4)}, (5, 3)
+    "einsum": plain(lambda x, w: jnp.einsum("td,dhk->htk", x, w), (5, 3), w=(3, 2, 4)),
+    "matrix on the left": plain(lambda x, w, b: w @ x + b[:, None], (3, 5), w=(4, 3), b=(4,)),
+    "few outputs, many positions": plain(lambda x, w: x @ w, (40, 3), w=(3, 2)),
+    "a derivative of the user's own": plain(lambda x, w: x @ held(w), (3, 30), w=(30, 40)),
+    "a derivative of the user's own in a view": plain(
+        lambda x, a, w: x @ scanned(lambda c, w: c + held(w), 0 * a, w), (3,), a=(3, 4), w=(5, 3, 4)
     ),
-    "matrix on the left": lambda: plain(
-        lambda p, x: p["w"] @ x + p["b"][:, None], {"w": array(4, 3), "b": array(4)}, (3, 5)
-    ),
-    "few outputs, many positions": lambda: plain(
-        lambda p, x: x @ p["w"], {"w": array(3, 2)}, (40, 3)
-    ),
-    "a derivative of the user's own": lambda: plain(
-        lambda p, x: x @ held(p["w"]), {"w": array(30, 40)}, (3, 30)
-    ),
-    "a derivative of the user's own in a view": lambda: plain(
-        lambda p, x: x @ jax.lax.scan(lambda c, w: (c + held(w), w), 0 * p["a"], p["w"])[0],
-        {"a": array(3, 4), "w": array(5, 3, 4)},
-        (3,),
-    ),
-    "a derivative of the user's own in a scan": lambda: plain(
-        # Pulled back at each position by itself: their sum bends otherwise than they do.
-        lambda p, x: jax.lax.scan(
-            lambda c, row: (jnp.tanh(lax.map(held, p["w"]) @ c + row), None), 0 * x[0], x
-        )[0],
-        {"w": array(4, 4)},
+    # Pulled back at each position by itself: their sum bends otherwise than they do.
+    "a derivative of the user's own in a scan": plain(
+        lambda x, w: scanned(lambda c, row: jnp.tanh(lax.map(held, w) @ c + row), 0 * x[0], x),
         (5, 4),
+        w=(4, 4),
     ),
-    "ids of a byte": lambda: plain(
-        lambda p, x: jnp.take(p["table"], (jnp.abs(x) * 90).astype(jnp.uint8), axis=0),
-        {"table": array(256, 4)},
+    "ids of a byte": plain(
+        lambda x, table: jnp.take(table, (jnp.abs(x) * 90).astype(jnp.uint8), axis=0),
         (6,),
+        table=(256, 4),
     ),
-    "integers of a byte": lambda: plain(
-        lambda p, x: integers_times((40 * x).astype(jnp.int8), p["w"]), {"w": array(3, 4)}, (3,)
+    "integers of a byte": plain(
+        lambda x, w: integers_times((40 * x).astype(jnp.int8), w), (3,), w=(3, 4)
     ),
-    "products of nothing": lambda: plain(
-        lambda p, x: x @ p["w"] + jnp.sum(x[:0] @ p["v"]),
-        {"v": array(3, 4), "w": array(3, 4)},
-        (5, 3),
+    "products of nothing": plain(
+        lambda x, v, w: x @ w + jnp.sum(x[:0] @ v), (5, 3), v=(3, 4), w=(3, 4)
     ),
-    "a frozen scale in bfloat16": lambda: plain(
-        lambda p, x: x @ (p["w"] * (jnp.arange(4.0).astype(jnp.bfloat16) / 3).astype(jnp.float32)),
-        {"w": array(3, 4)},
+    "a frozen scale in bfloat16": plain(
+        lambda x, w: x @ (w * (jnp.arange(4.0).astype(jnp.bfloat16) / 3).astype(jnp.float32)),
         (3,),
+        w=(3, 4),
     ),
-    "wide, few positions": lambda: plain(lambda p, x: x @ p["w"], {"w": array(30, 40)}, (2, 30)),
-    "batched heads": lambda: plain(
-        lambda p, x: jnp.einsum("htd,hdk->htk", x, p["w"]), {"w": array(2, 3, 4)}, (2, 5, 3)
+    "wide, few positions": plain(lambda x, w: x @ w, (2, 30), w=(30, 40)),
+    "batched heads": plain(lambda x, w: jnp.einsum("htd,hdk->htk", x, w), (2, 5, 3), w=(2, 3, 4)),
+    "transposed view": plain(lambda x, w: x @ w.T, (3,), w=(4, 3)),
+    "tied weights": plain(lambda x, w: jnp.tanh(x @ w) @ w.T, (30,), w=(30, 40)),
+    "used twice on the same input": plain(lambda x, w: x @ w + 2 * (x @ w), (30,), w=(30, 40)),
+    "not linear": plain(lambda x, w, s: x @ jnp.exp(w) * s**2, (3,), w=(3, 4), s=()),
+    "two parameters meet": plain(
+        lambda x, a, b: x @ (a * b), (3,), a=(3, 4), b=array(3, 4, seed=1)
     ),
-    "transposed view": lambda: plain(lambda p, x: x @ p["w"].T, {"w": array(4, 3)}, (3,)),
-    "tied weights": lambda: plain(
-        lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, {"w": array(30, 40)}, (30,)
-    ),
-    "used twice on the same input": lambda: plain(
-        lambda p, x: x @ p["w"] + 2 * (x @ p["w"]), {"w": array(30, 40)}, (30,)
-    ),
-    "not linear": lambda: plain(
-        lambda p, x: x @ jnp.exp(p["w"]) * p["s"] ** 2, {"w": array(3, 4), "s": array()}, (3,)
-    ),
-    "two parameters meet": lambda: plain(
-        lambda p, x: x @ (p["a"] * p["b"]), {"a": array(3, 4), "b": array(3, 4, seed=1)}, (3,)
-    ),
-    "standardised weights": lambda: plain(
-        lambda p, x: x @ ((p["w"] - p["w"].mean()) / p["w"].std()), {"w": array(3, 4)}, (3,)
-    ),
-    "broadcast bias": lambda: plain(
-        lambda p, x: x * p["scale"] + p["bias"] - p["shift"] / 3,
-        {"scale": array(3), "bias": array(), "shift": array(5, 1)},
+    "standardised weights": plain(lambda x, w: x @ ((w - w.mean()) / w.std()), (3,), w=(3, 4)),
+    "broadcast bias": plain(
+        lambda x, scale, bias, shift: x * scale + bias - shift / 3,
         (5, 3),
+        scale=(3,),
+        bias=(),
+        shift=(5, 1),
     ),
-    "broadcast matrix": lambda: plain(
-        lambda p, x: x @ jnp.broadcast_to(p["w"][:, None], (3, 4)), {"w": array(3)}, (3,)
+    "broadcast matrix": plain(lambda x, w: x @ jnp.broadcast_to(w[:, None], (3, 4)), (3,), w=(3,)),
+    "divided by the input": plain(lambda x, w, v: w / (2 + jnp.tanh(x)) - v, (3,), w=(3,), v=(3,)),
+    "embedding": plain(
+        lambda x, table: table[row_ids(x, 8) % 2] * jnp.arange(6.0)[:, None], (6,), table=(40, 3)
     ),
-    "divided by the input": lambda: plain(
-        lambda p, x: p["w"] / (2 + jnp.tanh(x)) - p["v"], {"w": array(3), "v": array(3)}, (3,)
-    ),
-    "embedding": lambda: plain(
-        lambda p, x: p["table"][jnp.int32(8 * jnp.abs(x)) % 2] * jnp.arange(6.0)[:, None],
-        {"table": array(40, 3)},
-        (6,),
-    ),
-    "rows by a number": lambda: plain(
-        lambda p, x: p["u"][jnp.int32(9 * x[0])] * p["v"][jnp.int32(9 * x[1])] + p["b"][x.size],
-        {"u": array(7, 3), "v": array(5, 3), "b": array(5)},
+    "rows by a number": plain(
+        lambda x, u, v, b: u[jnp.int32(9 * x[0])] * v[jnp.int32(9 * x[1])] + b[x.size],
         (2,),
+        u=(7, 3),
+        v=(5, 3),
+        b=(5,),
     ),
-    "ids outside the table": lambda: plain(
-        lambda p, x: jnp.take(p["table"], jnp.int32(4 * x), axis=0, fill_value=0),
-        {"table": array(3, 4)},
-        (6,),
+    "ids outside the table": plain(
+        lambda x, table: jnp.take(table, jnp.int32(4 * x), axis=0, fill_value=0), (6,), table=(3, 4)
     ),
-    "ids outside, by promise": lambda: plain(
-        lambda p, x: p["w"].at[jnp.int32(10 * x)].get(mode="promise_in_bounds"),
-        {"w": array(7, 4)},
-        (5,),
+    "ids outside, by promise": plain(
+        lambda x, w: w.at[jnp.int32(10 * x)].get(mode="promise_in_bounds"), (5,), w=(7, 4)
     ),
-    "two embeddings of one table": lambda: plain(
-        lambda p, x: (
-            p["table"][jnp.int32(8 * jnp.abs(x)) % 2] * p["table"][jnp.int32(9 * jnp.abs(x)) % 3]
-        ),
-        {"table": array(400, 30)},
-        (6,),
+    "two embeddings of one table": plain(
+        lambda x, table: table[row_ids(x, 8) % 2] * table[row_ids(x, 9) % 3], (6,), table=(400, 30)
     ),
-    "tied embedding": lambda: plain(
-        lambda p, x: jnp.tanh(p["table"][jnp.int32(8 * jnp.abs(x))]) @ p["table"].T,
-        {"table": array(64, 16)},
-        (2,),
+    "tied embedding": plain(
+        lambda x, table: jnp.tanh(table[row_ids(x, 8)]) @ table.T, (2,), table=(64, 16)
     ),
-    "used twice, plainly and scaled": lambda: plain(
-        lambda p, x: x @ p["w"] + jnp.sum(x) * (x @ jnp.sin(p["w"])), {"w": array(3, 4)}, (3,)
+    "used twice, plainly and scaled": plain(
+        lambda x, w: x @ w + jnp.sum(x) * (x @ jnp.sin(w)), (3,), w=(3, 4)
     ),
-    "class token": lambda: plain(
-        lambda p, x: jnp.concatenate([p["token"][None], x]) @ p["w"],
-        {"token": array(3), "w": array(3, 4)},
-        (5, 3),
+    "class token": plain(
+        lambda x, token, w: jnp.concatenate([token[None], x]) @ w, (5, 3), token=(3,), w=(3, 4)
     ),
-    "layers of a scan, a shared bias": lambda: plain(
-        lambda p, x: lax.scan(
-            lambda h, w: (jnp.tanh(h @ (w / jnp.std(w)) + p["b"]), None), x, p["w"]
-        )[0],
-        {"w": array(4, 3, 3), "b": array(3)},
+    "layers of a scan, a shared bias": plain(
+        lambda x, w, b: scanned(lambda h, w: jnp.tanh(h @ (w / jnp.std(w)) + b), x, w),
         (2, 3),
+        w=(4, 3, 3),
+        b=(3,),
     ),
-    "a scan in a scan": lambda: plain(
-        lambda p, x: lax.scan(
-            lambda h, w: (lax.scan(lambda g, _: (jnp.tanh(g @ w), None), h, None, 2)[0], None),
-            x,
-            p["w"],
-        )[0],
-        {"w": array(3, 4, 4)},
+    "a scan in a scan": plain(
+        lambda x, w: scanned(lambda h, w: scanned(lambda g, _: jnp.tanh(g @ w), h, None, 2), x, w),
         (4,),
+        w=(3, 4, 4),
     ),
-    "gathered by the input": lambda: plain(
-        lambda p, x: p["table"][jnp.argsort(x)] * x[:, None], {"table": array(4, 2)}, (4,)
+    "gathered by the input": plain(
+        lambda x, table: table[jnp.argsort(x)] * x[:, None], (4,), table=(4, 2)
     ),
-    "unused and constant": lambda: plain(
-        lambda p, x: jnp.tanh(x @ p["w"]), {"w": array(3, 2), "unused": array(4)}, (3,)
+    "unused and constant": plain(lambda x, w, unused: jnp.tanh(x @ w), (3,), w=(3, 2), unused=(4,)),
+    "jit inside": plain(lambda x, w: jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x), (3,), w=(3, 2)),
+    "cond on a parameter": plain(
+        lambda x, w: lax.cond(x[0] > 0, lambda w: x @ w, lambda w: x @ w**2, w), (3,), w=(3, 2)
     ),
-    "jit inside": lambda: plain(
-        lambda p, x: jax.jit(lambda w, x: jnp.tanh(x @ w))(p["w"], x), {"w": array(3, 2)}, (3,)
+    "scan over layers": plain(
+        lambda x, w: scanned(lambda h, w: jnp.tanh(h @ w), x, w), (3,), w=(4, 3, 3)
     ),
-    "cond on a parameter": lambda: plain(
-        lambda p, x: lax.cond(x[0] > 0, lambda w: x @ w, lambda w: x @ w**2, p["w"]),
-        {"w": array(3, 2)},
+    "custom derivative of a parameter": plain(lambda x, w: x * jax.nn.relu(w), (3,), w=(3,)),
+    "rounded through integers": plain(
+        lambda x, w, v: x @ w + x @ v.astype(int).astype(float),
         (3,),
+        w=(3, 4),
+        v=array(3, 4, scale=3.0),
     ),
-    "scan over layers": lambda: plain(
-        lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0],
-        {"w": array(4, 3, 3)},
+    "frozen in a scan": plain(
+        lambda x, a, w: scanned(lambda h, _: jnp.tanh(h @ (w * lax.stop_gradient(a))), x, None, 3),
         (3,),
+        a=array(3, 3, seed=2, scale=1.0),
+        w=(3, 3),
     ),
-    "custom derivative of a parameter": lambda: plain(
-        lambda p, x: x * jax.nn.relu(p["w"]), {"w": array(3)}, (3,)
-    ),
-    "rounded through integers": lambda: plain(
-        lambda p, x: x @ p["w"] + x @ p["v"].astype(int).astype(float),
-        {"w": array(3, 4), "v": array(3, 4, scale=3.0)},
+    "shared times sliced in a scan": plain(
+        lambda x, a, w: scanned(lambda h, w: jnp.tanh(h @ (w * a)), x, w),
         (3,),
+        a=array(3, seed=2, scale=1.0),
+        w=(4, 3, 3),
     ),
-    "frozen in a scan": lambda: plain(
-        lambda p, x: lax.scan(
-            lambda h, _: (jnp.tanh(h @ (p["w"] * lax.stop_gradient(p["a"]))), None), x, None, 3
-        )[0],
-        {"a": array(3, 3, seed=2, scale=1.0), "w": array(3, 3)},
+    "complex numbers": plain(
+        lambda x, w: jnp.abs(jnp.fft.fft(x) @ (w + 1j * w.T)) ** 2, (4,), w=(4, 4)
+    ),
+    "padded with a parameter": plain(
+        lambda x, u, w, v: lax.pad(u, x[0], [(1, 2, 1)]) + lax.pad(x * w, v, [(1, 2, 1)]),
         (3,),
+        u=(3,),
+        w=(3,),
+        v=(),
     ),
-    "shared times sliced in a scan": lambda: plain(
-        lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ (w * p["a"])), None), x, p["w"])[0],
-        {"a": array(3, seed=2, scale=1.0), "w": array(4, 3, 3)},
-        (3,),
+    "a parameter padded with data": plain(
+        lambda x, w: jnp.sin(lax.pad(w, x[0] * x[1], ((1, 0, 0), (-1, 2, 1)))) * x.sum(),
+        (2,),
+        w=(3, 4),
     ),
-    "complex numbers": lambda: plain(
-        lambda p, x: jnp.abs(jnp.fft.fft(x) @ (p["w"] + 1j * p["w"].T)) ** 2,
-        {"w": array(4, 4)},
+    "a parameter padded with a product": plain(
+        lambda x, w: lax.pad(w, jnp.sum(jnp.sin(x @ w)), ((1, 1, 0), (0, 2, 0))), (2,), w=(2, 4)
+    ),
+    "chosen by the input": plain(
+        lambda x, w, v: jnp.where(x > 0, w, v * 2) + jnp.where(x > 1, x, w),
         (4,),
+        w=(4,),
+        v=array(4, seed=1),
     ),
-    "convolution without places": lambda: conv(
-        (1, 2, 2),
-        (3, 2, 4),
-        window_strides=(1,),
-        padding="VALID",
-        dimension_numbers=("NWC", "WIO", "NWC"),
+    "written into the input": plain(
+        lambda x, w, v: lax.dynamic_update_slice(x * v, w, (2,)), (6,), w=(3,), v=(6,)
     ),
-    "padded with a parameter": lambda: plain(
-        lambda p, x: lax.pad(p["u"], x[0], [(1, 2, 1)]) + lax.pad(x * p["w"], p["v"], [(1, 2, 1)]),
-        {"u": array(3), "w": array(3), "v": array()},
-        (3,),
+    "the input written into a parameter": plain(
+        lambda x, w: lax.dynamic_update_slice(w, x, (2,)), (3,), w=(6,)
     ),
-    "chosen by the input": lambda: plain(
-        lambda p, x: jnp.where(x > 0, p["w"], p["v"] * 2) + jnp.where(x > 1, x, p["w"]),
-        {"w": array(4), "v": array(4, seed=1)},
-        (4,),
-    ),
-    "written into the input": lambda: plain(
-        lambda p, x: lax.dynamic_update_slice(x * p["v"], p["w"], (2,)),
-        {"w": array(3), "v": array(6)},
-        (6,),
-    ),
-    "the input written into a parameter": lambda: plain(
-        lambda p, x: lax.dynamic_update_slice(p["w"], x, (2,)), {"w": array(6)}, (3,)
-    ),
-    "added to rows": lambda: plain(
-        lambda p, x: (
-            jnp.zeros(6).at[jnp.array([0, 3, 3])].add(p["w"] * x)
-            + p["v"].at[jnp.array([1, 1, 4])].add(x)
-            + x.sum() * x.sum().at[()].add(p["v"].sum())
+    "added to rows": plain(
+        lambda x, w, v: (
+            jnp.zeros(6).at[jnp.array([0, 3, 3])].add(w * x)
+            + v.at[jnp.array([1, 1, 4])].add(x)
+            + x.sum() * x.sum().at[()].add(v.sum())
         ),
-        {"w": array(3), "v": array(6)},
         (3,),
+        w=(3,),
+        v=(6,),
     ),
-    "joined to the input": lambda: plain(
-        lambda p, x: jnp.concatenate([p["w"], x, p["w"] * 2, p["v"]]),
-        {"w": array(3), "v": array(2)},
-        (4,),
+    "joined to the input": plain(
+        lambda x, w, v: jnp.concatenate([w, x, w * 2, v]), (4,), w=(3,), v=(2,)
     ),
-    "conv same": lambda: conv(
-        (1, 7, 6, 3), (3, 3, 3, 4), window_strides=(1, 1), padding="SAME", dimension_numbers=NHWC
+    "conv same": conv((1, 7, 6, 3), (3, 3, 3, 4), "SAME"),
+    "conv strided": conv((1, 9, 8, 2), (4, 3, 2, 5), "VALID", strides=(2, 3)),
+    "conv uneven padding": conv((1, 8, 8, 2), (3, 3, 2, 4), ((2, 0), (0, 3)), strides=2),
+    "conv dilated": conv((1, 9, 9, 2), (3, 2, 2, 4), "SAME", strides=(2, 1), rhs_dilation=(2, 3)),
+    "conv transposed": conv((1, 5, 5, 2), (3, 3, 2, 4), ((2, 1), (1, 2)), lhs_dilation=(2, 2)),
+    "conv grouped": conv((1, 6, 6, 4), (3, 3, 2, 6), "SAME", feature_group_count=2),
+    "conv depthwise": conv((1, 6, 6, 3), (3, 3, 1, 3), "SAME", strides=2, feature_group_count=3),
+    "conv in pieces": conv((1, 5, 5, 96), (3, 3, 48, 4), "SAME", feature_group_count=2),
+    "conv in pieces, few positions": conv((1, 4, 4, 96), (3, 3, 96, 64), "VALID"),
+    "conv in pieces, one position": conv((1, 3, 3, 96), (3, 3, 96, 64), "VALID"),
+    "conv of patches": conv((2, 7, 9, 2), (3, 2, 2, 4), "SAME", strides=(3, 2)),
+    "conv of many entries": conv(
+        (2, 13, 17, 2), (6, 5, 2, 3), ((1, 2), (0, -1)), strides=(2, 1), rhs_dilation=(1, 2)
     ),
-    "conv strided": lambda: conv(
-        (1, 9, 8, 2), (4, 3, 2, 5), window_strides=(2, 3), padding="VALID", dimension_numbers=NHWC
+    "conv channels first": conv(
+        (1, 2, 7, 7), (4, 2, 3, 3), "SAME", strides=2, layout=("NCHW", "OIHW", "NCHW")
     ),
-    "conv uneven padding": lambda: conv(
-        (1, 8, 8, 2),
-        (3, 3, 2, 4),
-        window_strides=(2, 2),
-        padding=((2, 0), (0, 3)),
-        dimension_numbers=NHWC,
-    ),
-    "conv dilated": lambda: conv(
-        (1, 9, 9, 2),
-        (3, 2, 2, 4),
-        window_strides=(2, 1),
-        padding="SAME",
-        rhs_dilation=(2, 3),
-        dimension_numbers=NHWC,
-    ),
-    "conv transposed": lambda: conv(
-        (1, 5, 5, 2),
-        (3, 3, 2, 4),
-        window_strides=(1, 1),
-        padding=((2, 1), (1, 2)),
-        lhs_dilation=(2, 2),
-        dimension_numbers=NHWC,
-    ),
-    "conv grouped": lambda: conv(
-        (1, 6, 6, 4),
-        (3, 3, 2, 6),
-        window_strides=(1, 1),
-        padding="SAME",
-        feature_group_count=2,
-        dimension_numbers=NHWC,
-    ),
-    "conv depthwise": lambda: conv(
-        (1, 6, 6, 3),
-        (3, 3, 1, 3),
-        window_strides=(2, 2),
-        padding="SAME",
-        feature_group_count=3,
-        dimension_numbers=NHWC,
-    ),
-    "conv in pieces": lambda: conv(
-        (1, 5, 5, 96),
-        (3, 3, 48, 4),
-        window_strides=(1, 1),
-        padding="SAME",
-        feature_group_count=2,
-        dimension_numbers=NHWC,
-    ),
-    "conv in pieces, few positions": lambda: conv(
-        (1, 4, 4, 96),
-        (3, 3, 96, 64),
-        window_strides=(1, 1),
-        padding="VALID",
-        dimension_numbers=NHWC,
-    ),
-    "conv in pieces, one position": lambda: conv(
-        (1, 3, 3, 96),
-        (3, 3, 96, 64),
-        window_strides=(1, 1),
-        padding="VALID",
-        dimension_numbers=NHWC,
-    ),
-    "conv of patches": lambda: conv(
-        (2, 7, 9, 2), (3, 2, 2, 4), window_strides=(3, 2), padding="SAME", dimension_numbers=NHWC
-    ),
-    "conv of many entries": lambda: conv(
-        (2, 13, 17, 2),
-        (6, 5, 2, 3),
-        window_strides=(2, 1),
-        padding=((1, 2), (0, -1)),
-        rhs_dilation=(1, 2),
-        dimension_numbers=NHWC,
-    ),
-    "conv channels first": lambda: conv(
-        (1, 2, 7, 7), (4, 2, 3, 3), window_strides=(2, 2), padding="SAME"
-    ),
-    "conv 1-D, several images": lambda: conv(
-        (3, 9, 2),
-        (4, 2, 5),
-        window_strides=(2,),
-        padding="VALID",
-        dimension_numbers=("NWC", "WIO", "NWC"),
-    ),
-    "conv 3-D": lambda: conv(
-        (1, 4, 5, 4, 2),
-        (2, 3, 2, 2, 3),
-        window_strides=(1, 2, 1),
-        padding="SAME",
-        dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
-    ),
+    "conv 1-D, several images": conv((3, 9, 2), (4, 2, 5), "VALID", strides=2),
+    "conv 3-D": conv((1, 4, 5, 4, 2), (2, 3, 2, 2, 3), "SAME", strides=(1, 2, 1)),
+    "conv without places": conv((1, 2, 2), (3, 2, 4), "VALID"),
 }
+
+
+def assert_ghost_agrees(loss, params, batch, rule=FLAT, **options):
+    testing.assert_engines_agree(loss, rule, params, batch, engines=("ghost",), **options)
 
 
 def assert_is_the_definition(name, rule_of, microbatch_size):
     loss, params, batch = CASES[name]()
-    testing.assert_engines_agree(
-        loss,
-        rule_of(params),
-        params,
-        batch,
-        mask=jnp.array([1, 1, 0, 1, 1]),
-        engines=("ghost",),
-        microbatch_sizes=(microbatch_size,),
-        tolerance=2e-5,
-    )
+    options = {"microbatch_sizes": (microbatch_size,), "tolerance": 2e-5}
+    mask = jnp.array([1, 1, 0, 1, 1])
+    assert_ghost_agrees(loss, params, batch, rule_of(params), mask=mask, **options)
 
 
 @pytest.mark.sample(4)
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "(1 if a == b else 2) * jnp.sum(x * g",
-    "(1 if a == b else 0) * jnp.sum(x * g",
-    case="tied embedding",
-    slow=True,
+    "gradients/_bookkeeping/leaf_norms.py", "b else 2", "b else 0", case="tied embedding", slow=True
 )
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
@@ -479,11 +370,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "        total = total + part",
-    "        total = part",
-    case="tied embedding",
-    slow=True,
+    "gradients/_bookkeeping/leaf_sums.py", "total + part", "part", case="tied embedding", slow=True
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -498,13 +385,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     "inputs = [view.of(leaves, memo) for view in views[:1]] + [v.value for v in views[1:]]",
     case="two parameters meet",
 )
-@kills(
-    "gradients/_bookkeeping/scan_trace.py",
-    "stacks=(by_round, *site.stacks)",
-    "stacks=(True, *site.stacks)",
-    case="lstm",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/scan_trace.py", "by_round,", "True,", case="lstm", slow=True)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(x + inputs * tiny) * (g + outputs * tiny)",
@@ -681,11 +562,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     slow=True,
 )
 @kills(
-    "gradients/_xla_cpu/tanh.py",
-    "g * (1 + y) * (1 - y)",
-    "g * (1 - y)",
-    case="tanh of few channels",
-    slow=True,
+    "gradients/_xla_cpu/tanh.py", "1 + y) * (1 - y", "1 - y", case="tanh of few channels", slow=True
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -694,20 +571,8 @@ def assert_is_the_definition(name, rule_of, microbatch_size):
     case="a frozen scale in bfloat16",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "form_of(*entries[0].scaled(factors).wiped(factors != 0))",
-    "form_of(*entries[0].wiped(factors != 0))",
-    case="embedding",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "total.at[rows.x[0].reshape(-1)].add(taken",
-    "total.at[rows.x[0].reshape(-1)].set(taken",
-    case="embedding",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/leaf_sums.py", ".scaled(factors).", ".", case="embedding", slow=True)
+@kills("gradients/_bookkeeping/leaf_sums.py", "(-1)].add", "(-1)].set", case="embedding", slow=True)
 @pytest.mark.parametrize("name", CASES)
 def test_ghost_is_the_definition(name):
     """By leaf: every norm of every leaf, and so every sum."""
@@ -773,27 +638,17 @@ def test_batches_that_lie_on_two_devices_are_right_or_refused():
 def test_ghost_is_the_definition_in_float64(name):
     with jax.enable_x64(True):
         loss, params, batch = CASES[name]()
-        wide = functools.partial(
-            jax.tree.map,
-            lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-        )
-        testing.assert_engines_agree(
-            loss,
-            clipping.flat(0.2),
-            wide(params),
-            wide(batch),
-            engines=("ghost",),
-            microbatch_sizes=(8,),
-            tolerance=1e-11,
-        )
+
+        def wide(tree):
+            return jax.tree.map(lambda x: x.astype("f8") if x.dtype == "f4" else x, tree)
+
+        options = {"microbatch_sizes": (8,), "tolerance": 1e-11}
+        assert_ghost_agrees(loss, wide(params), wide(batch), clipping.flat(0.2), **options)
 
 
 @pytest.mark.sample(6)
 @kills(
-    "gradients/_xla_cpu/convolution.py",
-    "for places in range(count)]",
-    "for places in reversed(range(count))]",
-    case="20-1-SAME",
+    "gradients/_xla_cpu/convolution.py", "range(count)", "reversed(range(count))", case="20-1-SAME"
 )
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 2), (0, 3)), ((0, 0), (-1, -1))])
 @pytest.mark.parametrize("stride", [1, 2, 3])
@@ -844,19 +699,9 @@ POOLS = {
 
 @pytest.mark.sample(2)
 @kills(
-    "gradients/_xla_cpu/max_pool.py",
-    "jax.lax.slice(winner, start, end) == number",
-    "jax.lax.slice(winner, start, end) >= number",
-    case="large",
-    slow=True,
+    "gradients/_xla_cpu/max_pool.py", "end) == number", "end) >= number", case="large", slow=True
 )
-@kills(
-    "gradients/_xla_cpu/max_pool.py",
-    "jnp.where(winner == number,",
-    "jnp.where(winner >= number,",
-    case="small",
-    slow=True,
-)
+@kills("gradients/_xla_cpu/max_pool.py", "== number,", ">= number,", case="small", slow=True)
 @pytest.mark.parametrize("name", POOLS)
 def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
     shape, *window = POOLS[name]
@@ -931,30 +776,33 @@ def test_a_broken_example_contributes_nothing(name, bad):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+def pulled(model):
+    """The loss by which the second part of an example is the cotangent of ``model(w, x)``."""
+    return lambda w, example: jnp.sum(example[1] * model(w, example[0]))
+
+
+def float32(*arrays):
+    return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
+
+
+def assert_stays_within(loss, params, batch, *bounds, room=1.001):
+    """The clipped sum of one example is no longer than its bound."""
+    for bound in bounds:
+        result = clipped_grad(loss, clipping.flat(bound), "ghost")(params, batch)
+        assert float(jnp.linalg.norm(result.value)) <= bound * room
+
+
 @pytest.mark.sample(4)
-@kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "jnp.sum(x * g + doubt, axis",
-    "jnp.sum(x * g, axis",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/leaf_norms.py", "x * g + doubt, axis", "x * g, axis", slow=True)
 @pytest.mark.parametrize("left_over", [0.0, 1e-4, 1e-3, 3e-3, 1e-2, 1.0])
 def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
     """Two huge gradients, opposite but for a little: Gram matrices lose what is left."""
     rng = np.random.default_rng(0)
     row, up, aside = rng.normal(size=30), rng.normal(size=40), rng.normal(size=40)
-    x = jnp.asarray(np.stack([row, row])[None] * 100, jnp.float32)
-    c = jnp.asarray(np.stack([up + left_over * aside, -up])[None] * 100, jnp.float32)
-
-    def loss(w, example):
-        x, c = example
-        return jnp.sum(c * (x @ w))
-
-    assert "dot_general" in gradients.explain(loss, jnp.zeros((30, 40)), (x[0], c[0]))
-    for bound in (0.1, 10.0, 1e4):
-        rule = clipping.flat(bound)
-        moved = clipped_grad(loss, rule, "ghost")(jnp.zeros((30, 40)), (x, c)).value
-        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+    x, c = float32(np.stack([row, row]) * 100, np.stack([up + left_over * aside, -up]) * 100)
+    loss, w = pulled(lambda w, x: x @ w), jnp.zeros((30, 40))
+    assert "dot_general" in gradients.explain(loss, w, (x, c))
+    assert_stays_within(loss, w, (x[None], c[None]), 0.1, 10.0, 1e4)
 
 
 @pytest.mark.sample(2)
@@ -965,13 +813,7 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
     case="as it is",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/cost.py",
-    "leaf.size <= _ROOM * read or not isometric",
-    "leaf.size <= _ROOM * read",
-    case="scaled",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/cost.py", "read or not isometric", "read", case="scaled", slow=True)
 @pytest.mark.parametrize(
     ("positions", "view"),
     [(16, lambda w: w), (3, lambda w: 100 * w), (3, lambda w: w - jnp.mean(w, axis=0))],
@@ -980,71 +822,43 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
 def test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound(positions, view):
     """The sum is another product than the one whose norm was taken, and rounds otherwise."""
     rng, w = np.random.default_rng(0), jnp.zeros((160, 170))
-
-    def loss(w, example):
-        x, c = example
-        return jnp.sum(c * (x @ view(w)))
-
+    loss = pulled(lambda w, x: x @ view(w))
     for left_over, bound in itertools.product((0.0, 1e-7, 1e-4), (1e-6, 1e-4, 1e-2, 1.0)):
         x = np.repeat(rng.normal(size=(1, 1, 160)), positions, axis=1) * 1e2
         c = rng.normal(size=(1, positions, 170))
         c[:, -1] = left_over * rng.normal(size=170) - c[:, :-1].sum(axis=1)
-        batch = jnp.asarray(x, jnp.float32), jnp.asarray(c * 1e2, jnp.float32)
-        moved = clipped_grad(loss, clipping.flat(bound), "ghost")(w, batch).value
-        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+        batch = float32(x, c * 1e2)
+        assert_stays_within(loss, w, batch, bound)
     assert "instantiate" in gradients.explain(loss, w, jax.tree.map(lambda a: a[0], batch))
 
 
-@kills(
-    "gradients/_bookkeeping/cost.py",
-    "not (isometric and once and entire(leaf, sites))",
-    "not (once and entire(leaf, sites))",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/cost.py", "isometric and once and", "once and", slow=True)
 def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
     """Scaled cotangents are rounded again, and centring cancels everything but that error."""
-    rng, w = np.random.default_rng(0), jnp.zeros(200)
-
-    def loss(w, example):
-        x, c = example
-        return jnp.sum(c * (x * (w - jnp.mean(w))))
-
+    rng, loss = np.random.default_rng(0), pulled(lambda w, x: x * (w - jnp.mean(w)))
     for left_over, bound in itertools.product((0.0, 1e-8, 1e-7, 1e-6), (1e-6, 1e-4, 1e-3)):
         x = rng.normal(size=(1, 200)) * 1e2
         c = 1e4 / x * (1 + left_over * rng.normal(size=200))
-        batch = jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)
-        moved = clipped_grad(loss, clipping.flat(bound), "ghost")(w, batch).value
-        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+        assert_stays_within(loss, jnp.zeros(200), float32(x, c), bound)
 
 
-def in_columns(w, example):
-    ids, c = example
-    return jnp.sum(w[:, ids] * c)
+def in_rounds(w, ids):
+    def column(_, i):
+        return None, lax.dynamic_slice(w, (0, i), (1, 1))[:, 0]
+
+    return lax.scan(column, None, ids)[1].T
 
 
-def in_rounds(w, example):
-    ids, c = example
-    columns = lax.scan(lambda _, i: (None, lax.dynamic_slice(w, (0, i), (1, 1))[:, 0]), None, ids)
-    return jnp.sum(columns[1].T * c)
-
-
-@kills(
-    "gradients/_bookkeeping/cost.py",
-    "not (isometric and once and entire(leaf, sites))",
-    "not (isometric and entire(leaf, sites))",
-    case="columns",
-    slow=True,
-)
-@pytest.mark.parametrize("taken", [in_columns, in_rounds], ids=["columns", "rounds"])
+@kills("gradients/_bookkeeping/cost.py", "once and entire", "entire", case="columns", slow=True)
+@pytest.mark.parametrize("taken", [lambda w, ids: w[:, ids], in_rounds], ids=["columns", "rounds"])
 def test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound(taken):
     """Scaled cotangents are rounded again, and those of one column are summed."""
-    rng, w = np.random.default_rng(0), jnp.zeros((1, 512))
+    rng = np.random.default_rng(0)
     for bound in (1e-6, 1e-5, 1e-4):
-        c = rng.normal(size=(1, 512)) * 1e4
-        c[:, -1] = -c[:, :-1].sum(axis=1)
-        batch = jnp.full((1, 512), 5), jnp.asarray(c, jnp.float32)[None]
-        moved = clipped_grad(taken, clipping.flat(bound), "ghost")(w, batch).value
-        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+        c = rng.normal(size=(1, 1, 512)) * 1e4
+        c[..., -1] = -c[..., :-1].sum(axis=-1)
+        batch = jnp.full((1, 512), 5), *float32(c)
+        assert_stays_within(pulled(taken), jnp.zeros((1, 512)), batch, bound)
 
 
 @kills(
@@ -1066,9 +880,7 @@ def test_a_parameter_in_a_reference_is_materialised(inside):
         lax.fori_loop(0, 2, triple, 0) if inside else triple(0, 0)
         return jnp.vdot(ref[...], x)
 
-    testing.assert_engines_agree(
-        loss, clipping.flat(0.7), jnp.ones(2), array(5, 2), engines=("ghost",)
-    )
+    assert_ghost_agrees(loss, jnp.ones(2), array(5, 2), clipping.flat(0.7))
     assert "a mutable reference" in gradients.explain(loss, jnp.ones(2), jnp.ones(2))
 
 
@@ -1123,15 +935,11 @@ def test_rows_that_cancel_do_not_slip_past_the_bound(left_over):
         rest = pulls[:, taken[:-1]].sum(axis=1)
         pulls[:, taken[-1]] = -rest + left_over * rng.normal(size=rest.shape)
 
-    def loss(table, example):
-        ids, pull = example
-        return jnp.sum(table[ids] * pull)
-
-    assert "rows" in gradients.explain(loss, table, (ids, jnp.asarray(pulls[0], jnp.float32)))
-    for pull, bound in itertools.product(pulls, (1e-7, 1e-4, 0.1)):
-        batch = ids[None], jnp.asarray(pull[None], jnp.float32)
-        moved = clipped_grad(loss, clipping.flat(bound), "ghost")(table, batch).value
-        assert float(jnp.linalg.norm(moved)) <= bound * 1.001
+    loss = pulled(lambda table, ids: table[ids])
+    assert "rows" in gradients.explain(loss, table, (ids, *float32(pulls[0])))
+    for pull in pulls:
+        batch = ids[None], *float32(pull[None])
+        assert_stays_within(loss, table, batch, 1e-7, 1e-4, 0.1)
 
 
 @pytest.mark.sample(1)
@@ -1145,8 +953,7 @@ def test_constant_positions_that_cancel_do_not_slip_past_the_bound(width):
         given = 0.21 * jnp.array([[1.0], [-1.0]]) + jnp.array([[1.0], [0.0]]) * left_over
         return jnp.sum((x @ w) * given.astype(jnp.float32))
 
-    result = clipped_grad(loss, clipping.flat(1e-3), "ghost")(jnp.zeros((width, width)), batch)
-    assert jnp.linalg.norm(result.value) <= 1e-3 * (1 + 1e-5)
+    assert_stays_within(loss, jnp.zeros((width, width)), batch, 1e-3, room=1 + 1e-5)
 
 
 def opposites(blocks, seed, tries=20_000):
@@ -1194,8 +1001,7 @@ def test_roundings_that_conspire_do_not_slip_past_the_bound():
 
     weights = jnp.zeros((x.shape[1], given.shape[1]))
     assert "gram" in gradients.explain(loss, weights, x)
-    result = clipped_grad(loss, clipping.flat(1e-3), "ghost")(weights, jnp.asarray(x)[None])
-    assert jnp.linalg.norm(result.value) <= 1e-3 * (1 + 1e-5)
+    assert_stays_within(loss, weights, jnp.asarray(x)[None], 1e-3, room=1 + 1e-5)
 
 
 def test_a_key_in_the_example_may_be_typed():
@@ -1204,12 +1010,7 @@ def test_a_key_in_the_example_may_be_typed():
         return jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ w)
 
     batch = array(5, 4), jax.random.split(KEY, 5)
-    for engine in gradients.ENGINES:
-        clipped = clipped_grad(loss, clipping.flat(0.3), engine, microbatch_size=2)
-        whole = clipped_grad(loss, clipping.flat(0.3), "vmap")
-        np.testing.assert_allclose(
-            clipped(array(4, 2), batch).value, whole(array(4, 2), batch).value, rtol=1e-5
-        )
+    testing.assert_engines_agree(loss, FLAT, array(4, 2), batch, microbatch_sizes=(2,))
 
 
 @pytest.mark.sample(4)
@@ -1298,13 +1099,7 @@ def test_a_broken_image_stays_alone_among_groups_of_channels():
     case="1",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/leaf_norms.py",
-    "jnp.maximum(total, 0) + _lost(forms)",
-    "jnp.maximum(total, 0)",
-    case="3",
-    slow=True,
-)
+@kills("gradients/_bookkeeping/leaf_norms.py", "0) + _lost(forms)", "0)", case="3", slow=True)
 @pytest.mark.parametrize("positions", [1, 3])
 def test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound(positions):
     """The square of the data leaves float32; the gradient is 0.000015 an entry."""
@@ -1313,9 +1108,7 @@ def test_tiny_data_with_huge_cotangents_do_not_slip_past_the_bound(positions):
         return 5e17 * jnp.sum((x * 3e-23) @ w)
 
     w, batch = jnp.zeros((20, 50)), jnp.ones((2, positions, 20))
-    for bound in (0.0001, 10.0):
-        result = clipped_grad(loss, clipping.flat(bound), "ghost")(w, batch)
-        assert jnp.linalg.norm(result.value) <= 2 * bound * (1 + 1e-5)
+    assert_stays_within(loss, w, batch, 0.0001, 10.0, room=2 * (1 + 1e-5))
 
 
 @pytest.mark.slow
@@ -1333,9 +1126,7 @@ def test_bfloat16_models_keep_float32_norms_and_sums():
 def test_bfloat16_parameters_may_be_compared():
     params, x = {"w": array(3, 4).astype(jnp.bfloat16)}, array(5, 3, seed=2)
     loss = squared(lambda p, x: x @ jnp.where(p["w"] > 0.1, p["w"].astype(jnp.float32), 0))
-    testing.assert_engines_agree(
-        loss, clipping.flat(0.2), params, x, engines=("ghost",), tolerance=2e-2
-    )
+    assert_ghost_agrees(loss, params, x, clipping.flat(0.2), tolerance=2e-2)
 
 
 def test_convolutions_of_bfloat16_may_be_summed_in_float32():
@@ -1345,14 +1136,8 @@ def test_convolutions_of_bfloat16_may_be_summed_in_float32():
         return lax.conv_general_dilated(x, kernel, (1,), "SAME", **wide)
 
     params = {"kernel": array(3, 2, 4), "s": array(2, seed=1)}
-    testing.assert_engines_agree(
-        squared(model),
-        clipping.flat(0.2),
-        params,
-        array(5, 6, 2, seed=2),
-        engines=("ghost",),
-        tolerance=2e-2,
-    )
+    batch = array(5, 6, 2, seed=2)
+    assert_ghost_agrees(squared(model), params, batch, clipping.flat(0.2), tolerance=2e-2)
 
 
 def test_a_parameter_that_breaks_all_examples_moves_nothing():
@@ -1372,28 +1157,13 @@ def test_aux_goes_through():
     np.testing.assert_allclose(result.aux["first"], batch[:, 0])
 
 
-def test_a_parameter_may_be_padded_with_data():
-    def loss(w, x):
-        return jnp.sum(jnp.sin(lax.pad(w, x[0] * x[1], ((1, 0, 0), (-1, 2, 1)))) * x.sum())
-
-    params, batch = array(3, 4), array(5, 2)
-    testing.assert_engines_agree(loss, clipping.flat(0.3), params, batch, engines=("ghost",))
-
-    def through(w, x):
-        return jnp.sum(lax.pad(w, jnp.sum(jnp.sin(x @ w)), ((1, 1, 0), (0, 2, 0))) ** 2)
-
-    testing.assert_engines_agree(
-        through, clipping.flat(0.3), array(2, 4), batch, engines=("ghost",)
-    )
-
-
 def test_a_remat_is_walked_through():
     def loss(w, x):
         return jnp.sum(jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x) ** 2)
 
     params, batch = array(4, 3), array(5, 4)
     assert "dot_general  product" in gradients.explain(loss, params, batch[0])
-    testing.assert_engines_agree(loss, clipping.flat(0.3), params, batch, engines=("ghost",))
+    assert_ghost_agrees(loss, params, batch)
 
 
 @pytest.mark.slow
@@ -1403,12 +1173,8 @@ def test_explain_names_every_leaf():
     words = gradients.explain(
         losses.of(model, losses.cross_entropy), params, (jnp.zeros((8, 8, 1)), jnp.int32(0))
     )
-    assert [line.split()[1] for line in words.splitlines()] == [
-        "add",
-        "conv_general_dilated",
-        "add",
-        "dot_general",
-    ]
+    found = [line.split()[1] for line in words.splitlines()]
+    assert found == ["add", "conv_general_dilated", "add", "dot_general"]
     loss, params, batch = CASES["tied weights"]()
     assert "2 x dot_general  gram" in gradients.explain(loss, params, batch[0])
     loss, params, batch = CASES["cond on a parameter"]()

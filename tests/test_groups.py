@@ -11,21 +11,15 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from mutation import kills
 from scipy import stats
 from scipy.integrate import quad
+from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import accounting, clipping, sampling
+from dpjax import accounting, sampling
 
 STEP = accounting.subsampled_gaussian(1.0, 0.01, 200)
 
 
 @pytest.mark.sample(1)
-@kills(
-    "accounting/user_level.py",
-    "odds = stats.binom.pmf(drawn, records, q)",
-    "odds = stats.binom.pmf(drawn, 1, rate)",
-    case="2-1.9466",
-    slow=True,
-)
+@kills("accounting/user_level.py", "drawn, records,", "drawn, 1,", case="2-1.9466", slow=True)
 @pytest.mark.parametrize(("records", "expected"), [(1, 0.9125), (2, 1.9466), (4, 4.1482)])
 def test_what_users_pay(records, expected):
     got = accounting.epsilon_for_users(STEP, 1e-5, records)
@@ -56,9 +50,8 @@ def lost(rate, multiplier, records, epsilon):
     [(0.1, 1.0, 3, 0.5), (0.3, 2.0, 2, 0.2), (0.05, 1.0, 4, 1.0), (0.5, 1.5, 1, 0.3)],
 )
 def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, epsilon):
-    event = accounting.for_groups(
-        accounting.subsampled_gaussian(multiplier, rate, 1), records=records
-    )
+    step = accounting.subsampled_gaussian(multiplier, rate, 1)
+    event = accounting.for_groups(step, records=records)
     expected = lost(rate, multiplier, records, epsilon)
     got = accounting.delta(event, epsilon, "pld")
     assert expected <= got * (1 + 1e-6), "an upper bound"
@@ -79,18 +72,10 @@ def test_mixtures_that_print_alike_are_not_one():
         assert accounting.epsilon(accounting.compose(*order), 1e-5, "pld") >= alone
 
 
-@kills(
-    "accounting/user_level.py",
-    "gaussian(parts.unsampled_multiplier / records)",
-    "gaussian(parts.unsampled_multiplier)",
-)
+@kills("accounting/user_level.py", "unsampled_multiplier / records", "unsampled_multiplier")
 def test_without_sampling_all_records_are_always_there():
     event = accounting.for_groups(accounting.gaussian(6.0, steps=4), records=3)
     assert event == accounting.gaussian(1.0)
-    for method in ("rdp", "pld"):
-        assert accounting.epsilon(event, 1e-5, method) == pytest.approx(
-            accounting.epsilon(accounting.gaussian(1.0), 1e-5, method)
-        )
 
 
 def test_one_record_is_what_it_was():
@@ -112,19 +97,14 @@ def test_more_records_cost_more_and_less_than_all_of_them_always():
 @pytest.mark.promotes
 def test_a_mechanism_with_preparation_and_a_schedule():
     """Each part is enlarged; nothing is lost on the way."""
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 50),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=lambda step: np.float32(2.0) + step // 5,
-        steps=10,
-        preparation=(8.0,),
-    )
+    facts = {"noise_multiplier": lambda step: np.float32(2.0) + step // 5, "steps": 10}
+    mechanism = mechanism_with(1000, 50, preparation=(8.0,), **facts)
     users = accounting.for_groups(mechanism.event, 2)
-    by_hand = accounting.compose(
+    apart = accounting.compose(
         accounting.gaussian(4.0),
         *(accounting.for_groups(accounting.subsampled_gaussian(z, 0.05, 5), 2) for z in (2.0, 3.0)),
     )
-    assert accounting.epsilon(users, 1e-5, "pld") == accounting.epsilon(by_hand, 1e-5, "pld")
+    assert accounting.epsilon(users, 1e-5, "pld") == accounting.epsilon(apart, 1e-5, "pld")
     assert accounting.epsilon(users, 1e-5, "pld") > mechanism.epsilon(1e-5, "pld")
 
 
@@ -144,12 +124,7 @@ def test_large_losses_get_a_coarse_grid_and_not_all_memory(records, rate, multip
 
 @kills("accounting/user_level.py", "if parts.foreign:", "if False:", slow=True)
 def test_what_has_no_proof_is_refused():
-    fixed = dpjax.Mechanism(
-        sampling=sampling.fixed(100, 10),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=5,
-    )
+    fixed = mechanism_with(sampling=sampling.fixed(100, 10), steps=5)
     with pytest.raises(ValueError, match=r"Batches of a fixed size .* sample with sampling\.poi"):
         accounting.for_groups(fixed.event, 2)
     with pytest.raises(ValueError, match="State the guarantee for 'add-or-remove'"):

@@ -18,6 +18,7 @@ import scipy.stats
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, auditing, clipping, ledger, noise, sampling, testing, trees, types
@@ -111,12 +112,14 @@ def assert_trees_equal(a, b, **tolerance):
 
 
 def mechanism_for(rule, *, sampler=None, multiplier=1.0, steps=10):
-    return dpjax.Mechanism(
-        sampling=sampler or sampling.full(10),
-        clipping=rule,
-        noise_multiplier=multiplier,
-        steps=steps,
-    )
+    facts = {"sampling": sampler or sampling.full(10), "clipping": rule, "steps": steps}
+    return mechanism_with(noise_multiplier=multiplier, **facts)
+
+
+def begin(mechanism, data, loss=network, rate=0.1, **options):
+    """An algorithm of SGD steps on the network, and its first state."""
+    algorithm = dpjax.dpsgd(loss, optax.sgd(rate), mechanism, data, **options)
+    return algorithm, algorithm.init(jax.random.key(0), some_params())
 
 
 # Law 1: sensitivity -------------------------------------------------------------------
@@ -143,12 +146,10 @@ def test_replacing_an_example_moves_the_sum_by_at_most_twice_the_sensitivity(rul
     gradients = hostile_gradients(values)
     other = jax.tree.map(lambda g: g.at[0].set(-g[1]), gradients)
     one, two = clipping.clip(rule, gradients)[0], clipping.clip(rule, other)[0]
-    moved = math.sqrt(
-        sum(
-            float(np.sum((np.asarray(a, np.float64) - np.asarray(b, np.float64)) ** 2))
-            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
-        )
+    wide = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)], dtype="f8") for t in (one, two)
     )
+    moved = np.linalg.norm(np.subtract(*wide))
     assert moved <= 2 * rule.sensitivity * (1 + 1e-5)
 
 
@@ -228,11 +229,7 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/ghost.py",
-    "        each = factors[:, groups[i]]\n",
-    "        each = factors[:, 0]\n",
-    case="per_group-by layer",
-    slow=True,
+    "gradients/_bookkeeping/ghost.py", "groups[i]]\n", "0]\n", case="per_group-by layer", slow=True
 )
 @kills(
     "gradients/_bookkeeping/ghost.py",
@@ -250,13 +247,8 @@ def test_engines_agree(rule):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_engines_agree_on_batches_of_any_size(size):
-    testing.assert_engines_agree(
-        network,
-        clipping.flat(0.7),
-        some_params(),
-        some_batch(size),
-        microbatch_sizes=(1, 2, 16),
-    )
+    example = network, clipping.flat(0.7), some_params(), some_batch(size)
+    testing.assert_engines_agree(*example, microbatch_sizes=(1, 2, 16))
 
 
 @pytest.mark.slow
@@ -264,9 +256,8 @@ def test_engines_agree_in_float64():
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: x.astype(jnp.float64), some_params())
         batch = (some_batch(7)[0].astype(jnp.float64), some_batch(7)[1])
-        testing.assert_engines_agree(
-            network, clipping.grouped(0.3, 2), params, batch, tolerance=1e-12
-        )
+        rule = clipping.grouped(0.3, 2)
+        testing.assert_engines_agree(network, rule, params, batch, tolerance=1e-12)
         value = dpjax.clipped_grad(network, clipping.flat(0.3))(params, batch).value
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
@@ -293,16 +284,12 @@ def test_order_padding_and_emptiness(rule, engine):
 def test_an_empty_draw_is_a_step_of_pure_noise():
     sampler = sampling.poisson(1000, 0.001)
     mechanism = mechanism_for(clipping.flat(1.0), sampler=sampler)
-    algorithm = dpjax.dpsgd(network, optax.sgd(1.0), mechanism, some_batch(1000))
-    state = algorithm.init(jax.random.key(0), some_params())
+    algorithm, state = begin(mechanism, some_batch(1000), rate=1.0)
     after, info = algorithm.step(state)
     assert int(info.examples) == 0
     moved = jax.tree.map(jnp.subtract, state.params, after.params)
-    draws = trees.random_like(
-        noise.standard_normal,
-        trees.step_key(jax.random.key(0), types.Purpose.NOISE, 0),
-        PARAMS,
-    )
+    key = trees.step_key(jax.random.key(0), types.Purpose.NOISE, 0)
+    draws = trees.random_like(noise.standard_normal, key, PARAMS)
     assert_trees_equal(moved, jax.tree.map(lambda z: z / 0.001, draws), rtol=1e-3, atol=1e-2)
 
 
@@ -329,8 +316,7 @@ def test_three_hundred_poisson_steps_trace_the_loss_no_more_than_one_step():
         return network(params, example)
 
     mechanism = mechanism_for(clipping.flat(1.0), sampler=sampling.poisson(100, 10), steps=300)
-    algorithm = dpjax.dpsgd(counted, optax.sgd(0.1), mechanism, some_batch(100))
-    state = algorithm.init(jax.random.key(0), some_params())
+    algorithm, state = begin(mechanism, some_batch(100), counted)
     state, info = algorithm.step(state)
     after_one, sizes = len(traces), [int(info.examples)]
     for _ in range(299):
@@ -358,13 +344,7 @@ NOISES = [
 
 
 @kills("noise/link.py", "deviation * noise", "0.9 * deviation * noise", case="constant", slow=True)
-@kills(
-    "noise/link.py",
-    "leaf.astype(noise.dtype) + deviation * noise",
-    "leaf.astype(noise.dtype)",
-    case="constant",
-    slow=True,
-)
+@kills("noise/link.py", "dtype) + deviation * noise", "dtype)", case="constant", slow=True)
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation):
     chain = optax.chain(
@@ -381,24 +361,12 @@ def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation)
 @kills("mechanism/description.py", "1 / self.batch_size", "1.0", case="constant", slow=True)
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
-    mechanism = mechanism_for(
-        rule, sampler=sampling.poisson(1000, 50), multiplier=multiplier, steps=3
-    )
-    link = mechanism.privatize(jax.random.key(3))
-    testing.assert_noise(link, BIG, deviation / 50)
+    mechanism = mechanism_with(1000, 50, clipping=rule, noise_multiplier=multiplier, steps=3)
+    testing.assert_noise(mechanism.privatize(jax.random.key(3)), BIG, deviation / 50)
 
 
-@kills(
-    "noise/link.py",
-    "[deviations[group] for group in groups]",
-    "[deviations[0] for group in groups]",
-    slow=True,
-)
-@kills(
-    "noise/link.py",
-    "[_product(multiplier, bound) for multiplier, bound in pairs]",
-    "[multiplier for multiplier, bound in pairs]",
-)
+@kills("noise/link.py", "[group] for group in groups", "[0] for group in groups", slow=True)
+@kills("noise/link.py", "_product(multiplier, bound) for multiplier,", "multiplier for multiplier,")
 def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     rule = clipping.per_group((1.0, 2.0), BIG_GROUPS)
     link = noise.gaussian((2.0, 1.5), rule, key=jax.random.key(0))
@@ -409,16 +377,8 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     np.testing.assert_allclose(mechanism.multipliers, 1.2)
 
 
-@kills(
-    "noise/link.py",
-    "trees.step_key(key, Purpose.NOISE, step)",
-    "trees.step_key(key, Purpose.NOISE, 0)",
-)
-@kills(
-    "noise/link.py",
-    "GaussianState(state.key, state.step + 1)",
-    "GaussianState(state.key, state.step)",
-)
+@kills("noise/link.py", "step_key(key, Purpose.NOISE, step)", "step_key(key, Purpose.NOISE, 0)")
+@kills("noise/link.py", "(state.key, state.step + 1)", "(state.key, state.step)")
 @kills(
     "trees.py",
     "in jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])",
@@ -441,9 +401,7 @@ def test_noise_is_independent_between_steps_leaves_and_runs():
 
 
 def test_multiplier_zero_is_the_identity():
-    rule = clipping.flat(1.0)
-    link = noise.gaussian(0.0, rule, key=jax.random.key(0))
-    tree = some_params()
+    link, tree = noise.gaussian(0.0, clipping.flat(1.0), key=jax.random.key(0)), some_params()
     out, _ = link.update(tree, link.init(tree))
     assert_trees_equal(out, tree, rtol=0)
 
@@ -451,8 +409,8 @@ def test_multiplier_zero_is_the_identity():
 @kills(
     "training/step.py",
     "        gradients,\n        lost,\n",
-    "        jax.tree.map(lambda p: p + "
-    "jax.random.normal(jax.random.key(0), p.shape), gradients),\n        lost,\n",
+    "        jax.tree.map(lambda p: p + jax.random.normal(jax.random.key(0), p.shape), "
+    "gradients),\n        lost,\n",
     case="5",
     slow=True,
 )
@@ -480,13 +438,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     case="3-poisson",
     slow=True,
 )
-@kills(
-    "sampling.py",
-    "return start + of * size, add(",
-    "return start + of * size - 1, add(",
-    case="3-poisson",
-    slow=True,
-)
+@kills("sampling.py", "start + of * size,", "start + of * size - 1,", case="3-poisson", slow=True)
 @kills(
     "sampling.py",
     "mask = start + jnp.arange(size) < draw.size",
@@ -497,18 +449,12 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 @kills(
     "training/step.py",
     "recipe.optimizer.update(mean, state.optimizer,",
-    "recipe.optimizer.update(jax.tree.map(lambda x: x * "
-    "recipe.mechanism.batch_size / sums.examples, mean), state.optimizer,",
+    "recipe.optimizer.update(jax.tree.map(lambda x: x * recipe.mechanism.batch_size / "
+    "sums.examples, mean), state.optimizer,",
     case="3-poisson",
     slow=True,
 )
-@kills(
-    "training/step.py",
-    "draw_step(recipe, state.key, state.step)",
-    "draw_step(recipe, state.key, 0)",
-    case="3-poisson",
-    slow=True,
-)
+@kills("training/step.py", "state.key, state.step)", "state.key, 0)", case="3-poisson", slow=True)
 @kills(
     "training/step.py",
     "start=sums.gradients.block)",
@@ -578,12 +524,7 @@ def test_poisson_draws_are_poisson():
     assert windows.var() == pytest.approx(0.95, abs=0.05)
 
 
-@kills(
-    "sampling.py",
-    "largest = math.floor(rate * _WORDS) - 1",
-    "largest = math.floor(2 * rate * _WORDS) - 1",
-    slow=True,
-)
+@kills("sampling.py", "math.floor(rate * _WORDS)", "math.floor(2 * rate * _WORDS)", slow=True)
 def test_poisson_draws_of_a_small_set():
     found = draws(sampling.poisson(100, 5), 20_000)
     sizes = found.sum(axis=1)
@@ -606,13 +547,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
         assert rows.max(initial=0) < sampler.examples
 
 
-@kills(
-    "sampling.py",
-    "trees.step_key(key, Purpose.SAMPLING, step), below, True)",
-    "trees.step_key(key, Purpose.SAMPLING, 0), below, True)",
-    case="poisson",
-    slow=True,
-)
+@kills("sampling.py", "SAMPLING, step), below,", "SAMPLING, 0), below,", case="poisson", slow=True)
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
 def test_draws_differ_between_steps_and_keys(name):
     found = draws(SAMPLERS[name](), 40)
@@ -646,20 +581,11 @@ def test_without_sampling_the_epsilon_is_the_closed_form():
     assert epsilon <= mechanism.epsilon(1e-5, "rdp")
 
 
-@hypothesis.given(
-    multiplier=st.floats(0.8, 4.0),
-    batch=st.integers(10, 200),
-    steps=st.integers(1, 2000),
-)
+@hypothesis.given(st.floats(0.8, 4.0), st.integers(10, 200), st.integers(1, 2000))
 @hypothesis.settings(max_examples=20)
 def test_epsilon_is_monotone(multiplier, batch, steps):
     def epsilon(m=multiplier, b=batch, t=steps, delta=1e-5):
-        return dpjax.Mechanism(
-            sampling=sampling.poisson(1000, b),
-            clipping=clipping.flat(1.0),
-            noise_multiplier=m,
-            steps=t,
-        ).epsilon(delta)
+        return mechanism_with(1000, b, noise_multiplier=m, steps=t).epsilon(delta)
 
     here, slack = epsilon(), 1 + 1e-9
     assert epsilon(m=multiplier * 1.1) <= here * slack
@@ -669,31 +595,19 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
 
 
 @kills("sampling.py", "_gaussians(multipliers, rate)", "_gaussians(multipliers, rate / 2)")
-@kills(
-    "mechanism/description.py",
-    "np.full(self.steps, multiplier, np.float64)",
-    "np.full(self.steps // 2, multiplier, np.float64)",
-)
+@kills("mechanism/description.py", "self.steps, multiplier, np", "self.steps // 2, multiplier, np")
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.1,
-        steps=14_063,
-    )
+    mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=14_063)
     assert mechanism.epsilon(1e-5) == pytest.approx(2.5967, rel=0.002)
     assert mechanism.epsilon(1e-5, "pld") == pytest.approx(2.3818, rel=0.005)
 
 
 def test_equal_multipliers_of_a_schedule_give_the_homogeneous_result():
-    constant = mechanism_for(clipping.flat(1.0), sampler=sampling.poisson(1000, 20), steps=50)
-    schedule = mechanism_for(
-        clipping.flat(1.0),
-        sampler=sampling.poisson(1000, 20),
-        steps=50,
-        multiplier=optax.constant_schedule(1.0),
+    constant, schedule = (
+        mechanism_with(1000, 20, noise_multiplier=multiplier, steps=50).epsilon(1e-5)
+        for multiplier in (1.0, optax.constant_schedule(1.0))
     )
-    assert schedule.epsilon(1e-5) == pytest.approx(constant.epsilon(1e-5), abs=1e-12)
+    assert schedule == pytest.approx(constant, abs=1e-12)
 
 
 CALIBRATED = [
@@ -707,18 +621,14 @@ CALIBRATED = [
 @pytest.mark.parametrize("method", ["rdp", "pld"])
 @pytest.mark.parametrize(("multiplier", "rule"), CALIBRATED)
 def test_calibration_meets_its_target_from_below(multiplier, rule, method):
-    mechanism = mechanism_for(
-        rule, sampler=sampling.poisson(2000, 40), steps=100, multiplier=multiplier
-    ).calibrate(1.5, 1e-5, method)
-    found = mechanism.epsilon(1e-5, method)
+    mechanism = mechanism_with(2000, 40, clipping=rule, noise_multiplier=multiplier, steps=100)
+    found = mechanism.calibrate(1.5, 1e-5, method).epsilon(1e-5, method)
     assert found <= 1.5
     assert found == pytest.approx(1.5, rel=2e-3)
 
 
 def test_calibrate_after_epsilon_is_the_identity():
-    mechanism = mechanism_for(
-        clipping.flat(1.0), sampler=sampling.poisson(2000, 40), steps=100, multiplier=1.3
-    )
+    mechanism = mechanism_with(2000, 40, noise_multiplier=1.3, steps=100)
     again = mechanism.calibrate(mechanism.epsilon(1e-5), 1e-5, "rdp")
     assert again.noise_multiplier == pytest.approx(1.3, rel=1e-4)
 
@@ -726,16 +636,14 @@ def test_calibrate_after_epsilon_is_the_identity():
 @kills(
     "training/step.py",
     "    if recipe.rescales:\n        mean =",
-    "    mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, "
-    "sums.gradients)\n    if recipe.rescales:\n        mean =",
+    "    mean = jax.tree.map(lambda x: x / recipe.mechanism.batch_size, sums.gradients)\n"
+    "    if recipe.rescales:\n        mean =",
     slow=True,
 )
 def test_what_ran_is_what_is_accounted():
     """The noise that really moved the parameters, step by step, is the ledger's."""
-    schedule = lambda t: 4.0 / (1 + t)  # noqa: E731
-    mechanism = mechanism_for(
-        clipping.flat(0.5), sampler=sampling.poisson(100, 20), multiplier=schedule, steps=4
-    )
+    facts = {"clipping": clipping.flat(0.5), "noise_multiplier": lambda t: 4.0 / (1 + t)}
+    mechanism = mechanism_with(100, 20, steps=4, **facts)
     data = jnp.zeros((100, 200_000))
     algorithm = dpjax.dpsgd(lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data)
     state = algorithm.init(jax.random.key(0), jnp.zeros(200_000))
@@ -752,9 +660,8 @@ def test_what_ran_is_what_is_accounted():
 # Law 7: interrupted equals uninterrupted ------------------------------------------------
 
 
-def test_a_state_that_went_through_bytes_goes_on_bit_for_bit():
-    mechanism = mechanism_for(clipping.flat(1.0), sampler=sampling.poisson(100, 20), steps=8)
-    optimizer = optax.adam(0.01)
+def test_a_state_that_went_through_bytes_resumes_bit_for_bit():
+    mechanism, optimizer = mechanism_with(100, 20, steps=8), optax.adam(0.01)
 
     def build():
         return dpjax.dpsgd(network, optimizer, mechanism, some_batch(100))
@@ -780,9 +687,7 @@ def test_a_state_that_went_through_bytes_goes_on_bit_for_bit():
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["rdp", "pld"])
 def test_the_ledger_stops_at_the_last_step_that_fits(method):
-    mechanism = mechanism_for(
-        clipping.flat(1.0), sampler=sampling.poisson(100, 10), steps=40, multiplier=1.5
-    )
+    mechanism = mechanism_with(100, 10, noise_multiplier=1.5, steps=40)
     budget = ledger.Budget(epsilon=2.0, delta=1e-5, method=method)
     fits = ledger.affordable(mechanism, budget)
     assert 0 < fits < 40
@@ -792,8 +697,7 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
         jax.debug.callback(lambda: computed.append(None))
         return network(params, example)
 
-    algorithm = dpjax.dpsgd(watched, optax.sgd(0.1), mechanism, some_batch(100), budget=budget)
-    state = algorithm.init(jax.random.key(0), some_params())
+    algorithm, state = begin(mechanism, some_batch(100), watched, budget=budget)
     for _ in range(fits):
         state, _ = algorithm.step(state)
     jax.effects_barrier()
@@ -814,11 +718,9 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
     slow=True,
 )
 def test_no_step_runs_beyond_the_plan():
-    mechanism = mechanism_for(clipping.flat(1.0), sampler=sampling.poisson(100, 10), steps=3)
-    algorithm = dpjax.dpsgd(network, optax.sgd(0.1), mechanism, some_batch(100))
-    state, history = dpjax.fit(
-        algorithm, algorithm.init(jax.random.key(0), some_params()), progress=False
-    )
+    mechanism = mechanism_with(100, 10, steps=3)
+    algorithm, state = begin(mechanism, some_batch(100))
+    state, history = dpjax.fit(algorithm, state, progress=False)
     assert state.ledger.steps == 3
     with pytest.raises(ledger.Refused, match="step 4 of 3 planned"):
         algorithm.step(state)
@@ -840,29 +742,25 @@ AUDITED = [
 ]
 
 
+def separation(rule, multiplier, size):
+    """How far apart a step's releases with and without a canary of that size are."""
+    mechanism = mechanism_for(rule, sampler=sampling.full(256), multiplier=multiplier)
+    canary = jax.tree.map(lambda x: x.at[0].set(size), WIDE)
+    batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), WIDE)
+    return auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
+
+
 @kills(
-    "noise/link.py",
-    "_product(multiplier, rule.sensitivity)",
-    "_product(multiplier, rule.bounds[0])",
-    case="grouped bound-1.0",
-    slow=True,
+    "noise/link.py", ", rule.sensitivity", ", rule.bounds[0]", case="grouped bound-1.0", slow=True
 )
 @pytest.mark.parametrize("bound", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("make", AUDITED)
 def test_the_audit_of_one_step_measures_the_stated_multiplier(make, bound):
     rule = make(bound)
-    mechanism = mechanism_for(rule, sampler=sampling.full(256), multiplier=1.1)
     size = 1e4 / math.sqrt(8) if rule.name == "hard_threshold" else 1000.0
-    canary = jax.tree.map(lambda x: x.at[0].set(size), WIDE)
-    batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), WIDE)
-    separation = auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
-    assert separation * 1.1 == pytest.approx(1.0, rel=0.02)
+    assert separation(rule, 1.1, size) * 1.1 == pytest.approx(1.0, rel=0.02)
 
 
 def test_the_audit_of_one_step_with_a_multiplier_per_group():
-    rule = clipping.per_group([1.0, 3.0], 2)
-    mechanism = mechanism_for(rule, sampler=sampling.full(256), multiplier=(2.0, 1.5))
-    canary = jax.tree.map(lambda x: x.at[0].set(1000.0), WIDE)
-    batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), WIDE)
-    separation = auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
-    assert separation * 1.2 == pytest.approx(1.0, rel=0.02)
+    found = separation(clipping.per_group([1.0, 3.0], 2), (2.0, 1.5), 1000.0)
+    assert found * 1.2 == pytest.approx(1.0, rel=0.02)

@@ -7,18 +7,14 @@ import jax
 import numpy as np
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, sampling
 
 
 def make(multiplier=1.1, steps=14_063):
-    return dpjax.Mechanism(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=multiplier,
-        steps=steps,
-    )
+    return mechanism_with(60_000, 256, noise_multiplier=multiplier, steps=steps)
 
 
 def walk(mechanism, steps, budget=None):
@@ -44,12 +40,7 @@ def test_the_last_step_that_fits_by_pld():
 @pytest.mark.slow
 def test_steps_that_fit_at_sampling_rate_one_tenth():
     """2.0 at delta 1e-6 with multiplier 3 lasts 155 steps (PLD)."""
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 100),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=3.0,
-        steps=512,
-    )
+    mechanism = mechanism_with(1000, 100, noise_multiplier=3.0, steps=512)
     budget = ledger.Budget(epsilon=2.0, delta=1e-6, method="pld")
     assert ledger.affordable(mechanism, budget) == 155
 
@@ -120,18 +111,13 @@ OTHERS = {
     "another rate": {"sampling": sampling.poisson(60_000, 2)},
     "other examples": {"sampling": sampling.poisson(600_000, 2560)},
     "another sampler": {"sampling": sampling.fixed(60_000, 256)},
-    "without what was asked before": {"preparation": ()},
+    "without its queries": {"preparation": ()},
     "without what was spent before": {"before": ()},
     "a bound": {"clipping": clipping.flat(1.0)},
 }
 
 
-@kills(
-    "mechanism/card.py",
-    '("unit", "sampling", "preparation",',
-    '("unit", "preparation",',
-    case="another rate",
-)
+@kills("mechanism/card.py", '"sampling", "preparation",', '"preparation",', case="another rate")
 @kills(
     "mechanism/card.py",
     '"projections", "before")',
@@ -145,7 +131,7 @@ OTHERS = {
     case="a bound",
 )
 @pytest.mark.parametrize("name", OTHERS)
-def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
+def test_a_ledger_has_no_cost_under_another_mechanism(name):
     """A state that is handed to another mechanism with the same noise is not made cheaper."""
     own = dataclasses.replace(
         make(0.0 if name == "a bound" else 1.1, steps=5),
@@ -166,11 +152,9 @@ def test_steps_cost_what_they_cost_under_their_own_mechanism(name):
 @kills("mechanism/card.py", '        "drawn by": mechanism.sampling.fingerprint,\n', "")
 def test_steps_are_of_the_bins_that_drew_them():
     """Samplers of one name and one price may draw others."""
+    options = {"rates": [[0.1, 0.1]], "steps_per_row": 5, "batch_size": 2}
     one, other = (
-        dataclasses.replace(
-            make(steps=5),
-            sampling=sampling.scored(bins, [[0.1, 0.1]], steps_per_row=5, batch_size=2),
-        )
+        mechanism_with(sampling=sampling.scored(bins, **options), steps=5)
         for bins in (np.arange(10) % 2, np.arange(10) // 5)
     )
     with pytest.raises(ledger.Refused, match="ran under another mechanism"):

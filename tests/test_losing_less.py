@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import run_binary
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import losses, models
@@ -47,7 +48,7 @@ FIGURES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("figure", FIGURES)
-def test_every_figure_is_drawn_and_tells_two_epsilons(figure, kept, tmp_path):
+def test_every_figure_is_drawn_with_two_epsilons(figure, kept, tmp_path):
     asked = [f"--figure={figure}"] if figure else []
     picture = tmp_path / "figure.png"
     out = run("--smoke", *asked, "--out", kept, "--plot", picture)
@@ -86,9 +87,7 @@ PUBLISHED = {  # the paper's conversion, improved RDP and PLD for what the paper
 
 
 def test_the_published_epsilons_are_reproduced(module):
-    paper, baseline = (
-        module(name) for name in ("losing_less2022_settings", "tramer2021_scatternet")
-    )
+    paper, baseline = map(module, ("losing_less2022_settings", "tramer2021_scatternet"))
     assert set(PUBLISHED) == set(paper.ROWS) == set(paper.CHOSEN)
     for name, printed in PUBLISHED.items():
         row = paper.ROWS[name]
@@ -110,9 +109,8 @@ def test_the_table_of_settings_needs_no_data():
     for name, printed in PUBLISHED.items():
         assert float(cells[name][-3]) == pytest.approx(printed[0], rel=0.001)
         if "mnist wavelets" not in name and "cifar wavelets" not in name:
-            assert [float(cell) for cell in cells[name][-2:]] == pytest.approx(
-                printed[1:], rel=0.001
-            )
+            found = list(map(float, cells[name][-2:]))
+            assert found == pytest.approx(printed[1:], rel=0.001)
     assert cells["cifar pixels cnn"][:7] == ["1024", "1", "30", "1.54", "7", "11", "5"]
 
 
@@ -163,18 +161,12 @@ def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
     def loss(logits, label, *, epoch):
         return epoch * losses.cross_entropy(logits, label)
 
-    mechanism = dpjax.Mechanism(
-        sampling=dpjax.sampling.full(dataset.examples),
-        clipping=dpjax.clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=35,
-    )
+    mechanism = mechanism_with(sampling=dpjax.sampling.full(dataset.examples), steps=35)
     at_once = losses.of(model, functools.partial(loss, epoch=1))
-    state = dpjax.dpsgd(at_once, optax.sgd(0.1), mechanism, dataset.train).init(
-        jax.random.key(1), params
-    )
+    algorithm = dpjax.dpsgd(at_once, optax.sgd(0.1), mechanism, dataset.train)
+    state = algorithm.init(jax.random.key(1), params)
 
-    def look(epoch):  # anew, as in a run that goes on after a kill
+    def look(epoch):  # a new watch, as in a run that resumes after a kill
         watch = watching.Watch(model, loss, mechanism.clipping, dataset, steps=7)
         spent = dpjax.ledger.admit(state.ledger, mechanism, steps=7 * epoch)
         return watch(state._replace(ledger=spent))

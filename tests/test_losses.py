@@ -13,6 +13,7 @@ import pytest
 from jax.test_util import check_grads
 from mutation import kills
 from scipy import special
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, losses, models, testing
@@ -71,9 +72,8 @@ def test_finite_differences_of_classification(loss):
 
 @pytest.mark.parametrize("loss", [losses.squared_error, losses.absolute, losses.huber(0.3)])
 def test_finite_differences_of_regression(loss):
-    check_grads(
-        lambda x: loss(x, jnp.asarray(TARGET)), (jnp.asarray(PREDICTION),), 1, ("rev",), eps=1e-2
-    )
+    error = lambda x: loss(x, jnp.asarray(TARGET))  # noqa: E731
+    check_grads(error, (jnp.asarray(PREDICTION),), 1, ("rev",), eps=1e-2)
 
 
 @pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal(0.5), losses.focal(2.0)])
@@ -186,10 +186,9 @@ def test_of_refuses_batch_statistics(average):
 
 def test_of_refuses_the_whole_dictionary_of_variables():
     model = models.MLP()
+    variables = {"params": some_params(model, np.zeros(5))}
     with pytest.raises(ValueError, match=r"inner tree: model.init\(...\)\[\"params\"\]"):
-        losses.of(model, losses.cross_entropy)(
-            {"params": some_params(model, np.zeros(5))}, (np.zeros(5), np.array(0))
-        )
+        losses.of(model, losses.cross_entropy)(variables, (np.zeros(5), np.array(0)))
 
 
 def test_of_passes_options_on():
@@ -266,13 +265,9 @@ def test_composite_takes_another_error():
 @pytest.mark.parametrize("epoch", [0.0, 2.0])
 def test_finite_differences_of_composite(epoch):
     loss = losses.composite(gamma=2.0, threshold=1.0, beta=2.0)
-    check_grads(
-        lambda x, h: loss(x, jnp.array(2), hidden=h, epoch=epoch),
-        (jnp.asarray(LOGITS), [jnp.asarray(h) for h in HIDDEN]),
-        1,
-        ("rev",),
-        eps=1e-2,
-    )
+    at = jnp.asarray(LOGITS), [jnp.asarray(h) for h in HIDDEN]
+    function = lambda x, h: loss(x, jnp.array(2), hidden=h, epoch=epoch)  # noqa: E731
+    check_grads(function, at, 1, ("rev",), eps=1e-2)
 
 
 def test_composite_of_a_label_outside_the_classes_pulls_at_nothing():
@@ -304,16 +299,9 @@ def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_o
     model = models.MLP(features=(4,), classes=3)
     x, y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
     composite = losses.composite(threshold=1.0, gamma=2.0)
-    mechanism = dpjax.Mechanism(
-        sampling=dpjax.sampling.full(6),
-        clipping=dpjax.clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=3,
-    )
+    mechanism, epoch_of = mechanism_with(sampling=dpjax.sampling.full(6)), lambda step: step // 2
     loss = losses.of(model, composite)
-    algorithm = dpjax.dpsgd(
-        loss, optax.sgd(0.1), mechanism, (x, y), per_step=lambda step: step // 2
-    )
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, (x, y), per_step=epoch_of)
     state = algorithm.init(jax.random.key(0), some_params(model, x[0]))
     for epoch in (0, 0, 1):
         params = state.params
@@ -328,12 +316,7 @@ def shifted(key, x):
 
 class TestAugmented:
     MODEL = models.MLP(features=(4,), classes=3)
-    BATCH = (
-        RNG.normal(size=(5, 6)).astype("f4"),
-        np.arange(5) % 3,
-        np.arange(5),
-        np.full(5, 7),
-    )
+    BATCH = RNG.normal(size=(5, 6)).astype("f4"), np.arange(5) % 3, np.arange(5), np.full(5, 7)
 
     def losses(self, views=3):
         plain = losses.of(self.MODEL, losses.cross_entropy)
@@ -476,13 +459,8 @@ def test_a_model_of_nnx_with_batch_statistics_does_not_split():
 def test_a_model_of_equinox():
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(KEY, 2)
-    model = eqx.nn.Sequential(
-        [
-            eqx.nn.Linear(5, 4, key=keys[0]),
-            eqx.nn.Lambda(jnp.tanh),
-            eqx.nn.Linear(4, 3, key=keys[1]),
-        ]
-    )
+    first, second = eqx.nn.Linear(5, 4, key=keys[0]), eqx.nn.Linear(4, 3, key=keys[1])
+    model = eqx.nn.Sequential([first, eqx.nn.Lambda(jnp.tanh), second])
     params, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, example):
@@ -492,10 +470,8 @@ def test_a_model_of_equinox():
     testing.assert_engines_agree(loss, clipping.flat(0.5), params, (X, Y))
     gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
     got = clipping.clip(clipping.flat(0.5), gradients)[0]
-    layers = [model.layers[i] for i in (0, 2)]
-    names = ("Dense_0", "Dense_1")
-    want = as_linen(
-        {n: {"kernel": m.weight.T, "bias": m.bias} for n, m in zip(names, layers, strict=True)}
-    )
+    layers = [params.layers[i] for i in (0, 2)]
+    dense = [{"kernel": layer.weight.T, "bias": layer.bias} for layer in layers]
+    want = as_linen({"Dense_0": dense[0], "Dense_1": dense[1]})
     for i, name in ((0, "Dense_0"), (2, "Dense_1")):
         np.testing.assert_allclose(got.layers[i].weight.T, want[name]["kernel"], atol=1e-5)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, sampling, schedules
@@ -18,32 +19,12 @@ from dpjax.mechanism import Spent
 from dpjax.mechanism.card import spent_of
 
 
-def make(**changes):
-    description = {
-        "sampling": sampling.poisson(60_000, 600),
-        "clipping": clipping.flat(1.0),
-        "noise_multiplier": 1.0,
-        "steps": 2000,
-        **changes,
-    }
-    return dpjax.Mechanism(**description)
+def make(examples=60_000, batch=600, **facts):
+    return mechanism_with(examples, batch, **{"steps": 2000, **facts})
 
 
-CURRICULA = [
-    ("exponential-down", 2.6130),
-    ("exponential-up", 2.6130),
-    ("piecewise-down", 1.6398),
-    ("piecewise-up", 1.6398),
-    ("linear-down", 1.3994),
-    ("linear-up", 1.3994),
-    ("quadratic-down", 1.3213),
-    ("quadratic-up", 1.6949),
-    ("logarithmic-up", 1.2859),
-]
-
-
-@pytest.mark.parametrize(("name", "want"), CURRICULA)
-def test_the_noise_curricula_cost_what_the_paper_printed(name, want):
+@pytest.mark.parametrize(("name", "want"), [("piecewise-down", 1.6398), ("linear-up", 1.3994)])
+def test_a_noise_curriculum_costs_what_the_paper_printed(name, want):
     mechanism = make(noise_multiplier=schedules.CURRICULA[name]())
     assert mechanism.epsilon(1e-5) == pytest.approx(want, abs=0.001)
 
@@ -74,7 +55,7 @@ def ran_with(mechanism, step):
 )
 @kills("mechanism/multipliers.py", "return lambda step: schedule(step) * factor", "return schedule")
 @pytest.mark.promotes
-def test_a_schedule_is_asked_once():
+def test_a_schedule_is_evaluated_once():
     """It may close over what changes; claimed, written down and run is what it said first."""
     known = {"multiplier": 4.0}
     mechanism = make(noise_multiplier=lambda step: known["multiplier"] + 0 * step, steps=10)
@@ -117,55 +98,36 @@ def test_a_narrow_schedule_rounds_no_noise_away(narrow):
     assert np.std(noisy) == pytest.approx(2e-8, rel=0.02)
 
 
-@kills(
-    "accounting/events.py",
-    "precision = sum(z**-2 for z in zs)",
-    "precision = max(z**-2 for z in zs)",
-    slow=True,
-)
+@kills("accounting/events.py", "sum(z**-2 for z in zs)", "max(z**-2 for z in zs)", slow=True)
 def test_group_multipliers_are_joined_before_sampling():
     """k groups share one sample: the joint multiplier is amplified, not each group's."""
-    mechanism = make(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.grouped(1.0, 8),
-        noise_multiplier=(1.1 * math.sqrt(8),) * 8,
-        steps=14_063,
-    )
+    noise = (1.1 * math.sqrt(8),) * 8
+    options = {"clipping": clipping.grouped(1.0, 8), "steps": 14_063}
+    mechanism = make(60_000, 256, noise_multiplier=noise, **options)
     assert mechanism.epsilon(1e-5) == pytest.approx(2.5967, rel=0.002)
-    small = make(
-        sampling=sampling.poisson(1000, 20),
-        clipping=clipping.grouped(1.0, 2),
-        noise_multiplier=(2.0, 1.5),
-        steps=100,
-    )
+    rule = clipping.grouped(1.0, 2)
+    small = make(1000, 20, clipping=rule, noise_multiplier=(2.0, 1.5), steps=100)
     assert small.epsilon(1e-5, "pld") == pytest.approx(0.9354, rel=0.005)
 
 
 @pytest.mark.slow
 def test_the_papers_own_grouped_noise_is_reported_honestly():
     """Noise of 1.1 bounds on 8 groups is a multiplier of .3889, whatever it is called."""
-    mechanism = make(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.grouped(1.0, 8),
-        noise_multiplier=(1.1,) * 8,
-        steps=14_063,
-    )
+    options = {"clipping": clipping.grouped(1.0, 8), "steps": 14_063}
+    mechanism = make(60_000, 256, noise_multiplier=(1.1,) * 8, **options)
     assert mechanism.multipliers[0] == pytest.approx(0.3889, abs=1e-4)
     assert mechanism.epsilon(1e-5, "pld") == pytest.approx(58.0176, rel=0.005)
 
 
 def test_heterogeneous_noise_is_not_averaged():
-    mechanism = make(
-        sampling=sampling.poisson(1000, 20),
-        noise_multiplier=lambda t: jnp.where(t < 50, 2.0, 1.0),
-        steps=100,
-    )
+    schedule = lambda t: jnp.where(t < 50, 2.0, 1.0)  # noqa: E731
+    mechanism = make(1000, 20, noise_multiplier=schedule, steps=100)
     assert mechanism.epsilon(1e-5, "pld") == pytest.approx(1.1698, rel=0.005)
     assert mechanism.epsilon(1e-5) == pytest.approx(1.6291, rel=0.002)
 
 
 def test_calibration():
-    base = make(sampling=sampling.poisson(60_000, 256), steps=14_063)
+    base = make(60_000, 256, steps=14_063)
     calibrated = base.calibrate(2.0, 1e-5, "rdp")
     assert calibrated.noise_multiplier == pytest.approx(1.2953, abs=0.001)
     assert calibrated.epsilon(1e-5) <= 2.0
@@ -174,13 +136,9 @@ def test_calibration():
     assert linear.multipliers[-1] * 5 == pytest.approx(linear.multipliers[0], rel=1e-6)
 
 
-@kills(
-    "mechanism/description.py",
-    "return dataclasses.replace(self, noise_multiplier=multiplier, target=None)",
-    "return dataclasses.replace(self, noise_multiplier=multiplier)",
-)
+@kills("mechanism/description.py", "multiplier, target=None", "multiplier")
 def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
-    base = make(sampling=sampling.poisson(1000, 20), steps=50)
+    base = make(1000, 20, steps=50)
     tight = base.calibrate(2.0, 1e-6)
     assert tight.target == (2.0, 1e-6, "pld")
     assert 1.99 < tight.epsilon() == tight.epsilon(1e-6, "pld") <= 2.0
@@ -219,22 +177,13 @@ def test_delta_of_epsilon():
     "noisy = add_noise(jax.tree.map(lambda x: x / self.batch_size**2, total),",
 )
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
-    mechanism = make(
-        sampling=sampling.poisson(60_000, 256),
-        clipping=clipping.flat(3.0),
-        noise_multiplier=0.0,
-    )
+    mechanism = make(60_000, 256, clipping=clipping.flat(3.0), noise_multiplier=0.0)
     link = mechanism.privatize(jax.random.key(0))
     out, _ = link.update(jnp.full(3, 256.0), link.init(jnp.zeros(3)))
     np.testing.assert_allclose(out, 1.0)
 
 
-@kills(
-    "mechanism/description.py",
-    "jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)",
-    "jnp.where(step <= self.steps, 1 / self.batch_size, jnp.nan)",
-    slow=True,
-)
+@kills("mechanism/description.py", "step < self.steps, 1", "step <= self.steps, 1", slow=True)
 class TestHorizon:
     def test_a_step_past_the_plan_raises(self):
         link = make(steps=2).privatize(jax.random.key(0))
@@ -286,17 +235,11 @@ def test_an_infinite_bound_is_never_private():
     assert unbounded.epsilon_of(np.ones(10), 1e-5) == math.inf
 
 
-@kills(
-    "mechanism/description.py",
-    "return Neighbours(self.neighbours or self.sampling.neighbours)",
-    "return Neighbours(self.sampling.neighbours)",
-)
+@kills("mechanism/description.py", "neighbours or self.sampling.neighbours", "sampling.neighbours")
 def test_replace_one_is_asked_for_and_doubled():
     full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
     assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)
-    replaced = make(
-        sampling=sampling.full(100), noise_multiplier=2.0, steps=1, neighbours="replace-one"
-    )
+    replaced = dataclasses.replace(full, neighbours="replace-one")
     assert replaced.epsilon(1e-5, "pld") == pytest.approx(4.377, rel=0.005)
     assert replaced.epsilon(1e-5) == pytest.approx(4.7285, rel=0.002)
     with pytest.raises(ValueError, match="pld"):
@@ -347,9 +290,7 @@ def test_zero_noise_cannot_be_calibrated():
         make(noise_multiplier=0.0).calibrate(1.0, 1e-5)
 
 
-@kills(
-    "mechanism/description.py", "return accounting.compose(self.prepared, steps)", "return steps"
-)
+@kills("mechanism/description.py", "accounting.compose(self.prepared, steps)", "steps")
 def test_preparation_is_paid_for_before_the_first_step():
     """Two Gaussian queries on all the data, as their joint Gaussian, and not amplified."""
     bare, prepared = make(), make(preparation=[8, 8.0])
@@ -366,7 +307,7 @@ def test_preparation_is_paid_for_before_the_first_step():
 
 
 def test_calibration_leaves_room_for_the_preparation():
-    prepared = make(sampling=sampling.poisson(60_000, 256), preparation=(8.0, 8.0))
+    prepared = make(60_000, 256, preparation=(8.0, 8.0))
     calibrated = prepared.calibrate(2.0, 1e-5)
     assert calibrated.preparation == (8.0, 8.0)
     assert 1.99 < calibrated.epsilon(1e-5) <= 2.0
@@ -400,28 +341,18 @@ NO_RUNS = {
 }
 
 
-@kills(
-    "mechanism/spent.py",
-    "if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):",
-    "if all(multiplier >= 0 and n % 1 == 0 for multiplier, n in pairs):",
-    case="less than no steps",
-)
+@kills("mechanism/spent.py", "0 and n >= 0 and n % 1", "0 and n % 1", case="less than no steps")
 @pytest.mark.parametrize("case", NO_RUNS)
 def test_runs_are_pairs_of_a_multiplier_and_steps(case):
     with pytest.raises(ValueError, match=r"pairs \(noise multiplier, steps\)"):
         Spent(sampling=sampling.poisson(100, 20), runs=NO_RUNS[case])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "teaches"),
-    [
-        ({"sampling": 0.2}, TypeError, "how the earlier run drew"),
-        ({"preparation": [math.nan]}, ValueError, r"Spent\(preparation=\[nan\]\)"),
-    ],
-)
-def test_what_has_no_price_was_not_spent(change, error, teaches):
-    with pytest.raises(error, match=teaches):
-        dataclasses.replace(spent(), **change)
+def test_what_has_no_price_was_not_spent():
+    with pytest.raises(TypeError, match="how the earlier run drew"):
+        dataclasses.replace(spent(), sampling=0.2)
+    with pytest.raises(ValueError, match=r"Spent\(preparation=\[nan\]\)"):
+        spent(preparation=[math.nan])
 
 
 @pytest.mark.parametrize(
@@ -436,35 +367,17 @@ def test_what_was_spent_is_the_same_however_it_is_written(runs):
     assert hash(one.before) == hash(other.before), "a budget looks mechanisms up"
 
 
-@kills(
-    "mechanism/card.py", "[[float(multiplier), steps] for", "[[multiplier, steps] for", slow=True
-)
+@kills("mechanism/card.py", "[float(multiplier), steps] for", "[multiplier, steps] for", slow=True)
 def test_whole_multipliers_are_hashed_as_floats_are():
-    one, other = (make(before=[spent(multiplier=z)]) for z in (2, 2.0))
-    assert one.accounted == other.accounted
+    one, other = (make(before=[spent(multiplier=z)]).accounted for z in (2, 2.0))
+    assert one == other
 
 
-@kills(
-    "mechanism/description.py",
-    "*(spent.event for spent in self.before), *queries",
-    "*queries",
-    slow=True,
-)
-@kills(
-    "mechanism/spent.py",
-    "return accounting.compose(*queries, steps)",
-    "return accounting.compose(*queries)",
-    slow=True,
-)
+@kills("mechanism/description.py", "*(spent.event for spent in self.before), *", "*", slow=True)
+@kills("mechanism/spent.py", "compose(*queries, steps)", "compose(*queries)", slow=True)
 def test_what_was_spent_before_is_paid_for():
-    def mechanism(steps, **options):
-        return dpjax.Mechanism(
-            sampling=sampling.poisson(100, 20),
-            clipping=clipping.flat(1.0),
-            noise_multiplier=1.5,
-            steps=steps,
-            **options,
-        )
+    def mechanism(steps, **facts):
+        return make(100, 20, noise_multiplier=1.5, steps=steps, **facts)
 
     for method in ("rdp", "pld"):
         whole = mechanism(100).epsilon(1e-5, method)
@@ -476,19 +389,12 @@ def test_what_was_spent_before_is_paid_for():
 
 @kills("mechanism/card.py", "steps -= planned", "steps -= planned + 1", slow=True)
 def test_what_was_spent_is_cut_at_the_steps_that_ran():
-    curriculum = dpjax.Mechanism(
-        sampling=sampling.poisson(100, 20),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=lambda step: jnp.where(step < 5, 2.0, 1.0),
-        steps=12,
+    curriculum = mechanism_with(
+        100, 20, noise_multiplier=lambda step: jnp.where(step < 5, 2.0, 1.0), steps=12
     )
     facts = json.loads(json.dumps(curriculum.facts))
-    for steps, runs in {
-        12: ((2.0, 5), (1.0, 7)),
-        8: ((2.0, 5), (1.0, 3)),
-        3: ((2.0, 3),),
-        0: (),
-    }.items():
+    cuts = {12: ((2.0, 5), (1.0, 7)), 8: ((2.0, 5), (1.0, 3)), 3: ((2.0, 3),), 0: ()}
+    for steps, runs in cuts.items():
         (found,) = spent_of(facts, steps)
         assert found.runs == runs
     assert found.event == dpjax.accounting.compose()
@@ -496,16 +402,9 @@ def test_what_was_spent_is_cut_at_the_steps_that_ran():
 
 def test_a_relation_that_does_not_hold_for_what_was_spent_is_refused():
     before = Spent(sampling=sampling.fixed(100, 20), runs=((1.0, 5),))
-    options = {
-        "sampling": sampling.poisson(100, 20),
-        "clipping": clipping.flat(1.0),
-        "noise_multiplier": 1.0,
-        "steps": 1,
-        "before": [before],
-    }
     with pytest.raises(ValueError, match="fixed batches are proved for 'replace-one'"):
-        dpjax.Mechanism(**options)
-    assert dpjax.Mechanism(neighbours="replace-one", **options).before == (before,)
+        make(100, 20, before=[before])
+    assert make(100, 20, before=[before], neighbours="replace-one").before == (before,)
 
 
 def test_a_curriculum_is_not_restored_from_its_name():
@@ -535,12 +434,7 @@ ALIKE = {  # what costs the same, and does not do the same
 @kills("sampling.py", 'facts={"public": public}', "facts={}", case="whose order", slow=True)
 @kills("mechanism/card.py", "                **rule.facts,\n", "", slow=True)
 @kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None", slow=True)
-@kills(
-    "mechanism/description.py",
-    '"drawn by": self.sampling.fingerprint',
-    '"drawn by": None',
-    slow=True,
-)
+@kills("mechanism/description.py", "self.sampling.fingerprint", "None", slow=True)
 @pytest.mark.parametrize("name", ALIKE)
 def test_mechanisms_that_run_differently_have_different_identities(name):
     """So that a run does not continue in another's folder."""

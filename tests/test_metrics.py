@@ -16,7 +16,7 @@ PREDICTED = LOGITS.argmax(-1)
 PROBABILITIES = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
 
 
-def by_hand(bins):
+def counted(bins):
     """Counts, confidences and accuracies, one bin after the other."""
     confidence, right = PROBABILITIES.max(-1), PREDICTED == LABELS
     for b in range(bins):
@@ -26,21 +26,19 @@ def by_hand(bins):
 
 
 def test_accuracy_confusion_and_nll_equal_the_reference():
-    assert metrics.accuracy(LOGITS, LABELS) == pytest.approx(
-        reference.accuracy_score(LABELS, PREDICTED)
-    )
+    accuracy = reference.accuracy_score(LABELS, PREDICTED)
+    assert metrics.accuracy(LOGITS, LABELS) == pytest.approx(accuracy)
     table = metrics.confusion(LOGITS, LABELS)
     assert np.array_equal(table, reference.confusion_matrix(LABELS, PREDICTED))
-    assert metrics.nll(LOGITS, LABELS) == pytest.approx(
-        reference.log_loss(LABELS, PROBABILITIES), rel=1e-5
-    )
+    nll = reference.log_loss(LABELS, PROBABILITIES)
+    assert metrics.nll(LOGITS, LABELS) == pytest.approx(nll, rel=1e-5)
     recall = reference.recall_score(LABELS, PREDICTED, average=None)
     np.testing.assert_allclose(metrics.per_class_accuracy(LOGITS, LABELS), recall, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bins", [1, 10, 15])
-def test_calibration_equals_counting_by_hand(bins):
-    rows = list(by_hand(bins))
+def test_calibration_equals_counting_counted(bins):
+    rows = list(counted(bins))
     gaps = [abs(right - confidence) for _, confidence, right in rows]
     average = sum(count * gap for (count, _, _), gap in zip(rows, gaps, strict=True)) / 500
     assert metrics.ece(LOGITS, LABELS, bins=bins) == pytest.approx(average, rel=1e-4)

@@ -41,10 +41,7 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
 
 
 @kills(
-    "noise/normal.py",
-    "_box_muller(*_threefry(secret, counter), dtype)",
-    "_box_muller(*2 * _threefry(secret, counter)[:1], dtype)",
-    slow=True,
+    "noise/normal.py", "_threefry(secret, counter)", "2 * _threefry(secret, counter)[:1]", slow=True
 )
 def test_the_distribution_is_normal():
     z = np.asarray(noise.standard_normal(jax.random.key(0), (2_000_001,)), np.float64)
@@ -72,7 +69,7 @@ def test_the_halves_of_a_draw_know_nothing_of_each_other():
 @kills("noise/normal.py", "_drawn(secret, ready,", "_drawn(secret + ready, ready,")
 @kills("noise/normal.py", "(ready | 1) != 0", "ready != 0", slow=True)
 def test_what_a_draw_waits_for_changes_no_number():
-    """Not a number, an empty array, one of another type: whatever there is."""
+    """Neither NaN, nor an empty array, nor one of another type."""
     key, shape = jax.random.key(0), (5, 3)
     alone = noise.standard_normal(key, shape)
     for before in (jnp.full((2, 2), jnp.nan), jnp.zeros((0, 4)), jnp.arange(3), -jnp.ones(1)):
@@ -87,10 +84,9 @@ def test_draws_are_used_as_they_come(monkeypatch):
     scales = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     key = jax.random.key(3)
     draws = trees.random_like(noise.standard_normal, key, tree)
-    used = trees.random_like(
-        noise.standard_normal, key, tree, scales, use=lambda z, leaf, scale: leaf + scale * z
-    )
-    want = jax.tree.map(lambda z, leaf, scale: leaf + scale * z, draws, tree, scales)
+    add = lambda z, leaf, scale: leaf + scale * z  # noqa: E731
+    used = trees.random_like(noise.standard_normal, key, tree, scales, use=add)
+    want = jax.tree.map(add, draws, tree, scales)
     for found, expected in zip(jax.tree.leaves(used), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -117,11 +113,7 @@ def test_the_words_are_those_of_threefry():
     np.testing.assert_array_equal(jnp.concatenate(words), threefry_2x32(key, counter))
 
 
-@kills(
-    "noise/normal.py",
-    "jnp.uint32, shape, axis) for axis in (0, 1)]",
-    "jnp.uint32, shape, axis) for axis in (1, 1)]",
-)
+@kills("noise/normal.py", "for axis in (0, 1)", "for axis in (1, 1)")
 def test_no_number_is_drawn_twice():
     """Blocks, rows and columns all count; in float64 numbers hardly ever meet by chance."""
     with jax.enable_x64(True):
@@ -132,7 +124,7 @@ def test_no_number_is_drawn_twice():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.sample(1)
 def test_a_pair_is_what_box_and_muller_say(dtype):
-    """From the same 64 bits, in float64, the words taken apart by hand."""
+    """From the same 64 bits, by the formula in float64."""
     with jax.enable_x64(True):
         first, second = jax.random.bits(jax.random.key(0), (2, 10_000), jnp.uint32)
         first = first.at[:4].set(jnp.array([0, 2**32 - 1, 2**31, 2**31 - 1], jnp.uint32))
@@ -161,11 +153,7 @@ def test_float64_noise_is_drawn_in_float64():
         assert np.any(np.asarray(z) != np.asarray(z).astype(np.float32))
 
 
-@kills(
-    "trees.py",
-    "(sum(sizes),), wide(run[0].dtype), **options)",
-    "(sum(sizes),), run[0].dtype, **options)",
-)
+@kills("trees.py", "(sum(sizes),), wide(run[0].dtype),", "(sum(sizes),), run[0].dtype,")
 def test_narrow_noise_is_refused_and_narrow_leaves_get_wide_noise():
     with pytest.raises(ValueError, match="expected float32 or float64"):
         noise.standard_normal(jax.random.key(0), (3,), jnp.bfloat16)
@@ -191,11 +179,7 @@ def test_the_noise_follows_its_schedule_step_by_step():
     np.testing.assert_allclose(deviations, [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1, 1], rtol=0.01)
 
 
-@kills(
-    "trees.py",
-    "jax.random.fold_in(jax.random.fold_in(root, purpose), step)",
-    "jax.random.fold_in(root, step)",
-)
+@kills("trees.py", "fold_in(jax.random.fold_in(root, purpose), step)", "fold_in(root, step)")
 def test_the_stream_is_a_function_of_root_purpose_and_step():
     root, like = jax.random.key(9), {"w": jnp.zeros(5)}
     outs = run(noise.gaussian(1.0, RULE, key=root), like, steps=3)

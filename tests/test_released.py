@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, ledger, noise, sampling, verify
+from dpjax import ledger, noise, sampling, verify
 from dpjax.training.released import serialized
 
 DATA = (np.linspace(0, 1, 50).reshape(50, 1), np.linspace(0, 2, 50))
@@ -23,12 +24,7 @@ def loss(params, example):
     return jnp.sum((x @ params["w"] - y) ** 2)
 
 
-MECHANISM = dpjax.Mechanism(
-    sampling=sampling.full(50),
-    clipping=clipping.flat(1.0),
-    noise_multiplier=1.0,
-    steps=8,
-).calibrate(4.0, 1e-3)
+MECHANISM = mechanism_with(sampling=sampling.full(50), steps=8).calibrate(4.0, 1e-3)
 
 
 def algorithm(budget=None):
@@ -57,24 +53,19 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
         seen.append((state.ledger.steps, np.array(state.params["w"])))
         return {}
 
-    state, _ = dpjax.fit(
-        run, started(run), directory=tmp_path, evaluate=evaluate, evaluate_every=2, progress=False
-    )
+    options = {"evaluate": evaluate, "evaluate_every": 2, "progress": False}
+    state, _ = dpjax.fit(run, started(run), directory=tmp_path, **options)
     card, params = left(tmp_path)
     assert card == json.loads(json.dumps(dpjax.reports.card(run.mechanism, ledger=state.ledger)))
     assert card["delta"] == 1e-3, "the delta for which the noise was chosen"
-    assert (
-        dpjax.statement(run.mechanism, ledger=state.ledger)
-        in (tmp_path / "statement.txt").read_text()
-    )
+    statement = dpjax.statement(run.mechanism, ledger=state.ledger)
+    assert statement in (tmp_path / "statement.txt").read_text()
     np.testing.assert_array_equal(params["w"], state.params["w"])
     assert verify.main([str(tmp_path)]) == 0
 
 
 @kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")
-@kills(
-    "training/run_folder.py", "return os.open(path, flags, 0o600)", "return os.open(path, flags)"
-)
+@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)")
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)
@@ -95,9 +86,8 @@ def test_parameters_of_any_tree_are_left():
     found = flax.serialization.msgpack_restore(serialized(Point(jnp.arange(3.0))))
     assert [leaf.tolist() for leaf in jax.tree.leaves(found)] == [[0.0, 1.0, 2.0]]
     nested = {"layer": {"w": jnp.ones(2, jnp.bfloat16)}}
-    assert (
-        flax.serialization.from_bytes(nested, serialized(nested))["layer"]["w"].dtype == "bfloat16"
-    )
+    again = flax.serialization.from_bytes(nested, serialized(nested))
+    assert again["layer"]["w"].dtype == "bfloat16"
 
 
 def test_the_log_is_at_the_delta_of_the_budget_or_of_the_target(capsys):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules, verify
@@ -21,14 +22,8 @@ ESTIMATED_BEFORE = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),), 
 
 
 def make(**changes):
-    description = {
-        "sampling": sampling.poisson(60_000, 256),
-        "clipping": clipping.flat(2.0),
-        "noise_multiplier": 1.1,
-        "steps": 14_063,
-        **changes,
-    }
-    return dpjax.Mechanism(**description)
+    facts = {"clipping": clipping.flat(2.0), "noise_multiplier": 1.1, "steps": 14_063, **changes}
+    return mechanism_with(60_000, 256, **facts)
 
 
 def test_the_statement_says_all_that_a_reader_must_know():
@@ -127,17 +122,11 @@ def test_what_is_not_private_is_said_not_to_be(changes, why):
 
 def before(*noise, sampler=None, preparation=()):
     """What an earlier run has spent, a step for each multiplier."""
-    sampler = sampler or sampling.poisson(60_000, 256)
-    return {
-        "before": [
-            Spent(sampling=sampler, runs=tuple((z, 1) for z in noise), preparation=preparation)
-        ]
-    }
+    sampler, runs = sampler or sampling.poisson(60_000, 256), tuple((z, 1) for z in noise)
+    return {"before": [Spent(sampling=sampler, runs=runs, preparation=preparation)]}
 
 
-@kills(
-    "reports/statement.py", "if any(map(_not_private, mechanism.before)):", "if False:", slow=True
-)
+@kills("reports/statement.py", "if any(map(_not_private, mechanism.before))", "if False", slow=True)
 @pytest.mark.parametrize(
     "earlier",
     [
@@ -156,21 +145,16 @@ def test_an_earlier_run_that_was_not_private_is_the_reason_given(earlier):
 
 
 def test_steps_without_noise_that_never_ran_are_not_the_reason():
-    mechanism = make(
-        noise_multiplier=lambda step: jnp.where(step < 2, 1.0, 0.0), steps=4, **before(0.0)
-    )
+    schedule = lambda step: jnp.where(step < 2, 1.0, 0.0)  # noqa: E731
+    mechanism = make(noise_multiplier=schedule, steps=4, **before(0.0))
     book = ledger.admit(ledger.empty(), mechanism)
     assert "An earlier run" in dpjax.statement(mechanism, 1e-5, ledger=book)
     assert "multiplier is 0 at some step" in dpjax.statement(mechanism, 1e-5)
 
 
 def test_what_no_method_proves_is_not_said_to_be_infinite():
-    mechanism = make(
-        sampling=sampling.poisson(1000, 10),
-        steps=10,
-        before=[FIXED_BEFORE],
-        neighbours="replace-one",
-    )
+    facts = {"before": [FIXED_BEFORE], "neighbours": "replace-one"}
+    mechanism = mechanism_with(1000, 10, steps=10, **facts)
     words = dpjax.statement(mechanism, 1e-5)
     assert "NOT PROVED to be differentially private" in words
     assert "No method proves a number for the whole" in words
@@ -197,24 +181,19 @@ def test_an_infinite_bound_is_not_said_to_be_a_bare_release(monkeypatch, changes
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("make_sampler", [sampling.shuffled, None], ids=["shuffled", "curriculum"])
+@pytest.mark.parametrize(
+    "sampler",
+    [sampling.shuffled(1000, 10), sampling.curriculum(np.arange(1000), 10, public=True)],
+    ids=["shuffled", "curriculum"],
+)
 @pytest.mark.parametrize(
     ("earlier", "neighbours", "method"),
     [(FIXED_BEFORE, "replace-one", "rdp"), (ESTIMATED_BEFORE, "zero-out", "pld")],
     ids=["fixed", "estimated"],
 )
-def test_a_comparison_without_a_number_is_left_out(make_sampler, earlier, neighbours, method):
-    if make_sampler is None:
-        sampler = sampling.curriculum(np.arange(1000), 10, public=True)
-    else:
-        sampler = make_sampler(1000, 10)
-    mechanism = make(
-        sampling=sampler,
-        noise_multiplier=4.0,
-        steps=10,
-        before=[earlier],
-        neighbours=neighbours,
-    )
+def test_a_comparison_without_a_number_is_left_out(sampler, earlier, neighbours, method):
+    facts = {"sampling": sampler, "before": [earlier], "neighbours": neighbours}
+    mechanism = make(noise_multiplier=4.0, steps=10, **facts)
     words = dpjax.statement(mechanism, 1e-5)
     epsilon = mechanism.epsilon(1e-5, method)
     assert f"({upwards(epsilon)}, 1e-05)-differentially private" in words
@@ -223,9 +202,8 @@ def test_a_comparison_without_a_number_is_left_out(make_sampler, earlier, neighb
 
 
 def test_shuffled_batches_show_both_numbers():
-    words = dpjax.statement(
-        make(sampling=sampling.shuffled(60_000, 600), noise_multiplier=1.38, steps=2000), 1e-5
-    )
+    shuffled = sampling.shuffled(60_000, 600)
+    words = dpjax.statement(make(sampling=shuffled, noise_multiplier=1.38, steps=2000), 1e-5)
     assert "zero-out" in words
     assert "18.44   pld" in words
     assert "as if Poisson" in words
@@ -239,9 +217,8 @@ def test_fixed_batches_are_stated_for_replace_one_by_rdp_alone():
 
 
 def test_a_schedule_is_described():
-    words = dpjax.statement(
-        make(noise_multiplier=schedules.linear_down(epochs=5, steps_per_epoch=2), steps=10), 1e-5
-    )
+    schedule = schedules.linear_down(epochs=5, steps_per_epoch=2)
+    words = dpjax.statement(make(noise_multiplier=schedule, steps=10), 1e-5)
     assert "5 to 1 (5 values, by a schedule)" in words
 
 
@@ -260,13 +237,9 @@ def test_what_may_scale_the_noise_unknown_to_the_mechanism_is_said():
 
 
 def of_groups(*multipliers, **options):
-    return make(
-        sampling=sampling.poisson(1000, 10),
-        clipping=clipping.per_group((1.0,) * len(multipliers), len(multipliers)),
-        noise_multiplier=multipliers,
-        steps=10,
-        **options,
-    )
+    rule = clipping.per_group((1.0,) * len(multipliers), len(multipliers))
+    facts = {"clipping": rule, "noise_multiplier": multipliers, "steps": 10}
+    return mechanism_with(1000, 10, **facts, **options)
 
 
 @kills(
@@ -326,17 +299,9 @@ def test_a_delta_above_one_over_n_is_pointed_out():
 
 
 def test_the_card_is_complete_and_strict_json():
-    mechanism = make(noise_multiplier=schedules.piecewise_down(epochs=5, steps_per_epoch=2))
-    card = reports.card(
-        dpjax.Mechanism(
-            sampling=mechanism.sampling,
-            clipping=clipping.grouped(1.0, 4),
-            noise_multiplier=mechanism.noise_multiplier,
-            steps=9,
-        ),
-        1e-5,
-        seed=3,
-    )
+    schedule = schedules.piecewise_down(epochs=5, steps_per_epoch=2)
+    mechanism = make(noise_multiplier=schedule, clipping=clipping.grouped(1.0, 4), steps=9)
+    card = reports.card(mechanism, 1e-5, seed=3)
     again = json.loads(json.dumps(card, allow_nan=False))
     assert again == card
     assert card["mechanism"]["multiplier_and_steps"] == [[5, 2], [4, 2], [3, 2], [2, 2], [1, 1]]
@@ -378,11 +343,8 @@ def verdicts(card):
 @kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps', slow=True)
 def test_a_card_counts_the_steps_that_ran():
     """The mechanism on the card is the plan; `verify.py` counts its first steps."""
-    mechanism = make(
-        sampling=sampling.poisson(1000, 10),
-        noise_multiplier=lambda step: jnp.where(step < 30, 2.0, 0.5),
-        steps=60,
-    )
+    schedule = lambda step: jnp.where(step < 30, 2.0, 0.5)  # noqa: E731
+    mechanism = mechanism_with(1000, 10, noise_multiplier=schedule, steps=60)
     book = dpjax.ledger.admit(dpjax.ledger.empty(), mechanism, steps=30)
     card = reports.card(mechanism, 1e-5, ledger=book)
     assert card["steps"] == 30
@@ -393,21 +355,10 @@ def test_a_card_counts_the_steps_that_ran():
 
 
 @pytest.mark.slow
-@kills(
-    "mechanism/card.py",
-    '"before": [_spent(spent) for spent in mechanism.before]',
-    '"before": []',
-    slow=True,
-)
-def test_a_card_of_a_run_that_goes_on_is_verified():
+@kills("mechanism/card.py", "[_spent(spent) for spent in mechanism.before]", "[]", slow=True)
+def test_a_card_of_a_run_that_continues_another_is_verified():
     earlier = Spent(sampling=sampling.poisson(1000, 50), runs=((1.5, 300),), preparation=(9.0,))
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 10),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=100,
-        before=[earlier],
-    )
+    mechanism = mechanism_with(1000, 10, steps=100, before=[earlier])
     card = json.loads(json.dumps(reports.card(mechanism, 1e-5)))
     assert verdicts(card) == (3, 0)
     lighter = dataclasses.replace(mechanism, before=())

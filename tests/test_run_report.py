@@ -22,6 +22,7 @@ import optax
 import pytest
 from html_pages import parsed, text
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
@@ -30,18 +31,14 @@ from dpjax.mechanism import Spent, card
 from dpjax.reports import curves, figure_output, figures, layers, load_run, page, predictions, style
 
 DELTA = 1e-5
+FACTS = {"multiplier_and_steps": [[2.0, 6], [1.5, 4]], "clipping": {"bounds": [0.5]}}
 CARD = {
-    "mechanism": {
-        "format": card.FORMAT,
-        "multiplier_and_steps": [[2.0, 6], [1.5, 4]],
-        "clipping": {"bounds": [0.5]},
-    },
+    "mechanism": {"format": card.FORMAT, **FACTS},
     "steps": 10,
     "delta": DELTA,
     "epsilon": {
-        "rdp": {"value": 2.5, "proven": True},
-        "pld": {"value": 2.25, "proven": True},
-        "gdp": {"value": 1.5, "proven": False},
+        name: {"value": value, "proven": name != "gdp"}
+        for name, value in {"rdp": 2.5, "pld": 2.25, "gdp": 1.5}.items()
     },
     "seed_published": None,
 }
@@ -73,14 +70,8 @@ ALL = {plot.name for plot in figures.PLOTS}
 
 
 def row(step, **changes):
-    private = {
-        "loss": 2 / step,
-        "examples": 10.0,
-        "norm": 1.5,
-        "clipped": 0.75,
-        "norm_histogram": [1, 6, 3],
-        "cosine": 0.9,
-    }
+    private = {"loss": 2 / step, "examples": 10.0, "norm": 1.5, "clipped": 0.75, "cosine": 0.9}
+    private["norm_histogram"] = [1, 6, 3]
     return {
         "step": step,
         "epsilon": step / 4,
@@ -174,10 +165,7 @@ def test_pictures_of_private_data_say_so_themselves():
         ({"activations_of": np.array("test")}, PRIVATE - {"activations"}),
         ({"activations_of": np.array("train")}, PRIVATE),
         ({"card": {**CARD, "epsilon": {"gdp": {"value": 1.0, "proven": False}}}}, ALL - {"noise"}),
-        (
-            {"card": {**CARD, "epsilon": {"rdp": {"value": "inf", "proven": True}}}},
-            ALL - {"noise"},
-        ),
+        ({"card": {**CARD, "epsilon": {"rdp": {"value": "inf", "proven": True}}}}, ALL - {"noise"}),
     ],
     ids=["activations of test data", "of training data", "nothing proven", "epsilon infinite"],
 )
@@ -187,15 +175,8 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
     assert {p.badge(run) for p in figures.PLOTS} == {figures.PRIVATE, figures.RELEASED}
 
 
-@kills(
-    "reports/figures.py",
-    "return RELEASED if run.seed is None else SEEDED",
-    "return RELEASED",
-    slow=True,
-)
-@kills(
-    "reports/load_run.py", 'return known.get("--seed", known.get("seed"))', "return None", slow=True
-)
+@kills("reports/figures.py", "RELEASED if run.seed is None else SEEDED", "RELEASED", slow=True)
+@kills("reports/load_run.py", 'known.get("--seed", known.get("seed"))', "None", slow=True)
 def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
     """The seed is read from the card, or while there is no card from run.json."""
     (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
@@ -239,43 +220,27 @@ def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_
     assert "Seed published (3): not for release" in head
 
 
-@kills(
-    "reports/html_report.py",
-    'return f"({upwards(epsilon)}, ',
-    'return f"({epsilon:.4g}, ',
-    slow=True,
-)
-@kills(
-    "reports/card.py",
-    '"not_private": why_infinite(mechanism, ran),',
-    '"not_private": None,',
-    slow=True,
-)
+FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
+
+
+@kills("reports/html_report.py", "{upwards(epsilon)},", "{epsilon:.4g},", slow=True)
+@kills("reports/card.py", "why_infinite(mechanism, ran),", "None,", slow=True)
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
         ({}, "({}, 10−5)-differentially private."),
         ({"noise_multiplier": 0.0}, "Not differentially private: epsilon is infinite."),
         (
-            {
-                "before": [Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))],
-                "neighbours": "replace-one",
-            },
+            {"before": [FIXED_BEFORE], "neighbours": "replace-one"},
             "Not proved to be differentially private.",
         ),
     ],
     ids=["proved", "bare", "no method has an answer"],
 )
-def test_the_report_tells_what_is_bare_from_what_is_unproved(
-    changes, verdict, tmp_path, monkeypatch
-):
+def test_the_report_distinguishes_no_noise_from_no_proof(changes, verdict, tmp_path, monkeypatch):
     """As the statement does, and in the same digits, rounded up."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(1000, 10),
-        clipping=clipping.flat(1.0),
-        **{"noise_multiplier": 1.05, "steps": 10, **changes},
-    )
+    mechanism = mechanism_with(1000, 10, **{"noise_multiplier": 1.05, "steps": 10, **changes})
     card = reports.card(mechanism, DELTA)
     words = dpjax.statement(mechanism, DELTA)
     reports.report(write(tmp_path, [row(10, accuracy=None)], card=card, statement=words))
@@ -316,7 +281,7 @@ def test_figures_say_what_they_miss(tmp_path):
         drawn(curves.noise, run._replace(card=None))
 
 
-def test_whatever_comes_from_outside_is_escaped(whole):
+def test_text_from_outside_is_escaped(whole):
     raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
     assert "<script" not in raw
     assert "<i>more" not in raw
@@ -329,18 +294,13 @@ def test_whatever_comes_from_outside_is_escaped(whole):
     assert tree.get("lang") == "en"
 
 
+LOADING = {"script", "link", "img", "iframe", "object", "image", "foreignObject"}
+
+
 def test_the_page_loads_nothing_and_runs_nothing(whole):
     raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
     for node in tree.iter():
-        assert node.tag not in (
-            "script",
-            "link",
-            "img",
-            "iframe",
-            "object",
-            "image",
-            "foreignObject",
-        )
+        assert node.tag not in LOADING
         for name, value in node.attrib.items():
             local = name.rpartition("}")[2]
             assert not local.startswith("on"), local
@@ -356,10 +316,8 @@ def test_ids_do_not_clash_and_colors_are_the_pages(whole):
     raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
     ids = [node.get("id") for node in tree.iter() if node.get("id")]
     assert len(ids) == len(set(ids))
-    meant = re.findall(r"url\(#([^)]*)\)", raw)
-    meant += [
-        value[1:] for node in tree.iter() for name, value in node.attrib.items() if "href" in name
-    ]
+    named = (item for node in tree.iter() for item in node.attrib.items())
+    meant = re.findall(r"url\(#([^)]*)\)", raw) + [to[1:] for name, to in named if "href" in name]
     assert meant
     assert set(meant) <= set(ids)
     for image in tree.iter("svg"):
@@ -371,10 +329,8 @@ def test_ids_do_not_clash_and_colors_are_the_pages(whole):
 
 
 def test_flags_are_written_as_one_would_type_them(whole):
-    cells = [
-        (text(line.find("th")), text(line.find("td")))
-        for line in parsed(whole / "report.html").iter("tr")
-    ]
+    lines = parsed(whole / "report.html").iter("tr")
+    cells = [(text(line.find("th")), text(line.find("td"))) for line in lines]
     for pair in (("hidden", "128, 64"), ("seed", "not set"), ("bound", "0.5"), ("dpjax", "0.1.0")):
         assert pair in cells
 
@@ -412,29 +368,11 @@ OTHERS = {
 
 
 @pytest.mark.sample(3)
-@kills(
-    "reports/load_run.py",
-    "if there.get(name) != here.get(name)]",
-    "if False]",
-    case="noise",
-    slow=True,
-)
-@kills(
-    "mechanism/card.py",
-    "[[float(multiplier), steps] for",
-    "[[1.0, steps] for",
-    case="noise",
-    slow=True,
-)
+@kills("reports/load_run.py", "there.get(name) != here.get(name)", "False", case="noise", slow=True)
+@kills("mechanism/card.py", "[float(multiplier), steps]", "[1.0, steps]", case="noise", slow=True)
 @kills("mechanism/card.py", "            **sampler.facts,\n", "", case="rates", slow=True)
 @kills("mechanism/card.py", '            "name": sampler.name,\n', "", case="sampler", slow=True)
-@kills(
-    "mechanism/card.py",
-    '"batch_size": sampler.batch_size',
-    '"batch_size": 10.0',
-    case="batches",
-    slow=True,
-)
+@kills("mechanism/card.py", "sampler.batch_size", "10.0", case="batches", slow=True)
 @kills(
     "mechanism/card.py",
     "[float(multiplier) for multiplier in",
@@ -449,35 +387,16 @@ OTHERS = {
     case="an earlier run",
     slow=True,
 )
-@kills(
-    "mechanism/card.py",
-    '"projections": spent.projections',
-    '"projections": None',
-    case="projections",
-    slow=True,
-)
-@kills(
-    "mechanism/card.py", "[float(bound) for bound in rule.bounds]", "[1.0]", case="bound", slow=True
-)
-@kills(
-    "mechanism/card.py",
-    '"neighbours": mechanism.relation.value',
-    '"neighbours": ""',
-    case="neighbours",
-    slow=True,
-)
+@kills("mechanism/card.py", "spent.projections", "None", case="projections", slow=True)
+@kills("mechanism/card.py", "float(bound) for bound in rule.bounds", "1.0", case="bound", slow=True)
+@kills("mechanism/card.py", "mechanism.relation.value", '""', case="neighbours", slow=True)
 @kills("mechanism/card.py", '"unit": spent.unit', '"unit": "example"', case="unit", slow=True)
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_card_of_another_mechanism_is_not_believed(case, tmp_path):
     """Such as of cheaper steps with the same noise, in a folder that another run overwrote."""
     there, now, field = OTHERS[case]
-    facts = {
-        "sampling": sampling.poisson(1000, 10),
-        "clipping": clipping.flat(1.0),
-        "noise_multiplier": 2.0,
-        "steps": 10,
-    }
-    earlier, own = (dpjax.Mechanism(**{**facts, **changes}) for changes in (there, now))
+    facts = {"noise_multiplier": 2.0, "steps": 10}
+    earlier, own = (mechanism_with(1000, 10, **{**facts, **changes}) for changes in (there, now))
     (tmp_path / "run.json").write_text(json.dumps(own.identity))
     ledger = dpjax.ledger.admit(dpjax.ledger.empty(), own, steps=10)
     found = load_run.read(write(tmp_path, card=reports.card(own, DELTA, ledger=ledger)))
@@ -499,19 +418,13 @@ def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
 @kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else", slow=True)
 def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
     """A log names no method; with one that proves no bound, every row is an estimate."""
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(20, 5),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=2,
-    )
-    algorithm = dpjax.dpsgd(
-        lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.1), mechanism, jnp.ones((20, 3))
-    )
+    mechanism = mechanism_with(20, 5, steps=2)
+    loss = lambda w, x: jnp.sum((w - x) ** 2)  # noqa: E731
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, jnp.ones((20, 3)))
     for method, proven in {"gdp": False, "rdp": True}.items():
         state = algorithm.init(jax.random.key(0), jnp.zeros(3))
         dpjax.fit(algorithm, state, directory=tmp_path / method, method=method)
-        (tmp_path / method / "privacy.json").unlink()  # the card has all methods
+        (tmp_path / method / "privacy.json").unlink()  # the log alone
         run = load_run.read(tmp_path / method)
         assert math.isfinite(min(run.epsilons.values())) == proven
         assert ("Not proved" in reports.report(tmp_path / method).read_text()) != proven
@@ -576,9 +489,7 @@ def test_damaged_files_are_refused_in_words(tmp_path):
         (tmp_path / "evaluation.npz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"evaluation.npz is not a whole .* writes it again"):
             reports.report(tmp_path)
-        assert load_run.read(tmp_path, arrays=False).card == CARD, (
-            "without arrays, the damaged file is not read"
-        )
+        assert load_run.read(tmp_path, arrays=False).card == CARD, "no array is read"
 
 
 def test_nulls_leave_gaps(tmp_path):
@@ -642,6 +553,9 @@ def test_clients_are_not_called_examples(tmp_path):
     assert "examples per second" not in page
 
 
+ABOVE = "of the examples were above the bound at the end"
+
+
 @pytest.mark.parametrize(
     ("draw", "seen"),
     [
@@ -649,10 +563,7 @@ def test_clients_are_not_called_examples(tmp_path):
         (curves.test_loss, "0.1 at the end, 0.1 at best."),
         (curves.training_loss, "0.2 at the end."),
         (curves.noise, "From 2 to 1.5, over 10 steps."),
-        (
-            curves.clipping,
-            "75 % of the examples were above the bound at the end; the cosine was 0.90.",
-        ),
+        (curves.clipping, f"75 % {ABOVE}; the cosine was 0.90."),
         (curves.norms, "1.5 at the end."),
         (curves.shades, "The fullest bin at the end is 0.22 to 4.6 bounds."),
         (layers.gradients, "Of 4 examples, 50% of the norms are above; median 0.625."),
@@ -690,9 +601,8 @@ def test_each_group_has_its_histogram(tmp_path):
     norms[3, 2] = np.inf
     groups = {"groups": ["$first$", "the/very/long/name/of/a/layer/kernel"]}
     mechanism = {**CARD["mechanism"], "clipping": groups}
-    run = load_run.read(
-        write(tmp_path, card={**CARD, "mechanism": mechanism}, norms=norms, bounds=bounds)
-    )
+    write(tmp_path, card={**CARD, "mechanism": mechanism}, norms=norms, bounds=bounds)
+    run = load_run.read(tmp_path)
     figure, seen = drawn(layers.gradients, run)
     lines = [np.max(np.asarray(axes.lines[0].get_xdata())) for axes in figure.axes if axes.lines]
     np.testing.assert_allclose(lines, bounds[:12])
@@ -712,12 +622,8 @@ def test_probabilities_that_are_not_finite_are_not_drawn(tmp_path):
 
 @pytest.mark.slow
 def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
-    write(
-        tmp_path,
-        weight_norms=np.array([0, np.inf]),
-        norms=np.zeros((3, 1)),
-        bounds=np.array([np.inf]),
-    )
+    broken = {"weight_norms": np.array([0, np.inf]), "bounds": np.array([np.inf])}
+    write(tmp_path, norms=np.zeros((3, 1)), **broken)
     labels = np.arange(100)
     np.savez(tmp_path / "evaluation.npz", labels=labels, probabilities=np.eye(100))
     run = load_run.read(tmp_path)
@@ -750,11 +656,8 @@ def test_pyplot_and_its_windows_are_never_touched():
 def test_a_real_run_can_be_looked_at(tmp_path):
     digits = data.load("digits")
     model = models.by_name("mlp", 10, features=(16,))
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(len(digits.train[1]), 256),
-        clipping=clipping.grouped(0.5, 2),
-        noise_multiplier=2.0,
-        steps=6,
+    mechanism = mechanism_with(
+        len(digits.train[1]), 256, clipping=clipping.grouped(0.5, 2), noise_multiplier=2.0, steps=6
     )
     algorithm = dpjax.dpsgd(
         losses.of(model, losses.cross_entropy), optax.sgd(0.4), mechanism, digits.train

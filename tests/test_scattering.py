@@ -66,10 +66,8 @@ def test_the_published_values_in_colour():
 def definition(image, J, L):
     """The cascade by NumPy's FFT, a path at a time, from the same filters."""
     rows, columns = (padded_size(side, J) for side in image.shape)
-    margins = [
-        ((n - side) // 2, n - side - (n - side) // 2)
-        for n, side in zip((rows, columns), image.shape, strict=True)
-    ]
+    wide = np.subtract((rows, columns), image.shape)
+    margins = np.stack([wide // 2, wide - wide // 2], axis=1)
     bank = filter_bank(rows, columns, J, L)
     low = np.outer(*bank.lowpass)
 

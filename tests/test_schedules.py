@@ -73,15 +73,10 @@ def test_piecewise_has_five_treads():
     np.testing.assert_array_equal(got, np.float32([1, 1, 2, 3, 3, 4, 5]))
 
 
-def test_constant():
-    np.testing.assert_array_equal(
-        schedules.values(schedules.constant(1.5), 3), np.float32([1.5] * 3)
-    )
+def test_a_constant_and_a_schedule_in_python():
+    for schedule, value in ((schedules.constant(1.5), 1.5), (lambda _: 2, 2)):
+        np.testing.assert_array_equal(schedules.values(schedule, 3), np.float32([value] * 3))
     assert schedules.values(schedules.constant(1.5), 0).shape == (0,)
-
-
-def test_values_of_a_python_schedule():
-    np.testing.assert_array_equal(schedules.values(lambda _: 2, 3), np.float32([2] * 3))
 
 
 UNTRACEABLE = {
@@ -93,7 +88,7 @@ UNTRACEABLE = {
 
 
 @pytest.mark.parametrize("case", UNTRACEABLE)
-def test_a_schedule_that_wants_a_python_number_is_told_what_to_write(case):
+def test_a_schedule_that_needs_a_python_number_is_refused_with_the_cure(case):
     with pytest.raises(TypeError, match=r"jnp\.where.*Optax schedule.*schedules\.table"):
         schedules.values(UNTRACEABLE[case], 10)
 

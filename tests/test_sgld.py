@@ -13,17 +13,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import (
-    accounting,
-    clipping,
-    ledger,
-    metrics,
-    noise,
-    sampling,
-    schedules,
-    training,
-    trees,
-)
+from dpjax import accounting, clipping, ledger, metrics, noise, sampling, schedules, training, trees
 
 MNIST = {"examples": 60_000, "batch_size": 256}
 WIDE = clipping.flat(1000.0)  # never clips here
@@ -45,19 +35,11 @@ def after(algorithm, steps, start, key=0):
     return algorithm.run(trees.copy(state), steps)
 
 
-def chain(
-    loss=flat, rate=1e-4, rule=WIDE, steps=4, data=None, batch=2.0, deviation=math.inf, **more
-):
+def chain(loss=flat, rate=1e-4, rule=WIDE, steps=4, data=None, batch=2.0, **more):
     data = np.zeros((10, 3), np.float32) if data is None else data
+    more = {"prior_deviation": math.inf, **more}
     return training.dp_sgld(
-        loss,
-        rate,
-        sampling.poisson(len(data), batch),
-        rule,
-        steps,
-        data,
-        prior_deviation=deviation,
-        **more,
+        loss, rate, sampling.poisson(len(data), batch), rule, steps, data, **more
     )
 
 
@@ -78,7 +60,7 @@ class TestThePosterior:
             data=data,
             batch=25.0,
             steps=4000,
-            deviation=cls.deviation,
+            prior_deviation=cls.deviation,
             temperature=request.param,
             samples=50,
             burn_in=1000,
@@ -107,13 +89,7 @@ DECAY = optax.exponential_decay(4e-4, 1, 0.5)
 
 
 @pytest.mark.sample(1)
-@kills(
-    "noise/langevin.py",
-    "return scale / math.sqrt(learning_rate)",
-    "return scale",
-    case="constant",
-    slow=True,
-)
+@kills("noise/langevin.py", "scale / math.sqrt(learning_rate)", "scale", case="constant", slow=True)
 @pytest.mark.parametrize(
     ("rate", "rule", "temperature"),
     [
@@ -147,33 +123,22 @@ def test_the_link_and_the_multiplier_are_one():
     assert np.std(noisy) == pytest.approx(multiplier * rule.sensitivity, rel=0.01)
 
 
-GOLDEN = [
-    (6.018e-5, 1.1, 2.3819, 0.005),
-    (1e-5, 2.6985, 0.7068, 0.005),
-    (1e-3, 0.2698, 248.4, 0.005),
-]
+GOLDEN = [(6.018e-5, 1.1, 2.3819), (1e-5, 2.6985, 0.7068), (1e-3, 0.2698, 248.4)]
 
 
 @pytest.mark.sample(2)
-@kills(
-    "noise/langevin.py",
-    "scale = 2 * batch_size",
-    "scale = batch_size",
-    case="1e-05-2.6985-0.7068-0.005",
-)
-@pytest.mark.parametrize(("rate", "multiplier", "epsilon", "relative"), GOLDEN)
-def test_what_a_step_size_costs(rate, multiplier, epsilon, relative):
+@kills("noise/langevin.py", "2 * batch_size", "batch_size", case="1e-05-2.6985-0.7068")
+@pytest.mark.parametrize(("rate", "multiplier", "epsilon"), GOLDEN)
+def test_what_a_step_size_costs(rate, multiplier, epsilon):
     got = noise.langevin_multiplier(rate, clipping.flat(1.0), **MNIST)
     assert got == pytest.approx(multiplier, abs=6e-5)
     event = accounting.subsampled_gaussian(got, 256 / 60_000, 14_063)
-    assert accounting.epsilon(event, 1e-5, "pld") == pytest.approx(epsilon, rel=relative)
+    assert accounting.epsilon(event, 1e-5, "pld") == pytest.approx(epsilon, rel=0.005)
 
 
 def test_the_statement_says_the_epsilon_that_follows():
-    data = np.zeros((60_000, 1), np.float32)
-    algorithm = chain(
-        rate=6.018e-5, rule=clipping.flat(1.0), steps=14_063, data=data, batch=256, samples=1
-    )
+    size = {"data": np.zeros((60_000, 1), np.float32), "batch": 256, "steps": 14_063}
+    algorithm = chain(rate=6.018e-5, rule=clipping.flat(1.0), samples=1, **size)
     text = dpjax.statement(algorithm.mechanism, 1e-5)
     assert "noise         multiplier 1.1 x sensitivity" in text
     assert "(2.382, 1e-05)-differentially private" in text
@@ -189,17 +154,14 @@ def test_a_larger_bound_costs_more_at_the_same_rate():
 
 @kills("noise/langevin.py", "math.sqrt(temperature)", "temperature", slow=True)
 @kills(
-    "training/sgld.py",
-    "1 / (sampling.examples * prior_deviation**2)",
-    "1 / prior_deviation**2",
-    slow=True,
+    "training/sgld.py", "(sampling.examples * prior_deviation**2)", "prior_deviation**2", slow=True
 )
 def test_on_the_mean_gradient_it_is_the_papers():
     reading = training.on_mean_gradient(0.1, examples=60_000)
     assert noise.langevin_multiplier(
         reading["learning_rate"], WIDE, **MNIST, temperature=reading["temperature"]
     ) == pytest.approx(256 / (1000 * 0.1**0.5))
-    # One step from 1, by hand: rate x (mean gradient + prior) and noise of that variance.
+    # One step from 1: rate x (mean gradient + prior) and noise of that variance.
     data = np.full((10, 200_000), 3.0, np.float32)
     algorithm = training.dp_sgld(
         square,
@@ -216,12 +178,7 @@ def test_on_the_mean_gradient_it_is_the_papers():
     assert np.std(state.params) == pytest.approx(0.1**0.5, rel=0.01)
 
 
-@kills(
-    "noise/langevin.py",
-    "jnp.asarray(rate(step), jnp.float32)",
-    "jnp.asarray(rate(0 * step), jnp.float32)",
-    slow=True,
-)
+@kills("noise/langevin.py", "(rate(step), jnp.float32)", "(rate(0 * step), jnp.float32)", slow=True)
 def test_a_rate_that_decays_is_paid_for_step_by_step():
     algorithm = chain(rate=DECAY, rule=clipping.flat(1.0), steps=6)
     rates = 4e-4 * 0.5 ** np.arange(6)
@@ -271,7 +228,7 @@ def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path, deaths):
 
     def fit(directory, dies=None):
         rate = schedules.table([2e-3, 1e-3], steps_per_epoch=20)
-        kept = {"deviation": 1.0, "samples": 4, "burn_in": 10, "every": 5}
+        kept = {"prior_deviation": 1.0, "samples": 4, "burn_in": 10, "every": 5}
         algorithm = chain(square, rate, data=data, steps=40, **kept)
         if dies is not None:
             algorithm = dies_after(algorithm, dies)
@@ -298,7 +255,7 @@ def test_another_rate_prior_or_temperature_is_another_run():
     assert json.loads(json.dumps(plain)) == plain
     for other in (
         chain(rate=4e-4, temperature=4.0),
-        chain(deviation=1.0),
+        chain(prior_deviation=1.0),
         chain(rate=DECAY),
         chain(samples=3),
     ):
@@ -320,10 +277,7 @@ def dies_after(algorithm, steps):
 
 
 @kills(
-    "training/samples.py",
-    "order = jnp.arange(max(0, taken - size), taken) % size",
-    "order = jnp.arange(min(taken, size))",
-    case="23-1-0",
+    "training/samples.py", "max(0, taken - size), taken) % size", "min(taken, size))", case="23-1-0"
 )
 @pytest.mark.parametrize("burn_in", [0, 3])
 @pytest.mark.parametrize("every", [1, 4])
@@ -412,7 +366,7 @@ REFUSED = {
         r"0\.0 at step 3 of 4; .*End the schedule above 0",
     ),
     "no temperature": ({"temperature": 0.0}, "at 0 there is no noise"),
-    "no prior": ({"deviation": 0.0}, "math.inf is a flat prior"),
+    "no prior": ({"prior_deviation": 0.0}, "math.inf is a flat prior"),
     "no bound": ({"rule": clipping.flat(math.inf)}, "no finite noise hides an example"),
     "a bound of 0": ({"rule": clipping.flat(0.0)}, "rule.sensitivity"),
     "no samples": ({"samples": 0}, "1 or more"),
@@ -428,17 +382,11 @@ def test_what_means_nothing_is_refused(case):
         chain(**settings)
 
 
-def test_a_sampler_is_no_rule():
+def test_arguments_in_the_wrong_place_and_narrow_parameters_are_refused():
     with pytest.raises(TypeError, match="sampling is a Clipping; expected a Sampler"):
         training.dp_sgld(flat, 1e-4, WIDE, sampling.full(10), 4, np.zeros((10, 3)))
-
-
-def test_a_batch_is_not_the_data():
     with pytest.raises(ValueError, match="examples is the size of the whole data set"):
         noise.langevin_multiplier(1e-4, WIDE, examples=256, batch_size=60_000)
-
-
-def test_narrow_parameters_are_refused():
     with pytest.raises(TypeError, match="narrow dtype rounds them to zero"):
         chain().init(jax.random.key(0), {"w": jnp.zeros(3, jnp.bfloat16)})
 

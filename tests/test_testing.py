@@ -17,6 +17,9 @@ def test_influence_is_the_largest_move():
     assert testing.influence(clipping.flat(1.0), {"w": jnp.zeros((0, 2))}) == 0.0
 
 
+RULE = clipping.flat(1.0)
+
+
 def test_a_broken_rule_is_caught():
     rule = clipping.flat(1.0)
     testing.assert_sensitivity(rule, GRADIENTS)
@@ -31,17 +34,11 @@ def test_a_broken_engine_is_caught(monkeypatch):
         return gradients.ENGINES["vmap"](loss, rule, params, rows, start)
 
     monkeypatch.setitem(gradients.ENGINES, "forgetful", forgetful)
+    case = lambda w, x: jnp.sum((w - x) ** 2), RULE, jnp.zeros(3), jnp.ones((4, 3))
     with pytest.raises(testing.LawBroken, match="engine 'forgetful'"):
-        testing.assert_engines_agree(
-            lambda w, x: jnp.sum((w - x) ** 2),
-            clipping.flat(1.0),
-            jnp.zeros(3),
-            jnp.ones((4, 3)),
-            engines=("forgetful",),
-        )
+        testing.assert_engines_agree(*case, engines=("forgetful",))
 
 
-RULE = clipping.flat(1.0)
 LINK = noise.gaussian(2.0, RULE, key=jax.random.key(0))
 LIKE = jnp.zeros(1_000_000)
 
@@ -71,8 +68,7 @@ def test_wrong_noise_is_caught(chain, found):
 
 
 @pytest.mark.parametrize(
-    "chain",
-    [optax.chain(LINK, LINK), optax.MultiSteps(LINK, 4).gradient_transformation()],
+    "chain", [optax.chain(LINK, LINK), optax.MultiSteps(LINK, 4).gradient_transformation()]
 )
 def test_a_chain_that_refuses_to_run_breaks_the_law(chain):
     with pytest.raises(testing.LawBroken, match="the chain refuses to run"):

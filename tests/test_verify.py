@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, reports, sampling, verify
@@ -18,15 +19,7 @@ DELTA = 1e-5
 
 
 def mechanism(**options):
-    return dpjax.Mechanism(
-        **{
-            "sampling": sampling.poisson(1000, 20),
-            "clipping": clipping.flat(1.0),
-            "noise_multiplier": 1.2,
-            "steps": 40,
-            **options,
-        }
-    )
+    return mechanism_with(1000, 20, **{"noise_multiplier": 1.2, "steps": 40, **options})
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +41,8 @@ def verdicts(card):
 
 def changed(card, path, value):
     """A copy of the card with another value at a path; None removes the field."""
-    card = copy.deepcopy(card)
+    inner = card = copy.deepcopy(card)
     *above, last = path
-    inner = card
     for name in above:
         inner = inner[name]
     if value is None:
@@ -125,25 +117,10 @@ CHANGES = [
 @kills("verify.py", "        if math.isinf(claimed):", "        if False:", slow=True)
 @kills("verify.py", '    if card["seed_published"] is not None:', "    if False:")
 @kills("verify.py", '    if card["not_private"] is not None:', "    if False:")
-@kills(
-    "verify.py",
-    '        if claim["proven"] is not (name in BOUNDS):',
-    "        if False:",
-    slow=True,
-)
+@kills("verify.py", 'if claim["proven"] is not (name in BOUNDS):', "if False:", slow=True)
 @kills("verify.py", "    if given != expected:", "    if False:", slow=True)
-@kills(
-    "verify.py",
-    '        if mechanism["neighbours"] not in PROVED[sampling["name"]]:',
-    "        if False:",
-    slow=True,
-)
-@kills(
-    "verify.py",
-    "        if len(groups) != len(bounds) or not same:",
-    "        if False:",
-    slow=True,
-)
+@kills("verify.py", 'mechanism["neighbours"] not in PROVED[sampling["name"]]:', "False:", slow=True)
+@kills("verify.py", "if len(groups) != len(bounds) or not same:", "if False:", slow=True)
 @pytest.mark.parametrize(
     ("path", "value", "expected"), CHANGES, ids=[f"{'.'.join(c[0])}={c[1]}" for c in CHANGES]
 )
@@ -190,9 +167,7 @@ def test_a_file_that_is_no_card_is_answered_in_one_sentence(text, expected, tmp_
 
 
 @kills(
-    "verify.py",
-    'if run.exists() and parsed(run).get("mechanism") != card.get("mechanism"):',
-    "if False:",
+    "verify.py", 'run.exists() and parsed(run).get("mechanism") != card.get("mechanism"):', "False:"
 )
 def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "privacy.json").write_text(json.dumps(honest))
