@@ -220,19 +220,24 @@ def test_weights_are_held_to_one():
 
 
 @pytest.mark.sample(3)
-@kills("gradients/batching.py", "Total(start) if", "Total(zeros) if", case="40-ghost", slow=True)
-@kills("gradients/batching.py", "Total(zeros, start, zeros)", "Total(zeros, zeros, zeros)")
+@kills("gradients/batching.py", "Total(start) if", "Total(zeros) if", case="2-5-ghost", slow=True)
+@kills(
+    "gradients/batching.py",
+    "Total(zeros, start, zeros)",
+    "Total(zeros, zeros, zeros)",
+    case="2-40-ghost",
+)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
-@pytest.mark.parametrize("size", [2, 5, 40])
+@pytest.mark.parametrize(("size", "examples"), [(2, 5), (5, 5), (2, 40)])
 @pytest.mark.promotes
-def test_a_sum_is_added_to_what_was_there(engine, size):
+def test_a_sum_is_added_to_what_was_there(engine, size, examples):
     """For every microbatch size; also for a table with few used rows, some used twice."""
     params = {"table": jnp.ones((9, 2)), "scale": jnp.ones(2)}
 
     def loss(p, x):
         return jnp.sum(x * p["table"][jnp.array([3, 1, 3])] * p["scale"])
 
-    batch, mask = jnp.arange(1.0, 41.0), jnp.arange(40) % 3 > 0
+    batch, mask = 1.0 + jnp.arange(examples), jnp.arange(examples) % 3 < 2
     clipped = clipped_grad(loss, clipping.flat(2.0), engine, size)
     start = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), params)
     alone = clipped(params, batch, mask).value
