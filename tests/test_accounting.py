@@ -24,7 +24,7 @@ from scipy.integrate import quad
 
 from dpjax import accounting, schedules
 from dpjax.accounting.event_parts import split
-from dpjax.accounting.pld import rounded
+from dpjax.accounting.pld import _accountant, _loss, rounded
 
 METHODS = ("rdp-classic", "rdp", "pld", "gdp")
 TOLERANCE = {"rdp-classic": 0.002, "rdp": 0.002, "pld": 0.005, "gdp": 0.001}
@@ -709,6 +709,22 @@ def test_closed_form_without_sampling(z, n, delta):
     assert float(accounting.epsilon(event, delta, "gdp")) == pytest.approx(exact)
     assert accounting.epsilon(event, delta, "pld") == pytest.approx(exact)
     assert accounting.epsilon(event, delta, "rdp") >= exact
+
+
+@kills("accounting/pld.py", ".self_compose(count)", ".self_compose(1)", case="add-or-remove")
+@kills("accounting/pld.py", "sampling_prob=rate", "sampling_prob=rate**2", case="replace-one")
+@kills("accounting/pld.py", "_one_step(1.0, parts", "_one_step(0.5, parts", case="add-or-remove")
+@pytest.mark.parametrize("neighbours", ["add-or-remove", "zero-out", "replace-one"])
+def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours):
+    mixed = accounting.compose(
+        accounting.subsampled_gaussian(1.5, 0.01, 50),
+        accounting.subsampled_gaussian(2.0, 0.02, 30),
+        accounting.gaussian(4.0),
+    )
+    parts = split(mixed)
+    want = _accountant(parts, neighbours).get_epsilon(1e-5)
+    for _ in range(2):  # from the cache, too
+        assert _loss(parts, neighbours).get_epsilon_for_delta(1e-5) == want
 
 
 @kills(
