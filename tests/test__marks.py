@@ -128,6 +128,7 @@ def updated(links, jitted):
     "own = params is None or not self.noise_multiplier",
     "own = True",
     case="False-scale before privatize",
+    slow=True,
 )
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("jitted", [False, True])
@@ -225,7 +226,7 @@ def test_a_traced_sum_without_a_mark_releases_nothing():
     assert np.all(np.isnan(update(jnp.array([0.0, 1.0, 0.0]))))
 
 
-@kills("noise/link.py", "if not key_batched and any(", "if False and any(")
+@kills("noise/link.py", "if not key_batched and any(", "if False and any(", slow=True)
 def test_one_key_for_a_batch_of_sums_is_refused():
     link, sums = noised(), jnp.ones((3, 5))
     state = link.init(jnp.zeros(5))
@@ -242,7 +243,9 @@ def test_one_key_for_a_batch_of_sums_is_refused():
     assert len(np.unique(np.asarray(noisy))) == 15
 
 
-@kills("noise/link.py", "return jnp.where(kept, 1.0, jnp.nan)", "return 1.0", case="private")
+@kills(
+    "noise/link.py", "return jnp.where(kept, 1.0, jnp.nan)", "return 1.0", case="private", slow=True
+)
 @pytest.mark.parametrize("name", ["gaussian", "private"])
 def test_a_state_that_was_reset_by_zeros_releases_nothing(name):
     mechanism = dpjax.Mechanism(
@@ -304,7 +307,13 @@ def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
     testing.assert_private(chain, {"a": jnp.ones(3), "b": jnp.ones((2, 2))}, steps=2)
 
 
-@kills("noise/link.py", "np.sum(each**-2.0) ** -0.5", "np.sum(each**2.0) ** 0.5", case="groups")
+@kills(
+    "noise/link.py",
+    "np.sum(each**-2.0) ** -0.5",
+    "np.sum(each**2.0) ** 0.5",
+    case="groups",
+    slow=True,
+)
 @pytest.mark.parametrize("name", ["groups", "schedule", "secret"])
 def test_multipliers_of_all_kinds_are_measured(name):
     rule, multiplier, key = RULE, 1.3, jax.random.key(0)
@@ -326,7 +335,9 @@ def test_wrong_chains_break_the_law(name):
 
 
 @kills("testing.py", "if len(found) != steps:", "if False:", case="bare")
-@kills("testing.py", "if not abs(ratio - drawn) <= tolerance:", "if False:", case="trusted")
+@kills(
+    "testing.py", "if not abs(ratio - drawn) <= tolerance:", "if False:", case="trusted", slow=True
+)
 @pytest.mark.parametrize("name", ["bare", "trusted"])
 def test_what_the_links_cannot_see_is_measured(name):
     """A user may vouch for a sum that the rule does not bound."""
@@ -356,6 +367,7 @@ BEFORE = {
     "others = _others(params, 3)",
     "others = jax.tree.map(jnp.zeros_like, _others(params, 3))",
     case="global norm",
+    slow=True,
 )
 @pytest.mark.parametrize("name", BEFORE)
 def test_a_link_before_the_clipping_is_measured_too(name):
@@ -464,8 +476,14 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
 @kills("training/step.py", "lost=lost, bound_scale", "lost=None, bound_scale", case="in memory")
 @kills("training/step.py", "data, state, end_block)", "data, state)", case="in memory")
 @kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed")
-@kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory")
-@kills("gradients/batching.py", "= examples <= devices", "= True or devices", case="in memory")
+@kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory", slow=True)
+@kills(
+    "gradients/batching.py",
+    "= examples <= devices",
+    "= True or devices",
+    case="in memory",
+    slow=True,
+)
 @pytest.mark.parametrize("kind", [lambda x: x, lambda x: dpjax.data.Stream(list(x))], ids=KINDS)
 def test_what_a_long_sum_rounds_away_meets_the_noise(kind):
     """Beside 2^25, one more example is a quarter of a last bit; it must still move the noise."""

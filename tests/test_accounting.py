@@ -711,9 +711,23 @@ def test_closed_form_without_sampling(z, n, delta):
     assert accounting.epsilon(event, delta, "rdp") >= exact
 
 
-@kills("accounting/pld.py", ".self_compose(count)", ".self_compose(1)", case="add-or-remove")
-@kills("accounting/pld.py", "sampling_prob=rate", "sampling_prob=rate**2", case="replace-one")
-@kills("accounting/pld.py", "_one_step(1.0, parts", "_one_step(0.5, parts", case="add-or-remove")
+@kills(
+    "accounting/pld.py", ".self_compose(count)", ".self_compose(1)", case="add-or-remove", slow=True
+)
+@kills(
+    "accounting/pld.py",
+    "sampling_prob=rate",
+    "sampling_prob=rate**2",
+    case="replace-one",
+    slow=True,
+)
+@kills(
+    "accounting/pld.py",
+    "_one_step(1.0, parts",
+    "_one_step(0.5, parts",
+    case="add-or-remove",
+    slow=True,
+)
 @pytest.mark.parametrize("neighbours", ["add-or-remove", "zero-out", "replace-one"])
 def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours):
     mixed = accounting.compose(

@@ -231,7 +231,7 @@ STEPS = {
 
 
 @pytest.mark.sample(3)
-@kills("auditing/algorithm_step.py", "twice = 2.0 if", "twice = 1.0 if", case="replaced")
+@kills("auditing/algorithm_step.py", "twice = 2.0 if", "twice = 1.0 if", case="replaced", slow=True)
 @kills(
     "auditing/algorithm_step.py", "            return leaves\n", "            leaves\n", slow=True
 )
@@ -240,8 +240,9 @@ STEPS = {
     "return [*leaves, np.log(bound) if adaptive.geometric else bound]",
     "return leaves",
     case="adapted",
+    slow=True,
 )
-@kills("auditing/algorithm_step.py", "(a - b) / math.sqrt(2)", "a - b", case="replaced")
+@kills("auditing/algorithm_step.py", "(a - b) / math.sqrt(2)", "a - b", case="replaced", slow=True)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_separates_as_its_mechanism_allows(name):
     build, options = STEPS[name]
@@ -341,7 +342,7 @@ def test_chance_alone_refutes_no_estimated_norms():
     assert auditing.Separation(np.ones(3), np.ones(3), 1.0, 30, 0.9).epsilon(0.9) == 0.0
 
 
-@kills("auditing/algorithm_step.py", "delta / p)", "delta)")
+@kills("auditing/algorithm_step.py", "delta / p)", "delta)", slow=True)
 def test_a_share_of_keys_bounds_epsilon_by_its_share():
     """A Gaussian that only this share of the projections lets through has delta / share."""
     keys = 500
@@ -352,7 +353,12 @@ def test_a_share_of_keys_bounds_epsilon_by_its_share():
 
 
 @kills("auditing/algorithm_step.py", "ppf(risk / len(some))", "ppf(risk)", slow=True)
-@kills("auditing/algorithm_step.py", "np.sqrt(squares / quantiles)", "np.sqrt(squares / some)")
+@kills(
+    "auditing/algorithm_step.py",
+    "np.sqrt(squares / quantiles)",
+    "np.sqrt(squares / some)",
+    slow=True,
+)
 def test_the_limit_of_the_noise_holds_as_often_as_stated():
     from dpjax.auditing.algorithm_step import _deviations
 
@@ -484,11 +490,12 @@ def normal(mean, size=2000, seed=0):
     return np.random.default_rng(seed).normal(mean, 1, size)
 
 
-@kills("auditing/membership.py", "(1 - confidence) / 4", "(1 - confidence) / 1")
+@kills("auditing/membership.py", "(1 - confidence) / 4", "(1 - confidence) / 1", slow=True)
 @kills(
     "auditing/membership.py",
     "limits, (true, false) = _limits(second",
     "limits, (true, false) = _limits(first",
+    slow=True,
 )
 def test_losses_that_tell_nothing_refute_little():
     """Scores of one distribution, 60 times: bounds above 0 are rarer than the confidence says."""

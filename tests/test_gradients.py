@@ -226,6 +226,7 @@ def test_weights_are_held_to_one():
     "Total(zeros, start, zeros)",
     "Total(zeros, zeros, zeros)",
     case="2-40-ghost",
+    slow=True,
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize(("size", "examples"), [(2, 5), (5, 5), (2, 40)])

@@ -379,12 +379,18 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     np.testing.assert_allclose(mechanism.multipliers, 1.2)
 
 
-@kills("noise/link.py", "step_key(key, Purpose.NOISE, step)", "step_key(key, Purpose.NOISE, 0)")
+@kills(
+    "noise/link.py",
+    "step_key(key, Purpose.NOISE, step)",
+    "step_key(key, Purpose.NOISE, 0)",
+    slow=True,
+)
 @kills("noise/link.py", "(state.key, state.step + 1)", "(state.key, state.step)")
 @kills(
     "trees.py",
     "in jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])",
     "in [drawn[:size] for size in sizes]",
+    slow=True,
 )
 def test_noise_is_independent_between_steps_leaves_and_runs():
     rule = clipping.flat(1.0)
@@ -511,7 +517,7 @@ def draws(sampler, steps, seed=0):
     return np.asarray(jax.vmap(lambda t: included(key, t))(jnp.arange(steps)))
 
 
-@kills("sampling.py", "so_far.size + chosen[i].astype(jnp.int32)", "so_far.size + 1")
+@kills("sampling.py", "so_far.size + chosen[i].astype(jnp.int32)", "so_far.size + 1", slow=True)
 def test_poisson_draws_are_poisson():
     found = draws(sampling.poisson(1000, 50), 4000)
     assert set(np.unique(found)) == {0, 1}

@@ -75,9 +75,13 @@ def run(loss, data=X, rule=None):
 
 
 @kills(
-    "gradients/loss_checks.py", "yield from _not_vouched(inner)", "yield from ()", case="in a scan"
+    "gradients/loss_checks.py",
+    "yield from _not_vouched(inner)",
+    "yield from ()",
+    case="in a scan",
+    slow=True,
 )
-@kills("gradients/loss_checks.py", "!= _THREEFRY", '== ""', case="rbg")
+@kills("gradients/loss_checks.py", "!= _THREEFRY", '== ""', case="rbg", slow=True)
 @pytest.mark.parametrize("name", SEEN)
 def test_losses_that_could_mix_examples_are_refused(name):
     function, message = SEEN[name]
@@ -115,7 +119,7 @@ def test_collectives_are_refused():
         cut(X)
 
 
-@kills("gradients/loss_checks.py", 'equation.params.get("name") != VOUCHED', "True")
+@kills("gradients/loss_checks.py", 'equation.params.get("name") != VOUCHED', "True", slow=True)
 def test_a_vouched_function_is_not_read():
     vouched = losses.vouched(lambda x: hosted(x, "sequential"))
     plain = dpjax.clipped_grad(loss_of(lambda x: x), clipping.flat(1.0))(W, X)

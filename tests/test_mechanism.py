@@ -136,7 +136,7 @@ def test_calibration():
     assert linear.multipliers[-1] * 5 == pytest.approx(linear.multipliers[0], rel=1e-6)
 
 
-@kills("mechanism/description.py", "multiplier, target=None", "multiplier")
+@kills("mechanism/description.py", "multiplier, target=None", "multiplier", slow=True)
 def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
     base = make(1000, 20, steps=50)
     tight = base.calibrate(2.0, 1e-6)
@@ -175,6 +175,7 @@ def test_delta_of_epsilon():
     "mechanism/description.py",
     "noisy = add_noise(total,",
     "noisy = add_noise(jax.tree.map(lambda x: x / self.batch_size**2, total),",
+    slow=True,
 )
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
     mechanism = make(60_000, 256, clipping=clipping.flat(3.0), noise_multiplier=0.0)
@@ -308,11 +309,11 @@ def test_preparation_is_paid_for_before_the_first_step():
 
 def test_calibration_leaves_room_for_the_preparation():
     prepared = make(60_000, 256, preparation=(8.0, 8.0))
-    calibrated = prepared.calibrate(2.0, 1e-5)
+    calibrated = prepared.calibrate(2.0, 1e-5, "rdp")
     assert calibrated.preparation == (8.0, 8.0)
     assert 1.99 < calibrated.epsilon(1e-5) <= 2.0
     with pytest.raises(ValueError, match="epsilon"):
-        prepared.calibrate(0.5, 1e-5)  # the preparation alone costs more
+        prepared.calibrate(0.5, 1e-5, "rdp")  # the preparation alone costs more
     fits = dpjax.ledger.affordable(calibrated, dpjax.ledger.Budget(epsilon=0.5, delta=1e-5))
     assert fits == 0
 
