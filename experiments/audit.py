@@ -12,7 +12,7 @@ A RUN is a folder that `dpjax train` wrote.  Three audits: how far one row moves
 the released model was trained on, by their losses.  `audit.json` and `audit.png` are computed from
 private data without noise and must not be published.  `--algorithms` audits small runs of every
 algorithm instead; its figures are of artificial data.  The exit status is 1 if a lower bound
-exceeds its claim.  An audit without a finding proves nothing.
+exceeds its claim.  An audit without a finding proves nothing.  Data are read from DPJAX_DATA_DIR.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from dpjax.reports.figures import PRIVATE
 _ALGORITHMS = flags.DEFINE_string(
     "algorithms", None, "Audit the algorithms that have this in their name; all for every one."
 )
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")
 _CANARIES = flags.DEFINE_integer("canaries", None, "Number of canaries; by default up to 1,000.")
 _STEPS = flags.DEFINE_integer("steps", 200, "Most steps of the second training.", 1)
 _PAIRS = flags.DEFINE_integer("pairs", 200, "Pairs of steps that measure the noise.", 1)
@@ -87,7 +86,7 @@ def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
 
 def audit_run(folder: pathlib.Path, out: pathlib.Path) -> list[Line]:
     """Audits the run in a folder, and writes figures and plot into another."""
-    run = audited_run.rebuild(folder, _DATA_DIR.value)
+    run = audited_run.rebuild(folder)
     delta, claimed = run.run.delta, min(run.run.epsilons.values())
     step = line_of_step(
         audited_run.step(run, _PAIRS.value, OF_A_STEP), delta, "one step, white box"

@@ -58,19 +58,19 @@ class Rebuilt(NamedTuple):
         return dpjax.dpsgd(self.loss, optimizer, mechanism, train, per_step=self.per_step)
 
 
-def rebuild(folder: pathlib.Path, data_dir: str | None) -> Rebuilt:
+def rebuild(folder: pathlib.Path) -> Rebuilt:
     """Reads a run's folder and builds the run again; refuses folders that lack what it needs."""
     run, parameters = _files(folder)
     given = copy.deepcopy(FLAGS)
     config: Any = run.config
-    given(["train", *_words(given, {**config["flags"], "data_dir": data_dir})])
+    given(["train", *_words(given, {**config["flags"], "data_dir": None})])
     planned = plan(given)
     described, there = planned.mechanism.facts, (run.identity or {}).get("mechanism")
     if described != there:
         names = [name for name in described if described[name] != (there or {}).get(name)]
         raise app.UsageError(
             f"{folder}: its flags and these data describe another mechanism than its run.json: "
-            f"{', '.join(names)} differ. Usually --data_dir holds other data, or another version "
+            f"{', '.join(names)} differ. Usually DPJAX_DATA_DIR holds other data, or another version "
             "of dpjax wrote the folder."
         )
     if planned.normalization is not None and not (folder / inputs.MOMENTS).exists():
