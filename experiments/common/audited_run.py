@@ -70,8 +70,8 @@ def rebuild(folder: pathlib.Path) -> Rebuilt:
         names = [name for name in described if described[name] != (there or {}).get(name)]
         raise app.UsageError(
             f"{folder}: its flags and these data describe another mechanism than its run.json: "
-            f"{', '.join(names)} differ. Usually DPJAX_DATA_DIR holds other data, or another version "
-            "of dpjax wrote the folder."
+            f"{', '.join(names)} differ. Usually DPJAX_DATA_DIR holds other data, or another "
+            "version of dpjax wrote the folder."
         )
     if planned.normalization is not None and not (folder / inputs.MOMENTS).exists():
         raise app.UsageError(
