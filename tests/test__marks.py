@@ -99,6 +99,7 @@ def updated(links, jitted):
     "if clipped.bounds != rule.bounds or not same:",
     "if not same:",
     case="False-another bound",
+    slow=True,
 )
 @kills(
     "_marks.py", "or not same:", "or False:", case="True-equal bounds of other groups", slow=True

@@ -640,6 +640,7 @@ def tenth(n):
     return steps((0.1, 3.0, n))
 
 
+@pytest.mark.slow
 def test_largest_steps_at_its_ends():
     assert accounting.largest_steps(accounting.gaussian.__get__(0.1), 1.0, 1e-5) == 0
     assert accounting.largest_steps(lambda n: steps((MNIST, 9.0, n)), 3.0, 1e-5, maximum=50) == 50

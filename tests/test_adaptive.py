@@ -334,6 +334,7 @@ def test_the_total_is_what_is_accounted():
     assert plain.gradient_multiplier == 1.0
 
 
+@pytest.mark.slow
 def test_calibration_finds_the_same_total_and_leaves_the_count_alone():
     plain, adaptive = described(), described(adaptive=Quantile(count_multiplier=3.0))
     one, two = plain.calibrate(1.5, 1e-5), adaptive.calibrate(1.5, 1e-5)

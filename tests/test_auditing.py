@@ -230,7 +230,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @kills("auditing/algorithm_step.py", "twice = 2.0 if", "twice = 1.0 if", case="replaced", slow=True)
 @kills(
     "auditing/algorithm_step.py", "            return leaves\n", "            leaves\n", slow=True
@@ -294,7 +294,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @kills("auditing/algorithm_step.py", "shares > allowed", "shares > allowed + 1", slow=True)
 @kills("auditing/algorithm_step.py", "max(self.lower) > self", "max(self.lower) < self", slow=True)
 @pytest.mark.parametrize("name", BROKEN)
@@ -371,6 +371,7 @@ def test_the_limit_of_the_noise_holds_as_often_as_stated():
     assert 0.88 < np.mean(all_hold) < 0.94
 
 
+@pytest.mark.slow
 def test_a_step_without_noise_separates_infinitely():
     found = separation(descent(noise_multiplier=0.0), pairs=1)
     assert found.measured[0] == found.claimed == math.inf
@@ -455,7 +456,7 @@ def with_canaries(multiplier, *, per_step=None, canaries=300):
     return found, mechanism.epsilon(1e-5), scores
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills("auditing/canaries.py", "(m - (share * o", "(m + (share * o", slow=True)
 @pytest.mark.parametrize("per_step", [lambda step: step, None], ids=["step", "none"])
 def test_every_release_scores_the_canaries(per_step):
@@ -490,6 +491,7 @@ def normal(mean, size=2000, seed=0):
     return np.random.default_rng(seed).normal(mean, 1, size)
 
 
+@pytest.mark.slow
 @kills("auditing/membership.py", "(1 - confidence) / 4", "(1 - confidence) / 1", slow=True)
 @kills(
     "auditing/membership.py",

@@ -59,7 +59,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize(("name", "rule", "want"), SUMS)
 def test_sums_of_the_quadratic(name, rule, want, engine):

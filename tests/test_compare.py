@@ -79,6 +79,7 @@ def test_the_page_says_what_choosing_costs(compared):
     assert "has a cost" in compared[1].stdout
 
 
+@pytest.mark.slow
 def test_the_page_is_escaped_and_loads_nothing(compared):
     raw = compared[0].read_text()
     assert "<b>" not in raw

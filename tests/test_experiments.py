@@ -229,7 +229,7 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
     assert not (tmp_path / "next").exists()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -832,7 +832,7 @@ def of_other_flags(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

@@ -98,6 +98,7 @@ def test_kills_change_nothing(server, tmp_path, kills):
     assert number < kills, "every run was killed at least once"
 
 
+@pytest.mark.sample(1)
 @kills("training/fit.py", "run.done == end or stop.asked", "run.done == end", case="15", slow=True)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
@@ -209,6 +210,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample(3)
 @kills("training/dpsgd.py", '"data": content,', '"data": None,', case="data", slow=True)
 @kills("mechanism/description.py", "float(multipliers[i]),", "1.0,", case="multiplier", slow=True)
 @pytest.mark.parametrize("other", OTHERS)
@@ -424,6 +426,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
         assert _spent(tmp_path) == [3]
 
 
+@pytest.mark.slow
 @kills(
     "training/run_folder.py",
     '            replace(path, json.dumps(self.identity, indent=2) + "\\n")\n        return',

@@ -261,6 +261,7 @@ def queries(x, normalization, monkeypatch):
     return asked
 
 
+@pytest.mark.sample(3)
 @kills(
     "features/normalization.py",
     "factors = rule.factors(trees.group_norms(rows, (0,), 1))",

@@ -150,7 +150,7 @@ def test_no_client_moves_the_sum_by_more_than_the_sensitivity(name, project):
 
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"hard_threshold", "screen"}))
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_the_sensitivity_is_attained_by_heavy_clients_that_move_far(name):
     found = [x for x, _ in influences(released(RULES[name], WEIGHTS.shares), np.full((8, 5), 50.0))]
     assert found[0] == pytest.approx(0.25 * RULES[name].sensitivity, rel=1e-3)
@@ -207,7 +207,7 @@ def test_clients_of_size_0_1_and_500_train_in_one_round():
     assert (int(info.clients), int(info.examples)) == (3, 501)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 10])
 def test_an_epoch_sees_each_example_of_a_client_once(size):
     clients = federated.Clients.of([np.eye(6, dtype=np.float32)[:4], np.eye(6)[4:5] * 0])
@@ -820,6 +820,7 @@ def test_each_client_is_scored_by_its_own_examples():
     assert math.isnan(found[1])
 
 
+@pytest.mark.slow
 def test_the_distribution_over_clients_is_private_and_reaches_the_log():
     clients, sizes = some_clients(*[3] * 11), 11
     tenth = federated.evaluate_clients(

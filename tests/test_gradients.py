@@ -546,7 +546,7 @@ def _convolved(counter, params, example):
 @pytest.mark.parametrize("network", [_dense, _convolved])
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "scan"])
 @pytest.mark.promotes
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     counter, programs = [], []
 

@@ -100,7 +100,7 @@ def broken_backward(w, x):
     return jnp.vdot(w["a"], x) / 1000 + jnp.where(far, 0.0, jnp.sqrt(length))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills(
     "gradients/_estimated_norms/jl.py",
     "sound = jnp.all(",
@@ -165,7 +165,7 @@ def test_a_model_that_would_round_the_sum_is_refused():
     narrow_data(jnp.zeros(3), jnp.ones((4, 3), jnp.int8), key=jax.random.key(0))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @kills(
     "gradients/_estimated_norms/jl.py",
     "products + roundings * jnp.finfo(products.dtype).eps * largest",

@@ -445,6 +445,7 @@ def test_mechanisms_that_run_differently_have_different_identities(name):
     assert json.loads(json.dumps([one, other])) == [one, other]
 
 
+@pytest.mark.slow
 def test_a_delta_that_protects_no_record_is_noticed(caplog):
     make().calibrate(1.0, 1e-5)
     assert not caplog.text

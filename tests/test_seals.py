@@ -72,6 +72,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.sample(3)
 @kills(
     "training/dpsgd.py",
     "require_one_sum(key, first, sums.seal, name)",
@@ -86,7 +87,13 @@ AGAIN = {
     case="multiplier",
     slow=True,
 )
-@kills("noise/seals.py", "(before != 0) & (before != now)", "(before != 0) & False", case="data")
+@kills(
+    "noise/seals.py",
+    "(before != 0) & (before != now)",
+    "(before != 0) & False",
+    case="data",
+    slow=True,
+)
 @pytest.mark.parametrize("change", AGAIN)
 def test_one_state_in_two_runs_is_refused(change):
     first, second = make(), make(**AGAIN[change])
@@ -181,7 +188,8 @@ PROGRAMS = {
 }
 
 
-@kills("training/dpsgd.py", '"program": program,', '"program": None,', case="rate")
+@pytest.mark.sample(3)
+@kills("training/dpsgd.py", '"program": program,', '"program": None,', case="rate", slow=True)
 @pytest.mark.parametrize("change", PROGRAMS)
 def test_released_steps_belong_to_one_program(tmp_path, change, monkeypatch):
     died(tmp_path, make(), after=2)

@@ -229,7 +229,7 @@ def test_the_mean_that_is_named_is_the_mean(distribution, runs):
     assert np.sum(np.arange(500) * masses(distribution, runs)) == pytest.approx(runs, rel=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills("accounting/selection.py", "(math.log(runs), coin)", "(math.log(2 * runs), coin)", slow=True)
 @kills("accounting/selection.py", "power * _logarithmic_tail", "_logarithmic_tail", slow=True)
 @pytest.mark.parametrize("runs", [1.3, 6])

@@ -750,6 +750,7 @@ for kind in AxisType.Auto, AxisType.Explicit:
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_is_used_or_answered_by_name():
     program = [sys.executable, "-c", MESHES]
     environment = killable_runs.environment()

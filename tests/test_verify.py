@@ -52,6 +52,7 @@ def changed(card, path, value):
     return card
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -115,8 +116,8 @@ CHANGES = [
 
 @kills("verify.py", "elif claimed > largest * loose:", "elif False:")
 @kills("verify.py", "        if math.isinf(claimed):", "        if False:", slow=True)
-@kills("verify.py", '    if card["seed_published"] is not None:', "    if False:")
-@kills("verify.py", '    if card["not_private"] is not None:', "    if False:")
+@kills("verify.py", '    if card["seed_published"] is not None:', "    if False:", slow=True)
+@kills("verify.py", '    if card["not_private"] is not None:', "    if False:", slow=True)
 @kills("verify.py", 'if claim["proven"] is not (name in BOUNDS):', "if False:", slow=True)
 @kills("verify.py", "    if given != expected:", "    if False:", slow=True)
 @kills("verify.py", 'mechanism["neighbours"] not in PROVED[sampling["name"]]:', "False:", slow=True)
@@ -167,7 +168,10 @@ def test_a_file_that_is_no_card_is_answered_in_one_sentence(text, expected, tmp_
 
 
 @kills(
-    "verify.py", 'run.exists() and parsed(run).get("mechanism") != card.get("mechanism"):', "False:"
+    "verify.py",
+    'run.exists() and parsed(run).get("mechanism") != card.get("mechanism"):',
+    "False:",
+    slow=True,
 )
 def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "privacy.json").write_text(json.dumps(honest))
