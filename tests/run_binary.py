@@ -5,6 +5,8 @@ Each runs in a process of its own, which is forked from a server that has import
 computed nothing (`killable_runs.server`).
 """
 
+import contextlib
+import importlib
 import os
 import pathlib
 import runpy
@@ -13,6 +15,7 @@ import tempfile
 from typing import NamedTuple
 
 import killable_runs
+from absl.flags import FLAGS
 
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
 
@@ -34,6 +37,25 @@ def run(binary, *flags, status=0):
         outcome = Outcome(*(pathlib.Path(folder, name).read_text() for name in Outcome._fields))
     assert process.exitcode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
     return outcome
+
+
+@contextlib.contextmanager
+def importing():
+    """Imports binaries, and takes their flags away again: two of them may have one of a name."""
+    folders, before = [str(EXPERIMENTS), str(EXPERIMENTS / "papers")], set(sys.modules)
+    sys.path[:0] = folders
+    try:
+        yield importlib.import_module
+    finally:
+        del sys.path[: len(folders)]
+        for name in set(sys.modules) - before:
+            if str(EXPERIMENTS) in str(getattr(sys.modules[name], "__file__", "")):
+                flags = FLAGS.get_flags_for_module(sys.modules[name])
+                FLAGS.remove_flag_values([flag.name for flag in flags])
+                parent, _, child = name.rpartition(".")
+                if parent in sys.modules:  # `from parent import child` would find it there
+                    vars(sys.modules[parent]).pop(child, None)
+                del sys.modules[name]
 
 
 def _run(command, folder):

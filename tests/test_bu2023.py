@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration paper: every table and figure runs, and its epsilons are estimates and bounds."""
 
-import importlib
 import json
-import sys
 
 import jax.numpy as jnp
 import pytest
@@ -25,12 +23,8 @@ def rows(text):
 @pytest.fixture(scope="module")
 def paper():
     """The settings, imported as the binary does."""
-    folders = [str(run_binary.EXPERIMENTS), str(run_binary.EXPERIMENTS / "papers")]
-    sys.path[:0] = folders
-    try:
-        return importlib.import_module("bu2023_settings")
-    finally:
-        del sys.path[: len(folders)]
+    with run_binary.importing() as import_binary:
+        yield import_binary("bu2023_settings")
 
 
 ASKED = {"--table=1": 6, "--figure=1": 2, "--figure=10": 4}  # and how many rows there are

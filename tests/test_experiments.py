@@ -2,7 +2,6 @@
 """The binaries: each runs, in another process, and what it leaves behind can be checked."""
 
 import copy
-import importlib
 import json
 import shutil
 import signal
@@ -15,7 +14,7 @@ import pytest
 from absl.app import UsageError
 from absl.flags import FLAGS
 from mutation import kills
-from run_binary import EXPERIMENTS, Outcome, run
+from run_binary import EXPERIMENTS, Outcome, importing, run
 
 import dpjax
 from dpjax.cli.train import FLAGS as FLAGS_OF_TRAIN
@@ -515,21 +514,9 @@ def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
 
 
 @pytest.fixture
-def imported(monkeypatch):
-    """Imports a binary, and takes its flags away again: two of them may have one of a name."""
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    monkeypatch.syspath_prepend(EXPERIMENTS / "papers")
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(EXPERIMENTS) in str(getattr(sys.modules[name], "__file__", "")):
-            FLAGS.remove_flag_values(
-                [flag.name for flag in FLAGS.get_flags_for_module(sys.modules[name])]
-            )
-            parent, _, child = name.rpartition(".")
-            if parent in sys.modules:  # `from parent import child` would find it there
-                vars(sys.modules[parent]).pop(child, None)
-            del sys.modules[name]
+def imported():
+    with importing() as import_binary:
+        yield import_binary
 
 
 PUBLISHED = {  # the paper's convention, and improved RDP for its own events

@@ -2,7 +2,6 @@
 """The binary of losing_less_2022: its figures, its epsilons, its losses and what it looks at."""
 
 import functools
-import importlib
 import json
 
 import jax
@@ -24,11 +23,9 @@ def run(*flags):
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """Imports what defines no flags that another paper's binary defines too."""
-    monkeypatch.syspath_prepend(run_binary.EXPERIMENTS)
-    monkeypatch.syspath_prepend(run_binary.EXPERIMENTS / "papers")
-    return importlib.import_module
+def module():
+    with run_binary.importing() as import_binary:
+        yield import_binary
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Most run a stand-in for the training binary, which leaves what that leaves, in n
 notes in `lives` when it begins and when it ends.
 """
 
-import importlib
 import json
 import math
 import os
@@ -58,10 +57,10 @@ def stand_in(tmp_path):
 
 
 @pytest.fixture
-def modules(monkeypatch):
+def modules():
     """The modules beside the binary, which are imported by their names there."""
-    monkeypatch.syspath_prepend(str(run_binary.EXPERIMENTS))
-    return tuple(map(importlib.import_module, ["common.search_space", "common.search_cost"]))
+    with run_binary.importing() as import_binary:
+        yield tuple(map(import_binary, ["common.search_space", "common.search_cost"]))
 
 
 def command(*flags):
