@@ -397,6 +397,7 @@ def by_rank():
     "rule.partition.assign(trees.one_row(gradients))",
     "rule.partition.assign(gradients)",
     case="vmap",
+    slow=True,
 )
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "scan"])
 def test_a_partition_never_sees_the_batch_axis(engine):
@@ -474,7 +475,13 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     assert abs(without - np.sum(shares[..., 0] + shares[..., 1], dtype=np.float64)) < 1e-6
 
 
-@kills("training/step.py", "lost=lost, bound_scale", "lost=None, bound_scale", case="in memory")
+@kills(
+    "training/step.py",
+    "lost=lost, bound_scale",
+    "lost=None, bound_scale",
+    case="in memory",
+    slow=True,
+)
 @kills("training/step.py", "data, state, end_block)", "data, state)", case="in memory")
 @kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed")
 @kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory", slow=True)

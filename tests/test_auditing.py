@@ -307,6 +307,7 @@ def test_a_broken_step_is_found(name, monkeypatch):
         assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
 
 
+@pytest.mark.slow
 def test_estimated_norms_separate_as_their_accountant_allows():
     """Under one key by more than the bound, and over keys not too often."""
     build, options = JL
@@ -471,6 +472,7 @@ def test_a_second_run_with_little_noise_refutes_the_claim():
     assert with_canaries(0.1)[0] > dpjax.accounting.epsilon(stated, 1e-5, "pld")
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_records_trains_alike():
     params = []
     for optimizer in (optax.adam(0.1), auditing.recording(optax.adam(0.1))):

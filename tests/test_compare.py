@@ -176,5 +176,6 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     assert "at no step" in none
 
 
+@pytest.mark.slow
 def test_without_runs_the_usage_is_shown():
     assert "expected folders of runs" in compare(status=1).stderr

@@ -321,7 +321,7 @@ BINARIES = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("binary", BINARIES)
 def test_words_without_dashes_are_not_passed_over(binary):
     outcome = run(binary, "steps=2", status=1)
@@ -476,6 +476,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     assert not (tmp_path / "poor").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -484,7 +485,6 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     ],
     ids=["features", "field"],
 )
-@pytest.mark.sample(1)
 def test_what_does_not_fit_is_refused_in_words(flags, words, tmp_path):
     assert words in run("train.py", "--out", tmp_path, "--epochs=1", *flags, status=1).stderr
 
@@ -496,6 +496,7 @@ def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):
     assert json.loads(rows[-1])["accuracy"] < 0.5
 
 
+@pytest.mark.slow
 def test_an_unknown_data_set_is_refused_by_name(tmp_path):
     outcome = run("train.py", "--out", tmp_path, "--dataset=imagenet", status=1)
     assert "digits" in outcome.stderr
@@ -623,6 +624,7 @@ def test_grouped_clipping_smoke(asked, tmp_path):
     assert picture.exists() == asked.startswith("--figure")
 
 
+@pytest.mark.slow
 def test_noise_by_smooth_sensitivity_is_refused():
     refused = run("papers/liu2021_grouped_clipping.py", "--smooth", status=1).stderr
     assert "--smooth: refused" in refused

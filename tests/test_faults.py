@@ -377,7 +377,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills("training/fit.py", "                run.mark()\n", "", case="versions", slow=True)
 @kills(
     "training/environment.py",

@@ -360,6 +360,7 @@ def test_every_query_has_a_stream_of_its_own():
     assert abs(together).max() < 0.2
 
 
+@pytest.mark.slow
 def test_thresholds_are_found():
     x = some(examples=2000)
     means, squares = features.channel_norms(x)

@@ -297,6 +297,7 @@ def test_an_empty_draw_is_a_step_of_pure_noise():
 # Law 3: structure, dtype and shape; one trace ------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("rule", EVERY_RULE[:6])
 def test_structure_and_shape_are_kept_and_sums_are_float32(rule, dtype):
@@ -369,7 +370,12 @@ def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
 
 
 @kills("noise/link.py", "[group] for group in groups", "[0] for group in groups", slow=True)
-@kills("noise/link.py", "_product(multiplier, bound) for multiplier,", "multiplier for multiplier,")
+@kills(
+    "noise/link.py",
+    "_product(multiplier, bound) for multiplier,",
+    "multiplier for multiplier,",
+    slow=True,
+)
 def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     rule = clipping.per_group((1.0, 2.0), BIG_GROUPS)
     link = noise.gaussian((2.0, 1.5), rule, key=jax.random.key(0))
@@ -415,6 +421,7 @@ def test_multiplier_zero_is_the_identity():
     assert_trees_equal(out, tree, rtol=0)
 
 
+@pytest.mark.sample(2)
 @kills(
     "training/step.py",
     "block=part.value)",

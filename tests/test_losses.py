@@ -341,6 +341,7 @@ class TestAugmented:
         params = some_params(self.MODEL, self.BATCH[0][0])
         testing.assert_engines_agree(loss, clipping.flat(0.5), params, self.BATCH)
 
+    @pytest.mark.slow
     def test_rows_and_steps_have_views_of_their_own_and_come_back(self):
         _, loss = self.losses(1)
         params = some_params(self.MODEL, self.BATCH[0][0])

@@ -36,6 +36,7 @@ def test_accuracy_confusion_and_nll_equal_the_reference():
     np.testing.assert_allclose(metrics.per_class_accuracy(LOGITS, LABELS), recall, rtol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bins", [1, 10, 15])
 def test_calibration_equals_counting_counted(bins):
     rows = list(counted(bins))
@@ -74,6 +75,7 @@ def test_a_class_without_examples_has_no_accuracy():
 NAMES = ["accuracy", "confusion", "per_class_accuracy", "nll", "ece", "mce", "reliability"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_jit_changes_nothing(name):
     function = getattr(metrics, name)
@@ -111,6 +113,7 @@ def test_labels_out_of_range_are_refused(name, shift):
         getattr(metrics, name)(LOGITS, LABELS + shift)
 
 
+@pytest.mark.slow
 def test_half_precision_counts_beyond_what_it_can_count():
     logits, labels = jnp.zeros((1000, 3), jnp.bfloat16).at[:, 0].set(1), np.zeros(1000, int)
     assert metrics.reliability(logits, labels).counts.sum() == 1000

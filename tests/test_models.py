@@ -61,6 +61,7 @@ def some_params(model, x, scale=0.5):
     return jax.tree.map(draw, jax.eval_shape(model.init, KEY, x)["params"])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("model", "shape", "count"), COUNTS.values(), ids=COUNTS.keys())
 def test_parameters_and_nothing_else(model, shape, count):
     output, variables = jax.eval_shape(lambda x: model.init_with_output(KEY, x), spec(shape))
@@ -154,6 +155,7 @@ def test_both_paddings_have_the_sides_of_their_papers(padding, sides):
     assert kept["params"]["Dense_0"]["kernel"].shape == (4 * 4 * 32, 32)
 
 
+@pytest.mark.slow
 def test_activation_and_pooling_are_used():
     x = RNG.normal(size=(16, 16, 1)).astype("f4")
     params = some_params(models.TemperedCNN(), x)
@@ -406,6 +408,7 @@ def test_bert_is_loaded_and_is_bert(tmp_path, style):
     np.testing.assert_allclose(jax.jit(model.apply)({"params": params}, x), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bert_of_one_sentence_and_shorter_texts_with_a_new_head(tmp_path):
     weights = bert_weights()
     path = write_safetensors(tmp_path / "model.safetensors", weights)

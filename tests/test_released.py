@@ -41,7 +41,12 @@ def left(folder):
     return card, params
 
 
-@kills("training/fit.py", "                    leave(", "                    (lambda *a, **k: 0)(")
+@kills(
+    "training/fit.py",
+    "                    leave(",
+    "                    (lambda *a, **k: 0)(",
+    slow=True,
+)
 def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     run, seen = algorithm(), []
 
@@ -65,7 +70,7 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
 
 
 @kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")
-@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)")
+@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)

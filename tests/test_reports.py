@@ -180,7 +180,7 @@ def test_an_infinite_bound_is_not_said_to_be_a_bare_release(monkeypatch, changes
     assert why in words
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler",
     [sampling.shuffled(1000, 10), sampling.curriculum(np.arange(1000), 10, public=True)],

@@ -173,6 +173,7 @@ def test_features_move_with_the_image_and_hardly_change_for_less():
     assert np.linalg.norm(by_one - features) / np.linalg.norm(features) < pixels / 2
 
 
+@pytest.mark.slow
 def test_an_image_of_one_shade_has_a_gradient():
     gradient = jax.grad(lambda x: jnp.sum(scattering.scatter(x, 1, 2)))(jnp.zeros((1, 8, 8, 1)))
     assert np.all(np.isfinite(gradient))

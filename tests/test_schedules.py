@@ -38,6 +38,7 @@ def test_every_curriculum_has_a_row_and_a_name():
         assert getattr(schedules, name.replace("-", "_")) is curriculum
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", schedules.CURRICULA)
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit])
 def test_an_epoch_is_one_float32(name, how):

@@ -94,7 +94,7 @@ def minimum(function, low, high):
     return function(optimize.fminbound(function, low, high, xtol=1e-9))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills("accounting/selection.py", "runs * np.array", "np.array", case="poisson-10-1.0", slow=True)
 @kills("accounting/selection.py", "1 / (a - 1)", "2 / (a - 1)", case="poisson-10-1.0", slow=True)
 @pytest.mark.parametrize("z", [1.0, 4.0])
@@ -165,6 +165,7 @@ def test_between_one_run_at_a_smaller_delta_and_the_second_order_one(z, runs, et
     assert found.epsilon_one <= found.epsilon_best + 1e-9
 
 
+@pytest.mark.sample(1)
 @given(z=NOISE, runs=st.tuples(RUNS, RUNS), deltas=st.tuples(*[st.floats(1e-9, 0.1)] * 2))
 @ALL
 def test_more_runs_and_a_smaller_delta_cost_more(distribution, z, runs, deltas):

@@ -126,7 +126,7 @@ def test_the_link_and_the_multiplier_are_one():
 GOLDEN = [(6.018e-5, 1.1, 2.3819), (1e-5, 2.6985, 0.7068), (1e-3, 0.2698, 248.4)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills("noise/langevin.py", "2 * batch_size", "batch_size", case="1e-05-2.6985-0.7068")
 @pytest.mark.parametrize(("rate", "multiplier", "epsilon"), GOLDEN)
 def test_what_a_step_size_costs(rate, multiplier, epsilon):
@@ -152,6 +152,7 @@ def test_a_larger_bound_costs_more_at_the_same_rate():
     assert one == pytest.approx(3 * three)
 
 
+@pytest.mark.slow
 @kills("noise/langevin.py", "math.sqrt(temperature)", "temperature", slow=True)
 @kills(
     "training/sgld.py", "(sampling.examples * prior_deviation**2)", "prior_deviation**2", slow=True

@@ -370,7 +370,7 @@ def test_a_value_that_is_no_algorithm_or_no_state_is_refused():
             take(jnp.zeros(3))
 
 
-@kills("training/dpsgd.py", "        check_step(name, state)\n", "")
+@kills("training/dpsgd.py", "        check_step(name, state)\n", "", slow=True)
 def test_a_state_whose_step_is_not_that_of_its_ledger_is_refused():
     """The noise of a step that ran would be drawn a second time, on another sum."""
     algorithm = make()
