@@ -15,6 +15,7 @@ import tempfile
 from typing import NamedTuple
 
 import killable_runs
+from absl import logging
 from absl.flags import FLAGS
 
 EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
@@ -41,12 +42,19 @@ def run(binary, *flags, status=0):
 
 @contextlib.contextmanager
 def importing():
-    """Imports binaries, and takes their flags away again: two of them may have one of a name."""
+    """Imports binaries, and takes their flags away again: two of them may have one of a name.
+
+    Their `main` may change the level of the log, which other tests read.
+    """
     folders, before = [str(EXPERIMENTS), str(EXPERIMENTS / "papers")], set(sys.modules)
+    logger, verbosity = logging.get_absl_logger(), logging.get_verbosity()
+    level = logger.level  # which need not be that of the verbosity before it is set
     sys.path[:0] = folders
     try:
         yield importlib.import_module
     finally:
+        logging.set_verbosity(verbosity)
+        logger.setLevel(level)
         del sys.path[: len(folders)]
         for name in set(sys.modules) - before:
             if str(EXPERIMENTS) in str(getattr(sys.modules[name], "__file__", "")):
