@@ -98,8 +98,8 @@ class Total(NamedTuple):
     """What ``high`` lacks of their sum. Only noise may round it away."""
 
 
-# Examples in a block. The sum of 32 rounds by less than 1e-6 bounds, and exact additions pass over
-# all parameters, so they should be rare: ``make bench BENCH=rounding``, ``BENCH=steps``.
+# Examples in a block. Exact additions pass over all parameters, so they should be rare; the last
+# bit of a sum of 32 is 2^-19 bounds: ``make bench BENCH=rounding``, ``BENCH=steps``.
 _BLOCK = 32
 
 
