@@ -129,7 +129,7 @@ def test_one_number_may_meet_a_scalar_target():
         (lambda: losses.composite(beta=0.0), "beta must be positive"),
         (lambda: losses.composite(beta=math.nan), "beta must be positive"),
         (lambda: losses.composite(beta=math.inf, coefficient="beta"), "leave the coefficient"),
-        (lambda: losses.composite(coefficient="beta/1"), "expected one of 1/beta, beta"),
+        (lambda: losses.composite(coefficient="beta/1"), "expected one of .1-alpha./beta, 1/beta"),
         (lambda: losses.cross_entropy(jnp.zeros(3), jnp.eye(3)[1]), r"y.argmax\(-1\)"),
         (lambda: losses.squared_error(jnp.zeros(()), jnp.zeros(1)), r"column .* y\[:, 0\]"),
     ],
@@ -228,24 +228,31 @@ PENALTY = (1 + 4 + 9 + 0.25) / 4 + (0.0625 + 16) / 2
 
 
 @pytest.mark.parametrize("epoch", [0, 3.0, 7, 40])
-@pytest.mark.parametrize(("coefficient", "weight"), [("1/beta", 1 / 11), ("beta", 11)])
+@pytest.mark.parametrize(
+    ("coefficient", "weight"),
+    [
+        ("(1-alpha)/beta", lambda alpha: (1 - alpha) / 22),
+        ("1/beta", lambda _: 1 / 11),
+        ("beta", lambda _: 11),
+    ],
+)
 def test_composite_is_the_formula(epoch, coefficient, weight):
     loss = losses.composite(gamma=5.0, threshold=7.0, beta=11.0, coefficient=coefficient)
     got = loss(jnp.asarray(LOGITS), jnp.array(2), hidden=HIDDEN, epoch=epoch)
     alpha = special.expit(epoch - 7.0)
     p = special.softmax(LOGITS.astype(np.float64))[2]
     focal, sse = -((1 - p) ** 5) * np.log(p), np.sum((LOGITS - np.eye(4)[2]) ** 2) / 2
-    expected = alpha * focal + (1 - alpha) * sse + weight * PENALTY
+    expected = alpha * focal + (1 - alpha) * sse + weight(alpha) * PENALTY
     assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_over_beta_is_the_default():
-    make = partial(losses.composite, beta=51.0)
+def test_the_penalty_that_fades_is_the_default():
+    named = losses.composite(beta=51.0, coefficient="(1-alpha)/beta")
     values = [
         loss(jnp.asarray(LOGITS), jnp.array(2), hidden=HIDDEN, epoch=0)
-        for loss in (make(), make(coefficient="1/beta"), make(coefficient="beta"))
+        for loss in (losses.composite(beta=51.0), named, losses.composite(beta=math.inf))
     ]
-    assert values[0] == values[1] < values[2]
+    assert values[0] == values[1] > values[2]
 
 
 def test_composite_of_an_infinite_beta_has_no_penalty():

@@ -38,7 +38,7 @@ HEADLINES = (
     ("tramer2021", "fashion wavelets linear", "FashionMNIST, linear model on wavelets, at 3.00"),
     (
         "tramer2021",
-        "cifar wavelets linear",
+        "cifar wavelets linear (JPEG copy)",
         "CIFAR-10 (JPEG copy), linear model on wavelets, at 3.00",
     ),
 )

@@ -114,7 +114,7 @@ def run(task: str, name: str, seed: int, folder: Any) -> Mapping[str, Any]:
     )
     way = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in found["way"]]
     epsilons = settings.epsilons(published, name, params)
-    note = dataset.name + " (JPEG copy)" * ("JPEG" in dataset.note)
+    note = dataset.name + paper_runs.copied(dataset)
     return {**found["way"][-1], **found, "way": way, "epsilons": epsilons, "data": note}
 
 

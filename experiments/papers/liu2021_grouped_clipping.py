@@ -119,7 +119,7 @@ def rows_of(name: str, results: paper_runs.Results) -> list[dict[str, Any]]:
         if way == "flat" and k != sweep[0]:
             continue
         mechanism = mechanism_of(setting, way, k, dataset.examples, steps)
-        words = f"{name} {way}" + f", {k} groups" * (way != "flat")
+        words = f"{name}{paper_runs.copied(dataset)} {way}" + f", {k} groups" * (way != "flat")
         words += f", rate {rate:g}" * (rate != setting.rate)
         row = f"{words}, {steps} steps"
 
@@ -128,8 +128,7 @@ def rows_of(name: str, results: paper_runs.Results) -> list[dict[str, Any]]:
         found = [results.of(row, seed, run) for seed in seeds]
         nominal = mechanism_of(setting, "flat", 1, dataset.examples, steps).event
         two = paper_runs.epsilons(mechanism, nominal)
-        note = " (JPEG copy)" * ("JPEG" in dataset.note)
-        rows.append({"words": words + note, "printed": printed, "found": found, **two, "way": way})
+        rows.append({"words": words, "printed": printed, "found": found, **two, "way": way})
     return rows
 
 

@@ -2,7 +2,7 @@
 """A loss made for clipping and noise: the tables and figures of losing_less_2022.
 
   result    squared error first and focal loss later: level with cross-entropy at the end (MNIST
-            98.1 %, FashionMNIST 86.1), ahead early; the printed penalty costs accuracy (94.7, 78.1)
+            98.1 %, FashionMNIST 86.1), ahead early
   time      one to eight minutes a run on a CPU core
   command   python experiments/papers/losing_less2022_loss.py --figure=3 --plot=curves.png
   figures   experiments/results/losing_less2022.json; --table=5 and --figure=1 to 15 for others
@@ -89,7 +89,7 @@ class Job:
         seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
         found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in kinds}
         for seed, kind in itertools.product(seeds, kinds):
-            words = f"{self.name} {kind}"
+            words = f"{self.name}{paper_runs.copied(self.dataset)} {kind}"
             run = functools.partial(self.run, kind)
             found[kind].append(self.results.of(words, seed, run))
         return found
@@ -137,7 +137,7 @@ class Job:
             free = kind == UNPRIVATE
             early = [100 * each["way"][max(0, epochs - 1)]["accuracy"] for each in runs]
             yield [
-                self.name + " (JPEG copy)" * ("JPEG" in self.dataset.note),
+                self.name + paper_runs.copied(self.dataset),
                 kind,
                 paper_runs.spread([each["accuracy"] for each in runs]),
                 "" if free or not epochs else f"{paper_runs.spread(early)} below {most:g}",

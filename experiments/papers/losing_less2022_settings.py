@@ -70,19 +70,22 @@ _LOSSES: dict[str, Callable[[Choice], losses.ExampleLoss]] = {
     "SSE+CE": lambda chosen: mixed(chosen.threshold, 0.0),
     "SSE+focal": lambda chosen: mixed(chosen.threshold, chosen.gamma),
     "all": lambda chosen: losses.composite(**chosen._asdict()),
+    "all, 1/beta": lambda chosen: losses.composite(**chosen._asdict(), coefficient="1/beta"),
 }
 _HUBERS = {f"Huber {tenth / 10}": tenth / 10 for tenth in range(1, 11)}
 _LOSSES |= {name: lambda _, beta=beta: huber(beta) for name, beta in _HUBERS.items()}
 _GRID = {"threshold": range(0, 11, 2), "beta": (1, 11, 51, 101, 191), "gamma": (0, 1, 2, 5, 10)}
 
 BOTH = ("CE", "all")
-PARTS = ("CE", "SSE", "SSE+CE", "SSE+focal", "all")
+PARTS = ("CE", "SSE", "SSE+CE", "SSE+focal", "all", "all, 1/beta")
 ERRORS = ("SSE", "SAE", *_HUBERS)
 SWEPT = tuple(f"all, {field}={value}" for field, values in _GRID.items() for value in values)
 
 
 def by_name(name: str, chosen: Choice) -> losses.ExampleLoss:
     """The loss of a name, with what is chosen for a network and its data."""
-    word, _, change = name.partition(", ")
-    field, _, value = change.partition("=")
-    return _LOSSES[word](chosen._replace(**{field: float(value)} if change else {}))
+    kind, found, value = name.rpartition("=")
+    word, _, field = kind.rpartition(", ")
+    return (
+        _LOSSES[word](chosen._replace(**{field: float(value)})) if found else _LOSSES[name](chosen)
+    )

@@ -96,8 +96,7 @@ class Job:
         self.name, self.setting, self.results = name, SETTINGS[name], results
         self.dataset = paper_runs.standardized(data.load(name, paper_runs.DATA_DIR.value))
         self.seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
-        note = " (JPEG copy)" * ("JPEG" in self.dataset.note)
-        self.title = name + note
+        self.title = name + paper_runs.copied(self.dataset)
 
     def runs(
         self,
@@ -119,7 +118,7 @@ class Job:
         moves = optax.sgd(self.setting.rate) if optimizer is None else optimizer
         options: Any = {"evaluations": 20, "look": look}
         run = partial(paper_runs.trained, self.dataset, model, mechanism, moves, **options)
-        row = f"{self.name} {word}, {mechanism.steps} steps"
+        row = f"{self.title} {word}, {mechanism.steps} steps"
         return [self.results.of(row, seed, run) for seed in self.seeds]
 
     def line(

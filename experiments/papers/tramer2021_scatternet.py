@@ -139,14 +139,14 @@ def main(argv: list[str]) -> None:
     for name, row in chosen.items():
         dataset = data.load(row.dataset, paper_runs.DATA_DIR.value)
         seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+        name += paper_runs.copied(dataset)
         found = [results.of(name, seed, partial(run, row, dataset)) for seed in seeds]
         two = paper_runs.epsilons(
             mechanism_of(row, dataset.examples), claimed(row, dataset.examples)
         )
         accuracy = paper_runs.spread([each["accuracy"] for each in found])
-        note = " JPEG copy" * ("JPEG" in dataset.note)
         figures = paper_runs.figures(two, ".2f")
-        lines.append([name + note, accuracy, f"{row.published:.1f}", *figures])
+        lines.append([name, accuracy, f"{row.published:.1f}", *figures])
         print(*lines[-1], sep="  ", flush=True)
     print(paper_runs.table(["row", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
     print(

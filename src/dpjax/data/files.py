@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of files: ``.npz`` of images (or of their JPEG streams), ``.csv`` tables.
+"""Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables.
 
 Files are data, never code: nothing is unpickled. A truncated or changed file raises an error
 that names it.
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dpjax.data.dataset import Dataset, Split, hold_out
-from dpjax.data.jpeg import decoded
+from dpjax.data.encoded import decoded
 from dpjax.data.sources import Source
 
 # The errors of zipfile and NumPy for a truncated or changed file.
@@ -23,8 +23,9 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeE
 # An AttributeError, because NumPy returns a lone array, without `files`.
 _DAMAGED += (KeyError, NotImplementedError, RuntimeError, AttributeError)
 
-# The names of a part's arrays: Keras's, Keras's with JPEG streams, and MedMNIST's.
-_LAYOUTS = (("x_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
+# The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
+_ENCODED = ("png_{}", "jpeg_{}")
+_LAYOUTS = (("x_{}", "y_{}"), *((name, "y_{}") for name in _ENCODED), ("{}_images", "{}_labels"))
 
 
 def read(name: str, source: Source, path: Path) -> Dataset[Split]:
@@ -102,12 +103,20 @@ def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
             _part(arrays, images.format(part), labels.format(part), path)
             for part in ("train", "test")
         )
-        lossy = "lossy: decoded from JPEG copies" if images == "jpeg_{}" else source.note
-        return Dataset(name, train, test, source.classes, lossy)
+        return Dataset(name, train, test, source.classes, _note(arrays, images) or source.note)
     raise ValueError(
         f"data.load({name!r}): {path} holds {sorted(arrays)}; expected x_train, y_train, "
         "x_test and y_test. It may be another data set under this name."
     )
+
+
+def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
+    """What readers of results should know about the images."""
+    if images == "jpeg_{}":
+        return "lossy: decoded from JPEG copies"
+    # A file without loss names the images that were to be had as lossy copies alone.
+    lossy = sum(arrays[key].size for key in ("lossy_train", "lossy_test") if key in arrays)
+    return f"{lossy} of the images are lossy copies" if lossy else ""
 
 
 def plain_arrays(path: Path, call: str, hint: str) -> Mapping[str, np.ndarray]:
@@ -123,8 +132,9 @@ def plain_arrays(path: Path, call: str, hint: str) -> Mapping[str, np.ndarray]:
 
 def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path) -> Split:
     x, y = arrays[images], arrays[labels]
-    if images.startswith("jpeg"):
-        x = decoded(x, arrays.get(images.replace("jpeg", "offsets")), path)
+    form, _, part = images.partition("_")
+    if f"{form}_{{}}" in _ENCODED:
+        x = decoded(x, arrays.get(f"offsets_{part}"), path)
     return unit(x, str(path)), _whole(y, path)
 
 

@@ -31,7 +31,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     | ``digits`` | 1437/360 | (8, 8, 1) | (embedded in scikit-learn) |
     | ``mnist`` | 60000/10000 | (28, 28, 1) | ``mnist.npz`` |
     | ``fashion_mnist`` | 60000/10000 | (28, 28, 1) | ``fashion_mnist.npz`` |
-    | ``cifar10`` | 50000/10000 | (32, 32, 3) | ``cifar10.npz`` |
+    | ``cifar10`` | 50000/10000 | (32, 32, 3) | ``cifar10_lossless.npz``, ``cifar10.npz`` |
     | ``cifar100`` | 50000/10000 | (32, 32, 3) | ``cifar100.npz`` |
     | ``svhn`` | 73257/26032 | (32, 32, 3) | ``svhn.npz`` |
     | ``pathmnist`` | 89996/7180 | (28, 28, 3) | ``pathmnist.npz`` |
@@ -42,9 +42,9 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     | ``wine_quality`` | 1279/320 | (11,) | ``wine_quality_red.csv`` |
 
     An ``.npz`` holds ``x_train, y_train, x_test, y_test`` (bytes, or numbers in [0, 1]). Instead
-    of ``x_train`` it may hold ``jpeg_train``, a buffer of JPEG streams, and ``offsets_train``,
-    where each begins and the last ends; so too for the test part. MedMNIST's files are read as
-    published, without their validation part.
+    of ``x_train`` it may hold ``png_train`` or ``jpeg_train``, a buffer of encoded images, and
+    ``offsets_train``, where each begins and the last ends; so too for the test part. MedMNIST's
+    files are read as published, without their validation part.
     A ``.csv`` has a header, and its target in the last column.
 
     Args:
@@ -64,7 +64,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     source = _source(name, "load")
     folder = _folder(data_dir, f"load({name!r})")
     # A file of the user comes first: it needs no network, and it is what the user put there.
-    path = Path(folder, source.file) if folder else None
+    path = source.path(folder) if folder else None
     if path is not None and path.is_file():
         return checked(read(name, source, path), source.shape, str(path))
     if importlib.util.find_spec("tensorflow_datasets") is not None:
@@ -103,7 +103,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
         )
     folder = _folder(data_dir, f"stream({name!r})")
     installed = importlib.util.find_spec("tensorflow_datasets") is not None
-    path = Path(folder, source.file) if folder else Path(source.file)
+    path = source.path(folder or "")
     # Prepared by TFDS, the examples stay on the disk, which is what the caller asked for. The plain
     # file is read into memory.
     if folder and path.is_file() and not (installed and is_prepared(source, folder)):

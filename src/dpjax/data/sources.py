@@ -8,6 +8,7 @@ another data set under this name is an error.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 
@@ -17,6 +18,7 @@ class Source:
 
     Args:
       file: The file's name in the folder; ``.npz`` or ``.csv``.
+      better: The name of a file that is read instead if it exists.
       shape: The shape of one example's inputs.
       classes: The number of labels; None if the target is a quantity.
       test_size: The number of rows of a table in the test part.
@@ -30,6 +32,12 @@ class Source:
     test_size: int = 0
     tfds: str | None = None
     note: str = ""
+    better: str | None = None
+
+    def path(self, folder: str | Path) -> Path:
+        """The file of this data set in a folder, whether or not it exists."""
+        better = Path(folder, self.better or self.file)
+        return better if better.is_file() else Path(folder, self.file)
 
 
 SOURCES: MappingProxyType[str, Source] = MappingProxyType(
@@ -38,7 +46,13 @@ SOURCES: MappingProxyType[str, Source] = MappingProxyType(
         "fashion_mnist": Source(
             file="fashion_mnist.npz", shape=(28, 28, 1), classes=10, tfds="fashion_mnist"
         ),
-        "cifar10": Source(file="cifar10.npz", shape=(32, 32, 3), classes=10, tfds="cifar10"),
+        "cifar10": Source(
+            file="cifar10.npz",
+            better="cifar10_lossless.npz",
+            shape=(32, 32, 3),
+            classes=10,
+            tfds="cifar10",
+        ),
         "cifar100": Source(file="cifar100.npz", shape=(32, 32, 3), classes=100, tfds="cifar100"),
         "svhn": Source(file="svhn.npz", shape=(32, 32, 3), classes=10, tfds="svhn_cropped"),
         "pathmnist": Source(file="pathmnist.npz", shape=(28, 28, 3), classes=9),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that are stored as JPEG streams, all in one buffer.
+"""Images that are stored as JPEG or PNG streams, all in one buffer.
 
-Such a file is a tenth as large as its pixels. Its images are lossy copies, and the note of the
-data set says so.
+Such a file is smaller than its pixels. Images from JPEG streams are lossy copies, and the note of
+the data set says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.ndarray:
-    """Images from a buffer of JPEG streams.
+    """Images from a buffer of JPEG or PNG streams.
 
     Args:
       stream: The bytes of all images, concatenated.
@@ -28,21 +28,21 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
     edges = np.zeros(0, np.int64) if starts is None else starts
     if edges.ndim != 1 or edges.dtype.kind not in "iu" or len(edges) < 2 or stream.ndim != 1:
         raise ValueError(
-            f"data.load: {path} holds JPEG streams without their offsets; expected offsets_train "
+            f"data.load: {path} holds encoded images without their offsets; expected offsets_train "
             "and offsets_test, whole numbers, one more than there are images."
         )
     # The first and the last offset say whether buffer and offsets were stored together; decoding
     # finds every other damage.
     if edges[0] != 0 or edges[-1] != stream.nbytes:
         raise ValueError(
-            f"data.load: {path} holds {stream.nbytes} bytes of JPEG streams, but the offsets "
+            f"data.load: {path} holds {stream.nbytes} bytes of encoded images, but the offsets "
             f"are from {edges[0]} to {edges[-1]}. It may have been cut off: fetch it again."
         )
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError(
-            f"data.load: {path} holds JPEG streams, and Pillow, which decodes them, is not "
+            f"data.load: {path} holds encoded images, and Pillow, which decodes them, is not "
             "installed. Install the extra: pip install 'dpjax[data]'."
         ) from error
     whole = stream.tobytes()
@@ -51,6 +51,6 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
         return np.stack([np.asarray(Image.open(piece)) for piece in pieces])
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"data.load: {path} holds JPEG streams that do not decode ({error}). It may have been "
-            "cut off while it was copied: fetch it again."
+            f"data.load: {path} holds encoded images that do not decode ({error}). It may have "
+            "been cut off while it was copied: fetch it again."
         ) from error
