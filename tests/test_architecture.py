@@ -23,6 +23,7 @@ FLOORS = {
     "_jaxpr": 1,
     "_marks": 1,
     "_foreign": 1,
+    "meshes": 1,
     "schedules": 1,
     "accounting": 1,
     **dict.fromkeys(["clipping", "noise", "sampling", "losses", "activations"], 2),

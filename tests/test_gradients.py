@@ -73,9 +73,8 @@ def test_layouts_are_chosen_from_the_shapes():
     # Book-keeping holds activations; the matrix never has a gradient per example.
     held = functools.partial(bytes_per_example, matrix, params, example)
     assert held("ghost") < held("vmap") / 50
-    assert gradients.layout(matrix, params, example, 3) == (3, 1)
-    assert gradients.layout(matrix, params, example, 64, microbatch_size=8, devices=2) == (8, 2)
-    assert gradients.layout(matrix, params, example, 0) == (1, 1)
+    assert gradients.layout(matrix, params, example, 3) == gradients.Layout(3)
+    assert gradients.layout(matrix, params, example, 0) == gradients.Layout(1)
 
 
 def test_programs_inside_a_program_are_counted():
@@ -381,14 +380,15 @@ def test_a_shard_map_that_sums_gradients_by_itself_is_refused():
 def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
     """Each of its programs would be given to all of them, which its mesh does not allow."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    found = []
+    asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "local_device_count", lambda: 2)
+        patch.setattr(meshes, "of_host", asked.append)
         for entered in (contextlib.nullcontext, lambda: jax.set_mesh(mesh)):
             with entered():
                 args = lambda w, x: (loss(w, x), None), jnp.ones(3), jnp.ones(3)
-                found.append(gradients.layout(*args, batch_size=64, microbatch_size=8).devices)
-    assert found == [2, 1]
+                gradients.layout(*args, batch_size=64, microbatch_size=8)
+    assert asked == [2, 1]
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def test_float64_noise_is_drawn_in_float64():
         assert np.any(np.asarray(z) != np.asarray(z).astype(np.float32))
 
 
-@kills("trees.py", "(sum(sizes),), wide(run[0].dtype),", "(sum(sizes),), run[0].dtype,")
+@kills("trees.py", "draw(where, shapes, wide(run[0].dtype),", "draw(where, shapes, run[0].dtype,")
 def test_narrow_noise_is_refused_and_narrow_leaves_get_wide_noise():
     with pytest.raises(ValueError, match="expected float32 or float64"):
         noise.standard_normal(jax.random.key(0), (3,), jnp.bfloat16)

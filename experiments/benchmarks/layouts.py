@@ -25,7 +25,7 @@ from steps import configure, start, take_turns
 from workloads import WORKLOADS, problem
 
 import dpjax
-from dpjax import clipping, gradients
+from dpjax import clipping, gradients, meshes
 
 Layout = gradients.Layout
 
@@ -33,7 +33,14 @@ Layout = gradients.Layout
 def candidates(batch_size: int, devices: int) -> list[Layout]:
     """All layouts in which every device has at least one microbatch."""
     sizes = [2**k for k in range(batch_size.bit_length()) if 2**k <= batch_size]
-    return [Layout(m, d) for d in sorted({1, devices}) for m in sizes if m * d <= batch_size]
+    shares = [(d, meshes.of_host(d)) for d in sorted({1, devices})]
+    each = [(Layout(m, mesh, ("data",) * (d > 1)), m * d) for d, mesh in shares for m in sizes]
+    return [layout for layout, flying in each if flying <= batch_size]
+
+
+def words(layout: Layout) -> str:
+    """A layout as the table shows it."""
+    return f"{layout.microbatch_size} on {layout.shares}"
 
 
 def measure(name: str, batch_size: int, around: float, **limits: Any) -> dict[str, Any]:
@@ -52,20 +59,18 @@ def measure(name: str, batch_size: int, around: float, **limits: Any) -> dict[st
             loss,
             clipping.flat(BOUND),
             microbatch_size=layout.microbatch_size,
-            devices=layout.devices,
+            devices=layout.shares,
         )
         return lambda params, batch: clipped(params, batch).value
 
     makes = {
-        f"{m} on {d}": functools.partial(
-            compiled, sums(Layout(m, d)), optax.identity(), params, batch
-        )
-        for m, d in dict.fromkeys([*near, choice])
+        words(layout): functools.partial(compiled, sums(layout), optax.identity(), params, batch)
+        for layout in dict.fromkeys([*near, choice])
     }
     contestants, figures = start(makes)
     take_turns(contestants, figures, **limits)
     times = {who: min(figure["rounds_ms"]) for who, figure in figures.items()}
-    return {"choice": f"{choice.microbatch_size} on {choice.devices}", "fastest_ms": times}
+    return {"choice": words(choice), "fastest_ms": times}
 
 
 def table(name: str, result: dict[str, Any]) -> str:

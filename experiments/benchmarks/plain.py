@@ -44,7 +44,8 @@ def accumulated(loss: Any) -> Any:
 
     def gradient(params: Any, batch: Any) -> Any:
         size, example = len(batch[1]), jax.tree.map(lambda x: x[0], batch)
-        micro, devices = gradients.layout(with_aux, params, example, size)
+        layout = gradients.layout(with_aux, params, example, size)
+        micro, devices = layout.microbatch_size, layout.shares
         micro = math.gcd(size // devices, micro)
 
         def mean_part(params: Any, some: Any) -> Any:

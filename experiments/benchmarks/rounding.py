@@ -48,10 +48,10 @@ def total(rows: np.ndarray, size: int, compensated: bool) -> np.ndarray:
     @jax.jit
     def parts(rows: Any) -> Any:
         draw = Draw(jnp.arange(len(rows)), jnp.int32(len(rows)))
-        layout = batching.Layout(size, 1)
+        layout = batching.Layout(size)
         start = batching.no_total(zero, len(rows) if compensated else 0, layout)
         sums = batching.sum_over(add, start, layout, draw, rows, None, batching.settled)
-        return batching.join_devices(sums)
+        return batching.join(sums, (), layout, [1.0])[:2]
 
     high, low = parts(jnp.asarray(rows))
     return np.asarray(high, np.float64) + (0 if low is None else np.asarray(low, np.float64))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from dpjax import trees
+from dpjax import meshes, trees
 from dpjax.types import PyTree
 
 if TYPE_CHECKING:
@@ -68,20 +68,28 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
         self.directory = pathlib.Path(directory).absolute()
+        self.keep = keep
+        # Of several processes the first alone reads and writes.
+        meshes.from_first(self._begin)
+
+    def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o700)  # checkpoints hold the root key
-        self.keep = keep
         self.manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         import orbax.checkpoint as ocp  # a second that only runs with a folder cost
 
+        # Orbax would otherwise wait for the other processes, which have no manager.
+        alone: Any = {"active_processes": {0}} if jax.process_count() > 1 else {}
         options = ocp.CheckpointManagerOptions(
             # In the background, so that a step waits for the copy to the host alone. Several are
             # kept, because the last one may be damaged by the crash that makes it needed.
             max_to_keep=self.keep,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
+            create=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(**alone),
         )
         self.args = ocp.args
         return ocp.CheckpointManager(self.directory, options=options)
@@ -98,12 +106,16 @@ class Checkpoints:
           Whether this save has started and all earlier ones succeeded. If not, the error is
           logged, and earlier checkpoints remain.
         """
-        went_well = self.wait()
+        # A copy on the host: the next dispatch donates the buffers while Orbax writes. Of several
+        # processes, each gives its part.
+        numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
+        return meshes.from_first(lambda: self._save(step, numbers, facts))
+
+    def _save(self, step: int, numbers: list[np.ndarray], facts: Mapping[str, Any]) -> bool:
+        went_well = self._wait()
         # Orbax refuses a second checkpoint of one step; the first holds the same bits.
         if step in self.manager.all_steps():
             return went_well
-        # A copy on the host: the next dispatch donates the buffers while Orbax writes.
-        numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
         # Orbax cannot write arrays without elements; their shapes are in the notes.
         written = {str(i): x for i, x in enumerate(numbers) if x.size}
         notes = {
@@ -122,6 +134,9 @@ class Checkpoints:
 
     def wait(self) -> bool:
         """Waits for the save in the background; False if it failed."""
+        return meshes.from_first(self._wait)
+
+    def _wait(self) -> bool:
         try:
             self.manager.wait_until_finished()
         except Exception as error:  # storage layers raise many unrelated kinds
@@ -147,15 +162,20 @@ class Checkpoints:
           Damaged: Checkpoints exist, and none of them is whole.
           ValueError: A whole checkpoint has another structure or other shapes than ``like``.
         """
-        self.wait()
+        found = meshes.from_first(self._latest)
+        if found is None:
+            return None
+        step, numbers, facts = found
+        return Restored(_as(like, numbers, f"{self.directory}/{step}"), facts)
+
+    def _latest(self) -> tuple[int, list[np.ndarray], Mapping[str, Any]] | None:
+        self._wait()
         steps = sorted(self.manager.all_steps(), reverse=True)
         for step in steps:
             try:
-                numbers, facts = self._read(step)
+                return step, *self._read(step)
             except Exception as error:  # a damaged file raises many unrelated kinds
                 self._set_aside(step, error)
-                continue
-            return Restored(_as(like, numbers, f"{self.directory}/{step}"), facts)
         if steps or list(self.directory.glob("damaged-*")):
             raise Damaged(
                 f"checkpoints: no checkpoint in {self.directory} is whole. The root key of the run "
@@ -198,8 +218,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for the save in the background and ends the threads."""
-        self.wait()
-        self.manager.close()
+        if meshes.first_process():
+            self._wait()
+            self.manager.close()
 
 
 def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
@@ -222,9 +243,9 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
                 f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}, and this run's "
                 f"state as {plain.dtype}{list(plain.shape)}. Usually the model was changed."
             )
-        if is_key:
-            return jax.random.wrap_key_data(jnp.asarray(new), impl=jax.random.key_impl(old))
         # An uncommitted array stays uncommitted: JAX may then move it to the run's devices.
-        return jax.device_put(new, old.sharding) if old.committed else jnp.asarray(new)
+        # A mesh other than the saved one is no matter: the numbers are whole here.
+        placed = meshes.put(new, plain.sharding) if old.committed else jnp.asarray(new)
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(old)) if is_key else placed
 
     return structure.unflatten(map(one, names, leaves, numbers))

@@ -336,9 +336,9 @@ def fold(
       7
     """
     size = _whole("fold", "size", size)
-    # The list of indices is padded so that the last microbatch is never shifted back.
-    indices = jnp.pad(draw.indices, (0, size))
     which, of = share
+    # The list of indices is padded so that the last microbatches are never shifted back.
+    indices = jnp.pad(draw.indices, (0, of * size))
 
     # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
@@ -348,8 +348,10 @@ def fold(
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
+    # By the first share's place: all shares take equally many trips, so that devices which meet
+    # inside a trip wait for no one in vain.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
-        return carry[0] < draw.size
+        return carry[0] - which * size < draw.size
 
     start = (jnp.asarray(which * size, jnp.int32), first)
     if block is None:

@@ -14,11 +14,13 @@ import itertools
 import math
 import reprlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Shaped
 
 from dpjax.types import Key, Purpose, PyTree
@@ -130,9 +132,16 @@ def fingerprint(tree: PyTree) -> str:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """A copy as a NumPy array; of a typed key, its data."""
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.array(jax.random.key_data(leaf) if is_key else leaf)
+    """A copy as a NumPy array; of a typed key, its data.
+
+    An array that other processes hold in part is collected: all of them must call this.
+    """
+    if isinstance(leaf, jax.Array):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        leaf = jax.random.key_data(leaf) if is_key else leaf
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.array(leaf)
 
 
 def widened(tree: PyTree) -> PyTree:
@@ -273,6 +282,7 @@ def random_like(
     tree: PyTree,
     *more: PyTree,
     use: Callable[..., Array] | None = None,
+    parts: Callable[..., Sequence[Array]] | None = None,
 ) -> PyTree:
     """A tree of independent draws, or of what is made of them; consumes the key.
 
@@ -285,6 +295,8 @@ def random_like(
       tree: Gives structure and shapes.
       more: Trees of the same structure, for ``use``.
       use: ``(draw, leaf, *leaves of more) -> array``.
+      parts: ``(key, shapes, dtype) -> arrays``: the numbers of ``sample`` for several leaves, in
+        place of one draw that is cut.
 
     Returns:
       Draws of ``tree``'s shapes, in float32 or wider, or what ``use`` made of them.
@@ -293,17 +305,30 @@ def random_like(
     columns = [leaves, *map(structure.flatten_up_to, more)]
     values: list[Array] = []
     for run in _runs(leaves):
-        sizes = [math.prod(jnp.shape(leaf)) for leaf in run]
+        shapes = [jnp.shape(leaf) for leaf in run]
         # By the number of the first leaf of the run, so that a run of leaves keeps its noise when
         # later leaves change.
         where = jax.random.fold_in(key, len(values))
-        options = {} if use is None or not values else {"after": values[-1]}
-        drawn = sample(where, (sum(sizes),), wide(run[0].dtype), **options)
-        for part in jnp.split(drawn, list(itertools.accumulate(sizes))[:-1]):
+        options = {} if use is None or not values or parts else {"after": values[-1]}
+        draw = partial(_cut_from_one, sample) if parts is None else parts
+        for z in draw(where, shapes, wide(run[0].dtype), **options):
             row = [column[len(values)] for column in columns]
-            z = part.reshape(jnp.shape(row[0]))
             values.append(z if use is None else use(z, *row))
     return structure.unflatten(values)
+
+
+def _cut_from_one(
+    sample: Callable[..., Array],
+    key: Key,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: Any,
+    **options: Any,
+) -> list[Array]:
+    """Arrays of these shapes, cut from one draw."""
+    sizes = [math.prod(shape) for shape in shapes]
+    drawn = sample(key, (sum(sizes),), dtype, **options)
+    pieces = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _runs(leaves: Sequence[Array]) -> list[list[Array]]:

@@ -9,12 +9,11 @@ All of them need only that the clipped sum of two pieces is the sum of their cli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,9 +28,16 @@ class Layout(NamedTuple):
     """How a batch is split."""
 
     microbatch_size: int
-    """Examples in flight on each device."""
-    devices: int
-    """How many devices share the batch."""
+    """Examples in flight in each share."""
+    mesh: Mesh | None = None
+    """The devices, or None for a single one; see `dpjax.meshes`."""
+    axes: tuple[str, ...] = ()
+    """The axes of the mesh that split the batch. XLA partitions what is left."""
+
+    @property
+    def shares(self) -> int:
+        """In how many parts the batch is split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh else 1
 
 
 def sum_over(
@@ -59,17 +65,17 @@ def sum_over(
       settle: What happens to a total after each block of microbatches, see `settled`.
 
     Returns:
-      One total per device, stacked; `device_sum` adds them.
+      One total per share, stacked; `join` adds them.
 
     Example:
       >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
       >>> add = lambda state, rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
-      >>> zero, layout = jnp.array(0), Layout(microbatch_size=2, devices=1)
+      >>> zero, layout = jnp.array(0), Layout(microbatch_size=2)
       >>> totals = sum_over(add, zero, layout, draw, jnp.arange(10), state=None)
-      >>> int(device_sum(totals))
+      >>> int(totals[0])
       7
     """
-    size, devices = layout
+    size, shares = layout.microbatch_size, layout.shares
 
     def share(which: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
         def add_rows(indices: Int[Array, " size"], mask: Bool[Array, " size"], total: T) -> T:
@@ -77,10 +83,10 @@ def sum_over(
 
         # A loop over the draw and not over the data: what was not drawn is never read.
         block = None if settle is None else (microbatches_in_block(size), settle)
-        return sampling.fold(draw, size, add_rows, zero, (which, devices), block)
+        return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
 
-    # Devices meet once a step, in `device_sum`; noise is added after it, once.
-    return on_each(share, devices)(draw, data, zero, state)
+    # Devices meet once a step, in `join`; noise is added after it, once.
+    return on_each(share, layout)(draw, data, zero, state)
 
 
 class Total(NamedTuple):
@@ -117,8 +123,8 @@ def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
       layout: The microbatch and the devices.
     """
     zeros = jax.tree.map(jnp.zeros_like, like)
-    size, devices = layout
-    short = examples <= devices * size * microbatches_in_block(size)
+    size = layout.microbatch_size
+    short = examples <= layout.shares * size * microbatches_in_block(size)
     return Total(zeros) if short else Total(zeros, zeros, zeros)
 
 
@@ -149,21 +155,57 @@ def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[PyTree, PyTre
     return structure.unflatten(x for x, _ in pairs), structure.unflatten(x for _, x in pairs)
 
 
-def join_devices(totals: Total) -> tuple[PyTree, PyTree | None]:
-    """The sum of the totals of all devices, which are stacked, and what it lacks."""
-    if totals.high is None:
-        return device_sum(totals.block), None
-    count = max((len(x) for x in jax.tree.leaves(totals.block)), default=1)
-    each = [jax.tree.map(lambda x, i=i: x[i], totals) for i in range(count)]
-    high, low = each[0].high, device_sum(totals.low)
-    for more in (*(one.block for one in each), *(one.high for one in each[1:])):
-        high, low = _add_exactly(high, low, more)
-    return high, low
+def join(
+    totals: Total, more: T, layout: Layout, reach: Sequence[float]
+) -> tuple[PyTree, PyTree | None, T]:
+    """The totals of all shares together: the one place where devices meet in a step.
+
+    Args:
+      totals: One total per share, stacked.
+      more: Numbers to be added plainly, stacked too.
+      layout: The layout of `sum_over`.
+      reach: For each leaf, what no coordinate of the sum exceeds; infinite if that is unknown.
+
+    Returns:
+      The sum, what it lacks because it is rounded (or None), and the sums of ``more``. The sum is
+      the same to the last bit in whatever order devices add.
+    """
+
+    def of_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
+        total, more = jax.tree.map(lambda x: x[0], (totals, more))
+        return _joined(total, more, layout.axes if layout.shares > 1 else (), reach)
+
+    if layout.shares == 1:
+        return of_share(totals, more)
+    parts = PartitionSpec(layout.axes)
+    return _shard_map(of_share, layout, (parts, parts), PartitionSpec())(totals, more)
 
 
-def device_sum(totals: T) -> T:
-    """The sum of the totals of all devices, which `sum_over` and `on_each` stack."""
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), totals)
+def _joined(
+    total: Total, more: T, axes: Sequence[str], reach: Sequence[float]
+) -> tuple[PyTree, PyTree | None, T]:
+    """`join`, of one share's total, which meets the others over the axes."""
+    value, lost = total.block, None
+    if total.high is not None:
+        value, lost = _add_exactly(total.high, total.low, total.block)
+    if not axes:
+        return value, lost, more
+    leaves, structure = jax.tree.flatten(value)
+    kept, rest = map(structure.unflatten, zip(*map(_cut, leaves, reach), strict=True))
+    lost = rest if lost is None else jax.tree.map(jnp.add, lost, rest)
+    # In one call, so that XLA can make one collective of them.
+    return jax.lax.psum((kept, lost, more), axes)
+
+
+def _cut(x: Array, reach: float) -> tuple[Array, Array]:
+    """A number as two: multiples of one power of two, which add exactly, and the rest."""
+    if not 0 < reach < math.inf:
+        return x, jnp.zeros_like(x)
+    # Sums of these multiples stay within the digits of the dtype, so none of them rounds, and any
+    # order of devices gives the same bits. Not (x + 2^k) - 2^k, which XLA takes for x.
+    unit = 2.0 ** (math.ceil(math.log2(reach)) - jnp.finfo(x.dtype).nmant)
+    kept = jnp.round(x / unit) * unit
+    return kept, x - kept
 
 
 class Rows(NamedTuple):
@@ -238,12 +280,12 @@ def microbatched(engine: Engine, size: int) -> Engine:
     return loop
 
 
-def spread(engine: Engine, devices: int) -> Engine:
+def spread(engine: Engine, layout: Layout) -> Engine:
     """Splits a batch over devices, runs the engine on each, and sums.
 
     Args:
       engine: What each device runs.
-      devices: How many of this process's devices take part.
+      layout: The devices.
     """
 
     def together(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
@@ -252,9 +294,9 @@ def spread(engine: Engine, devices: int) -> Engine:
 
         count = rows.mask.shape[0]
         # Masked rows make the parts equal; shard_map needs an even split.
-        even = _padded(rows, -(-count // devices) * devices)
+        even = _padded(rows, -(-count // layout.shares) * layout.shares)
         # Each device starts from zeros and not from `start`, which would be added once a device.
-        parts = on_each(part, devices, split={1})(params, even)
+        parts = on_each(part, layout, split={1})(params, even)
         each = jax.tree.map(
             lambda x: x.reshape((-1, *x.shape[2:]))[:count], parts._replace(value=None)
         )
@@ -264,32 +306,39 @@ def spread(engine: Engine, devices: int) -> Engine:
 
 
 def on_each(
-    run: Callable[..., PyTree], devices: int, split: Collection[int] = ()
+    run: Callable[..., PyTree], layout: Layout, split: Collection[int] = ()
 ) -> Callable[..., PyTree]:
-    """Runs a function on several devices in parallel and stacks the results along a new axis.
+    """Runs a function on each share of a batch in parallel and stacks the results.
 
     Args:
-      run: ``(which, *arguments) -> tree``, with the number of the device, from 0.
-      devices: How many of this process's devices take part.
-      split: Positions of the arguments that are split along the leading axis. Every device
+      run: ``(which, *arguments) -> tree``, with the number of the share, from 0.
+      layout: The devices.
+      split: Positions of the arguments that are split along the leading axis. Every share
         receives the other arguments whole.
     """
+    several = layout.shares > 1
 
     def one(*arguments: PyTree) -> PyTree:
-        # One device runs without `shard_map`, so a single-device program has no trace of a mesh.
-        which = jax.lax.axis_index("devices") if devices > 1 else 0
+        which = jax.lax.axis_index(layout.axes) if several else 0
         return jax.tree.map(lambda x: x[None], run(which, *arguments))
 
     def every(*arguments: PyTree) -> PyTree:
-        whole, parts = PartitionSpec(), PartitionSpec("devices")
+        whole, parts = PartitionSpec(), PartitionSpec(layout.axes)
         specs = tuple(parts if i in split else whole for i in range(len(arguments)))
-        mesh = Mesh(np.array(jax.local_devices()[:devices]), ("devices",))
-        # check_vma=False: JAX would otherwise insert a psum over the devices for shared
-        # parameters, so the gradients of several examples would be clipped as one.
-        cut = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False)
-        return cut(*arguments)
+        return _shard_map(one, layout, specs, parts)(*arguments)
 
-    return every if devices > 1 else one
+    # A single share runs without `shard_map`, so a single-device program has no trace of a mesh.
+    return every if several else one
+
+
+def _shard_map(
+    run: Callable[..., PyTree], layout: Layout, into: Any, out: Any
+) -> Callable[..., Any]:
+    """`jax.shard_map` over the axes of the batch; XLA partitions the others."""
+    # check_vma=False: JAX would otherwise insert a psum over the devices for shared parameters, so
+    # the gradients of several examples would be clipped as one.
+    options: Any = {"axis_names": set(layout.axes), "check_vma": False}
+    return jax.shard_map(run, mesh=layout.mesh, in_specs=into, out_specs=out, **options)
 
 
 def _padded(rows: Rows, size: int) -> Rows:

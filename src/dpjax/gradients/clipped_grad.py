@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
 from dpjax import trees
@@ -36,7 +37,7 @@ def clipped_grad(
     engine: str = "auto",
     microbatch_size: int | None = None,
     has_aux: bool = False,
-    devices: int | None = None,
+    devices: int | Mesh | None = None,
 ) -> Callable[..., ClippedSum]:
     r"""The clipped sum of the gradients of a loss, over a batch.
 
@@ -52,10 +53,11 @@ def clipped_grad(
       microbatch_size: The number of examples that are differentiated together; by default as many
         as fit. It changes only the speed.
       has_aux: Whether the loss returns ``(scalar, aux)``.
-      devices: How many of this process's devices share the batch. By default all host devices
-        (``jax_num_cpu_devices``) if the batch takes several microbatches, else one. It changes only
-        the speed. A batch that is already sharded over several devices may need it, because XLA
-        computes some per-example kernel gradients wrongly there; those are refused.
+      devices: How many of this process's devices share the batch, or a mesh, whose axes other than
+        ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
+        takes several microbatches, else one. It changes only the speed. A batch that is already
+        sharded over several devices may need it, because XLA computes some per-example kernel
+        gradients wrongly there; those are refused.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
@@ -103,7 +105,8 @@ def clipped_grad(
             f"clipped_grad: engine={engine!r}; expected 'auto' or one of "
             f"{sorted(ENGINES)}. Engines differ in speed alone."
         )
-    check_sizes("clipped_grad", microbatch_size=microbatch_size, devices=devices)
+    count = None if isinstance(devices, Mesh) else devices
+    check_sizes("clipped_grad", microbatch_size=microbatch_size, devices=count)
     check_rule(rule)
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
@@ -137,7 +140,7 @@ def clipped_grad(
         held = _held_weights(weights, size, rule.partition.size)
         # The layout needs an example. Without examples every engine returns zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
-        micro, count = layout(
+        placed = layout(
             traced,
             params,
             example,
@@ -146,9 +149,9 @@ def clipped_grad(
             microbatch_size=size if name == "vmap" else microbatch_size,
             devices=devices,
         )
-        run = microbatched(_engine(name, rule, key), micro)
+        run = microbatched(_engine(name, rule, key), placed.microbatch_size)
         # Devices around microbatches: each device loops over its own share, and they meet once.
-        run = run if count == 1 else spread(run, count)
+        run = run if placed.shares == 1 else spread(run, placed)
         # In float32 or wider, whatever the parameters are: the sum must not lose what one example
         # adds.
         start = trees.zeros_wide(params) if start is None else start

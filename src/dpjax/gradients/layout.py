@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import Mesh
 
-from dpjax._jaxpr import evaluate, inner_programs
+from dpjax import meshes
+from dpjax._jaxpr import equations, evaluate, inner_programs
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Layout
@@ -54,12 +56,12 @@ def layout(
     engine: str = "auto",
     *,
     microbatch_size: int | None = None,
-    devices: int | None = None,
+    devices: int | Mesh | None = None,
 ) -> Layout:
-    """Chooses a microbatch size and a number of devices, unless they are given.
+    """Chooses a microbatch size and a mesh, unless they are given.
 
-    A batch of several microbatches is spread over all host devices (``jax_num_cpu_devices``). A
-    batch of one microbatch, or on an accelerator, stays on one device.
+    Host devices (``jax_num_cpu_devices``) are a mesh for a batch of several microbatches. A batch
+    of one microbatch, or on an accelerator, stays on one device unless a mesh is given.
 
     Args:
       loss: ``loss(params, example) -> (scalar, aux)``.
@@ -68,7 +70,7 @@ def layout(
       batch_size: The largest useful microbatch.
       engine: The engine that will run.
       microbatch_size: The user's choice, if any.
-      devices: The user's choice, if any.
+      devices: The user's choice, if any: a mesh, or a number of this process's devices.
 
     Returns:
       The layout. A microbatch size chosen here is a power of two, or the whole batch.
@@ -77,18 +79,38 @@ def layout(
       >>> import jax.numpy as jnp
       >>> loss = lambda w, x: (jnp.vdot(w, x), None)
       >>> layout(loss, jnp.zeros(10), jnp.zeros(10), batch_size=32, devices=1)
-      Layout(microbatch_size=32, devices=1)
+      Layout(microbatch_size=32, mesh=None, axes=())
     """
     if batch_size == 0:
-        return Layout(1, 1)
-    # The cache holds the examples of all devices together, so the estimate is shared among them.
+        return Layout(1)
     together = microbatch_size or _together(loss, params, example, batch_size, engine)
-    if devices is None:
+    if isinstance(devices, Mesh):
+        mesh = meshes.of(devices)
+    else:
         # Under a mesh or inside a shard_map the user chooses the devices.
         ours = jax.sharding.get_abstract_mesh().empty
         several = ours and batch_size > together and jax.devices()[0].platform == "cpu"
-        devices = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
-    return Layout(microbatch_size or max(1, together // devices), devices)
+        most = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
+        mesh = meshes.of_host(devices or most)
+    # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
+    split = mesh is not None and meshes.MODEL in mesh.axis_names
+    program = jax.make_jaxpr(loss)(params, example).jaxpr if split else None
+    axes = () if mesh is None else _batch_axes(mesh, program)
+    shares = Layout(1, mesh, axes).shares
+    # Host devices share the caches, so the estimate is for all of them together.
+    size = together // shares if _on_cpu() else min(together, -(-batch_size // shares))
+    return Layout(microbatch_size or max(1, size), mesh, axes)
+
+
+def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
+    """The axes of a mesh that split the batch of a loss: all but that of the parameters."""
+    if program is None:
+        return mesh.axis_names
+    # XLA partitions kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2; the error is
+    # as large as the gradient), so with a convolution nothing is left to XLA: the batch is split
+    # over all devices, and each has all parameters during a step.
+    convolves = any(e.primitive.name == "conv_general_dilated" for e in equations(program))
+    return tuple(name for name in mesh.axis_names if convolves or name != meshes.MODEL)
 
 
 def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:

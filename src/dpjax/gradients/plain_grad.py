@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dpjax import clipping, trees
@@ -26,7 +27,7 @@ from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 
 def plain_grad(
-    loss: LossFn, has_aux: bool = False, *, devices: int | None = None
+    loss: LossFn, has_aux: bool = False, *, devices: int | Mesh | None = None
 ) -> Callable[[PyTree, PyTree], PyTree]:
     r"""The gradient of the mean loss of a batch: not private, and as fast as the private one.
 
@@ -56,9 +57,9 @@ def plain_grad(
         size = trees.leading_size(batch)
         refuse_meshes(batch)
         example, traced = trees.one_row(batch), Traced(with_aux)
-        micro, count = layout(traced, params, example, size, devices=devices)
-        engine = microbatched(_unclipped, micro)
-        engine = engine if count == 1 else spread(engine, count)
+        placed = layout(traced, params, example, size, devices=devices)
+        engine = microbatched(_unclipped, placed.microbatch_size)
+        engine = engine if placed.shares == 1 else spread(engine, placed)
         # The private engine with weights 1: the benchmark then compares privacy and not two
         # implementations.
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))

@@ -448,6 +448,7 @@ class Mechanism:
         lost: PyTree | None = None,
         bound_scale: Any = None,
         below: Float[Array, ""] | None = None,
+        in_parts: bool = False,
     ) -> tuple[PyTree, Any]:
         """The private mean of one step, from its clipped sum: a pure function of its arguments.
 
@@ -458,6 +459,7 @@ class Mechanism:
           lost: What ``total`` lacks of the sum, because float32 rounds.
           bound_scale: The scale of an adapted bound at this step.
           below: The count that an adapted bound follows.
+          in_parts: Whether a mesh splits the leaves; see `add_noise`.
 
         Returns:
           The mean, and the scale of the next step. `privatize` says what happens past the
@@ -471,7 +473,7 @@ class Mechanism:
             )
         deviations = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
         # The divisor is the expected batch size, a public constant; the drawn size is private.
-        noisy = add_noise(total, self.clipping.partition, deviations, key, step, lost)
+        noisy = add_noise(total, self.clipping.partition, deviations, key, step, lost, in_parts)
         # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.
         share = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
         mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Int
 
 from dpjax import trees
 from dpjax._marks import require_clipped_sum
-from dpjax.noise.normal import standard_normal
+from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.seals import Release, seal_outside_jit
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
@@ -184,6 +184,7 @@ def add_noise(
     key: Key,
     step: Any,
     lost: PyTree | None = None,
+    in_parts: bool = False,
 ) -> PyTree:
     """The sum plus the Gaussian noise of one step.
 
@@ -195,6 +196,8 @@ def add_noise(
       step: The number of the step.
       lost: What ``total`` lacks of the sum. It is far smaller than the last bits of a long sum,
         and meets the noise first, where it counts.
+      in_parts: Whether a mesh splits the leaves. Then each device draws the numbers of its own
+        part. The numbers are the same.
     """
     # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)
@@ -202,7 +205,8 @@ def add_noise(
     # A function of (root key, step): a resumed run adds the same noise to the same sum.
     noise_key = trees.step_key(key, Purpose.NOISE, step)
     more = (scales,) if lost is None else (scales, lost)
-    return trees.random_like(standard_normal, noise_key, total, *more, use=_added)
+    parts = normal_in_parts if in_parts else None
+    return trees.random_like(standard_normal, noise_key, total, *more, use=_added, parts=parts)
 
 
 def _added(noise: Array, leaf: Array, deviation: Any, lost: Array | None = None) -> Array:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -64,6 +65,35 @@ def standard_normal(
     secret = jax.random.bits(key, (2,), jnp.uint32)
     ready = secret[0] if after is None else _word(after)
     return _drawn(secret, ready, count, jnp.dtype(dtype)).reshape(shape)
+
+
+def normal_in_parts(
+    key: Key, shapes: Sequence[tuple[int, ...]], dtype: Any = jnp.float32
+) -> list[Float[Array, "..."]]:
+    """The numbers of `standard_normal`, cut to these shapes, each computed from its place alone.
+
+    A device that holds a part of an array computes the numbers of that part, so the noise of a
+    mesh is that of one device. Each pair is computed for both of its numbers, so on one device
+    `standard_normal` takes half the time.
+
+    Args:
+      key: As for `standard_normal`.
+      shapes: One after the other they make up one flat draw.
+      dtype: float32 or float64.
+    """
+    secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
+    half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
+    for shape in shapes:
+        place = jnp.full(shape, start, jnp.uint32)
+        for axis in range(len(shape)):
+            stride = jnp.uint32(math.prod(shape[axis + 1 :]))
+            place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        second = place >= half
+        pair = jnp.where(second, place - jnp.uint32(half), place)
+        z = _box_muller(*_threefry(secret, [pair // _ROW, pair % _ROW]), dtype)
+        arrays.append(jnp.where(second, z.imag, z.real))
+        start += math.prod(shape)
+    return arrays
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))

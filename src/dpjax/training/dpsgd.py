@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from dpjax import ledger, schedules, trees
+from dpjax import ledger, meshes, schedules, trees
 from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
@@ -58,6 +59,7 @@ def dpsgd(
     weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None = None,
     microbatch_size: int | None = None,
     budget: ledger.Budget | None = None,
+    mesh: Mesh | None = None,
 ) -> Algorithm:
     """Differentially private stochastic gradient descent.
 
@@ -79,6 +81,9 @@ def dpsgd(
         parameters and anything public, and is computed in addition to the gradient.
       microbatch_size: Examples in flight on a device; by default as many as fit. Speed only.
       budget: A `dpjax.ledger.Budget` that no step may pass.
+      mesh: The devices of the run, of this process or of several. Its axis ``model`` splits
+        parameters and optimizer, all other axes the batch; see `dpjax.meshes`. By default the
+        mesh of `jax.set_mesh`, else all devices of all processes, where there are several.
 
     Returns:
       An `Algorithm`: ``init(key, params) -> state``, ``step(state) -> (state, info)``.
@@ -137,7 +142,15 @@ def dpsgd(
     check_data(data, mechanism, per_step)
     entry = None if per_step is None else (lambda key, step: per_step(step))
     recipe = Recipe(
-        loss, optimizer, mechanism, engine, entry, bound_schedule, weights, microbatch_size
+        loss,
+        optimizer,
+        mechanism,
+        engine,
+        entry,
+        bound_schedule,
+        weights,
+        microbatch_size,
+        mesh=meshes.of(mesh),
     )
     # A function cannot be compared with the one of a resumed run; the table of its values can.
     scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else None
@@ -167,7 +180,7 @@ def assemble(
       budget: What no step may pass.
       info: From the sums of steps to what the observer sees.
     """
-    mechanism, name = recipe.mechanism, identity["algorithm"]
+    mechanism, mesh, name = recipe.mechanism, recipe.mesh, identity["algorithm"]
     check_draw(mechanism.sampling)
     check_sizes(name, microbatch_size=recipe.microbatch_size)
     check_rule(mechanism.clipping)
@@ -176,12 +189,16 @@ def assemble(
     row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if stream else in_memory(recipe, data, shared)
     told: set[bytes] = set()  # the runs, by key, that were warned of losses that are not finite
+    agreed: set[bytes] = set()  # the runs, by key, in which all processes are known to agree
 
     def init(key: Key, params: PyTree) -> State:
         trees.check_key(key, f"{name}: init")
         params = arrays(params, f"{name}: init(params)")
         trees.check_params(params)
-        check_devices(name, parameters=params, key=key, data=data)
+        if mesh is None:
+            check_devices(name, parameters=params, key=key, data=data)
+        else:
+            params = meshes.placed(params, mesh)
         loss = traced_loss(bound_to(recipe, shared).loss, params, example_of(recipe, row))
         tell_of_idle(loss, params)
         # A client's loss closes over all clients, and draws its order from the key of the round;
@@ -200,8 +217,10 @@ def assemble(
                 "dpjax.noise.secret_key().",
                 name,
             )
+        state = State(params, optimizer, one, key, zero, None)
+        state = state if mesh is None else meshes.placed(state, mesh)
         # No two leaves share a buffer, nor one with the caller: `run` donates them.
-        return trees.copy(State(params, optimizer, one, key, zero, ledger.empty(seeded=seeded)))
+        return trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))
 
     def run(state: State, count: int) -> tuple[State, Any]:
         check_state(name, state)
@@ -211,12 +230,27 @@ def assemble(
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
         key, first = trees.on_host(state.key), int(state.step)
+        if mesh is not None and key.tobytes() not in agreed:
+            meshes.require_agreement(name, lambda: facts_of(state))
+            agreed.add(key.tobytes())
         state, sums = steps.run(state._replace(ledger=None), count)
         # Before anything of these steps leaves: their noise may meet one sum only.
         require_one_sum(key, first, sums.seal, name)
         if key.tobytes() not in told and tell_of_unscored(name, sums):
             told.add(key.tobytes())
         return state._replace(ledger=spent), info(sums)
+
+    def facts_of(state: State) -> dict[str, Any]:
+        # What would make the processes of a run drift apart in silence.
+        told, identity = state.ledger, identify(state)
+        return {
+            "the root key": trees.fingerprint(state.key),
+            "the ledger": [x.tolist() for x in told],
+            "the parameters": trees.fingerprint(state.params),
+            "the data": identity.pop("data"),
+            "the program of a step": identity.pop("program"),
+            "the mechanism": identity,
+        }
 
     def step(state: State) -> tuple[State, Any]:
         check_state(name, state)
@@ -230,8 +264,12 @@ def assemble(
         bare = state._replace(ledger=None)
         # Loss, optimizer, weights and per_step are functions. Their program can be compared.
         program = [fingerprint(each) for each in steps.programs(bare)]
-        size, devices = map(int, layout_of(bound_to(recipe, shared), state.params, row))
-        numerics = {"engine": recipe.engine, "microbatch_size": size, "devices_used": devices}
+        layout = layout_of(bound_to(recipe, shared), state.params, row)
+        numerics = {
+            "engine": recipe.engine,
+            "microbatch_size": int(layout.microbatch_size),
+            "mesh": {} if layout.mesh is None else dict(layout.mesh.shape),
+        }
         return {
             **identity,
             **mechanism.identity,

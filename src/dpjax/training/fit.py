@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import logging
 
-from dpjax import accounting, ledger
+from dpjax import accounting, ledger, meshes
 from dpjax.training.checks import check_state, whole
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
@@ -154,12 +154,15 @@ def fit(
         most = planned
         if budget is not None and (budget.delta, budget.method) == (delta, method):
             most = budget.epsilon
-        show = Progress(run.done, end, most, unit=mechanism.unit, enabled=progress)
+        shown = progress and meshes.first_process()
+        show = Progress(run.done, end, most, unit=mechanism.unit, enabled=shown)
         stack.callback(show.close)
         while run.done < end:
             to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
             run.advance(min(end - run.done, to_row, to_save))
             show.tick(run.done)
+            # A signal to one process stops all of them at the same step.
+            stopped = meshes.any_process(stop.asked)
             if run.done == end or _until(run.done - begin, every) == every:
                 epsilon = ledger.epsilon(run.state.ledger, mechanism, delta, method)
                 row: dict[str, Any] = {
@@ -181,8 +184,8 @@ def fit(
                     last = run.done == end
                     leave(folder.path, mechanism, run.state, delta, method, last=last)
             if folder is not None:
-                _save(run, save_every, now=run.done == end or stop.asked)
-            if stop.asked:
+                _save(run, save_every, now=run.done == end or stopped)
+            if stopped:
                 stop.leave()
         return run.state, run.rows
 
@@ -226,7 +229,8 @@ def _until(done: int, every: int | None) -> int:
 
 def _save(run: Run, every: int | None, *, now: bool) -> None:
     """Saves if a checkpoint is due. ``now``: the last chance, so a failure raises."""
-    due = time.monotonic() - run.saved > _SAVE if every is None else run.done % every == 0
+    late = meshes.from_first(lambda: time.monotonic() - run.saved > _SAVE)
+    due = late if every is None else run.done % every == 0
     if (now or due) and not run.save(wait=now) and now:
         raise OSError(
             f"fit: the last checkpoint could not be written, so the state in memory is lost after "

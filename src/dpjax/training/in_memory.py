@@ -8,9 +8,10 @@ a draw nor the number of steps compiles a second program.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Int
 
+from dpjax import meshes
 from dpjax.gradients.batching import Layout
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe
@@ -49,7 +51,9 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
         needs arrays that are no rows. An argument of the program: a closure would be copied
         into it as constants.
     """
-    data, shared = jax.tree.map(jnp.asarray, (data, shared))
+    # Whole on every device: a draw takes rows from everywhere. `dpjax.data.Stream` is for data
+    # that do not fit.
+    data, shared = meshes.whole((data, shared), recipe.mesh)
 
     def several(
         state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
@@ -63,26 +67,35 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
             state, sums = private_step(here, data, state)
             return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
 
-        none = no_sums(recipe.mechanism, state.params, Layout(1, 1))
+        none = no_sums(recipe.mechanism, state.params, Layout(1))
         none = none._replace(gradients=None)
         seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
         return jax.lax.fori_loop(0, count, body, (state, seen))
 
-    compiled = jax.jit(several, donate_argnums=0)
+    @functools.lru_cache(maxsize=4)
+    def compiled(places: tuple[Any, ...] | None, structure: Any) -> Any:
+        # What a step returns lies where it lay before, so the next step finds the same program.
+        out = None if places is None else (structure.unflatten(places), None)
+        return jax.jit(several, donate_argnums=0, out_shardings=out)
+
+    def program(state: State) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        places = None if recipe.mesh is None else tuple(leaf.sharding for leaf in leaves)
+        return compiled(places, structure)
 
     def run(state: State, count: int) -> tuple[State, Sums]:
         parts = []
         while count > 0:
             # One program serves every count, because the buffer of infos has a fixed size.
             some = min(count, _MOST)
-            state, seen = compiled(state, data, shared, some)
+            state, seen = program(state)(state, data, shared, some)
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))
             count -= some
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def programs(state: State) -> list[ClosedJaxpr]:
         # `jit` keeps the trace, so the first dispatch does not trace the loss again.
-        return [compiled.trace(state, data, shared, 1).jaxpr]
+        return [program(state).trace(state, data, shared, 1).jaxpr]
 
     return Steps(run, programs)
 

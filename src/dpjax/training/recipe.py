@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dpjax.gradients import layout
@@ -37,6 +38,8 @@ class Recipe(NamedTuple):
     microbatch_size: int | None = None
     sizes: Callable[[PyTree], Int[Array, " size"]] | None = None
     """How many examples each row holds, where a row is a client. Rows of 0 are masked."""
+    mesh: Mesh | None = None
+    """The devices of the run; see `dpjax.meshes`."""
 
     @property
     def rescales(self) -> bool:
@@ -79,7 +82,14 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
         recipe.mechanism.sampling.usual_size,
         recipe.engine,
         microbatch_size=recipe.microbatch_size,
+        devices=recipe.mesh,
     )
+
+
+def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
+    """For each leaf, what no coordinate of the clipped sum of a usual draw exceeds."""
+    rule, most = recipe.mechanism.clipping, 2 * recipe.mechanism.sampling.usual_size
+    return [most * rule.bounds[group] for group in rule.partition.assign(params)]
 
 
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from dpjax import reports, trees
+from dpjax import meshes, reports, trees
 from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import replace
 
@@ -32,6 +32,9 @@ def leave(
       method: The method of the log.
       last: Whether the run ends here.
     """
+    params = jax.tree.map(trees.on_host, state.params)
+    if not meshes.first_process():
+        return
     try:
         if isinstance(mechanism, Mechanism):
             # Loss distributions of many different steps take seconds: the last card has them.
@@ -41,7 +44,7 @@ def leave(
             words = reports.statement(mechanism, delta, **facts)
             replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
             replace(folder / "statement.txt", words + "\n", public=True)
-        replace(folder / "params.msgpack", serialized(state.params), public=True)
+        replace(folder / "params.msgpack", serialized(params), public=True)
     except OSError as error:
         # As with the log: a full disk does not end a run, and the next row tries again.
         logging.error("fit: %s has no card of this step (%s); the run continues.", folder, error)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from dpjax import meshes
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
@@ -46,15 +47,20 @@ class Folder:
 
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
         self.path = pathlib.Path(directory)
-        self.path.mkdir(parents=True, exist_ok=True)
         self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
+        self.identity = json.loads(json.dumps(identity))
+        self._lock: int | None = None
+        # Where several processes run, the first one alone touches files.
+        meshes.from_first(self._open)
+        self.checkpoints = Checkpoints(self.path / "checkpoints")
+
+    def _open(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
         self._lock = _locked(self.path / "lock", self.path)
-        self.identity = json.loads(json.dumps(identity))
         try:
             _same_run(self.path / "run.json", self.identity, self.path)
-            self._marked = self.furthest()
-            self.checkpoints = Checkpoints(self.path / "checkpoints")
+            self._marked = _furthest(self.path)
         except BaseException:
             os.close(self._lock)
             raise
@@ -65,6 +71,9 @@ class Folder:
         Raises:
           Refused: They changed, and released steps would run a second time.
         """
+        return meshes.from_first(lambda: self._resume(done))
+
+    def _resume(self, done: int) -> bool:
         path, now = self.path / "run.json", self.identity["numerics"]
         was = json.loads(path.read_text(encoding="utf-8")).get("numerics", {})
         # Other versions or devices may change draws, noise or last bits. A repeated step would
@@ -74,9 +83,9 @@ class Folder:
             for name in {**was, **now}
             if was.get(name, "unknown") != now.get(name)
         )
-        if changed and self.furthest() > done:
+        if changed and (furthest := _furthest(self.path)) > done:
             raise Refused(
-                f"fit(directory={str(self.path)!r}): steps up to {self.furthest()} were released, "
+                f"fit(directory={str(self.path)!r}): steps up to {furthest} were released, "
                 f"the last checkpoint is of step {done}, and these settings changed since then:"
                 f"\n{changed}\nThe steps after the checkpoint would run again with other draws, "
                 "other noise or other last bits: released twice and counted once. Resume with the "
@@ -93,7 +102,7 @@ class Folder:
 
     def mark(self, step: int) -> None:
         """Counts a step as released, before its parameters leave `fit`."""
-        if step <= self._marked:
+        if not meshes.first_process() or step <= self._marked:
             return
         try:
             replace(self.path / "furthest", f"{step}\n")
@@ -104,6 +113,8 @@ class Folder:
     def seal(self, seals: np.ndarray) -> None:
         """Records which sums met the noise of the steps so far; see `dpjax.noise.seals`."""
         path = self.path / "seals"
+        if not meshes.first_process():
+            return
         try:
             with open(path, "ab", opener=_private) as file:
                 file.write(seals[file.tell() // 8 :].tobytes())
@@ -112,16 +123,22 @@ class Folder:
 
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
+        return meshes.from_first(self._seals)
+
+    def _seals(self) -> np.ndarray:
         path = self.path / "seals"
         data = path.read_bytes() if path.exists() else b""
         # Steps that ran and were not released may run again with another sum.
-        kept = data[: 8 * min(len(data) // 8, self.furthest())]
+        kept = data[: 8 * min(len(data) // 8, _furthest(self.path))]
         if kept != data:
             path.write_bytes(kept)
         return np.frombuffer(kept, np.uint64)
 
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
+        return meshes.from_first(lambda: self._rows(until))
+
+    def _rows(self, until: int) -> list[dict[str, Any]]:
         rows = _rows(self.log)
         # Rows after the checkpoint are written again by the resumed run. Someone may have read
         # them, so `furthest` keeps their step as released.
@@ -129,16 +146,18 @@ class Folder:
         # Compared as text, so that an unchanged log is not written again.
         again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
-            replace(self.path / "furthest", f"{self.furthest()}\n")
+            replace(self.path / "furthest", f"{_furthest(self.path)}\n")
             replace(self.log, again)
         return kept
 
     def furthest(self) -> int:
         """The last step that was ever on disk, or that an evaluation saw."""
-        return _furthest(self.path)
+        return meshes.from_first(lambda: _furthest(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log. A row that a full disk rejects is written with the next one."""
+        if not meshes.first_process():
+            return
         self._waiting.append(_line(row))
         size = self.log.stat().st_size
         try:
@@ -152,7 +171,8 @@ class Folder:
     def close(self) -> None:
         """Waits for checkpoints and releases the lock of the folder."""
         self.checkpoints.close()
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:

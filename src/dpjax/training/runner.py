@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from dpjax import trees
+from dpjax import meshes, trees
 from dpjax.ledger import Refused
 from dpjax.noise import seals
 from dpjax.training.run_folder import Folder
@@ -47,7 +47,8 @@ class Run:
             # parameters, the hash would let anyone search for the seed.
             self.began = trees.fingerprint(state.params)
             self._take_up(folder)
-            self.board = Board(folder.path / "tensorboard", self.done)
+            if meshes.first_process():
+                self.board = Board(folder.path / "tensorboard", self.done)
 
     @property
     def done(self) -> int:
@@ -107,7 +108,9 @@ class Run:
 
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
-        count, started, before = min(most, self.pace), time.monotonic(), self.done
+        # Each process has a clock of its own, and all must take equally many steps.
+        count = meshes.from_first(lambda: min(most, self.pace))
+        started, before = time.monotonic(), self.done
         self.state, infos = _several(self.algorithm, self.state, count)
         if self.done != before + count:
             raise RuntimeError(
@@ -129,8 +132,9 @@ class Run:
         self.rows.append(whole)
         self._tell_of_dropped()
         self.seen = []
-        if self.folder is not None and self.board is not None:
+        if self.folder is not None:
             self.folder.write(whole)
+        if self.board is not None:
             self.board.write(whole)
         return whole
 

@@ -49,5 +49,6 @@ class Stop:
         """Ends the process: SIGINT as Ctrl-C does, SIGTERM with status 143."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
+        # Also where a signal reached another process of the run.
         # Not 0: a scheduler should see that the run is not finished.
         raise SystemExit(128 + signal.SIGTERM)

@@ -15,11 +15,18 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
-from dpjax import trees
-from dpjax.gradients.batching import device_sum, join_devices, settled, sum_over
+from dpjax import meshes, trees
+from dpjax.gradients.batching import Layout, join, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.training.info import Sums, no_sums
-from dpjax.training.recipe import Recipe, extra_arguments, layout_of, weights_of, with_entry
+from dpjax.training.recipe import (
+    Recipe,
+    extra_arguments,
+    layout_of,
+    reach_of,
+    weights_of,
+    with_entry,
+)
 from dpjax.types import Draw, Key, Purpose, PyTree, State
 
 
@@ -41,8 +48,9 @@ def private_step(recipe: Recipe, data: PyTree, state: State) -> tuple[State, Sum
     layout = layout_of(recipe, state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
-    sums = sum_over(partial(add_clipped, recipe), zero, layout, draw, data, state, end_block)
-    return release(recipe, state, sums)  # lines 6 and 7: noise, mean, update
+    seen = state._replace(optimizer=None)
+    sums = sum_over(partial(add_clipped, recipe), zero, layout, draw, data, seen, end_block)
+    return release(recipe, layout, state, sums)  # lines 6 and 7: noise, mean, update
 
 
 def draw_step(recipe: Recipe, key: Key, step: Int[Array, ""]) -> Draw:
@@ -95,28 +103,35 @@ def end_block(sums: Sums) -> Sums:
     return sums._replace(gradients=settled(sums.gradients))
 
 
-def release(recipe: Recipe, state: State, sums: Sums) -> tuple[State, Sums]:
+def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Sums]:
     """Turns the sums of a step into the next state: noise once, the mean, the optimizer.
 
     Args:
       recipe: What the run does.
+      layout: The devices.
       state: The state before the step.
-      sums: One entry per device, stacked.
+      sums: One entry per share of the batch, stacked.
 
     Returns:
-      The state after the step, and the sums of all devices without the gradient.
+      The state after the step, and the sums of all shares without the gradient.
 
     Privacy:
       The parameters that come out are private. The sums are not.
     """
     # Two parts, until the noise is added: one array would round the sum of a million examples by
     # more than a twentieth of a bound.
-    total, lost = join_devices(sums.gradients)
-    sums = device_sum(sums._replace(gradients=None))
+    rest = sums._replace(gradients=None)
+    total, lost, sums = join(sums.gradients, rest, layout, reach_of(recipe, state.params))
     scale = recipe.bound_scale(state)
     seal = recipe.mechanism.seal((total, lost), state.step, sums.below)
     mean, bound_scale = recipe.mechanism.private_mean(  # line 6
-        total, state.key, state.step, lost=lost, bound_scale=state.bound_scale, below=sums.below
+        total,
+        state.key,
+        state.step,
+        lost=lost,
+        bound_scale=state.bound_scale,
+        below=sums.below,
+        in_parts=meshes.splits_parameters(layout.mesh),
     )
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)

@@ -8,15 +8,15 @@ than memory microbatch by microbatch before the noise is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dpjax.data import Stream
-from dpjax.gradients.batching import microbatches_in_block, on_each
+from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
 from dpjax.training.in_memory import Steps
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
@@ -32,37 +32,41 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
       stream: Where examples are read.
     """
 
-    def devices(state: State) -> int:
-        return layout_of(recipe, state.params, stream.row).devices
+    def layout(state: State) -> Layout:
+        return layout_of(recipe, state.params, stream.row)
 
     def start(state: State) -> Sums:
-        layout = layout_of(recipe, state.params, stream.row)
-        empty = on_each(lambda _, p: no_sums(recipe.mechanism, p, layout), layout.devices)
+        chosen = layout(state)
+        empty = on_each(lambda _, p: no_sums(recipe.mechanism, p, chosen), chosen)
         return empty(state.params)
 
     def add(state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
         def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
             return add_clipped(recipe, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
 
-        return on_each(share, devices(state), split={1, 2, 3})(state, rows, mask, sums)
+        seen = state._replace(optimizer=None)
+        return on_each(share, layout(state), split={1, 2, 3})(seen, rows, mask, sums)
 
     draw = jax.jit(lambda key, step: draw_step(recipe, key, step))
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
     begin, addition = jax.jit(start), jax.jit(add, donate_argnums=3)
     settle = jax.jit(end_block, donate_argnums=0)
-    finish = jax.jit(lambda state, sums: release(recipe, state, sums), donate_argnums=0)
+    finish = jax.jit(
+        lambda state, sums: release(recipe, layout(state), state, sums), donate_argnums=0
+    )
 
     def run(state: State, count: int) -> tuple[State, Sums]:
-        chosen = layout_of(recipe, state.params, stream.row)
-        size, first, seen = chosen.microbatch_size * chosen.devices, int(state.step), []
+        chosen = layout(state)
+        size, first, seen = chosen.microbatch_size * chosen.shares, int(state.step), []
         block = microbatches_in_block(chosen.microbatch_size)
         draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
+        place = Placed(chosen, size)
         # Draws are known in advance, so rows of the next steps are read while this one runs.
-        batches = stream.batches(piece for pieces in draws for piece in pieces)
+        batches = stream.batches(place.ours(piece) for pieces in draws for piece in pieces)
         for pieces in draws:
             sums = begin(state)
-            for number, (rows, mask) in enumerate(_padded(batches, len(pieces), size), 1):
-                sums = addition(state, rows, mask, sums)
+            for number, piece in enumerate(pieces, 1):
+                sums = addition(state, *place(next(batches), len(piece)), sums)
                 if sums.gradients.high is not None and not number % block:
                     sums = settle(sums)
             state, sums = finish(state, sums)
@@ -70,8 +74,8 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
     def programs(state: State) -> list[ClosedJaxpr]:
-        chosen = layout_of(recipe, state.params, stream.row)
-        size = chosen.microbatch_size * chosen.devices
+        chosen = layout(state)
+        size = chosen.microbatch_size * chosen.shares
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), stream.row)
         mask, sums = jax.ShapeDtypeStruct((size,), bool), jax.eval_shape(start, state)
         traced = (
@@ -91,14 +95,43 @@ def _pieces(draw: Any, size: int) -> list[np.ndarray]:
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _padded(
-    batches: Iterator[PyTree], count: int, size: int
-) -> Iterator[tuple[PyTree, np.ndarray]]:
-    """The next microbatches with their masks. Copies of the last row fill each up to ``size``."""
-    for rows in (next(batches) for _ in range(count)):
+class Placed:
+    """Puts the rows of a batch on the devices of a layout: of each process, those that it reads.
+
+    Args:
+      layout: The devices.
+      size: Rows in a batch, with the padding.
+    """
+
+    def __init__(self, layout: Layout, size: int) -> None:
+        self.size, self.places = size, np.arange(size)
+        self.sharding: NamedSharding | None = None
+        if layout.mesh is not None and layout.mesh.is_multi_process:
+            self.sharding = NamedSharding(layout.mesh, PartitionSpec(layout.axes))
+            held = self.sharding.addressable_devices_indices_map((size,)).values()
+            # Several devices of this process may hold the same rows.
+            self.places = np.unique(np.concatenate([self.places[rows] for rows in held]))
+
+    def ours(self, piece: np.ndarray) -> np.ndarray:
+        """The drawn rows that this process reads; if all of its places are padding, the last."""
+        mine = piece[self.places[self.places < len(piece)]]
+        return mine if len(mine) else piece[-1:]
+
+    def __call__(self, rows: PyTree, found: int) -> tuple[PyTree, Any]:
+        """The rows that this process read on its devices, and the mask of the whole batch."""
+        mask, read = np.arange(self.size) < found, len(jax.tree.leaves(rows)[0])
         # Copies of the last row rather than zeros: a zero row may have a NaN gradient, as of a
         # norm at 0.
-        found = len(jax.tree.leaves(rows)[0])
-        places = np.minimum(np.arange(size), found - 1)
-        whole = rows if found == size else jax.tree.map(lambda x, p=places: x[p], rows)
-        yield whole, np.arange(size) < found
+        filled = np.minimum(np.arange(len(self.places)), read - 1)
+        whole = rows if read == len(filled) else jax.tree.map(lambda x: x[filled], rows)
+        sharding = self.sharding
+        if sharding is None:
+            return whole, mask
+        where = np.zeros(self.size, int)
+        where[self.places] = np.arange(len(self.places))
+
+        def put(array: np.ndarray, where: np.ndarray) -> jax.Array:
+            shape = (self.size, *array.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, lambda at: array[where[at[0]]])
+
+        return jax.tree.map(lambda x: put(x, where), whole), put(mask, np.arange(self.size))

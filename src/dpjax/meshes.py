@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes: which devices share a run, and what lies on each.
+
+The axis ``model`` of a mesh splits parameters, the optimizer's state and the noise. All other axes
+split the batch. JAX does the rest: per-example gradients run inside `jax.shard_map`, one program
+for each part of the batch, and XLA partitions that program over ``model``. A loss with convolutions
+is an exception, because XLA partitions their gradients wrongly: there ``model`` splits the batch as
+well, and each device gathers all parameters for a step.
+
+Everything here is about speed and memory. A mesh changes no result but by last bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from dpjax.checks import Refused
+from dpjax.types import PyTree
+
+T = TypeVar("T")
+
+__all__ = ["MODEL", "of", "parse", "placed", "whole"]
+
+MODEL = "model"
+"""The axis that splits parameters."""
+
+# Smaller leaves stay whole: a collective costs more than a device saves.
+_SMALL = 1024
+
+
+def of(mesh: Mesh | None = None) -> Mesh | None:
+    """The mesh of a run: the given one, else that of `jax.set_mesh`, else none.
+
+    Where several processes run, all of their devices are the default: without a mesh each process
+    would run the whole computation.
+
+    Returns:
+      The mesh with automatic axes, or None for a run that `dpjax.gradients.layout` places.
+    """
+    if mesh is None:
+        found = jax.sharding.get_mesh()
+        mesh = None if found.empty else found
+    if mesh is None and jax.process_count() > 1:
+        mesh = Mesh(np.array(jax.devices()), ("data",))
+    # Explicit axes would ask the loss for the sharding of every reshape.
+    return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+
+
+def of_host(devices: int) -> Mesh | None:
+    """This process's first devices, which split the batch; None for one device."""
+    return Mesh(np.array(jax.local_devices()[:devices]), ("data",)) if devices > 1 else None
+
+
+def parse(text: str) -> Mesh:
+    """A mesh from text, as command lines have it.
+
+    Args:
+      text: Axes and their sizes: ``"data:4,model:2"``.
+
+    Example:
+      >>> parse("data:1,model:1").axis_names
+      ('data', 'model')
+    """
+    try:
+        sizes = {name.strip(): int(size) for name, size in (x.split(":") for x in text.split(","))}
+    except ValueError as error:
+        raise ValueError(
+            f"mesh {text!r}: expected axes and their sizes, such as data:4 or data:4,model:2."
+        ) from error
+    devices = jax.devices()
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(
+            f"mesh {text!r}: it has {math.prod(sizes.values())} places, and there are "
+            f"{len(devices)} devices. On a CPU, jax.config.update('jax_num_cpu_devices', n) makes "
+            "n devices, before anything else of JAX runs."
+        )
+    return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
+
+
+def splits_parameters(mesh: Mesh | None) -> bool:
+    """Whether the mesh splits parameters."""
+    return mesh is not None and mesh.shape.get(MODEL, 1) > 1
+
+
+def placed(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Parameters, or a state, on a mesh.
+
+    A leaf that lies on these devices keeps its `PartitionSpec`, so a user's own splitting holds.
+    Any other leaf is split by ``model`` along its longest axis that divides evenly, as in fully
+    sharded data parallelism; small leaves are whole on every device.
+    """
+
+    def place(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat):
+            return put(leaf, NamedSharding(mesh, sharding.spec))
+        return put(leaf, NamedSharding(mesh, _spec(jnp.shape(leaf), mesh)))
+
+    return jax.tree.map(place, tree)
+
+
+def whole(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Arrays that every device of the mesh holds whole; without a mesh, JAX arrays."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, tree)
+    return jax.tree.map(lambda x: put(x, NamedSharding(mesh, PartitionSpec())), tree)
+
+
+def _spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    parts = mesh.shape.get(MODEL, 1)
+    even = [axis for axis, length in enumerate(shape) if length % parts == 0]
+    if parts == 1 or math.prod(shape) < _SMALL or not even:
+        return PartitionSpec()
+    longest = max(even, key=lambda axis: shape[axis])
+    return PartitionSpec(*(MODEL if axis == longest else None for axis in range(len(shape))))
+
+
+def put(leaf: Any, sharding: Sharding) -> Any:
+    """An array, or a typed key, on the devices of a sharding, of this process or of several."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    ours = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    if ours and not sharding.is_fully_addressable:
+        # Each process has the whole array and keeps what its devices hold. `require_agreement`
+        # compares the arrays of all processes.
+        array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return jax.device_put(leaf, sharding)
+
+
+def first_process() -> bool:
+    """Whether this process is the one that reads and writes files."""
+    return jax.process_index() == 0
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What the function returns in the first process, in all of them; its exceptions too.
+
+    Files are read and written by the first process alone, so the others need no access to them.
+    """
+    if jax.process_count() == 1:
+        return make()
+    found: Any = None
+    if first_process():
+        try:
+            found = True, make()
+        except Exception as error:  # raised below, in every process
+            found = False, error
+    text = np.frombuffer(pickle.dumps(found), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    sent = text if first_process() else np.zeros(size, np.uint8)
+    went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
+    if not went_well:
+        raise value
+    return value
+
+
+def any_process(value: bool) -> bool:
+    """Whether the value is true in any process, such as a signal to stop."""
+    if jax.process_count() == 1:
+        return value
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(value))))
+
+
+def require_agreement(name: str, facts: Callable[[], Mapping[str, Any]]) -> None:
+    """Refuses a run whose processes differ in a fact.
+
+    Args:
+      name: The algorithm.
+      facts: Gives names and values in JSON types; equal names in every process.
+
+    Raises:
+      Refused: In every process, with the names of the facts that differ.
+    """
+    if jax.process_count() == 1:
+        return
+    found = facts()
+    # As bytes of one length, because a collective has one shape.
+    texts = [json.dumps(fact, sort_keys=True, default=str) for fact in found.values()]
+    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+    ours = np.stack([np.frombuffer(digest, np.uint8) for digest in digests])
+    theirs = multihost_utils.process_allgather(ours)
+    differ = [fact for i, fact in enumerate(found) if np.any(theirs[:, i] != theirs[0, i])]
+    if differ:
+        raise Refused(
+            f"{name}: the {jax.process_count()} processes differ in {', '.join(differ)}; expected "
+            "equal ones, because each of them holds a part of one run. Usually each process drew "
+            "its own key: make it in one process, or from one file, and give it to all. Data are "
+            "whole in every process; a stream reads the rows of its own devices by itself."
+        )
