@@ -22,6 +22,7 @@ FLOORS = {
     "trees": 1,
     "_jaxpr": 1,
     "_marks": 1,
+    "_draws": 1,
     "_foreign": 1,
     "meshes": 1,
     "schedules": 1,

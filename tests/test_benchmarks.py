@@ -101,6 +101,14 @@ def test_compensated_sums_round_less_than_plain_ones(tmp_path):
         assert abs(case["compensated"]["removed"]) <= abs(case["plain"]["removed"]) + 1e-6
 
 
+def test_draws_of_small_and_large_data_sets_are_timed(tmp_path):
+    path = tmp_path / "draws.json"
+    run("benchmarks/draws.py", "--smoke", "--out", path)
+    for found in json.loads(path.read_text())["examples"].values():
+        assert set(found) == {"poisson", "fixed", "shuffled"}
+        assert all(each["fastest_ms"] > 0 for each in found.values())
+
+
 @pytest.mark.slow
 def test_scattering_runs(tmp_path):
     path = tmp_path / "figures.json"

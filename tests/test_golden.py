@@ -37,13 +37,24 @@ DRAWS = [
     (sampling.shuffled(100, 5), 25, [84, 61, 89, 55, 0]),
     (sampling.fixed(100, 5), 1, [31, 91, 56, 97, 90]),
     (sampling.fixed(100, 5), 25, [83, 8, 35, 28, 66]),
+    # Drawn in time of the batch, with indices of 32 bits and beyond.
+    (sampling.poisson(10**6, 4), 25, [864964]),
+    (
+        sampling.poisson(10**12, 4),
+        25,
+        [122060787352, 130965129172, 477379879268, 564585126910, 864157381732],
+    ),
+    (sampling.fixed(10**6, 4), 25, [589341, 931981, 219837, 301690]),
+    (sampling.fixed(10**12, 4), 25, [484390793008, 942506535327, 709119830780, 380722467019]),
+    (sampling.shuffled(10**6, 4), 25, [766245, 631213, 98838, 735639]),
+    (sampling.shuffled(10**12, 4), 25, [20086111712, 47186156327, 190478016401, 374313974078]),
 ]
 
 
 @pytest.mark.parametrize(("sampler", "step", "want"), DRAWS)
 def test_the_draws_of_a_key(sampler, step, want):
     draw = sampler.draw(jax.random.key(7), step)
-    assert np.asarray(draw.indices)[: int(draw.size)].tolist() == want
+    assert sampling.on_host(draw).tolist() == want
 
 
 def test_ten_steps_on_the_digits():

@@ -19,7 +19,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipped_grad, clipping, gradients, losses, testing
+from dpjax import clipped_grad, clipping, gradients, losses, meshes, testing
 from dpjax.gradients._bookkeeping import sites
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import bytes_per_example

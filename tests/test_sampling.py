@@ -4,11 +4,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 from mutation import kills
 from small_mechanisms import mechanism_with
 
+import dpjax
 from dpjax import sampling, schedules
+from dpjax.data import Stream
+from dpjax.types import Draw
 
 LINEAR = schedules.linear_down(epochs=20, steps_per_epoch=100)
 
@@ -64,17 +69,6 @@ def test_fixed_batches_are_accounted_for_replace_one(sampler, multiplier, steps,
     assert epsilon(sampler, multiplier, steps) == pytest.approx(want, rel=0.002)
     with pytest.raises(ValueError, match="replace-one"):
         epsilon(sampler, multiplier, steps, neighbours="add-or-remove")
-
-
-@kills("sampling.py", "(0, chosen.size, body, empty)", "(0, chosen.size - 1, body, empty)")
-@pytest.mark.parametrize("listed", [sampling._listed, sampling._listed_in_turn])
-@pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
-def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
-    chosen = np.random.default_rng(0).uniform(size=301) < rate
-    draw = listed(jnp.asarray(chosen))
-    wanted = np.flatnonzero(chosen)
-    assert int(draw.size) == wanted.size
-    np.testing.assert_array_equal(draw.indices, np.pad(wanted, (0, 301 - wanted.size)))
 
 
 @pytest.mark.parametrize("name", ["shuffled", "fixed"])
@@ -169,14 +163,64 @@ def test_every_sampler_says_what_is_proved(name):
     assert sampler.draw(jax.random.key(0), jnp.int32(2)).indices.shape == (sampler.capacity,)
 
 
-@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "full"])
-def test_more_examples_than_an_index_can_name_are_refused(name):
-    """The last size is traced, for it would fill the memory; the next one would wrap."""
-    with pytest.raises(ValueError, match="indices are 32-bit integers"):
-        sampling.by_name(name, 2**31, 256)
-    if name != "full":  # which lists them at once
-        draw = jax.eval_shape(sampling.by_name(name, 2**31 - 1, 256).draw, jax.random.key(0), 0)
-        assert draw.indices.dtype == jnp.int32
+@pytest.mark.parametrize(
+    ("name", "most"), [("poisson", 2**44), ("shuffled", 2**44), ("fixed", 2**44), ("full", 2**31)]
+)
+def test_more_examples_than_an_index_can_name_are_refused(name, most):
+    with pytest.raises(ValueError, match="that its indices can name"):
+        sampling.by_name(name, most + (name != "full"), 256)
+    if name != "full":  # which would fill the memory
+        for examples, shape in ((most, (2,)), (2**31, (2,)), (2**31 - 1, ())):
+            draw = jax.eval_shape(sampling.by_name(name, examples, 256).draw, jax.random.key(0), 0)
+            assert draw.indices.shape[1:] == shape
+            assert draw.indices.dtype == (jnp.uint32 if shape else jnp.int32)
+
+
+@kills("sampling.py", "examples > _FEW and", "examples > 2 * _FEW and", case="poisson", slow=True)
+@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
+def test_no_array_of_a_draw_is_larger_than_the_batch_needs(name):
+    """Of the smallest and the largest data sets that are not drawn example by example."""
+    for examples in (2**16 + 1, 2**44):
+        draw = sampling.by_name(name, examples, 256).draw
+        for size in sizes(jax.make_jaxpr(draw)(jax.random.key(0), 0).jaxpr):
+            assert size <= (50_000 if examples == 2**16 + 1 else 48 * 2**14)
+
+
+def sizes(jaxpr):
+    """Of all arrays in a traced program."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.size for v in equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            yield from sizes(inner)
+
+
+def test_a_draw_of_pairs_of_words_is_read_from_a_stream_alone():
+    draw = Draw(jnp.zeros((5, 2), jnp.uint32), jnp.array(3))
+    with pytest.raises(ValueError, match=r"stream.rows\(sampling.on_host\(draw\)\)"):
+        sampling.fold(draw, 2, lambda rows, mask, total: total, jnp.zeros(()))
+
+
+@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
+def test_a_stream_of_a_million_millions_is_trained_on(name):
+    read = []
+
+    def example(i):
+        read.append(i)
+        return np.float32(i / 10**12)
+
+    mechanism = mechanism_with(
+        sampling=sampling.by_name(name, 10**12, 6), noise_multiplier=1.0, steps=3
+    )
+    algorithm = dpjax.dpsgd(
+        lambda w, x: w * x, optax.sgd(0.1), mechanism, Stream(range(10**12), example, workers=1)
+    )
+    state = algorithm.init(key := jax.random.key(3), jnp.zeros(()))
+    read.clear()
+    state, infos = algorithm.run(state, 3)
+    draws = [sampling.on_host(mechanism.sampling.draw(key, step)) for step in range(3)]
+    assert infos.examples.tolist() == [len(draw) for draw in draws]
+    assert read == np.concatenate(draws).tolist()
+    assert max(read) > 2**36
 
 
 NUMBERS = [int, float, np.int8, np.int64, np.float32, jnp.int32, jnp.float32]
@@ -212,7 +256,10 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
         (lambda: sampling.poisson(100, 101), "batch size was tuned for a larger data set"),
         (lambda: sampling.poisson(100, 0), "above 0"),
         (lambda: sampling.poisson(0, 1), "at least 1"),
-        (lambda: sampling.poisson(2**31 - 1, 0.25), "expected number of examples"),
+        (lambda: sampling.poisson(100, 1e-8), r"below 2\^-32, the resolution"),
+        (lambda: sampling.poisson(2**40, 1e-8), r"below 2\^-64, the resolution"),
+        (lambda: sampling.poisson(2**40, 2**25), r"2\^24"),
+        (lambda: sampling.fixed(2**40, 2**25), r"2\^24"),
         (lambda: sampling.shuffled(100, 2.5), "whole number"),
         (lambda: sampling.fixed(10, 11), "swapped"),
         (lambda: sampling.curriculum([0.3, 0.1], 1), "np.argsort"),

@@ -5,6 +5,10 @@ Each function builds a `Sampler` that holds both the draw and its event, so the 
 is trained is the sampler that is accounted. A draw is a pure function of ``(key, step)``: a
 resumed run replays nothing, and any step can be drawn again. The list of drawn examples is
 secret; data set size, expected batch size and rates are public.
+
+`poisson`, `fixed` and `shuffled` draw small batches of large data sets in time and memory of the
+batch, by `dpjax._draws`. Indices are int32. Beyond 2^31 - 1 examples they are pairs of 32-bit
+words, which `on_host` joins for a `dpjax.data.Stream`.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from dpjax import checks, trees
+from dpjax import _draws, checks, trees
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
 if TYPE_CHECKING:
@@ -31,13 +35,23 @@ __all__ = ["curriculum", "fixed", "full", "poisson", "scored", "shuffled"]
 T = TypeVar("T")
 
 _WORDS = 2**32
-_MOST = 2**31 - 1  # example indices are int32
+# Up to this size a draw takes half a millisecond by either way, and runs keep their batches.
+_FEW = 2**16
+# Beyond a sixteenth of the data, a list of a batch is no shorter than a mask of the data.
+_SPARSE = 1 / 16
+_MOST, _LARGEST_BATCH = 2**44, 2**24  # of samplers that are not held to int32
 
 
 def poisson(examples: int, batch_size: float) -> Sampler:
-    r"""Each example joins each batch independently with equal probability: exact Poisson sampling.
+    r"""Each example joins each batch independently with equal probability: Poisson sampling.
 
-    A draw may have any size from 0 to ``examples``; nothing is truncated, resampled or dropped.
+    For up to 65,536 examples, and for batches above a sixteenth of the data, each example has a
+    coin of its own: exact Poisson sampling, with draws of any size. Smaller batches of larger data
+    sets are drawn by balls that fall on blocks of examples, in time and memory of the batch.
+    Whichever other examples are drawn, an example then joins with probability at most $q$. The
+    amplification below needs no more, and holds without an error term. The law of a draw differs
+    from Poisson sampling by less than $2^{-70}$ a block; a batch has about a quarter as many blocks
+    as examples, or fewer.
 
     Args:
       examples: Size of the data set.
@@ -57,16 +71,16 @@ def poisson(examples: int, batch_size: float) -> Sampler:
       "Poisson Subsampled Renyi Differential Privacy", 2019.
     """
     examples, batch_size = _checked("poisson", examples, batch_size)
-    rate = batch_size / examples
+    rate, sparse = batch_size / examples, _sparse(examples, batch_size)
     # An example is drawn if a uniform 32-bit word is at most `largest`. Rounding down keeps the
     # rate that runs at or below the accounted one; a float32 uniform has only 23 bits, and at
     # rates of 1e-5 its rounding is one per cent.
     largest = math.floor(rate * _WORDS) - 1
-    if largest < 0:
+    if rate < 2**-64 if sparse else largest < 0:
         raise ValueError(
             f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
-            "is below 2^-32, the resolution of the sampler. Usually batch_size was given as a "
-            "rate; it is an expected number of examples."
+            f"is below 2^-{64 if sparse else 32}, the resolution of the sampler. Usually "
+            "batch_size was given as a rate; it is an expected number of examples."
         )
     if batch_size < 1:
         logging.warning(
@@ -78,18 +92,24 @@ def poisson(examples: int, batch_size: float) -> Sampler:
             batch_size * examples,
         )
 
-    def draw(key: Key, step: Any) -> Draw:
-        below = jnp.full(examples, largest, jnp.uint32)
-        return _coins(trees.step_key(key, Purpose.SAMPLING, step), below, True)
+    block = _draws.block_of(rate) if sparse else None
 
+    def draw(key: Key, step: Any) -> Draw:
+        key = trees.step_key(key, Purpose.SAMPLING, step)
+        if block is not None:
+            return _draws.scattered(key, examples, block)
+        return _coins(key, jnp.full(examples, largest, jnp.uint32), True)
+
+    exact = "exact Poisson sampling"
+    kind = "Poisson sampling by blocks, never above its rate" if sparse else exact
     return Sampler(
         name="poisson",
         examples=examples,
         batch_size=batch_size,
-        capacity=examples,
+        capacity=examples if block is None else block.capacity(examples),
         draw=draw,
         event=lambda multipliers: _gaussians(multipliers, rate),
-        claim="exact Poisson sampling; amplification by sampling is proved and counted",
+        claim=f"{kind}; amplification by sampling is proved and counted",
     )
 
 
@@ -121,7 +141,7 @@ def full(examples: int) -> Sampler:
       >>> full(1279).sampling_rate
       1.0
     """
-    examples, _ = _checked("full", examples, examples)
+    examples, _ = _checked("full", examples, examples, _draws.LARGEST)
     # Made once: a constant of the program, not a new array in every step.
     everything = jnp.arange(examples)
     return Sampler(
@@ -138,17 +158,24 @@ def full(examples: int) -> Sampler:
 def fixed(examples: int, batch_size: int) -> Sampler:
     """Every step sees a fresh uniform subset of exactly ``batch_size`` examples.
 
+    Small batches of large data sets are drawn with replacement, and repeated examples again until
+    all are distinct, which is exactly uniform too and takes time and memory of the batch.
+
     Privacy:
       Proved for replace-one neighbours, under which the sum moves by twice the
       sensitivity; `dpjax.accounting` converts the multiplier itself.
     """
     examples, batch_size = _checked_whole("fixed", examples, batch_size)
 
+    sparse = _sparse(examples, batch_size)
+
     def draw(key: Key, step: Any) -> Draw:
-        # A prefix of a uniform permutation is a uniform subset; batches of different steps are
-        # independent, as the event assumes.
-        order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, step), examples)
-        return Draw(order[:batch_size], jnp.asarray(batch_size, jnp.int32))
+        # Batches of different steps are independent, as the event assumes.
+        key, size = trees.step_key(key, Purpose.SAMPLING, step), jnp.asarray(batch_size, jnp.int32)
+        if sparse:
+            return Draw(_draws.distinct(key, examples, batch_size), size)
+        # A prefix of a uniform permutation is a uniform subset.
+        return Draw(jax.random.permutation(key, examples)[:batch_size], size)
 
     def event(multipliers: np.ndarray) -> DpEvent:
         from dpjax.accounting.events import without_replacement
@@ -172,6 +199,9 @@ def fixed(examples: int, batch_size: int) -> Sampler:
 def shuffled(examples: int, batch_size: int) -> Sampler:
     """A fresh shuffle every epoch, cut into batches; the remainder of an epoch is skipped.
 
+    For small batches of large data sets the shuffle is a pseudo-random permutation (a Feistel
+    network) that is computed for the indices of one batch. No proof needs it to be uniform.
+
     Privacy:
       Shuffling is *not* Poisson sampling; the Poisson epsilon claims too much for it. The
       proved event, for zero-out neighbours: an example is in at most one batch an epoch, so
@@ -179,17 +209,28 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     """
     examples, batch_size = _checked_whole("shuffled", examples, batch_size)
 
-    # Permutes the whole data set again at every step: a cached order would be state, and a draw
-    # is a function of (key, step) alone.
-    def order(key: Key, epoch: Any) -> Int[Array, " examples"]:
-        return jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
+    if _sparse(examples, batch_size):
+        # Batch t has every steps-th place of the permutation from t: sums of int64 constants and
+        # an int32 step, because JAX has no int64 by default.
+        places = np.arange(batch_size) * (examples // batch_size)
 
+        def batch(key: Key, epoch: Any, number: Any) -> Array:
+            key = trees.step_key(key, Purpose.SAMPLING, epoch)
+            return _draws.permuted(key, examples, places, number)
+    else:
+        # Permutes the whole data set again at every step: a cached order would be state, and a
+        # draw is a function of (key, step) alone.
+        def batch(key: Key, epoch: Any, number: Any) -> Array:
+            order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
+            return jax.lax.dynamic_slice_in_dim(order, number * batch_size, batch_size)
+
+    kind = "pseudo-randomly shuffled" if _sparse(examples, batch_size) else "shuffled"
     return _epochs(
         "shuffled",
         examples,
         batch_size,
-        order,
-        "shuffled batches; no amplification is proved: one Gaussian an epoch",
+        batch,
+        f"{kind} batches; no amplification is proved: one Gaussian an epoch",
     )
 
 
@@ -215,7 +256,7 @@ def curriculum(
             "sampling.curriculum(order): expected every index of the data set once (0 to "
             f"{indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
         )
-    _, batch_size = _checked_whole("curriculum", indices.size, batch_size)
+    _, batch_size = _checked_whole("curriculum", indices.size, batch_size, _draws.LARGEST)
     if not isinstance(public, bool):
         raise ValueError(
             f"sampling.curriculum(public={public!r}): expected True or False: whether the order "
@@ -227,7 +268,9 @@ def curriculum(
         "curriculum",
         indices.size,
         batch_size,
-        lambda key, epoch: fixed_order,
+        lambda key, epoch, number: jax.lax.dynamic_slice_in_dim(
+            fixed_order, number * batch_size, batch_size
+        ),
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
         trees.fingerprint(indices),
     )
@@ -279,7 +322,7 @@ def scored(
       [[0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400]]
     """
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
-    _, batch_size = _checked("scored", places.size, batch_size)
+    _, batch_size = _checked("scored", places.size, batch_size, _draws.LARGEST)
     steps_per_row = _whole("scored", "steps_per_row", steps_per_row)
     _check_rates(places, table)
     # An upper bound for every example: who is in which bin must not be revealed by the accounting.
@@ -336,6 +379,13 @@ def fold(
       7
     """
     size = _whole("fold", "size", size)
+    if draw.indices.ndim != 1:
+        raise ValueError(
+            f"sampling.fold(draw with indices {draw.indices.shape}): expected int32 indices, one "
+            "for each place. The draw is of more than 2^31 - 1 examples, whose indices are pairs "
+            "of words, and arrays in memory have no such rows: keep the examples on disk as a "
+            "data.Stream, and read stream.rows(sampling.on_host(draw))."
+        )
     which, of = share
     # The list of indices is padded so that the last microbatches are never shifted back.
     indices = jnp.pad(draw.indices, (0, of * size))
@@ -366,22 +416,39 @@ def fold(
     return jax.lax.while_loop(more, whole, start)[1]
 
 
+def on_host(draw: Draw) -> np.ndarray:
+    """The indices of a draw of any sampler, ``[size]``, as `dpjax.data.Stream` reads them.
+
+    Example:
+      >>> on_host(Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(2))).tolist()
+      [3, 0]
+    """
+    indices = np.asarray(draw.indices)[: int(draw.size)].astype(np.int64)
+    # Beyond 2^31 - 1 examples, an index is a high and a low word of 32 bits.
+    return indices if indices.ndim == 1 else (indices[:, 0] << 32) | indices[:, 1]
+
+
+def _sparse(examples: int, batch_size: float) -> bool:
+    """Whether batches are drawn in time of the batch."""
+    return examples > _FEW and batch_size <= _SPARSE * examples
+
+
 def _epochs(
     name: str,
     examples: int,
     batch_size: int,
-    order: Callable[[Key, Any], Int[Array, " examples"]],
+    batch: Callable[[Key, Any, Any], Array],
     claim: str,
     fingerprint: str | None = None,
 ) -> Sampler:
-    """A sampler that goes through one order of the examples per epoch."""
+    """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``."""
     # A last, smaller batch would be divided by the same constant, and has no place in a compiled
     # step.
     steps = examples // batch_size
+    turn = min(steps, _draws.LARGEST)  # the step is an int32, and does not end a longer epoch
 
     def draw(key: Key, step: Any) -> Draw:
-        start = (step % steps) * batch_size
-        chosen = jax.lax.dynamic_slice_in_dim(order(key, step // steps), start, batch_size)
+        chosen = batch(key, step // turn, step % turn)
         return Draw(chosen, jnp.asarray(batch_size, jnp.int32))
 
     def event(multipliers: np.ndarray) -> DpEvent:
@@ -406,29 +473,7 @@ def _epochs(
 def _coins(key: Key, below: Array, some: Any) -> Draw:
     """Draws each eligible example whose uniform 32-bit word is at most its threshold."""
     chosen = (jax.random.bits(key, below.shape, jnp.uint32) <= below) & some
-    # On a CPU one sequential loop runs, and compiles, faster than `jnp.nonzero`.
-    return jax.lax.platform_dependent(chosen, cpu=_listed_in_turn, default=_listed)
-
-
-def _listed(chosen: Bool[Array, " examples"]) -> Draw:
-    """The indices of the chosen examples in order, padded with zeros."""
-    count = jnp.sum(chosen, dtype=jnp.int32)
-    return Draw(jnp.nonzero(chosen, size=chosen.size, fill_value=0)[0].astype(jnp.int32), count)
-
-
-def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
-    """`_listed` as a sequential loop."""
-
-    # Writes every index at the end of the list; only a chosen one advances the end.
-    def body(i: Int[Array, ""], so_far: Draw) -> Draw:
-        return Draw(
-            so_far.indices.at[so_far.size].set(i), so_far.size + chosen[i].astype(jnp.int32)
-        )
-
-    places = jnp.arange(chosen.size, dtype=jnp.int32)
-    empty = Draw(jnp.zeros_like(places), jnp.int32(0))
-    found, size = jax.lax.fori_loop(0, chosen.size, body, empty)
-    return Draw(jnp.where(places < size, found, 0), size)
+    return _draws.listed(chosen)
 
 
 def _gaussians(multipliers: np.ndarray, rate: float | np.ndarray) -> DpEvent:
@@ -469,22 +514,23 @@ def _whole(who: str, what: str, value: Any) -> int:
     return checks.whole(f"sampling.{who}", what, value, hint)
 
 
-def _checked_whole(name: str, examples: int, batch_size: int) -> tuple[int, int]:
+def _checked_whole(name: str, examples: int, batch_size: int, most: int = _MOST) -> tuple[int, int]:
     """Both sizes, for a sampler whose batches all have that size."""
-    return _checked(name, examples, batch_size)[0], _whole(name, "batch_size", batch_size)
+    return _checked(name, examples, batch_size, most)[0], _whole(name, "batch_size", batch_size)
 
 
-def _checked(name: str, examples: int, batch_size: float) -> tuple[int, float]:
+def _checked(name: str, examples: int, batch_size: float, most: int = _MOST) -> tuple[int, float]:
     """Both sizes as Python numbers: arithmetic on narrow NumPy types rounds or overflows."""
     examples = _whole(name, "examples", examples)
     checks.number(f"sampling.{name}", "batch_size", batch_size)
     batch_size = np.asarray(batch_size).item()  # 256 stays an int, also on the privacy card
-    if examples > _MOST:
+    if examples > most:
         raise ValueError(
-            f"sampling.{name}(examples={examples}): expected at most {_MOST:,} (2^31 - 1), because "
-            "indices are 32-bit integers. Usually parts of examples were counted, such as tokens "
-            "or pixels; the unit of privacy is a whole example, such as a document. For a larger "
-            "data set, train on a part of it."
+            f"sampling.{name}(examples={examples}): expected at most {most:,}, the number of "
+            "examples that its indices can name. Usually parts of examples were counted, such as "
+            "tokens or pixels; the unit of privacy is a whole example, such as a document. "
+            f"sampling.poisson, fixed and shuffled draw from up to {_MOST:,} examples (2^44). For "
+            "a larger data set, train on a part of it."
         )
     if not 0 < batch_size <= examples:
         raise ValueError(
@@ -492,5 +538,12 @@ def _checked(name: str, examples: int, batch_size: float) -> tuple[int, float]:
             "above 0 and at most the number of examples; it is the expected number of examples a "
             "step. Usually the two arguments were swapped, or the batch size was tuned for a "
             "larger data set."
+        )
+    if examples > _draws.LARGEST and batch_size > _LARGEST_BATCH:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected at most "
+            f"{_LARGEST_BATCH:,} examples a step (2^24) of more than {_draws.LARGEST:,}, because "
+            "the list of a batch is in memory. Usually batch_size was given in tokens: give the "
+            "number of examples."
         )
     return examples, batch_size

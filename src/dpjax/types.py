@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -273,7 +273,9 @@ class ClippedSum(NamedTuple):
 class Draw(NamedTuple):
     """The examples of one step: the first ``size`` of ``indices``."""
 
-    indices: Int[Array, " capacity"]
+    # Pairs of words, high and low, for data sets of more than 2^31 - 1 examples: JAX has no int64
+    # by default.
+    indices: Int[Array, " capacity"] | UInt[Array, "capacity 2"]
     size: Int[Array, ""]
 
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dpjax.data import Stream
 from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
+from dpjax.sampling import on_host
 from dpjax.training.in_memory import Steps
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
@@ -91,7 +92,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
 
 def _pieces(draw: Any, size: int) -> list[np.ndarray]:
     """The indices of a draw, one microbatch after the other."""
-    indices = np.asarray(draw.indices)[: int(draw.size)]
+    indices = on_host(draw)
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
