@@ -275,7 +275,7 @@ def test_the_order_of_clients_does_not_matter():
 
 
 @pytest.mark.slow
-@kills("sampling.py", "carry[0] < draw.size", "carry[0] + size <= draw.size", case="3", slow=True)
+@kills("sampling.py", "- which * size < draw.size", "+ size <= draw.size", case="3", slow=True)
 @kills(
     "training/step.py",
     "jnp.where(mask, recipe.sizes(rows), 0)",

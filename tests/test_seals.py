@@ -224,7 +224,10 @@ def test_a_row_of_a_stream_that_changed_is_refused(tmp_path, monkeypatch):
 
 
 @kills(
-    "training/run_folder.py", "min(len(data) // 8, self.furthest())", "len(data) // 8", slow=True
+    "training/run_folder.py",
+    "min(len(data) // 8, _furthest(self.path))",
+    "len(data) // 8",
+    slow=True,
 )
 def test_steps_that_were_not_released_may_run_otherwise(tmp_path, monkeypatch):
     """A run may die between two evaluations: the last steps ran, and no one saw them."""

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes change no result: one device, several devices, several processes."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import several_processes as processes
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from killable_runs import environment
+from mutation import kills
+
+from dpjax import meshes, noise
+from dpjax.checks import Refused
+from dpjax.gradients import batching
+
+KEY = jax.random.key(0)
+
+
+@kills("noise/normal.py", "z.imag, z.real)", "z.real, z.imag)")
+@kills("noise/normal.py", "start += math.prod(shape)", "start += 0")
+@kills("noise/normal.py", "second = place >= half", "second = place > half")
+@pytest.mark.parametrize("shapes", [[(3, 5)], [(), (2, 1023), (1, 2, 3)], [(7, 600), (0, 4)]])
+def test_numbers_that_are_drawn_in_parts_are_those_that_are_drawn_whole(shapes):
+    """Position by position, so a device needs no other device's numbers."""
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    whole = np.split(noise.standard_normal(KEY, (sum(sizes),)), np.cumsum(sizes)[:-1])
+    for part, shape, expected in zip(
+        noise.normal.normal_in_parts(KEY, shapes), shapes, whole, strict=True
+    ):
+        assert part.shape == shape
+        np.testing.assert_allclose(part.ravel(), expected, rtol=1e-6, atol=1e-7)
+
+
+@kills("gradients/batching.py", "kept = jnp.round(x / unit) * unit", "kept = x")
+@kills("gradients/batching.py", "- jnp.finfo(x.dtype).nmant)", "- jnp.finfo(x.dtype).nmant - 2)")
+def test_no_order_of_devices_changes_a_bit_of_the_sum():
+    shares = np.random.default_rng(1).uniform(-500, 500, (16, 400)).astype(np.float32)
+
+    @jax.jit
+    def join(shares):
+        each = jax.vmap(lambda x: batching._cut(x, 4096.0))
+        kept, rest = each(shares)
+        # One after the other, as a ring of devices adds.
+        return jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros(400), kept)[0], rest
+
+    kept, rest = join(shares)
+    for order in range(3):
+        again, _ = join(np.random.default_rng(order).permutation(shares))
+        np.testing.assert_array_equal(kept, again)
+    exact = np.sum(shares, axis=0, dtype=np.float64)
+    np.testing.assert_allclose(np.float64(kept) + np.sum(rest, axis=0), exact, atol=1e-8)
+
+
+def test_what_no_bound_limits_is_not_cut():
+    kept, rest = batching._cut(jnp.array([1e30, -3.0]), np.inf)
+    assert (kept.tolist(), rest.tolist()) == ([np.float32(1e30), -3.0], [0.0, 0.0])
+
+
+def test_parameters_are_split_along_their_longest_even_axis():
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    for shape, expected in {
+        (3, 768): PartitionSpec(None, "model"),
+        (1024, 64): PartitionSpec("model", None),
+        (64,): PartitionSpec(),  # small
+        (1023, 3): PartitionSpec(),  # odd
+    }.items():
+        assert meshes._spec(shape, mesh) == expected
+
+
+def test_a_mesh_is_the_given_one_else_the_one_in_force():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Explicit,))
+    assert meshes.of() is None
+    with jax.set_mesh(mesh):
+        assert meshes.of().axis_names == ("data",)
+    assert meshes.of(mesh).axis_types == (AxisType.Auto,)
+
+
+@pytest.mark.parametrize("text", ["data", "data:x", "data:64,model:64"])
+def test_a_mesh_that_is_none_is_answered(text):
+    with pytest.raises(ValueError, match=r"data:4|64 devices|4096 places"):
+        meshes.parse(text)
+
+
+def test_a_users_own_splitting_stays():
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    own = NamedSharding(mesh, PartitionSpec("data", None))
+    placed = meshes.placed({"w": jax.device_put(jnp.ones((2, 2)), own), "key": KEY}, mesh)
+    assert placed["w"].sharding.spec == own.spec
+    assert placed["key"].dtype == KEY.dtype
+
+
+@kills("meshes.py", "theirs[:, i] != theirs[0, i]", "theirs[:, i] != theirs[:, i]")
+def test_processes_that_differ_are_refused_by_name(monkeypatch):
+    """One of two processes has another key, as if each had drawn its own."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    facts = {"the key": "a", "the data": "b"}
+    other = {**facts, "the key": "c"}
+
+    def gathered(ours):
+        found = []
+        monkeypatch.setattr(meshes.multihost_utils, "process_allgather", found.append)
+        with pytest.raises(TypeError):
+            meshes.require_agreement("dpsgd", lambda: other)
+        return np.stack([ours, *found])
+
+    monkeypatch.setattr(meshes.multihost_utils, "process_allgather", gathered)
+    with pytest.raises(Refused, match=r"2 processes differ in the key; .*drew its own key"):
+        meshes.require_agreement("dpsgd", lambda: facts)
+
+
+@kills(
+    "training/dpsgd.py",
+    "meshes.require_agreement(name, lambda: facts_of(state))",
+    "pass",
+    slow=True,
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("fact", ["key", "data", "parameters"])
+def test_two_processes_of_two_runs_are_refused(tmp_path, fact):
+    started = processes.start(tmp_path / "run", 2, differs=fact)
+    codes, texts = processes.finish(started, tmp_path / "run")
+    assert all(codes)
+    assert all(f"processes differ in the {'root ' * (fact == 'key')}{fact}" in t for t in texts)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process on one device."""
+    return processes.run(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+
+
+def test_a_run_whose_process_is_killed_resumes_in_all_of_them(tmp_path, alone):
+    started = processes.start(tmp_path / "run", 2, stream=True, dies=8)
+    codes, texts = processes.finish(started, tmp_path / "run")
+    assert codes[1] == -9, texts
+    saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert 0 < max(saved) <= 8
+    # The other number of devices: what was saved is whole.
+    both = processes.run(tmp_path / "run", 2, stream=True)
+    for found in both:
+        np.testing.assert_allclose(found["params"], alone["params"], rtol=1e-5, atol=1e-6)
+        assert found["steps"] == alone["steps"] == [4, 8, 12]
+    # Each process read the rows of its own device: about half of those since the checkpoint.
+    counts = [found["rows read"] for found in both]
+    assert all(0 < count < 0.7 * sum(counts) for count in counts), counts
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_mesh(tmp_path, alone):
+    """Four processes that split parameters, then two with two devices each, then one."""
+    folder = tmp_path / "run"
+    started = processes.start(folder, 4, mesh="data:2,model:2", dies=8)
+    assert processes.finish(started, folder)[0][-1] == -9
+    started = processes.start(folder, 2, devices=2, mesh="data:1,model:4", dies=12)
+    assert processes.finish(started, folder)[0][-1] == -9
+    # The last row was seen by an evaluation, so its steps may not run under other numerics.
+    (found,) = processes.run(folder, 1, devices=4, mesh="data:1,model:4")
+    np.testing.assert_allclose(found["params"], alone["params"], rtol=1e-5, atol=1e-6)
+    assert found["held"] == ["(4, 128)"]
+
+
+TABLE = """
+import json, sys
+import jax
+jax.config.update("jax_num_cpu_devices", int(sys.argv[4]))
+import flax.linen as nn, jax.numpy as jnp, numpy as np, optax
+import dpjax
+from dpjax import losses, meshes, models
+from dpjax.clipping import by_layer, flat, grouped
+from small_mechanisms import mechanism_with
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Conv(8, (3, 3))(x.reshape(6, 6, 1)))
+        return nn.Dense(4)(nn.tanh(nn.Conv(128, (3, 3))(x)).mean((0, 1)))
+
+
+class Tokens(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        table = nn.Embed(64, 32)
+        h = table((4 * x[:12]).astype(int) % 64)
+        h = nn.LayerNorm()(h + nn.SelfAttention(4)(h[None])[0])
+        return table.attend(h.mean(0))[:4]
+
+
+rows = np.random.default_rng(0).normal(size=(40, 36)).astype(np.float32)
+data = rows, np.arange(40) % 4
+networks = {
+    "dense": models.MLP(features=(64, 64), classes=4),
+    "convolution": Convolutions(),
+    "Transformer, embedding": Tokens(),
+}
+table = {}
+for name in json.loads(sys.argv[1]):
+    model = networks[name]
+    params = jax.device_get(model.init(jax.random.key(0), rows[0])["params"])
+    for engine in json.loads(sys.argv[2]):
+        first = None
+        for text in ["", *json.loads(sys.argv[3])]:
+            mesh = meshes.parse(text) if text else jax.sharding.Mesh(jax.devices()[:1], ("data",))
+            mechanism = mechanism_with(40, 16, steps=2)
+            algorithm = dpjax.dpsgd(
+                losses.of(model, losses.cross_entropy), optax.adam(0.01), mechanism, data, engine,
+                microbatch_size=2, mesh=mesh,
+            )
+            state = algorithm.init(jax.random.key(1), params)
+            state, _ = algorithm.run(state, 2)
+            leaves = jax.tree.leaves(jax.device_get(state.params))
+            found = np.concatenate([np.ravel(x) for x in leaves])
+            first = found if first is None else first
+            if text:
+                table[f"{name} {engine} {text}"] = float(np.abs(found - first).max())
+print(json.dumps(table))
+"""
+
+
+def errors(networks, engines, texts, devices=8):
+    """The largest difference to one device of any parameter after two steps, by case."""
+    command = [sys.executable, "-c", TABLE, *map(json.dumps, (networks, engines, texts, devices))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_mesh_changes_no_parameter():
+    found = errors(["dense"], ["auto"], ["data:2,model:2"], devices=4)
+    assert max(found.values()) < 1e-6, found
+
+
+MESHES = ["data:8", "data:4,model:2", "data:2,model:4", "data:1,model:8"]
+
+
+@kills("gradients/layout.py", "if convolves or name", "if name", case="convolution-auto", slow=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["auto", "vmap", "scan"])
+@pytest.mark.parametrize("network", ["dense", "convolution", "Transformer, embedding"])
+def test_no_mesh_changes_a_parameter(network, engine):
+    found = errors([network], [engine], MESHES)
+    assert max(found.values()) < 1e-6, found
