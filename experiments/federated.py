@@ -28,6 +28,7 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import clipping, data, federated, losses, metrics, models, noise, reports, sampling
 from dpjax.cli.flag_checks import only_flags
+from dpjax.cli.mesh_flag import HELP, mesh_in_force
 
 _SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits and 20 clients.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")
@@ -56,6 +57,7 @@ _SEED = flags.DEFINE_integer(
     "seed", None, "Reproducible noise: anyone who knows the seed can subtract it."
 )
 _OUT = flags.DEFINE_string("out", None, "Folder of the run; an interrupted run resumes.")
+_MESH = flags.DEFINE_string("mesh", None, HELP)
 
 
 def owners_of(labels: np.ndarray, clients: int, concentration: float | None) -> np.ndarray:
@@ -129,6 +131,12 @@ _MINE |= {"server_momentum", "seed", "smoke"}
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+    with mesh_in_force(_MESH.value):
+        run()
+
+
+def run() -> None:
+    """Trains as the flags say, and prints what the guarantee is."""
     started = time.time()
     dataset = data.load("digits" if _SMOKE.value else "mnist", _DATA_DIR.value)
     count, rounds = (20, 5) if _SMOKE.value else (_CLIENTS.value, _ROUNDS.value)

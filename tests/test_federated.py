@@ -20,7 +20,7 @@ from dpjax import clipping, federated, ledger, noise, sampling, training, trees,
 from dpjax.federated import local, rounds
 from dpjax.federated.fedavg import recipe_of
 from dpjax.mechanism.card import spent_of
-from dpjax.training.in_memory import bound_to
+from dpjax.training.recipe import bound_to
 from dpjax.training.step import private_step
 from dpjax.types import State
 

@@ -12,6 +12,7 @@
 | `ledger` | the steps that ran, and a budget that refuses further ones | |
 | `gradients` | clipped sums of per-example gradients, by several engines | `clipped_grad` |
 | `training` | algorithms, and the loop that drives them | `dpsgd`, `fit` |
+| `meshes` | which devices share a run, of one process or of several | |
 | `federated` | algorithms that protect a client instead of an example | |
 | `checkpoints` | saves and restores a run's state, bit for bit | |
 | `reports` | privacy statement, privacy card, run report | `statement` |
@@ -50,6 +51,7 @@ __all__ = [
     "ledger",
     "losses",
     "mechanism",
+    "meshes",
     "metrics",
     "models",
     "noise",
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
         ledger,
         losses,
         mechanism,
+        meshes,
         metrics,
         models,
         noise,

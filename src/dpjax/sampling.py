@@ -398,8 +398,8 @@ def fold(
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
-    # By the first share's place: all shares take equally many trips, so that devices which meet
-    # inside a trip wait for no one in vain.
+    # By the first share's place: all shares take equally many trips, because a device that
+    # ends its loop early would leave the others waiting in a collective.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
         return carry[0] - which * size < draw.size
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpjax import checks, ledger, trees
+from dpjax import checks, ledger, meshes, trees
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
@@ -208,6 +208,7 @@ def recipe_of(
         entry=lambda key, step: trees.step_key(key, Purpose.LOCAL, step),
         weights=lambda step, params, example: example[1],
         microbatch_size=microbatch_size,
+        mesh=meshes.of(),
         sizes=lambda rows: rows.size,
     )
 

@@ -40,9 +40,9 @@ from dpjax.training.checks import (
     traced_loss,
     whole,
 )
-from dpjax.training.in_memory import bound_to, in_memory
+from dpjax.training.in_memory import in_memory
 from dpjax.training.info import Sums, mean_info, tell_of_unscored
-from dpjax.training.recipe import Recipe, example_of, layout_of
+from dpjax.training.recipe import Recipe, bound_to, example_of, layout_of
 from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,13 +57,11 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
     def several(
         state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
     ) -> tuple[State, Sums]:
-        here = bound_to(recipe, shared)
-
         # The trip count is an argument of the loop: no number of steps compiles a new program, and
         # a run is the same to the last bit however it is cut into dispatches.
         def body(i: Int[Array, ""], carry: tuple[State, Sums]) -> tuple[State, Sums]:
             state, seen = carry
-            state, sums = private_step(here, data, state)
+            state, sums = private_step(recipe, data, state, shared)
             return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
 
         none = no_sums(recipe.mechanism, state.params, Layout(1))
@@ -98,8 +95,3 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
         return [program(state).trace(state, data, shared, 1).jaxpr]
 
     return Steps(run, programs)
-
-
-def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
-    """The recipe with the shared arrays in its loss."""
-    return recipe if shared is None else recipe._replace(loss=partial(recipe.loss, shared))

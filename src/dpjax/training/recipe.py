@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,11 @@ class Recipe(NamedTuple):
             # In float32, like the table that was checked for positive values.
             return jnp.asarray(self.bound_schedule(state.step), jnp.float32)
         return state.bound_scale if self.mechanism.adaptive is not None else 1.0
+
+
+def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
+    """The recipe with the shared arrays in its loss."""
+    return recipe if shared is None else recipe._replace(loss=partial(recipe.loss, shared))
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:

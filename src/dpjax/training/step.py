@@ -8,7 +8,7 @@ Everything in `Sums` is secret. `release` is the one function that turns a sum i
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import (
     Recipe,
+    bound_to,
     extra_arguments,
     layout_of,
     reach_of,
@@ -30,13 +31,16 @@ from dpjax.training.recipe import (
 from dpjax.types import Draw, Key, Purpose, PyTree, State
 
 
-def private_step(recipe: Recipe, data: PyTree, state: State) -> tuple[State, Sums]:
+def private_step(
+    recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
+) -> tuple[State, Sums]:
     """One step of Algorithm 1 on data that lie on the device.
 
     Args:
       recipe: What the run does.
       data: Arrays with one row per example (or per client).
       state: The state before the step.
+      shared: What the loss takes before the parameters, if it needs arrays that are no rows.
 
     Returns:
       The state after the step, and the sums without the gradient.
@@ -45,11 +49,16 @@ def private_step(recipe: Recipe, data: PyTree, state: State) -> tuple[State, Sum
       ``state.params`` may be released. The sums may not.
     """
     draw = draw_step(recipe, state.key, state.step)  # line 3: sample
-    layout = layout_of(recipe, state.params, trees.one_row(data))
+    layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
-    seen = state._replace(optimizer=None)
-    sums = sum_over(partial(add_clipped, recipe), zero, layout, draw, data, seen, end_block)
+    seen = state._replace(optimizer=None), shared
+
+    def add(seen: Any, *rows_mask_sums: Any) -> Sums:
+        state, shared = seen
+        return add_clipped(bound_to(recipe, shared), state, *rows_mask_sums)
+
+    sums = sum_over(add, zero, layout, draw, data, seen, end_block)
     return release(recipe, layout, state, sums)  # lines 6 and 7: noise, mean, update
 
 

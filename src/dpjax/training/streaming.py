@@ -97,7 +97,7 @@ def _pieces(draw: Any, size: int) -> list[np.ndarray]:
 
 
 class Placed:
-    """Puts the rows of a batch on the devices of a layout: of each process, those that it reads.
+    """Puts the rows of a batch on the devices of a layout: each process reads its own.
 
     Args:
       layout: The devices.

@@ -14,6 +14,7 @@ from absl import flags
 
 from dpjax import data, models, schedules
 from dpjax.cli.flag_checks import in_range
+from dpjax.cli.mesh_flag import HELP
 from dpjax.cli.train.build import LOSSES, OPTIMIZERS
 
 # Flags of its own, not absl's global ones: tests and other programs parse them several times in one
@@ -133,6 +134,7 @@ _whole("evaluations", 20, "Number of evaluations during the run.", 1)
 # --- the run and its folder ---
 
 _whole("seed", None, "Reproducible noise: anyone who knows the seed can subtract it.")
+_text("mesh", None, HELP)
 _text("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
 _yes_no("overwrite", False, "Delete the run that is in the folder first.")
 _text(
@@ -145,7 +147,7 @@ _whole("save_every", None, "Steps between checkpoints; by default 5 minutes.", 1
 _yes_no("report", True, "Write report.html and its figures.")
 
 # Flags that may differ between two calls of one and the same run.
-_ELSEWHERE = {"out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report"}
+_ELSEWHERE = {"out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh"}
 
 
 def settings(given: flags.FlagValues) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import data, features, losses, noise, reports, training
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
 from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import settings
@@ -47,7 +48,8 @@ def run(given: flags.FlagValues) -> None:
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
     started = time.time()
     try:
-        execute(given, plan(given), started)
+        with mesh_in_force(given.mesh):
+            execute(given, plan(given), started)
     except dpjax.ledger.Refused as refused:
         sys.exit(
             f"{refused}\nGive another --out, --overwrite to delete the run that is there, or "
