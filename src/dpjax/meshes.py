@@ -48,9 +48,8 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     Returns:
       The mesh with automatic axes, or None for a run that `dpjax.gradients.layout` places.
     """
-    if mesh is None:
-        found = jax.sharding.get_mesh()
-        mesh = None if found.empty else found
+    if mesh is None and not jax.sharding.get_abstract_mesh().empty:
+        mesh = jax.sharding.get_mesh()
     if mesh is None and jax.process_count() > 1:
         mesh = Mesh(np.array(jax.devices()), ("data",))
     # Explicit axes would ask the loss for the sharding of every reshape.
