@@ -178,6 +178,7 @@ def show(figure: str) -> str:
     kinds = _LOSS.value or kinds
     rows, results = baseline.SMALL if paper_runs.SMOKE.value else ROWS, paper_runs.results()
     if paper_runs.SMOKE.value:  # the first of each swept family
+        which = which or "pixels"
         kinds = [next(of) for _, of in itertools.groupby(kinds, lambda k: k.rstrip(".0123456789"))]
     lines, drawn = [], []
     for name, row in rows.items():

@@ -232,7 +232,9 @@ def best_tenth(
     """The average triplet of the best tenth of a sweep, beside the printed one."""
     best = sorted(scores, key=lambda triplet: -scores[triplet])[: max(1, round(len(scores) / 10))]
     average = ", ".join(f"{part:.2f}" for part in np.mean(best, axis=0))
-    words = "" if printed is None else f" (the paper: {', '.join(f'{part:.2f}' for part in printed)})"
+    words = (
+        "" if printed is None else f" (the paper: {', '.join(f'{part:.2f}' for part in printed)})"
+    )
     return f"the best tenth has on average s, T, o = {average}{words}"
 
 

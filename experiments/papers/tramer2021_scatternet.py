@@ -71,7 +71,7 @@ ROWS = {
 }
 SMALL = {
     "digits pixels": Row("digits", "mlp", 256, 2.0, 16, 3.0, "", float("nan")),
-    "digits wavelets": Row("digits", "scatter_linear", 256, 2.0, 16, 3.5, "data", float("nan")),
+    "digits wavelets": Row("digits", "scatter_linear", 256, 0.5, 16, 3.5, "data", float("nan")),
 }
 MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two for thresholds
 
