@@ -8,7 +8,7 @@
 
 A run that is in the files does not run again, and a killed one resumes from its checkpoints, so
 the same command continues after every interruption.  `common/paper_commands.py` has the list.
-Rows of CIFAR-10 are those of lossless files; rows of JPEG copies do not count.
+Rows of CIFAR-10 need lossless files; rows of JPEG copies do not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dpjax.cli.flag_checks import only_flags
 HERE = pathlib.Path(__file__).resolve().parent
 _LIST = flags.DEFINE_bool("list", False, "Print the commands with done and missing runs.")
 _ONLY = flags.DEFINE_list("only", None, "Papers, such as liu2021; all by default.")
-_MINUTES = flags.DEFINE_float("minutes", None, "Start no run after so many minutes.", 0)
+_MINUTES = flags.DEFINE_float("minutes", None, "Start no run after this number of minutes.", 0)
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Commands side by side, each on one core.", 1)
 _RESULTS = flags.DEFINE_string("results", str(HERE / "results"), "Folder of the JSON files.")
 _CHECKPOINTS = flags.DEFINE_string("checkpoints", "runs/papers", "Folder of unfinished runs.")

@@ -373,7 +373,7 @@ def test_without_clipping_a_logistic_regression_has_no_bias():
     for found in some:
         assert abs(found.excess) < 1e-6
         assert found.excess_limit == 0
-    # All on one side: without the ball both would go on, at different rates.
+    # All on one side: without the ball both grow without end, at different rates.
     found = diagnostics.tempered_bias(np.ones((4, 1)), np.ones(4), 2.0, 0.05, radius=0.5, steps=30)
     assert abs(found.excess) < 1e-6
     assert found.excess_limit == pytest.approx(2 * (2 - 0.05) * 2 * 0.5, rel=1e-5)

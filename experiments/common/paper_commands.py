@@ -2,8 +2,8 @@
 """The commands that fill the results of five papers, in order of value.
 
 A command names the rows that it fills, so that `reproduce.py` counts what is missing without
-running anything; a test holds the names to those that the binary gives.  First come claims that
-are cheap to check, then CIFAR-10, then sweeps.  Figures that are not here draw rows that are.
+running anything; a test compares these names with the binary's.  Claims that are cheap to check
+come first, then CIFAR-10, then sweeps.  All other figures draw rows of these commands.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few
 OUT = flags.DEFINE_string("out", None, "JSON file of results; rows in it do not run again.")
 RUNS = flags.DEFINE_string("runs", None, "Folder for checkpoints, from which a killed run resumes.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
-MINUTES = flags.DEFINE_float("minutes", None, "Start no run after so many minutes, and end.", 0)
+MINUTES = flags.DEFINE_float("minutes", None, "End before the first run that starts this late.", 0)
 
 PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
 

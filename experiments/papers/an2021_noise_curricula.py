@@ -197,9 +197,7 @@ def schedules_drawn(figure: str) -> None:
     """Figures 1 and 2: the multiplier by epoch, falling or rising; nothing is trained."""
     trend = {"1": "down", "2": "up"}[figure]
     curves = {
-        name: np.asarray(
-            [float(curriculum(epochs=EPOCHS, steps_per_epoch=1)(epoch)) for epoch in range(EPOCHS)]
-        )
+        name: schedules.values(curriculum(epochs=EPOCHS, steps_per_epoch=1), EPOCHS)
         for name, curriculum in schedules.CURRICULA.items()
         if name.endswith(trend)
     }
@@ -215,12 +213,12 @@ def correlation(points: list[tuple[float, list[float]]]) -> None:
     points = sorted(point for point in points if math.isfinite(point[0]))
     x = np.log([epsilon for epsilon, _ in points])
     means = np.asarray([np.mean(accuracies) for _, accuracies in points])
-    found = scipy.stats.linregress(x, means)
+    found, (slope, intercept) = scipy.stats.pearsonr(x, means), np.polyfit(x, means, 1)
     print(
-        f"Figure 4: correlation of accuracy and log epsilon {found.rvalue:.3f}, p-value "
+        f"Figure 4: correlation of accuracy and log epsilon {found.statistic:.3f}, p-value "
         f"{found.pvalue:.3g} (the paper: 0.848, 0.016)"
     )
-    fit = (found.intercept + found.slope * x)[:, None]
+    fit = (intercept + slope * x)[:, None]
     drawn = {"mean over seeds": (x, means[:, None]), "least squares": (x, fit)}
     draw(multi_panel_figure.Panel("figure 4", "log epsilon (rdp)", "test accuracy, %", drawn))
 

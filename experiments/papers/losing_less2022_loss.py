@@ -83,7 +83,7 @@ class Job:
     """A row, its data, and its runs."""
 
     def __init__(self, name: str, row: baseline.Row, results: paper_runs.Results) -> None:
-        # Tables 1 and 2, the networks on pixels, are those of the code.
+        # The networks on pixels, tables 1 and 2, do not differ from the code.
         self.as_printed = _AS_PRINTED.value and row.model in ("scatter_cnn", "scatter_cifar_cnn")
         self.name, self.row, self.results = name, row, results
         self.title = name + ", as printed" * self.as_printed

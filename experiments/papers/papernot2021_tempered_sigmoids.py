@@ -139,7 +139,7 @@ class Job:
 
         @jax.jit
         def norms(params: Any) -> dict[str, Any]:
-            _, kept = model.apply({"params": params}, images, mutable=["preactivations"])
+            kept: Any = model.apply({"params": params}, images, mutable=["preactivations"])[1]
             first = kept["preactivations"]["hidden"][0].reshape(len(images), -1)
             sides = {"first layer": first, "first activations": activation(first)}
             return {name: jnp.linalg.norm(h, axis=1).mean() for name, h in sides.items()}
@@ -199,8 +199,8 @@ def table_bias() -> list[list[str]]:
     """Theorem 1 and equation 4: excess risk and largest gradient by T, on odd and even digits."""
     x, y = data.load("digits").train
     z = np.asarray(x, np.float32).reshape(len(x), -1)
-    z /= np.linalg.norm(z, axis=1).max()
-    parity = np.where(np.asarray(y) % 2, 1.0, -1.0)
+    z = jnp.asarray(z / np.linalg.norm(z, axis=1).max())
+    parity = jnp.where(jnp.asarray(y) % 2, 1.0, -1.0)
     lines = []
     for temperature in (0.5, 1.0, 1.5, 2.0, 4.0, 8.0):
         found = diagnostics.tempered_bias(z, parity, temperature, BOUND, radius=RADIUS)
