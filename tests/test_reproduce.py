@@ -17,7 +17,7 @@ import dpjax
 SHAPES = {"mnist": (60_000, 28, 28, 1), "fashion_mnist": (60_000, 28, 28, 1)}
 SHAPES |= {"cifar10": (50_000, 32, 32, 3)}
 KINDS = ("paper", "rdp", "pld")
-FOUND = {"accuracy": 90.0, "deviation": 1.0, "core_seconds": 1.0}
+FOUND = {"deviation": 1.0, "core_seconds": 1.0}
 LOOK = {"accuracy": 0.9, "epsilon": 1.0, "step": 1, "norm": 1.0, "loss": 1.0}
 
 
@@ -55,7 +55,8 @@ def test_commands_name_the_rows_that_they_fill(paper, monkeypatch, imported):
 
     def of(self, row, seed, run):
         asked.append((row, seed))
-        return {**FOUND, "way": [LOOK] * 60}
+        # No two alike, since figure 4 correlates them.
+        return {**FOUND, "accuracy": 90 + len(asked) / 1000, "way": [LOOK] * 60}
 
     monkeypatch.setattr(dpjax.data, "load", zeros)
     monkeypatch.setattr(runs.Results, "of", of)
