@@ -678,7 +678,7 @@ def test_seeds_without_a_curve_are_left_out_of_a_figure(imported, monkeypatch, t
     drawn.clear()
     assert len(paper.curves([Job()], "5")) == 2
     assert not drawn
-    assert "mnist tanh: 2 seeds have no first activations" in capsys.readouterr().out
+    assert "mnist tanh: 2 seeds kept no curve of first activations" in capsys.readouterr().out
 
 
 def test_the_best_tenth_of_a_sweep(imported):

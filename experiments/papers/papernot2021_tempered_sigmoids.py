@@ -255,7 +255,7 @@ def curves(jobs: list[Job], figure: str) -> list[list[str]]:
         # Early runs were kept without their curves, or without the norm of activations.
         ways = [each["way"] for each in found if each["way"] and y in each["way"][0]]
         if len(ways) < len(found):
-            print(f"{job.title} {title}: {len(found) - len(ways)} seeds have no {y}.")
+            print(f"{job.title} {title}: {len(found) - len(ways)} seeds kept no curve of {y}.")
         if ways:
             values = [[row[y] for row in way] for way in ways]
             drawn[f"{job.name} {title}"] = [row[x] for row in ways[0]], np.transpose(values)
