@@ -40,11 +40,13 @@ SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few
 OUT = flags.DEFINE_string("out", None, "JSON file of results; rows in it do not run again.")
 RUNS = flags.DEFINE_string("runs", None, "Folder for checkpoints, from which a killed run resumes.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
+MINUTES = flags.DEFINE_float("minutes", None, "End before the first run that starts this late.", 0)
 
 PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
 
 DELTA = 1e-5
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
+_STARTED = time.monotonic()
 _LEFT_OUT = {"examples_per_second", "delta", "private"}
 
 Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
@@ -70,6 +72,9 @@ class Results:
         row = self.mark + row
         self._read()
         if str(seed) not in self.content["rows"].get(row, {}):
+            if MINUTES.value is not None and time.monotonic() - _STARTED >= 60 * MINUTES.value:
+                print(f"--minutes={MINUTES.value:g} are over; {row}, seed {seed}, waits.")
+                raise SystemExit(0)
             folder = None if self.runs is None else self.runs / file_name(f"{row}, seed {seed}")
             started, fresh = time.process_time(), folder is None or not folder.exists()
             found = _numbers(run(seed, folder))

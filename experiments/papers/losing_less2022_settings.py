@@ -77,7 +77,7 @@ _LOSSES |= {name: lambda _, beta=beta: huber(beta) for name, beta in _HUBERS.ite
 _GRID = {"threshold": range(0, 11, 2), "beta": (1, 11, 51, 101, 191), "gamma": (0, 1, 2, 5, 10)}
 
 BOTH = ("CE", "all")
-PARTS = ("CE", "SSE", "SSE+CE", "SSE+focal", "all", "all, 1/beta")
+PARTS = ("CE", "SSE", "SSE+CE", "SSE+focal", "all")
 ERRORS = ("SSE", "SAE", *_HUBERS)
 SWEPT = tuple(f"all, {field}={value}" for field, values in _GRID.items() for value in values)
 

@@ -70,8 +70,8 @@ ROWS = {
     "cifar wavelets cnn": Row("cifar10", "scatter_cifar_cnn", 8192, 4, 60, 5.67, "data", 69.3),
 }
 SMALL = {
-    "digits pixels": Row("digits", "mlp", 256, 0.5, 2, 1.5, "", float("nan")),
-    "digits wavelets": Row("digits", "scatter_linear", 256, 0.5, 2, 3.0, "data", float("nan")),
+    "digits pixels": Row("digits", "mlp", 256, 2.0, 16, 3.0, "", float("nan")),
+    "digits wavelets": Row("digits", "scatter_linear", 256, 0.5, 16, 3.5, "data", float("nan")),
 }
 MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two for thresholds
 
