@@ -35,8 +35,9 @@ from dpjax import clipping, data, models, sampling, schedules
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import an2021_pictures as pictures
 import an2021_scorers as scorers
-from common import paper_runs
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
@@ -147,9 +148,9 @@ def smaller(row: Row, dataset: data.Dataset) -> Row:
 
 def show(
     table: str, dataset: data.Dataset, results: paper_runs.Results
-) -> list[tuple[float, float]]:
-    """Prints a table; returns (epsilon, accuracy) of its rows."""
-    lines, points = [], []
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Prints a table; returns the runs of its rows, with their epsilon."""
+    lines, by_name = [], {}
     rows = list(rows_of(table, dataset))
     for name, row in rows:
         seeds, ran = range(paper_runs.SEEDS.value), row
@@ -163,10 +164,10 @@ def show(
         printed = ("" if math.isnan(x) else f"{x:g}" for x in (row.accuracy, row.epsilon))
         lines.append([name, paper_runs.spread(accuracies), *printed, *shown])
         if accuracies:
-            points.append((two["rdp"], float(np.mean(accuracies))))
+            by_name[name] = [{**each, "rdp": two["rdp"]} for each in found]
     head = ["noise", "here", "paper", "its epsilon", "rdp-classic", "rdp", "pld"]
     print(f"Table {table}\n{paper_runs.table(head, lines)}\n", flush=True)
-    return points
+    return by_name
 
 
 def main(argv: list[str]) -> None:
@@ -175,14 +176,18 @@ def main(argv: list[str]) -> None:
     dataset = data.load("digits" if paper_runs.SMOKE.value else "mnist", paper_runs.DATA_DIR.value)
     results = paper_runs.results()
     wanted = [_TABLE.value] if _TABLE.value else ["3"] if _FIGURE.value else ["2", "3"]
-    points = [point for table in wanted for point in show(table, dataset, results)]
+    found = {name: runs for table in wanted for name, runs in show(table, dataset, results).items()}
+    points = [(runs[0]["rdp"], np.mean([r["accuracy"] for r in runs])) for runs in found.values()]
     finite = [(math.log(e), a) for e, a in points if math.isfinite(e)]
     if not {"4", "sound"} & set(wanted):
-        found = scipy.stats.pearsonr(*zip(*finite, strict=True))
+        test = scipy.stats.pearsonr(*zip(*finite, strict=True))
         print(
-            f"Figure 4: correlation of accuracy and log epsilon {found.statistic:.3f}, p-value "
-            f"{found.pvalue:.3g} (the paper: 0.848, 0.016)"
+            f"Figure 4: correlation of accuracy and log epsilon {test.statistic:.3f}, p-value "
+            f"{test.pvalue:.3g} (the paper: 0.848, 0.016)"
         )
+    if _FIGURE.value and paper_runs.PLOT.value:
+        drawn = pictures.FIGURES[_FIGURE.value].panels("", found)
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
     print(
         "The paper's epsilons are the column rdp: its conversion is the improved one. They hold "
         "for Poisson batches and gradients that are clipped one by one, which is what runs here."

@@ -30,7 +30,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import optax
 from absl import app, flags, logging
 
@@ -39,7 +38,8 @@ from dpjax import clipping, data, models, sampling
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import paper_runs
+import liu2021_pictures as pictures
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> None:
     names = TABLES[_TABLE.value or "1"] if not paper_runs.SMOKE.value else ["digits"]
     if paper_runs.SMOKE.value and _TABLE.value == "4":
         names = ["digits", "organsmnist"]  # organsmnist is absent, to show how that is reported
-    results, lines, drawn = paper_runs.results(), [], {}
+    results, lines, drawn = paper_runs.results(), [], []
     for name in names:
         try:
             rows = rows_of(name, results)
@@ -161,12 +161,10 @@ def main(argv: list[str]) -> None:
             print(f"{name}: skipped. {missing}")
             continue
         lines += [line(row, SETTINGS[name]) for row in rows]
-        x = "epsilon" if _FIGURE.value == "4" else "step"
-        y = "loss" if _FIGURE.value == "2" else "accuracy"
-        for row in rows if _FIGURE.value else ():
-            ways = [each["way"] for each in row["found"]]
-            values = [[at[y] for at in way] for way in ways]
-            drawn[row["words"]] = [at[x] for at in ways[0]], np.transpose(values)
+        for printed in SETTINGS[name].steps if _FIGURE.value else ():
+            at = {r["words"].partition(" ")[2]: r["found"] for r in rows if r["printed"] == printed}
+            if at:
+                drawn += pictures.FIGURES[_FIGURE.value].panels(f"{name} at {printed:g}", at)
     print(paper_runs.table(["way", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
     print(
         "The paper's epsilon takes one example to move the sum by the bound, as for flat clipping; "
@@ -174,7 +172,7 @@ def main(argv: list[str]) -> None:
         "the improved conversion; this table has it by the older one, as all others."
     )
     if _FIGURE.value and paper_runs.PLOT.value:
-        paper_runs.plot(paper_runs.PLOT.value, x, y, drawn)
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from dpjax import activations, clipping, data, diagnostics, models, sampling
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import paper_runs
+import papernot2021_pictures as pictures
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
@@ -177,20 +178,16 @@ def figure_2(jobs: list[Job]) -> list[list[str]]:
 
 def curves(jobs: list[Job], figure: str) -> list[list[str]]:
     """Figures 3 to 5: accuracy by epsilon, gradient and activation norms by step."""
-    x, y = {"3": ("epsilon", "accuracy"), "4": ("step", "norm"), "5": ("step", "first layer")}[
-        figure
-    ]
-    drawn, lines = {}, []
-    for job, (words, (act, private)) in itertools.product(jobs, asked().items()):
-        if figure == "3" and not private:
-            continue
-        found = job.runs(words, act, private=private)
-        ways = [each["way"] for each in found if each["way"]]
-        values = [[row[y] for row in way] for way in ways]
-        drawn[f"{job.name} {words}"] = [row[x] for row in ways[0]], np.transpose(values)
-        lines.append(job.line(words, found, None, private))
+    drawn, lines = [], []
+    for job in jobs:
+        found = {}
+        for words, (act, private) in asked().items():
+            if private or figure != "3":
+                found[words] = job.runs(words, act, private=private)
+                lines.append(job.line(words, found[words], None, private))
+        drawn += pictures.FIGURES[figure].panels(job.title, found)
     if paper_runs.PLOT.value:
-        paper_runs.plot(paper_runs.PLOT.value, x, y, drawn)
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
     return lines
 
 
