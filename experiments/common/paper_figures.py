@@ -106,11 +106,11 @@ def logged(x: str, y: str, words: tuple[str, str], scale: float = 1.0) -> Draw:
 
 
 def series(runs: Sequence[Mapping[str, Any]], x: str, y: str, scale: float = 1.0) -> Any:
-    """Places and values ``[points, seeds]`` of the logs; None if no seed has a log.
+    """Places and values ``[points, seeds]`` of the logs; None if no seed has logged the value.
 
     Seeds whose log has other places than the first one's are left out.
     """
-    ways = [each["way"] for each in runs if each.get("way")]
+    ways = [each["way"] for each in runs if each.get("way") and y in each["way"][0]]
     places = [[row[x] for row in way] for way in ways]
     alike = [way for way, place in zip(ways, places, strict=True) if place == places[0]]
     if not alike:

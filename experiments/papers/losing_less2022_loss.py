@@ -31,7 +31,7 @@ import jax
 import optax
 from absl import app, flags, logging
 
-from dpjax import accounting, clipping, data, models
+from dpjax import clipping, data, models
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -99,11 +99,7 @@ class Job:
 
     def early(self) -> tuple[float, int]:
         """A small epsilon that the paper names, and the epochs within it."""
-        most = 1.5 if "pixels" in self.name else 2.0
-        rows = (self.row._replace(epochs=n) for n in range(1, self.row.epochs + 1))
-        events = (claimed(row, self.dataset.examples) for row in rows)
-        spent = [accounting.epsilon(event, paper_runs.DELTA, "rdp-classic") for event in events]
-        return most, sum(epsilon < most for epsilon in spent)
+        return settings.early(self.name, self.row, self.dataset.examples)
 
     def lines(self, found: epoch_probes.Found) -> Iterator[list[str]]:
         """Rows of the table that is printed with every figure."""

@@ -88,8 +88,12 @@ FIGURES = {
     ),
     "5": Figure(
         "Norms of the first convolution's activations: with ReLU the norms grow under DP-SGD, with "
-        "tanh they stay bounded. Here the norms are of pre-activations, which tanh does not bound.",
-        [logged("step", "first layer", ("step", "norm of pre-activations"))],
+        "tanh they stay bounded. Older rows have norms of pre-activations alone, which tanh does "
+        "not bound.",
+        [
+            logged("step", "first activations", ("step", "norm of activations")),
+            logged("step", "first layer", ("step", "norm of pre-activations")),
+        ],
         **_FOUR,
         command="--figure=5 --seeds=1",
     ),
