@@ -61,6 +61,7 @@ def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
                 continue
             axes.set_title("\n".join(filter(None, (panel.title, seeds_of(panel)))), fontsize=7)
             axes.set(xlabel=panel.x, ylabel=panel.y, xscale=panel.x_scale, yscale=panel.scale)
+            _ticks(axes)
             if panel.counts is None:
                 _lines(axes, panel, looks)
             else:
@@ -110,6 +111,19 @@ def _names_in_a_row(names: Iterable[str], width: float) -> int:
     """How many names of a legend fit beside each other, at 7 points."""
     longest = max(map(len, names), default=1)
     return max(1, int(width / (0.06 * longest + 0.5)))
+
+
+def _ticks(axes: Any) -> None:
+    """Few ticks, so that labels do not meet in a small panel; plain numbers on logarithmic axes."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=6))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
+        elif axis.get_scale() == "linear":
+            axes.locator_params(axis.axis_name, nbins=5)
 
 
 def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> None:
