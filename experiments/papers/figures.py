@@ -29,14 +29,14 @@ from dpjax.cli.flag_checks import only_flags
 
 RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
 PAPERS = ("papernot2021", "losing_less2022", "liu2021", "bu2023", "an2021")
-SHOWN = 6  # rows that were not run, of which a caption names the first
+SHOWN = 6  # a caption names the first of the rows that were not run
 PAGE = """\
 # Gallery
 
 The figures of the five papers, drawn by `python experiments/papers/figures.py` from the JSON files
 in `experiments/results` when this page is built. A line is the median of its seeds, a band runs
-from the smallest to the largest, and epsilon is that of what ran here. Verdicts are those of
-[the results](results.md)."""
+from the smallest to the largest, and epsilon is that of what ran here. Verdicts come
+from [the results](results.md)."""
 
 
 class Drawn(NamedTuple):
