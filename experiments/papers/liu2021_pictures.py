@@ -20,7 +20,7 @@ ROWS = (
     one_of("title", DATASETS, COPY)
     + r" (?P<line>(?:flat|paper|equal|full).*), (?P<length>\d+ steps)"
 )
-_AT = {"titles": DATASETS, "rows": ROWS}
+_AT: dict[str, Any] = {"titles": DATASETS, "rows": ROWS}
 _ACCURACY = "test accuracy, %"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from common.multi_panel_figure import Panel
@@ -49,7 +50,7 @@ def swept(title: str, found: Found) -> list[Panel]:
     ]
 
 
-def _kinds(*kinds: str) -> Mapping[str, object]:
+def _kinds(*kinds: str) -> Mapping[str, Any]:
     line = f"(?P<line>(?:{'|'.join(map(re.escape, kinds))}))"
     return {
         "titles": DATASETS,

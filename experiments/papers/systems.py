@@ -142,7 +142,7 @@ def liu2021(rows: Mapping[str, Any]) -> Found:
             way, groups = match[3] or "flat", int(match[4] or 1)
             nominal = paper.mechanism_of(setting, "flat", 1, size, steps).event
             ran = paper.mechanism_of(setting, way, groups, size, steps)
-            printed = next((p for p, length in setting.steps.items() if length == steps), None)
+            printed = next((p for p, length in setting.steps.items() if length == steps), 0.0)
             method = paper.METHODS.get(printed, "rdp-classic")
             costs[of] = paper_runs.figures(paper_runs.epsilons(ran, nominal, convention=method))
     for name, setting in paper.SETTINGS.items():
