@@ -670,14 +670,17 @@ def test_seeds_without_a_curve_are_left_out_of_a_figure(imported, monkeypatch, t
         def line(self, *cells):
             return list(cells)
 
-    drawn = {}
-    monkeypatch.setattr(paper.paper_runs, "plot", lambda *given: drawn.update(given[-1]))
+    drawn = []
+    monkeypatch.setattr(paper.multi_panel_figure, "draw", lambda _, panels: drawn.extend(panels))
     FLAGS(["paper", "--kind=tanh", "--kind=ReLU", f"--plot={tmp_path}/a.png"])
     assert len(paper.curves([Job()], "3")) == 2
-    assert {name: np.shape(values) for name, (_, values) in drawn.items()} == {"mnist tanh": (2, 1)}
+    (panel,) = drawn
+    assert panel.title == "mnist"
+    assert {name: np.shape(values) for name, (_, values) in panel.lines.items()} == {"tanh": (2, 1)}
     drawn.clear()
     assert len(paper.curves([Job()], "5")) == 2
-    assert not drawn
+    (panel,) = drawn
+    assert panel.y == "norm of pre-activations", "early runs have no other"
     assert "mnist tanh: 2 seeds kept no curve of first activations" in capsys.readouterr().out
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import flags
 
@@ -32,8 +31,6 @@ from common.search_space import file_name
 from dpjax import accounting, data, losses, metrics, training
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.train.classifier import train
-from dpjax.reports import style
-from dpjax.reports.figure_output import png
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
@@ -209,17 +206,6 @@ def trained(
         "deviation": float(jnp.nanstd(by_class)),
         "way": way if evaluations > 1 else [],
     }
-
-
-def plot(path: str, x: str, y: str, lines: Mapping[str, tuple[Any, Any]]) -> None:
-    """Draws lines, each the mean of its rows ``[points, seeds]`` with their range, to a PNG."""
-    with style.style():
-        figure = style.canvas()
-        axes = style.panel(figure, x, y)
-        for (name, (places, values)), color in zip(lines.items(), style.SERIES, strict=False):
-            style.band(axes, np.asarray(places), np.asarray(values), color, name)
-        style.legend(axes)
-        pathlib.Path(path).write_bytes(png(figure))
 
 
 def spread(numbers: Sequence[float]) -> str:

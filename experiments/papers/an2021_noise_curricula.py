@@ -23,7 +23,7 @@ import dataclasses
 import math
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from dpjax import clipping, data, models, sampling, schedules
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import an2021_pictures as pictures
 import an2021_scorers as scorers
 from common import multi_panel_figure, paper_runs
 
@@ -171,9 +172,9 @@ def smaller(row: Row, dataset: data.Dataset) -> Row:
 
 def show(
     table: str, dataset: data.Dataset, results: paper_runs.Results
-) -> list[tuple[float, list[float]]]:
-    """Prints a table; returns (epsilon, accuracies) of its rows."""
-    lines, points = [], []
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Prints a table; returns the runs of its rows, with their epsilon."""
+    lines, by_name = [], {}
     rows = list(rows_of(table, dataset))
     for name, row in rows:
         seeds, ran = range(paper_runs.SEEDS.value), row
@@ -187,46 +188,39 @@ def show(
         printed = ("" if math.isnan(x) else f"{x:g}" for x in (row.accuracy, row.epsilon))
         lines.append([name, paper_runs.spread(accuracies), *printed, *shown])
         if accuracies:
-            points.append((two["rdp"], accuracies))
+            by_name[name] = [{**each, "rdp": two["rdp"]} for each in found]
     head = ["noise", "here", "paper", "its epsilon", "rdp-classic", "rdp", "pld"]
     print(f"Table {table}\n{paper_runs.table(head, lines)}\n", flush=True)
-    return points
+    return by_name
 
 
 def schedules_drawn(figure: str) -> None:
     """Figures 1 and 2: the multiplier by epoch, falling or rising; nothing is trained."""
-    trend = {"1": "down", "2": "up"}[figure]
-    curves = {
-        name: schedules.values(curriculum(epochs=EPOCHS, steps_per_epoch=1), EPOCHS)
-        for name, curriculum in schedules.CURRICULA.items()
-        if name.endswith(trend)
-    }
+    (panel,) = pictures.FIGURES[figure].panels("", {})
     some = (0, 4, 9, 14, 19)
-    lines = [[name, *(f"{curve[epoch]:.3f}" for epoch in some)] for name, curve in curves.items()]
+    lines = [
+        [name, *(f"{values[epoch, 0]:.3f}" for epoch in some)]
+        for name, (_, values) in panel.lines.items()
+    ]
     print(paper_runs.table(["schedule", *(f"epoch {epoch}" for epoch in some)], lines))
-    drawn = {name: (range(EPOCHS), curve[:, None]) for name, curve in curves.items()}
-    draw(multi_panel_figure.Panel(f"figure {figure}", "epoch", "noise multiplier", drawn))
+    draw([panel])
 
 
-def correlation(points: list[tuple[float, list[float]]]) -> None:
-    """Figure 4: accuracy by log epsilon, and the line of least squares."""
-    points = sorted(point for point in points if math.isfinite(point[0]))
-    x = np.log([epsilon for epsilon, _ in points])
-    means = np.asarray([np.mean(accuracies) for _, accuracies in points])
-    found, (slope, intercept) = scipy.stats.pearsonr(x, means), np.polyfit(x, means, 1)
+def correlation(found: Mapping[str, list[Mapping[str, Any]]]) -> None:
+    """What figure 4 shows, in numbers."""
+    points = [(runs[0]["rdp"], np.mean([r["accuracy"] for r in runs])) for runs in found.values()]
+    finite = [(math.log(e), a) for e, a in points if math.isfinite(e)]
+    test = scipy.stats.pearsonr(*zip(*finite, strict=True))
     print(
-        f"Figure 4: correlation of accuracy and log epsilon {found.statistic:.3f}, p-value "
-        f"{found.pvalue:.3g} (the paper: 0.848, 0.016)"
+        f"Figure 4: correlation of accuracy and log epsilon {test.statistic:.3f}, p-value "
+        f"{test.pvalue:.3g} (the paper: 0.848, 0.016)"
     )
-    fit = (intercept + slope * x)[:, None]
-    drawn = {"mean over seeds": (x, means[:, None]), "least squares": (x, fit)}
-    draw(multi_panel_figure.Panel("figure 4", "log epsilon (rdp)", "test accuracy, %", drawn))
 
 
-def draw(panel: multi_panel_figure.Panel) -> None:
+def draw(panels: Sequence[multi_panel_figure.Panel]) -> None:
     """Draws a figure to the file of --plot."""
-    if _FIGURE.value and paper_runs.PLOT.value:
-        multi_panel_figure.draw(paper_runs.PLOT.value, [panel])
+    if paper_runs.PLOT.value:
+        multi_panel_figure.draw(paper_runs.PLOT.value, panels)
 
 
 def main(argv: list[str]) -> None:
@@ -242,9 +236,11 @@ def main(argv: list[str]) -> None:
     dataset = data.load("digits" if paper_runs.SMOKE.value else "mnist", paper_runs.DATA_DIR.value)
     results = paper_runs.results()
     wanted = [_TABLE.value] if _TABLE.value else ["3"] if _FIGURE.value else ["2", "3"]
-    points = [point for table in wanted for point in show(table, dataset, results)]
+    found = {name: runs for table in wanted for name, runs in show(table, dataset, results).items()}
     if not {"4", "sound"} & set(wanted):
-        correlation(points)
+        correlation(found)
+    if _FIGURE.value:
+        draw(pictures.FIGURES[_FIGURE.value].panels("", found))
     print(
         "The paper's epsilons are the column rdp: its conversion is the improved one. They hold "
         "for Poisson batches and gradients that are clipped one by one, which is what runs here."

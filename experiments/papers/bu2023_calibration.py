@@ -36,36 +36,22 @@ import bu2023_networks as networks
 import bu2023_pictures as pictures
 import bu2023_regressions as regressions
 import bu2023_settings as settings
-from bu2023_pictures import BINS
+from bu2023_pictures import BINS, FOUR
 from bu2023_settings import LARGE, MIXED, PLAIN, SMALL, SWEEP
-from common import paper_runs
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
-FIGURES = {  # figure: task and what is drawn
-    "2": ("", "confidence"),
-    "3": ("cifar10", "bounds"),
-    "4": ("cifar10", "curves"),
-    "5": ("cifar10", "reliability"),
-    "6": ("mnist", "curves"),
-    "6-right": ("mnist", "bounds"),
-    "7": ("mnist", "reliability"),
-    "8": ("snli", "curves"),
-    "9": ("snli", "reliability"),
-    "11": ("cifar10", "of the right class"),
-    "12": ("snli", "of the right class"),
-}
 PRINTED = {  # ECE and MCE in per cent, table 2
     "cifar10": {PLAIN: (1.3, 54.8), SMALL: (0.9, 58.6), LARGE: (1.1, 27.5)},
     "mnist": {PLAIN: (0.4, 49.3), SMALL: (2.3, 56.2), LARGE: (0.7, 33.4)},
     "snli": {PLAIN: (13.0, 34.7), SMALL: (22.0, 62.5), MIXED: (17.6, 28.9)},
 }
-FOUR = (PLAIN, SMALL, LARGE, MIXED)
 RULES = (SMALL, LARGE, "global, large R", "automatic", "normalised")
 RULES += ("layerwise, small R", "layerwise, large R", settings.THEIRS)
 
 _TABLE = flags.DEFINE_enum("table", None, ["1", "2", "clippings"], "Which table; 2 by default.")
-_FIGURE = flags.DEFINE_enum("figure", None, ["1", "10", *FIGURES], "Which figure.")
+_FIGURE = flags.DEFINE_enum("figure", None, list(pictures.FIGURES), "Which figure.")
 _TASKS = flags.DEFINE_list("tasks", ["mnist"], "Tasks of table 2, of clippings and of figure 2.")
 
 
@@ -147,20 +133,20 @@ def lines_of(
 
 def show(results: paper_runs.Results) -> str:
     """The table or figure of classifiers that the flags name."""
-    task, what = FIGURES[_FIGURE.value] if _FIGURE.value else ("", "")
+    drawing = pictures.FIGURES[_FIGURE.value] if _FIGURE.value else None
     names = RULES if _TABLE.value == "clippings" else FOUR
-    if what == "bounds":
+    if drawing and not drawing.lines:
         names = tuple(f"R = {bound:g}" for bound in SWEEP)
     if paper_runs.SMOKE.value:
         names = names[-2:]
-    lines, drawn = [], {}
-    tasks = [task] if task else _TASKS.value
-    for each in tasks:
-        more, found = lines_of(each, names, results)
+    lines, drawn = [], []
+    alone = drawing is not None and len(drawing.titles) == 1
+    for task in drawing.titles if alone else _TASKS.value:
+        more, found = lines_of(task, names, results)
         lines += more
-        drawn |= {f"{each} {n}" if len(tasks) > 1 else n: runs for n, runs in found.items()}
-    if what and paper_runs.PLOT.value:
-        pictures.draw(paper_runs.PLOT.value, what, drawn)
+        drawn += drawing.panels(task, found) if drawing else []
+    if drawing and paper_runs.PLOT.value:
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
     head = ["data", "clipping", "accuracy", "NLL", "ECE %", "MCE %", "paper's ECE, MCE"]
     return paper_runs.table([*head, *settings.EPSILONS], lines)
 

@@ -14,12 +14,13 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
+import bu2023_pictures as pictures
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import paper_runs
+from common import multi_panel_figure, paper_runs
 
 import dpjax
 from dpjax import clipping, data, diagnostics, models, sampling
@@ -123,25 +124,23 @@ def figure_1(results: paper_runs.Results) -> str:
     model = models.MLP(features=(32,), activation=nn.relu)
     sampler = sampling.full(dataset.examples)
 
-    def loss(bound: float, noise: float, rate: float, seed: int) -> float:
+    def run(bound: float, noise: float, rate: float, seed: int) -> tuple[str, Any]:
         steps = round(time / rate)
         ran = dpjax.Mechanism(
             sampling=sampler, clipping=clipping.flat(bound), noise_multiplier=noise, steps=steps
         )
         train = partial(paper_runs.trained, dataset, model, ran, optax.sgd(rate), evaluations=2)
-        return results.of(f"digits R={bound} {noise} at {rate} over {steps}", seed, train)["way"][
-            -1
-        ]["nll"]
+        row = f"R={bound} {noise} at {rate} over {steps}"
+        return row, results.of(f"digits {row}", seed, train)
 
-    drawn: dict[str, Any] = {}
-    for seed, rate in itertools.product(seeds, rates):
-        still = loss(1.0, 0.0, rate, seed)
-        gaps = {f"noise {z:g}": abs(loss(1.0, z, rate, seed) - still) for z in noises}
-        gaps["clipping"] = abs(loss(math.inf, 0.0, rate, seed) - still)
-        for name, gap in gaps.items():
-            drawn.setdefault(name, {}).setdefault(rate, []).append(gap)
+    sides = [(1.0, 0.0), *((1.0, noise) for noise in noises), (math.inf, 0.0)]
+    found: dict[str, list[Any]] = {}
+    for seed, rate, side in itertools.product(seeds, rates, sides):
+        name, ran = run(*side, rate, seed)
+        found.setdefault(name, []).append(ran)
+    (panel,) = pictures.gaps("digits", found)
     if paper_runs.PLOT.value:
-        lines = {n: (list(rates), [by[r] for r in rates]) for n, by in drawn.items()}
-        paper_runs.plot(paper_runs.PLOT.value, "step size", "change of the test loss", lines)
-    rows = [[n, *(f"{np.mean(by[r]):.4f}" for r in rates)] for n, by in drawn.items()]
+        multi_panel_figure.draw(paper_runs.PLOT.value, [panel])
+    rates = sorted(rates)
+    rows = [[n, *(f"{np.mean(gap):.4f}" for gap in gaps)] for n, (_, gaps) in panel.lines.items()]
     return paper_runs.table(["what moves the test loss", *(f"step {r:g}" for r in rates)], rows)

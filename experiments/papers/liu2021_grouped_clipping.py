@@ -37,7 +37,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import numpy as np
 import optax
 from absl import app, flags, logging
 
@@ -46,7 +45,8 @@ from dpjax import clipping, data, models, sampling
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import paper_runs
+import liu2021_pictures as pictures
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
@@ -211,9 +211,7 @@ def main(argv: list[str]) -> None:
             "itself depends on the data, and epsilon is infinite. The paper's figure is the "
             'column "epsilon, paper\'s"; --ways=equal is what holds at it.'
         )
-    results, lines, drawn = paper_runs.results(), [], {}
-    x = "epsilon" if _FIGURE.value == "4" else "step"
-    y = "loss" if _FIGURE.value == "2" else "accuracy"
+    results, lines, shown = paper_runs.results(), [], {}
     for trial in trials():
         try:
             rows = list(rows_of(trial, results))
@@ -221,12 +219,9 @@ def main(argv: list[str]) -> None:
             print(f"{trial.dataset}: skipped. {missing}")
             continue
         lines += [line(row, SETTINGS[trial.dataset]) for row in rows]
-        for row in rows if _FIGURE.value else ():
-            ways = [each["way"] for each in row["found"]]
-            values = [[at[y] for at in way] for way in ways]
-            # Two printed epsilons of one way are two lines.
-            title = f"{row['words']}, printed {row['printed']:g}"
-            drawn[title] = [at[x] for at in ways[0]], np.transpose(values)
+        for row in rows:  # trials of one data set and length share a panel
+            title, way = f"{trial.dataset} at {row['printed']:g}", row["words"].partition(" ")[2]
+            shown.setdefault(title, {})[way] = row["found"]
     lines.append(["any, smooth noise", "refused, see --smooth", "", "", "inf", "inf"])
     print(paper_runs.table(["way", "here", "paper", "epsilon, paper's", "rdp", "pld"], lines))
     print(
@@ -235,7 +230,9 @@ def main(argv: list[str]) -> None:
         "the improved conversion; this table has it by the older one, as all others."
     )
     if _FIGURE.value and paper_runs.PLOT.value:
-        paper_runs.plot(paper_runs.PLOT.value, x, y, drawn)
+        figure = pictures.FIGURES[_FIGURE.value]
+        drawn = [panel for title, found in shown.items() for panel in figure.panels(title, found)]
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
 
 
 if __name__ == "__main__":

@@ -31,46 +31,22 @@ import jax
 import optax
 from absl import app, flags, logging
 
-from dpjax import accounting, clipping, data, models
+from dpjax import clipping, data, models
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import losing_less2022_pictures as pictures
 import losing_less2022_settings as settings
 import tramer2021_scatternet as baseline
 from common import epoch_probes, multi_panel_figure, paper_runs
-from common.epoch_probes import accuracy, confusion, cosines, gradients, layers, sharpness, swept
-from losing_less2022_settings import BOTH, ERRORS, PARTS, ROWS, SWEPT, UNPRIVATE, Choice, claimed
+from losing_less2022_pictures import THREE
+from losing_less2022_settings import ROWS, UNPRIVATE, Choice, claimed
 
 from dpjax.cli.flag_checks import only_flags
 
 _TABLE = flags.DEFINE_enum("table", None, ["5"], "All settings (tables 5, 6) and their costs.")
 
-MNIST, CIFAR = "(mnist|digits) pixels", "(cifar|digits) pixels"
-WEIGHTS, HIDDEN = "weights", "preactivations"
-ENDS = (layers(HIDDEN, -1), layers(WEIGHTS, -1), gradients(1), cosines)
-INNER = (layers(WEIGHTS, 1, -1), layers(HIDDEN, 1, -1))
-NORMS = gradients(1, 5, 10, 29, 39)
-THREE = (*BOTH, UNPRIVATE)
-FIGURES: dict[str, tuple[str, Sequence[str], Sequence[epoch_probes.Draw]]] = {
-    # Rows by pattern, losses, and the panels to draw.
-    "": ("", BOTH, [accuracy]),
-    "1": (CIFAR, BOTH, ENDS),
-    "2": (MNIST, BOTH, [sharpness]),
-    "3": ("pixels", BOTH, [accuracy]),
-    "4": ("wavelets", BOTH, [accuracy]),
-    "5": ("(cifar|fashion|digits) pixels", BOTH, INNER),
-    "6": (CIFAR, BOTH, [NORMS]),
-    "7": ("pixels", BOTH, [cosines]),
-    "8": (CIFAR, THREE, [confusion]),
-    "9": ("", PARTS, [accuracy]),
-    "10": ("pixels", SWEPT, [swept]),
-    "11": ("pixels", BOTH, [layers(WEIGHTS)]),
-    "12": ("pixels", BOTH, [layers(HIDDEN)]),
-    "13": ("pixels", THREE, [confusion]),
-    "14": ("pixels", BOTH, [NORMS]),
-    "15": ("pixels", ERRORS, [accuracy]),
-}
-_FIGURE = flags.DEFINE_enum("figure", None, list(FIGURES)[1:], "Which figure.")
+_FIGURE = flags.DEFINE_enum("figure", None, list(pictures.FIGURES)[1:], "Which figure.")
 _LOSS = flags.DEFINE_multi_string(
     "loss", None, "A loss in place of the figure's, such as 'all, 1/beta'; several may be given."
 )
@@ -133,11 +109,7 @@ class Job:
 
     def early(self) -> tuple[float, int]:
         """A small epsilon that the paper names, and the epochs within it."""
-        most = 1.5 if "pixels" in self.name else 2.0
-        rows = (self.row._replace(epochs=n) for n in range(1, self.row.epochs + 1))
-        events = (claimed(row, self.dataset.examples) for row in rows)
-        spent = [accounting.epsilon(event, paper_runs.DELTA, "rdp-classic") for event in events]
-        return most, sum(epsilon < most for epsilon in spent)
+        return settings.early(self.name, self.row, self.dataset.examples)
 
     def lines(self, found: epoch_probes.Found) -> Iterator[list[str]]:
         """Rows of the table that is printed with every figure."""
@@ -174,19 +146,18 @@ def table_5() -> str:
 
 def show(figure: str) -> str:
     """Runs the rows of a figure, draws it, and returns its accuracies."""
-    which, kinds, draws = FIGURES[figure]
-    kinds = _LOSS.value or kinds
-    rows, results = baseline.SMALL if paper_runs.SMOKE.value else ROWS, paper_runs.results()
-    if paper_runs.SMOKE.value:  # the first of each swept family
-        which = which or "pixels"
+    drawing, results = pictures.FIGURES[figure], paper_runs.results()
+    rows, kinds, titles = ROWS, list(_LOSS.value or drawing.lines), drawing.titles
+    if paper_runs.SMOKE.value:  # one row of digits, and the first of each swept family
+        rows, titles = baseline.SMALL, [re.sub(r"\w+ (\w+) cnn", r"digits \1", titles[0])]
         kinds = [next(of) for _, of in itertools.groupby(kinds, lambda k: k.rstrip(".0123456789"))]
     lines, drawn = [], []
     for name, row in rows.items():
-        if re.search(which, name) and any(w in name for w in flags.FLAGS.rows or [""]):
+        if name in titles and any(w in name for w in flags.FLAGS.rows or [""]):
             job = Job(name, row, results)
             found = job.found(kinds)
             lines += job.lines(found)
-            drawn += [panel for draw in draws for panel in draw(name, found)]
+            drawn += drawing.panels(job.title, found)
     if paper_runs.PLOT.value:
         multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
     return paper_runs.table(["row", "loss", "here", "here, early", "paper", *COSTS], lines)

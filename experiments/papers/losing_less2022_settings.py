@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tramer2021_scatternet as baseline
+from common import paper_runs
 
-from dpjax import losses
+from dpjax import accounting, losses
 
 
 class Choice(NamedTuple):
@@ -48,6 +49,14 @@ PRINTED = {  # the best of five runs; and while epsilon is below 1.5 (pixels) or
 def claimed(row: baseline.Row, examples: int) -> Any:
     """What the paper's curves account for."""
     return baseline.claimed(row if "cifar" in row.dataset else row._replace(scaled=""), examples)
+
+
+def early(name: str, row: baseline.Row, examples: int) -> tuple[float, int]:
+    """A small epsilon that the paper names for a row, and the epochs within it."""
+    most = 1.5 if "pixels" in name else 2.0
+    events = (claimed(row._replace(epochs=n), examples) for n in range(1, row.epochs + 1))
+    spent = [accounting.epsilon(event, paper_runs.DELTA, "rdp-classic") for event in events]
+    return most, sum(epsilon < most for epsilon in spent)
 
 
 def mixed(threshold: float, gamma: float) -> losses.ExampleLoss:

@@ -39,7 +39,8 @@ from dpjax import activations, clipping, data, diagnostics, models, sampling
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from common import paper_runs
+import papernot2021_pictures as pictures
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
@@ -240,27 +241,21 @@ def best_tenth(
 
 def curves(jobs: list[Job], figure: str) -> list[list[str]]:
     """Figures 3 to 5: accuracy by epsilon, gradient and activation norms by step."""
-    x, y = {
-        "3": ("epsilon", "accuracy"),
-        "4": ("step", "norm"),
-        "5": ("step", "first activations"),
-    }[figure]
-    drawn, lines = {}, []
-    for job, (words, (act, private)) in itertools.product(jobs, asked().items()):
-        if figure == "3" and not private:
-            continue
-        found = job.runs(words, act, private=private)
-        title = words + job.words
-        lines.append(job.line(title, found, None, private))
-        # Early runs were kept without their curves, or without the norm of activations.
-        ways = [each["way"] for each in found if each["way"] and y in each["way"][0]]
-        if len(ways) < len(found):
-            print(f"{job.title} {title}: {len(found) - len(ways)} seeds kept no curve of {y}.")
-        if ways:
-            values = [[row[y] for row in way] for way in ways]
-            drawn[f"{job.name} {title}"] = [row[x] for row in ways[0]], np.transpose(values)
+    drawn, lines = [], []
+    y = {"3": "accuracy", "4": "norm", "5": "first activations"}[figure]
+    for job in jobs:
+        found = {}
+        for words, (act, private) in asked().items():
+            if private or figure != "3":
+                found[words] = job.runs(words, act, private=private)
+                lines.append(job.line(words + job.words, found[words], None, private))
+                # Early runs were kept without their curves, or without the norm of activations.
+                bare = sum(not each["way"] or y not in each["way"][0] for each in found[words])
+                if bare:
+                    print(f"{job.title} {words + job.words}: {bare} seeds kept no curve of {y}.")
+        drawn += pictures.FIGURES[figure].panels(job.title + job.words, found)
     if paper_runs.PLOT.value and drawn:
-        paper_runs.plot(paper_runs.PLOT.value, x, y, drawn)
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
     return lines
 
 
