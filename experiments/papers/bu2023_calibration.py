@@ -170,7 +170,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     results = paper_runs.results()
     if _TABLE.value == "1":
-        print(bu2023_limits.table_1())
+        print(bu2023_limits.table_1(results))
         print("Found in how many random networks; (yes) and (no): whether it is guaranteed.")
         return
     if _FIGURE.value == "1":
