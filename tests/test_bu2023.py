@@ -188,7 +188,7 @@ def test_the_rate_of_langevin_dynamics_gives_the_noise_that_is_claimed(algorithm
 def test_every_kind_of_algorithm_learns_digits(row, tmp_path):
     kept = tmp_path / "results.json"
     out = run_binary.run("papers/bu2023_algorithms.py", "--smoke", f'--rows="{row}"', "--out", kept)
-    ((name, accuracy, *_),) = rows(out.stdout)
+    ((name, _, accuracy, *_),) = rows(out.stdout)
     assert name == row
     assert float(accuracy.split()[0]) > 80
     assert list(json.loads(kept.read_text())["rows"]) == [f"smoke: algorithms {row}"]
