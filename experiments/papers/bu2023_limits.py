@@ -5,6 +5,11 @@ In that limit the loss falls along a matrix H C that need not be symmetric or po
 of the paper lists the properties that are guaranteed.  Here they are measured on small random
 networks, from the matrices and by descending in small steps without noise.  A property without a
 guarantee may still hold in every network that was tried.
+
+  result    every guaranteed property held in 50 of 50 networks, except that the loss did not come
+            near 0 in one network, nor in 16 under small flat bounds; small bounds lose symmetry
+            always.  Smaller steps shrink what noise moves, from 0.009 to 0.003 of the test loss (5
+            seeds), and leave what clipping moves, 0.18
 """
 
 from __future__ import annotations
