@@ -6,8 +6,8 @@
   time      about 60 core seconds a run, 10 to 20 of the perceptron with exact norms; JL adds 20 for
             its accountant.  Three seeds of the whole table: about 2 core hours
   command   python experiments/papers/bu2023_algorithms.py --seeds=3
-  figures   experiments/results/bu2023.json, rows that begin with "algorithms"; --rows=JL, --rows=Fed
-            or --rows='"Adam, global"' select some, and --smoke trains four on digits
+  figures   experiments/results/bu2023.json, rows that begin with "algorithms"; --rows=JL or
+            --rows='"Adam, global"' selects some, and --smoke trains four on digits
 
 The paper names these algorithms (theorem 3, algorithms 1 to 4) and prints no figures for them.
 Every row costs epsilon 2.38 at delta 1e-5 by PLD, that of MNIST in table 2, in ten epochs: 2,344
