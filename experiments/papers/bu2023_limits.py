@@ -5,6 +5,11 @@ In that limit the loss falls along a matrix H C that need not be symmetric or po
 of the paper lists the properties that are guaranteed.  Here they are measured on small random
 networks, from the matrices and by descending in small steps without noise.  A property without a
 guarantee may still hold in every network that was tried.
+
+  result    every guaranteed property held in 50 of 50 networks, except that the loss did not come
+            near 0 in one network, nor in 16 under small flat bounds; small bounds lose symmetry
+            always.  Smaller steps shrink what noise moves, from 0.009 to 0.003 of the test loss (5
+            seeds), and leave what clipping moves, 0.18
 """
 
 from __future__ import annotations
@@ -88,9 +93,10 @@ def _descend(layerwise: bool, steps: int, bound: Any, batch: Any, key: Any) -> t
     return matrix, jax.lax.scan(step, params, length=steps)[1]
 
 
-def measured(row: Row, trials: int, steps: int) -> list[int]:
+def measured(row: Row, trials: int, steps: int, seed: int, folder: Any) -> dict[str, int]:
     """In how many networks each property of the table was found."""
-    keys = jax.random.split(jax.random.key(0), trials)
+    del folder  # a row takes a minute, and starts from its beginning
+    keys = jax.random.split(jax.random.key(seed), trials)
     matrices, ways = _descend(row.layerwise, steps, row.bound, row.batch, keys)
     found = np.zeros(len(COLUMNS), int)
     for matrix, way in zip(np.asarray(matrices), np.asarray(ways, np.float64), strict=True):
@@ -98,18 +104,18 @@ def measured(row: Row, trials: int, steps: int) -> list[int]:
         rises = np.diff(way) > 1e-5 * way[:-1] + 1e-7 * way[0]
         settled = np.ptp(way[-steps // 10 :]) < 0.01 * way[0]
         found += [*kinds[3:], settled, not rises.any(), way[-1] < 0.01 * way[0]]
-    return found.tolist()
+    return {"networks": trials, **dict(zip(COLUMNS, found.tolist(), strict=True))}
 
 
-def table_1() -> str:
+def table_1(results: paper_runs.Results) -> str:
     """How often each property was found, and whether it is guaranteed."""
     trials, steps = (10, 200) if paper_runs.SMOKE.value else (TRIALS, STEPS)
     lines = []
     for name, row in TABLE_1.items():
-        counts = measured(row, trials, steps)
+        counts = results.of(f"kernel {name}", 0, partial(measured, row, trials, steps))
         words = [
-            f"{count}/{trials} ({'yes' if sure == 'y' else 'no'})"
-            for count, sure in zip(counts, row.guaranteed, strict=True)
+            f"{counts[column]}/{trials} ({'yes' if sure == 'y' else 'no'})"
+            for column, sure in zip(COLUMNS, row.guaranteed, strict=True)
         ]
         lines.append([name, *words])
     return paper_runs.table(["clipping", *COLUMNS], lines)
