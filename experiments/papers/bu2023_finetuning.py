@@ -86,7 +86,7 @@ LINEAR = "linear"
 PARTS = {"bias-only": r"bias$|^head/", "lora": r"^lora/|^head/", "full": ""}
 # A linear layer's gradient is at most 2 for inputs of length 1, so a bound of 2 clips nothing.
 ROWS = {
-    "cifar10 linear": Row("cifar10", LINEAR, 4096, 200, "sgd", 4.0, 0.1, 2.0),
+    "cifar10 linear": Row("cifar10", LINEAR, 4096, 200, "sgd", 32.0, 0.1, 2.0),
     "sst2 linear": Row("sst2", LINEAR, 4096, 200, "sgd", 8.0, 0.1, 2.0),
     "sst2 bias-only": Row("sst2", "bias-only", 256, 300, "adamw", 5e-3, 0.1, 20.0),
     "sst2 lora": Row("sst2", "lora", 256, 300, "adamw", 1e-3, 0.1, 20.0),
@@ -153,7 +153,7 @@ def _small(row: Row) -> data.Dataset:
 
 
 def model_of(row: Row, seed: int) -> Any:
-    """A linear layer, or a network of which a part is trained."""
+    """A linear layer, or a network that is trained in part."""
     if row.part == LINEAR:
         return models.by_name("linear", dataset_of(row).classes)
     small: dict[str, Any] = {"vocabulary": 50, "width": 16, "depth": 1, "heads": 2}
