@@ -172,7 +172,7 @@ def features_of(images: np.ndarray, side: int, folder: str | None, directory: st
         shape = jax.ShapeDtypeStruct((side, side, 3), jnp.float32)
         params = load(content, jax.eval_shape(model.init, jax.random.key(0), shape)["params"])
 
-        def of_image(image: Array) -> Array:
+        def of_image(image: Array) -> Any:
             resized = jax.image.resize(image, (side, side, 3), "linear")
             return model.apply({"params": params}, (resized - MEAN) / SCALE)
 

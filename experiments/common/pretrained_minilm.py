@@ -73,7 +73,7 @@ class WithAdapters:
         }
         return {"params": {**self.network.init(key, x)["params"], "lora": lora}}
 
-    def apply(self, variables: Any, x: Any) -> Array:
+    def apply(self, variables: Any, x: Any) -> Any:
         """The logits of a text or a batch."""
         params = dict(variables["params"])
         lora = params.pop("lora")
