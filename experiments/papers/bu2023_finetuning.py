@@ -3,7 +3,7 @@
 
   result    not run yet at full size
   time      of one core: features 3 minutes (images) and 8 (phrases), kept for all linear rows; a
-            step of bias-only or lora 6 s, so 30 minutes a run of 300 steps
+            step of bias-only or lora 6 s, of full 10 s: 30 and 50 minutes a run
   command   python experiments/papers/bu2023_finetuning.py --rows=linear --weights=FOLDER --seeds=3
   figures   experiments/results/finetuning.json
 
