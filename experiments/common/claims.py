@@ -58,6 +58,11 @@ class Judged(NamedTuple):
     theirs: list[float]  # of the row that it is compared with
     verdict: str
 
+    @property
+    def spent(self) -> str:
+        """By which name `systems.json` has the epsilons of the row, or of its first epochs."""
+        return (self.row or "") + f", {self.claim.at} epochs" * bool(self.claim.at)
+
 
 def judged(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
     """The verdict of a claim, by the rule of this file."""

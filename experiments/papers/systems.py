@@ -30,6 +30,7 @@ from common import paper_runs
 from common.claims import Claim
 from common.paper_figures import COPY
 
+from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import only_flags
 
 RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
@@ -40,6 +41,8 @@ WORDS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "fashion": "FashionM
 WORDS |= {"cifar10": "CIFAR-10", "cifar": "CIFAR-10", "california_housing": "California housing"}
 WORDS |= {"wine_quality": "wine quality", "snli": "SNLI", "pathmnist": "PathMNIST"}
 WORDS |= {f"organ{view}mnist": f"Organ{view.upper()}MNIST" for view in "acs"}
+WORDS |= {"sst2": "SST-2"}
+_CALIBRATES = "ECE with a large bound below that with a small one"
 Costs = dict[str, list[str]]  # of rows: the paper's epsilon, by RDP, by PLD
 Found = tuple[Costs, list[Claim]]
 
@@ -115,6 +118,11 @@ def losing_less2022(rows: Mapping[str, Any]) -> Found:
             if matches([rf"{name}(, as printed)?{COPY} .*"], of) and "without privacy" not in of
         }
         most, epochs = paper.early(name, row, size)
+        start = row._replace(epochs=epochs)
+        two = paper_runs.epsilons(baseline.mechanism_of(start, size), paper.claimed(start, size))
+        for of in rows:
+            if matches(both(name, " .*"), of) and "without privacy" not in of:
+                costs[f"{of}, {epochs} epochs"] = paper_runs.figures(two)
         sides = {kind: both(name, f" {re.escape(kind)}") for kind in ("all", "CE", "SSE+focal")}
         for kind in ("all", "CE"):
             late, _, early = paper.PRINTED.get((name, kind), "").partition(";")
@@ -200,6 +208,7 @@ def an2021(rows: Mapping[str, Any]) -> Found:
 
 def bu2023(rows: Mapping[str, Any]) -> Found:
     """Calibration errors under small and large bounds, and errors of the regressions."""
+    import bu2023_algorithms as algorithms
     import bu2023_calibration as paper
     import bu2023_settings as settings
 
@@ -221,7 +230,7 @@ def bu2023(rows: Mapping[str, Any]) -> Found:
     for way, published in ((settings.SMALL, 96), (settings.LARGE, 95)):  # in section 5.4
         claims.append(Claim(f"MNIST: accuracy, {way}", [f"mnist {way}"], published))
     ours, than = ["mnist large R"], ["mnist small R"]
-    claim = Claim("MNIST: ECE with a large bound below that with a small one", ours, "above")
+    claim = Claim(f"MNIST: {_CALIBRATES}", ours, "above")
     compared.append(claim._replace(than=than, measure="ece", lower=True))
     shape = {"layer": {"kernel": jnp.zeros(1)}}  # bounds of layers are not read
     for name in ("california_housing", "wine_quality"):
@@ -231,7 +240,38 @@ def bu2023(rows: Mapping[str, Any]) -> Found:
         ours, than = ([f"{name} {way} squared_error"] for way in (settings.LARGE, settings.SMALL))
         claim = Claim(f"{WORDS[name]}: large R level with small R", ours, "level", than=than)
         compared.append(claim._replace(measure="mse", lower=True))
-    return costs, claims + compared
+    for optimizer in algorithms.OPTIMIZERS:
+        ours, than = ([f"algorithms {optimizer}, flat, {way} R"] for way in ("large", "small"))
+        words = f"MNIST, 10 epochs of {optimizer}: {_CALIBRATES}"
+        compared.append(Claim(words, ours, "above", than=than, measure="ece", lower=True))
+    return costs | _stated(rows), claims + compared
+
+
+def finetuning(rows: Mapping[str, Any]) -> Found:
+    """Calibration and accuracy of pretrained networks, which stand in for the paper's."""
+    import bu2023_finetuning as paper
+
+    compared = []
+    for name, epsilon in itertools.product(paper.ROWS, paper.EPSILONS):
+        ours, than = ([paper.titled(name, epsilon, way)] for way in (paper.LARGE, paper.SMALL))
+        dataset, part = name.split(" ", 1)
+        words = f"{WORDS[dataset]}, {part}, epsilon {epsilon:g}"
+        claim = Claim(f"{words}: {_CALIBRATES}", ours, "above", than=than)
+        compared.append(claim._replace(measure="ece", lower=True))
+        system = f"{words}: accuracy with a large bound level with that with a small one"
+        compared.append(Claim(system, ours, "level", than=than))
+    return _stated(rows), compared
+
+
+def _stated(rows: Mapping[str, Any]) -> Costs:
+    """Epsilons of rows whose runs hold them; the paper prints none for these."""
+    costs: Costs = {}
+    for of, runs in rows.items():
+        run = next(iter(runs.values()))
+        if "pld" in run and "not private" not in of:
+            bounds = (run["rdp"], run["pld"])  # RDP has none for norms from projections
+            costs[of] = ["", *("" if bound is None else upwards(bound, ".4g") for bound in bounds)]
+    return costs
 
 
 def matches(patterns: list[str], row: str) -> bool:
@@ -240,7 +280,8 @@ def matches(patterns: list[str], row: str) -> bool:
 
 
 PAPERS: dict[str, Callable[[Mapping[str, Any]], Found]] = {
-    of.__name__: of for of in (tramer2021, papernot2021, losing_less2022, liu2021, an2021, bu2023)
+    of.__name__: of
+    for of in (tramer2021, papernot2021, losing_less2022, liu2021, an2021, bu2023, finetuning)
 }
 
 
@@ -249,7 +290,7 @@ def collected(paper: str) -> dict[str, Any]:
     flags.FLAGS.mark_as_parsed()
     rows = json.loads((RESULTS / f"{paper}.json").read_text())["rows"]
     costs, claims = PAPERS[paper](rows)
-    ran = {of: cost for of, cost in costs.items() if of in rows}
+    ran = {of: cost for of, cost in costs.items() if re.sub(r", \d+ epochs$", "", of) in rows}
     return {"epsilons": ran, "claims": [claim._asdict() for claim in claims]}
 
 
