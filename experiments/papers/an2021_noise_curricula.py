@@ -210,7 +210,7 @@ def correlation(found: Mapping[str, list[Mapping[str, Any]]]) -> None:
     """What figure 4 shows, in numbers."""
     points = [(runs[0]["rdp"], np.mean([r["accuracy"] for r in runs])) for runs in found.values()]
     finite = [(math.log(e), a) for e, a in points if math.isfinite(e)]
-    test = scipy.stats.pearsonr(*zip(*finite, strict=True))
+    test: Any = scipy.stats.pearsonr(*zip(*finite, strict=True))
     print(
         f"Figure 4: correlation of accuracy and log epsilon {test.statistic:.3f}, p-value "
         f"{test.pvalue:.3g} (the paper: 0.848, 0.016)"

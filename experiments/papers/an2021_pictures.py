@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import scipy.stats
@@ -42,7 +43,8 @@ def by_epsilon(title: str, found: Found) -> list[Panel]:
     accuracies = {name: [each["accuracy"] for each in runs] for name, runs in known.items()}
     logs = np.log(list(epsilons.values()))
     means = [float(np.mean(values)) for values in accuracies.values()]
-    test, fit = scipy.stats.pearsonr(logs, means), np.polyfit(logs, means, 1)
+    test: Any = scipy.stats.pearsonr(logs, means)
+    fit = np.polyfit(logs, means, 1)
     lines = {
         words: (
             [epsilon for name, epsilon in epsilons.items() if ("constant" in name) == constant],
