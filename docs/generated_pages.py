@@ -2,12 +2,14 @@
 """Pages of the documentation that are made from other files of the project.
 
 mkdocs calls `on_files` before it builds: the public names of each room, the notebooks, the results,
-CONTRIBUTING.md and CHANGELOG.md become pages without a second copy in the repository.
+CONTRIBUTING.md and CHANGELOG.md become pages without a second copy in the repository.  Figures of
+the papers are drawn from the committed results, in 20 seconds.
 """
 
 import ast
 import json
 import pathlib
+import sys
 
 from mkdocs.structure.files import File
 
@@ -29,6 +31,13 @@ def on_files(files, config):
     for path in sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb")):
         page = notebook_page(json.loads(path.read_text()))
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
+    sys.path[:0] = [str(ROOT / "experiments"), str(ROOT / "experiments" / "papers")]
+    import figures
+
+    page, pictures = figures.gallery()
+    files.append(File.generated(config, "gallery.md", content=page))
+    for name, picture in pictures.items():
+        files.append(File.generated(config, f"gallery/{name}", content=picture))
     return files
 
 

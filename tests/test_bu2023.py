@@ -130,3 +130,65 @@ def test_rates_follow_bounds(paper):
         optimizer, _ = paper.moves(setting, paper.SMALL, bound)
         moved, _ = optimizer.update(bound * gradient, optimizer.init(gradient))
         assert jnp.allclose(moved, -0.15)
+
+
+@pytest.fixture(scope="module")
+def algorithms():
+    """The binary of all algorithms, imported as a module."""
+    with run_binary.importing() as import_binary:
+        yield import_binary("bu2023_algorithms")
+
+
+def mechanisms(algorithms):
+    """What runs in each row, at the length of the table."""
+    sizes = {"example": algorithms.EXAMPLES, "user": algorithms.USERS}
+    return {
+        name: algorithms.mechanism_of(row, sizes[row.unit], LAYERS)
+        for name, row in algorithms.ROWS.items()
+    }
+
+
+def test_the_rows_are_all_algorithms_and_clippings(algorithms):
+    assert len(algorithms.ROWS) == 6 * 5 + 1 + 2 * 4 + 2
+    kinds = {row.build.__name__ for row in algorithms.ROWS.values()}
+    assert kinds == {"gradients", "langevin", "fedavg", "fedsgd"}
+    assert {row.unit for row in algorithms.ROWS.values()} == {"example", "user"}
+
+
+def test_every_row_of_exact_norms_costs_the_epsilon_of_the_table(algorithms):
+    each = mechanisms(algorithms).values()
+    events = {str(m.event): m for m in each if m.clipping.projections is None}
+    assert len(events) == 2, "all rows of examples have one event, and those of users another"
+    for mechanism in events.values():
+        found = mechanism.epsilon(algorithms.DELTA, "pld")
+        assert 0.99 * algorithms.EPSILON < found <= 1.0005 * algorithms.EPSILON
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("projections", [10, 30, 100])
+def test_estimated_norms_cost_the_same_epsilon_by_more_noise(projections, algorithms):
+    found = mechanisms(algorithms)
+    one, other = (found[f"{name}-JL, r = {projections}"] for name in ("SGD", "Adam"))
+    assert one.event == other.event
+    assert one.noise_multiplier > algorithms.NOISE
+    epsilon = one.epsilon(algorithms.DELTA, "pld")
+    assert 0.99 * algorithms.EPSILON < epsilon <= 1.0005 * algorithms.EPSILON
+
+
+def test_the_rate_of_langevin_dynamics_gives_the_noise_that_is_claimed(algorithms):
+    row, size = algorithms.ROWS["SGLD"], algorithms.EXAMPLES
+    zeros = dpjax.data.Dataset("zeros", (jnp.zeros((size.units, 1)), None), (None, None), 1)
+    algorithm = algorithms.langevin(row, size, lambda w, x: w @ x[0], zeros, LAYERS)
+    assert algorithm.mechanism.noise_multiplier == pytest.approx(row.noise)
+    assert algorithm.mechanism.event == algorithms.mechanism_of(row, size, LAYERS).event
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["NAG, layerwise", "SGLD", "SGD-JL, r = 30", "FedAvg", "FedSGD"])
+def test_every_kind_of_algorithm_learns_digits(row, tmp_path):
+    kept = tmp_path / "results.json"
+    out = run_binary.run("papers/bu2023_algorithms.py", "--smoke", f'--rows="{row}"', "--out", kept)
+    ((name, _, accuracy, *_),) = rows(out.stdout)
+    assert name == row
+    assert float(accuracy.split()[0]) > 80
+    assert list(json.loads(kept.read_text())["rows"]) == [f"smoke: algorithms {row}"]

@@ -4,10 +4,10 @@
 import inspect
 import pathlib
 import re
-import sys
 import types
 
 import pytest
+import run_binary
 
 import dpjax
 
@@ -36,12 +36,9 @@ def test_every_public_name_is_documented_in_the_reference():
 
 def test_the_tables_of_results_are_current():
     """`python experiments/common/result_tables.py` writes them."""
-    sys.path.insert(0, str(ROOT / "experiments" / "common"))
-    try:
-        import result_tables
-    finally:
-        sys.path.pop(0)
-    assert (result_tables.RESULTS / "README.md").read_text() == result_tables.page()
-    readme = (ROOT / "README.md").read_text()
-    assert readme == result_tables.with_rows(readme)
+    with run_binary.importing() as import_binary:
+        result_tables = import_binary("common.result_tables")
+        assert (result_tables.RESULTS / "README.md").read_text() == result_tables.page()
+        readme = (ROOT / "README.md").read_text()
+        assert readme == result_tables.with_rows(readme)
     assert len(readme.splitlines()) <= 130

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -511,7 +512,8 @@ def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
     again = run("papers/tramer2021_scatternet.py", "--smoke", "--out", kept)
     assert again.stdout == first.stdout
     assert json.loads(kept.read_text())["rows"] == rows, "nothing was run again"
-    assert "| 3.11             | 2.60 | 2.26 |" in first.stdout
+    assert "| 2.97             | 2.55 | 2.33 |" in first.stdout
+    assert all(run["0"]["accuracy"] > 80 for run in rows.values()), "a smoke run learns something"
 
 
 @pytest.fixture
@@ -563,6 +565,7 @@ def test_noise_curricula_have_the_printed_epsilons(tmp_path):
         printed, found = float(row[4]), float(row[6])
         assert found == pytest.approx(printed, abs=0.005)
     assert "correlation of accuracy and log epsilon" in out
+    assert all(accuracy > 80 for accuracy in accuracies(out))
     # A first look is kept by other names than rows of the table, which it would stand for.
     committed, first = (
         json.loads((folder / name).read_text())["rows"]
@@ -573,7 +576,12 @@ def test_noise_curricula_have_the_printed_epsilons(tmp_path):
     assert set(first) == {f"smoke: {name}" for name in some}
 
 
-PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 2, "--figure=3": 2, "--figure=5": 4}
+def accuracies(out):
+    """The accuracies in a table, of one seed each."""
+    return [float(cell) for cell in re.findall(r"([\d.]+) \(1 seed\)", out)]
+
+
+PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 3, "--figure=3": 2, "--figure=5": 4}
 
 
 @pytest.mark.slow
@@ -588,6 +596,11 @@ def test_tempered_sigmoids_smoke(asked, tmp_path):
     ).stdout
     assert out.count("| digits |") == PAPERNOT[asked]
     assert out.count(" inf ") == 3 * out.count("not private")
+    if asked == "--table=3":
+        plain, relu, tanh = accuracies(out)
+        assert plain > tanh > relu > 75, "a smoke run shows the claim"
+    if asked == "--figure=2":
+        assert "the best tenth has on average s, T, o = " in out
     if asked in ("--figure=3", "--figure=5"):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -599,6 +612,7 @@ def test_tempered_sigmoids_have_the_printed_epsilons(imported):
         ("mnist", 60_000, 2.93),
         ("fashion_mnist", 60_000, 2.7),
         ("cifar10", 50_000, 7.53),
+        ("cifar10_1024", 50_000, 7.53),
     ):
         mechanism = paper.mechanism_of(paper.SETTINGS[name], size)
         assert mechanism.epsilon(1e-5, "rdp-classic") == pytest.approx(printed, abs=0.01)
@@ -620,8 +634,61 @@ def test_grouped_clipping_smoke(asked, tmp_path):
     picture = tmp_path / "figure.png"
     out = run("papers/liu2021_grouped_clipping.py", "--smoke", asked, "--plot", picture).stdout
     assert out.count("| digits ") == 4
+    assert all(accuracy > 80 for accuracy in accuracies(out))
+    assert "refused, see --smooth" in out
     assert ("organsmnist: skipped" in out) == (asked == "--table=4")
     assert picture.exists() == asked.startswith("--figure")
+
+
+@pytest.mark.parametrize(("figure", "names"), [("1", 4), ("2", 5)])
+@pytest.mark.sample(1)
+def test_schedules_are_drawn_without_training(figure, names, tmp_path):
+    picture = tmp_path / "figure.png"
+    asked = [f"--figure={figure}", "--plot", picture]
+    out = run("papers/an2021_noise_curricula.py", *asked).stdout
+    assert len(re.findall(r"\| \w+-(?:down|up)", out)) == names
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_of_a_table_is_refused():
+    refused = run("papers/an2021_noise_curricula.py", "--plot=a.png", status=1).stderr
+    assert "tables are not drawn. Add --figure" in refused
+
+
+def test_seeds_without_a_curve_are_left_out_of_a_figure(imported, monkeypatch, tmp_path, capsys):
+    """Early runs of the committed file kept neither their way nor the norm of activations."""
+    paper = imported("papernot2021_tempered_sigmoids")
+    row = {"epsilon": 1.0, "step": 1, "accuracy": 0.8, "first layer": 3.0}
+    kept = {"tanh": [[], [row, row]], "ReLU": [[], []]}
+
+    class Job:
+        setting, title, name, words = paper.SETTINGS["mnist"], "mnist", "mnist", ""
+
+        def runs(self, words, act, private):
+            return [{"accuracy": 80.0, "way": way} for way in kept[words]]
+
+        def line(self, *cells):
+            return list(cells)
+
+    drawn = []
+    monkeypatch.setattr(paper.multi_panel_figure, "draw", lambda _, panels: drawn.extend(panels))
+    FLAGS(["paper", "--kind=tanh", "--kind=ReLU", f"--plot={tmp_path}/a.png"])
+    assert len(paper.curves([Job()], "3")) == 2
+    (panel,) = drawn
+    assert panel.title == "mnist"
+    assert {name: np.shape(values) for name, (_, values) in panel.lines.items()} == {"tanh": (2, 1)}
+    drawn.clear()
+    assert len(paper.curves([Job()], "5")) == 2
+    (panel,) = drawn
+    assert panel.y == "norm of pre-activations", "early runs have no other"
+    assert "mnist tanh: 2 seeds kept no curve of first activations" in capsys.readouterr().out
+
+
+def test_the_best_tenth_of_a_sweep(imported):
+    paper = imported("papernot2021_tempered_sigmoids")
+    scores = {(s, t, o): 90 - s + t - o for s, t, o in paper.FAMILY}
+    words = paper.best_tenth(scores, (1.97, 2.27, 1.15))
+    assert words.endswith("s, T, o = 1.33, 4.00, 0.67 (the paper: 1.97, 2.27, 1.15)")
 
 
 @pytest.mark.slow
@@ -675,8 +742,11 @@ def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
 def test_an_order_made_from_private_losses_is_not_private():
     out = run("papers/an2021_noise_curricula.py", "--smoke", "--table=4").stdout
     ordered = [line for line in out.splitlines() if "easy first" in line]
-    assert len(ordered) == 6
+    assert len(ordered) == 9, "six constants and three falling schedules"
     assert all(line.count("inf") == 3 for line in ordered)
+    for name, plain, order in (("linear", 94.63, 94.37), ("quadratic", 94.23, 93.82)):
+        assert re.search(rf"\| {name}-down +\| .*\| {plain} ", out)
+        assert re.search(rf"\| {name}-down, easy first +\| .*\| {order} ", out)
 
 
 @pytest.mark.slow

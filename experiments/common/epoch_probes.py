@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from common.multi_panel_figure import Panel
+from common.paper_figures import Draw, Found, logged
 from dpjax import data, diagnostics, losses, metrics, types
 
-Found = Mapping[str, Sequence[Mapping[str, Any]]]
-Draw = Callable[[str, Found], list[Panel]]
+accuracy = logged("epsilon", "accuracy", ("epsilon (rdp)", "test accuracy, %"), 100)
+"""Test accuracy against epsilon, of all seeds."""
 
 
 def asks_epoch(loss: losses.ExampleLoss) -> bool:
@@ -83,15 +84,6 @@ class Watch:
         }
 
 
-def accuracy(title: str, found: Found) -> list[Panel]:
-    """Test accuracy against epsilon, of all seeds."""
-    lines = {}
-    for name, runs in found.items():
-        values = [[100 * row["accuracy"] for row in each["way"]] for each in runs]
-        lines[name] = [row["epsilon"] for row in runs[0]["way"]], np.transpose(values)
-    return [Panel(title, "epsilon (rdp)", "test accuracy, %", lines)]
-
-
 def swept(title: str, found: Found) -> list[Panel]:
     """Accuracy of all seeds against the value in the names "..., field=value" of runs."""
     fields: dict[str, dict[float, list[float]]] = {}
@@ -109,8 +101,8 @@ def layers(what: str, *places: int) -> Draw:
     """Norms of all layers, or of the layers at some places, against the epoch."""
 
     def draw(title: str, found: Found) -> list[Panel]:
-        ways = {name: runs[0]["way"] for name, runs in found.items()}
-        names = list(next(iter(ways.values()))[0][what])
+        ways = _watched(found, what)
+        names = list(next(iter(ways.values()))[0][what]) if ways else []
         return [
             Panel(
                 f"{title}\n{layer}",
@@ -127,24 +119,37 @@ def layers(what: str, *places: int) -> Draw:
     return draw
 
 
-def _looks(runs: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-    """The rows of the log with the closer measurements, by epoch."""
-    return {at: row for at, row in enumerate(runs[0]["way"], 1) if "sharpness" in row}
+def _watched(found: Found, what: str) -> dict[str, Any]:
+    """The log of the first seed that was watched, for each line that has one."""
+    logs = {
+        name: [each["way"] for each in runs if any(what in row for row in each.get("way", ()))]
+        for name, runs in found.items()
+    }
+    return {name: ways[0] for name, ways in logs.items() if ways}
+
+
+def _looks(found: Found) -> dict[str, dict[int, Any]]:
+    """The rows of the logs with the closer measurements, by line and epoch."""
+    return {
+        name: {at: row for at, row in enumerate(way, 1) if "sharpness" in row}
+        for name, way in _watched(found, "sharpness").items()
+    }
 
 
 def sharpness(title: str, found: Found) -> list[Panel]:
-    lines = {}
-    for name, runs in found.items():
-        looks = _looks(runs)
-        lines[name] = list(looks), [[row["sharpness"]] for row in looks.values()]
-    return [Panel(title, "epoch", "largest singular value", lines)]
+    """The largest singular value of the Hessian, against the epoch."""
+    lines = {
+        name: (list(looks), [[row["sharpness"]] for row in looks.values()])
+        for name, looks in _looks(found).items()
+    }
+    return [Panel(title, "epoch", "largest singular value", lines)] if lines else []
 
 
 def gradients(*epochs: int) -> Draw:
     """Histograms of the norms of gradients, after some epochs."""
 
     def draw(title: str, found: Found) -> list[Panel]:
-        looks = {name: _looks(runs) for name, runs in found.items()}
+        looks = _looks(found)
         middles = (Watch.EDGES[1:] + Watch.EDGES[:-1]) / 2
         return [
             Panel(
@@ -158,7 +163,7 @@ def gradients(*epochs: int) -> Draw:
                 scale="symlog",
             )
             for epoch in epochs
-            if all(epoch in of for of in looks.values())
+            if looks and all(epoch in of for of in looks.values())
         ]
 
     return draw
@@ -167,10 +172,10 @@ def gradients(*epochs: int) -> Draw:
 def cosines(title: str, found: Found) -> list[Panel]:
     """Histograms of the cosines of clipped and unclipped means, after the first epoch."""
     edges, lines = np.linspace(-1, 1, 41), {}
-    for name, runs in found.items():
-        counts, _ = np.histogram(np.asarray(_looks(runs)[1]["cosines"], float), edges)
+    for name, looks in _looks(found).items():
+        counts, _ = np.histogram(np.asarray(looks[1]["cosines"], float), edges)
         lines[name] = (edges[1:] + edges[:-1]) / 2, counts[:, None]
-    return [Panel(title, "cosine of clipped and unclipped", "batches", lines)]
+    return [Panel(title, "cosine of clipped and unclipped", "batches", lines)] if lines else []
 
 
 def confusion(title: str, found: Found) -> list[Panel]:
@@ -183,7 +188,7 @@ def confusion(title: str, found: Found) -> list[Panel]:
             counts=np.reshape(row["confusion"], (math.isqrt(len(row["confusion"])), -1)),
         )
         for epoch in (2, 20)
-        for name, runs in found.items()
-        for at, row in _looks(runs).items()
+        for name, looks in _looks(found).items()
+        for at, row in looks.items()
         if at == epoch
     ]

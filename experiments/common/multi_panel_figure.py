@@ -2,14 +2,18 @@
 """Figures of several panels, as the papers print them.
 
 A panel is a table of counts, or lines that each show the median of their seeds with the smallest
-and largest value.  The panels of a figure share one legend.
+and largest value.  A line has one color and one dash in all panels of a figure, which share one
+legend.  Below its title a panel says over how many seeds its bands run.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
+import statistics
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,6 +21,9 @@ import numpy as np
 
 from dpjax.reports import style
 from dpjax.reports.figure_output import png
+
+LOOKS = tuple(itertools.product(("-", "--"), style.SERIES))  # dash and color, of 12 lines
+MARKED = 12  # most points of a line that are shown as dots too
 
 
 class Panel(NamedTuple):
@@ -28,36 +35,116 @@ class Panel(NamedTuple):
     lines: Mapping[str, tuple[Any, Any]] = MappingProxyType({})  # places, values [points, seeds]
     counts: Any = None  # [right class, predicted class]
     scale: str = "linear"
+    x_scale: str = "linear"
+    joined: bool = True  # whether a line joins its points
+    fit: tuple[Any, Any] | None = None  # a line to compare with, in grey: places, values
+    measured: bool = True  # by runs, and not a formula
 
 
-def draw(path: str, drawn: Sequence[Panel], columns: int = 3) -> None:
+def draw(path: str | pathlib.Path, drawn: Sequence[Panel], columns: int = 3) -> None:
     """Draws panels to a PNG file."""
+    pathlib.Path(path).write_bytes(image(drawn, columns))
+
+
+def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
+    """Panels as the bytes of a PNG file."""
+    looks = looks_of(name for panel in drawn for name in panel.lines)
     rows, columns = -(-len(drawn) // columns), min(columns, len(drawn))
     with style.style():
-        figure = style.canvas(2.8 * columns, 2.6 * rows + 0.4)
+        width = max(4.2, 2.8 * columns)
+        in_a_row = _names_in_a_row(looks, width)
+        figure = style.canvas(width, 2.7 * rows + 0.2 * math.ceil(len(looks) / in_a_row))
         places = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in itertools.zip_longest(places, drawn):
             if panel is None:
                 axes.set_visible(False)
                 continue
-            axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, yscale=panel.scale)
-            (_lines if panel.counts is None else _cells)(axes, panel)
-        handles, labels = places[0].get_legend_handles_labels()
-        if handles:
-            look = {"ncols": 4, "frameon": False, "labelcolor": "linecolor"}
-            figure.legend(handles, labels, loc="outside upper left", **look)
-        pathlib.Path(path).write_bytes(png(figure))
+            axes.set_title("\n".join(filter(None, (panel.title, seeds_of(panel)))), fontsize=7)
+            axes.set(xlabel=panel.x, ylabel=panel.y, xscale=panel.x_scale, yscale=panel.scale)
+            _ticks(axes)
+            if panel.counts is None:
+                _lines(axes, panel, looks)
+            else:
+                _cells(axes, panel)
+        # A name is in the legend once, though several panels have its line.
+        named = {n: h for a in places for h, n in zip(*a.get_legend_handles_labels(), strict=True)}
+        if named:
+            look = {"ncols": in_a_row, "frameon": False, "labelcolor": "linecolor", "fontsize": 7}
+            figure.legend(named.values(), named, loc="outside upper left", **look)
+        return png(figure)
 
 
-def _lines(axes: Any, panel: Panel) -> None:
-    looks = itertools.product(("-", "--", ":"), style.SERIES)
-    for (name, (places, values)), (dash, color) in zip(panel.lines.items(), looks, strict=False):
-        table, ink = np.asarray(values, float), {"color": style.PALETTE[color]}
-        axes.plot(places, np.median(table, axis=1), dash, label=name, **ink)
-        if table.shape[1] > 1:
-            low, high = table.min(axis=1), table.max(axis=1)
-            axes.fill_between(places, low, high, alpha=0.18, linewidth=0, **ink)
-            axes.plot(places, np.stack([low, high], axis=1), dash, linewidth=0.5, **ink)
+def looks_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The dash and the color of each line; an error if there are more lines than looks."""
+    names = list(dict.fromkeys(names))
+    if len(names) > len(LOOKS):
+        raise ValueError(
+            f"multi_panel_figure.draw: {len(names)} lines; a figure has at most {len(LOOKS)}, "
+            f"which is how many pairs of dash and color a reader can tell apart. Usually the rows "
+            f"of several sweeps were drawn together: draw fewer rows, or one line for a sweep. "
+            f"The lines are {', '.join(names)}."
+        )
+    return dict(zip(names, LOOKS, strict=False))
+
+
+def seeds_of(panel: Panel) -> str:
+    """Over how many seeds the bands of a panel run, which may differ between its lines."""
+    if not (panel.lines and panel.measured):
+        return ""
+    seeds = {name: int(np.isfinite(padded(v)).sum(1).max()) for name, (_, v) in panel.lines.items()}
+    usual = statistics.mode(seeds.values())
+    words = [f"{usual} seed{'s' * (usual > 1)}"]
+    words += [f"{count} of {name}" for name, count in seeds.items() if count != usual]
+    return textwrap.fill("; ".join(words), 44)
+
+
+def padded(values: Any) -> np.ndarray:
+    """Values ``[points, seeds]``; a point with fewer seeds than others ends in NaN."""
+    rows = [np.asarray(row, float).ravel() for row in values]
+    table = np.full((len(rows), max((row.size for row in rows), default=0)), np.nan)
+    for place, row in zip(table, rows, strict=True):
+        place[: row.size] = row
+    return table
+
+
+def _names_in_a_row(names: Iterable[str], width: float) -> int:
+    """How many names of a legend fit beside each other, at 7 points."""
+    longest = max(map(len, names), default=1)
+    return max(1, int(width / (0.06 * longest + 0.5)))
+
+
+def _ticks(axes: Any) -> None:
+    """Few ticks, so that labels do not meet in a small panel; plain numbers on logarithmic axes."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=6))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
+        elif axis.get_scale() == "linear":
+            axes.locator_params(axis.axis_name, nbins=5)
+
+
+def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> None:
+    if panel.fit is not None:
+        axes.plot(*panel.fit, color=style.PALETTE["muted"], linewidth=0.8)
+    for name, (places, values) in panel.lines.items():
+        dash, color = looks[name]
+        places, table, ink = np.asarray(places, float), padded(values), style.PALETTE[color]
+        some = ~np.isnan(table).all(axis=1)  # a point without a number is a gap in the line
+        middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
+        for line, of in ((middle, np.nanmedian), (low, np.nanmin), (high, np.nanmax)):
+            line[some] = of(table[some], axis=1)
+        dots = style.DOTS if len(places) <= MARKED or not panel.joined else {}
+        shape = {"linestyle": dash if panel.joined else "none", "color": ink, **dots}
+        axes.plot(places, middle, label=name, **shape)
+        if table.shape[1] == 1:
+            continue
+        if panel.joined:
+            axes.fill_between(places, low, high, alpha=0.18, linewidth=0, color=ink)
+        else:
+            axes.vlines(places, low, high, color=ink, linewidth=0.8)
 
 
 def _cells(axes: Any, panel: Panel) -> None:

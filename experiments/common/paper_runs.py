@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import flags
 
@@ -32,19 +31,19 @@ from common.search_space import file_name
 from dpjax import accounting, data, losses, metrics, training
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.train.classifier import train
-from dpjax.reports import style
-from dpjax.reports.figure_output import png
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of hours: digits, few steps, one seed.")
 OUT = flags.DEFINE_string("out", None, "JSON file of results; rows in it do not run again.")
 RUNS = flags.DEFINE_string("runs", None, "Folder for checkpoints, from which a killed run resumes.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
+MINUTES = flags.DEFINE_float("minutes", None, "End before the first run that starts this late.", 0)
 
 PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
 
 DELTA = 1e-5
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
+_STARTED = time.monotonic()
 _LEFT_OUT = {"examples_per_second", "delta", "private"}
 
 Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
@@ -70,6 +69,9 @@ class Results:
         row = self.mark + row
         self._read()
         if str(seed) not in self.content["rows"].get(row, {}):
+            if MINUTES.value is not None and time.monotonic() - _STARTED >= 60 * MINUTES.value:
+                print(f"--minutes={MINUTES.value:g} are over; {row}, seed {seed}, waits.")
+                raise SystemExit(0)
             folder = None if self.runs is None else self.runs / file_name(f"{row}, seed {seed}")
             started, fresh = time.process_time(), folder is None or not folder.exists()
             found = _numbers(run(seed, folder))
@@ -204,17 +206,6 @@ def trained(
         "deviation": float(jnp.nanstd(by_class)),
         "way": way if evaluations > 1 else [],
     }
-
-
-def plot(path: str, x: str, y: str, lines: Mapping[str, tuple[Any, Any]]) -> None:
-    """Draws lines, each the mean of its rows ``[points, seeds]`` with their range, to a PNG."""
-    with style.style():
-        figure = style.canvas()
-        axes = style.panel(figure, x, y)
-        for (name, (places, values)), color in zip(lines.items(), style.SERIES, strict=False):
-            style.band(axes, np.asarray(places), np.asarray(values), color, name)
-        style.legend(axes)
-        pathlib.Path(path).write_bytes(png(figure))
 
 
 def spread(numbers: Sequence[float]) -> str:

@@ -5,13 +5,16 @@
             constant of equal epsilon has 95.7 to 95.8 %, and no order of examples helps
   time      one to four minutes a run on a shared CPU core
   command   python experiments/papers/an2021_noise_curricula.py --table=2 --seeds=3
-  figures   experiments/results/an2021.json; others with --table=3, 4 or sound
+  figures   experiments/results/an2021.json; others with --table=3, 4 or sound; figures 1, 2 and 4
+            with --figure=1 --plot=schedules.png (figure 3 is a drawing)
 
 The paper names no bound; it is 3 here, which changes no epsilon.  The paper clips the gradient of
 a batch, which would double the sensitivity; here every example is clipped, as its epsilons
 assume.  Batches are Poisson; the paper's come in file order.  Its 1.32 in the last row of table 3
 is a misprint, since that noise costs 1.75.  Table 4 orders examples by their own losses, which no
-bound limits, so its epsilon is infinite; table "sound" has three private curricula instead.
+bound limits, so its epsilon is infinite; table "sound" has three private curricula instead.  Its
+last three rows name their noise "5-1" only.  The first has linear's accuracy of table 2; the other
+two are taken as piecewise and quadratic, and these three have not run in that order yet.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import dataclasses
 import math
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,8 +38,9 @@ from dpjax import clipping, data, models, sampling, schedules
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import an2021_pictures as pictures
 import an2021_scorers as scorers
-from common import paper_runs
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
@@ -46,7 +50,12 @@ _TABLE = flags.DEFINE_enum(
     ["2", "3", "4", "sound"],
     "Which table; sound has private curricula. By default 2, 3.",
 )
-_FIGURE = flags.DEFINE_enum("figure", None, ["4"], "Accuracy against log epsilon, of table 3.")
+_FIGURE = flags.DEFINE_enum(
+    "figure",
+    None,
+    ["1", "2", "4"],
+    "Falling schedules, rising ones; accuracy against log epsilon, of table 3.",
+)
 
 EPOCHS, EXAMPLES, BATCH, BOUND = 20, 60_000, 600, 3.0
 PRINTED = {  # epsilon and validation accuracy
@@ -62,6 +71,12 @@ PRINTED = {  # epsilon and validation accuracy
 CONSTANT = {"exponential": 95.29, "piecewise": 95.65, "linear": 94.34, "quadratic": 94.19}
 ORDERED = {0: (95.77, 94.70), 1: (95.57, 94.69), 2: (95.14, 93.32), 3: (93.89, 92.60)}
 ORDERED |= {4: (91.58, 90.75), 5: (90.91, 90.03)}
+COMBINED = {  # without and with the order of examples
+    "linear-down": (94.63, 94.37),
+    "piecewise-down": (94.41, 93.56),
+    "quadratic-down": (94.23, 93.82),
+}
+SMOKE_BATCH = 400
 
 
 class Row(NamedTuple):
@@ -97,6 +112,10 @@ def rows_of(table: str, dataset: data.Dataset | None = None) -> Iterator[tuple[s
             yield f"constant {noise}", Row(mechanism_of(float(noise)), accuracy=plain)
             ran = mechanism_of(float(noise), by_difficulty)
             yield f"constant {noise}, easy first", Row(ran, accuracy=ordered)
+        for name, (plain, ordered) in COMBINED.items():
+            yield name, Row(scheduled(name), accuracy=plain)
+            ran = dataclasses.replace(scheduled(name), sampling=by_difficulty)
+            yield f"{name}, easy first", Row(ran, accuracy=ordered)
     if table == "sound" and dataset is not None:
         yield from sound(dataset)
     for name, (epsilon, accuracy) in PRINTED.items() if table in "23" else ():
@@ -136,25 +155,31 @@ def run(row: Row, dataset: data.Dataset, seed: int, folder: Any) -> Mapping[str,
 
 
 def smaller(row: Row, dataset: data.Dataset) -> Row:
-    """This noise for five steps on a small data set."""
-    sampler = row.mechanism.sampling
-    if sampler.name == "poisson":
-        sampler = sampling.poisson(dataset.examples, 100)
-    if sampler.name == "curriculum":
-        sampler = sampling.curriculum(scorers.difficulty(dataset), 100)
-    return row._replace(mechanism=dataclasses.replace(row.mechanism, sampling=sampler, steps=5))
+    """This noise, over fewer steps of larger batches, on a small data set."""
+    sampler = sampling.poisson(dataset.examples, SMOKE_BATCH)
+    if row.mechanism.sampling.name == "curriculum":
+        sampler = sampling.curriculum(scorers.difficulty(dataset), SMOKE_BATCH)
+    noise = row.mechanism.multipliers[:: len(row.mechanism.multipliers) // 80]
+    mechanism = dataclasses.replace(
+        row.mechanism,
+        sampling=sampler,
+        noise_multiplier=schedules.table(noise),
+        steps=len(noise),
+        before=(),
+    )
+    return row._replace(mechanism=mechanism)
 
 
 def show(
     table: str, dataset: data.Dataset, results: paper_runs.Results
-) -> list[tuple[float, float]]:
-    """Prints a table; returns (epsilon, accuracy) of its rows."""
-    lines, points = [], []
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Prints a table; returns the runs of its rows, with their epsilon."""
+    lines, by_name = [], {}
     rows = list(rows_of(table, dataset))
     for name, row in rows:
         seeds, ran = range(paper_runs.SEEDS.value), row
         if paper_runs.SMOKE.value:  # the costs of all rows, and runs of some
-            some = {rows[i][0] for i in (0, 1, -1)}
+            some = {rows[i][0] for i in ((0, 1) if table == "sound" else (0, 1, -1))}
             seeds, ran = range(name in some), smaller(row, dataset)
         found = [results.of(name, seed, partial(run, ran, dataset)) for seed in seeds]
         accuracies = [each["accuracy"] for each in found]
@@ -163,26 +188,59 @@ def show(
         printed = ("" if math.isnan(x) else f"{x:g}" for x in (row.accuracy, row.epsilon))
         lines.append([name, paper_runs.spread(accuracies), *printed, *shown])
         if accuracies:
-            points.append((two["rdp"], float(np.mean(accuracies))))
+            by_name[name] = [{**each, "rdp": two["rdp"]} for each in found]
     head = ["noise", "here", "paper", "its epsilon", "rdp-classic", "rdp", "pld"]
     print(f"Table {table}\n{paper_runs.table(head, lines)}\n", flush=True)
-    return points
+    return by_name
+
+
+def schedules_drawn(figure: str) -> None:
+    """Figures 1 and 2: the multiplier by epoch, falling or rising; nothing is trained."""
+    (panel,) = pictures.FIGURES[figure].panels("", {})
+    some = (0, 4, 9, 14, 19)
+    lines = [
+        [name, *(f"{values[epoch, 0]:.3f}" for epoch in some)]
+        for name, (_, values) in panel.lines.items()
+    ]
+    print(paper_runs.table(["schedule", *(f"epoch {epoch}" for epoch in some)], lines))
+    draw([panel])
+
+
+def correlation(found: Mapping[str, list[Mapping[str, Any]]]) -> None:
+    """What figure 4 shows, in numbers."""
+    points = [(runs[0]["rdp"], np.mean([r["accuracy"] for r in runs])) for runs in found.values()]
+    finite = [(math.log(e), a) for e, a in points if math.isfinite(e)]
+    test: Any = scipy.stats.pearsonr(*zip(*finite, strict=True))
+    print(
+        f"Figure 4: correlation of accuracy and log epsilon {test.statistic:.3f}, p-value "
+        f"{test.pvalue:.3g} (the paper: 0.848, 0.016)"
+    )
+
+
+def draw(panels: Sequence[multi_panel_figure.Panel]) -> None:
+    """Draws a figure to the file of --plot."""
+    if paper_runs.PLOT.value:
+        multi_panel_figure.draw(paper_runs.PLOT.value, panels)
 
 
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
+    if paper_runs.PLOT.value and not _FIGURE.value:
+        raise app.UsageError(
+            f"--plot={paper_runs.PLOT.value}: tables are not drawn. Add --figure=1, 2 or 4."
+        )
+    if _FIGURE.value in ("1", "2"):
+        schedules_drawn(_FIGURE.value)
+        return
     dataset = data.load("digits" if paper_runs.SMOKE.value else "mnist", paper_runs.DATA_DIR.value)
     results = paper_runs.results()
     wanted = [_TABLE.value] if _TABLE.value else ["3"] if _FIGURE.value else ["2", "3"]
-    points = [point for table in wanted for point in show(table, dataset, results)]
-    finite = [(math.log(e), a) for e, a in points if math.isfinite(e)]
+    found = {name: runs for table in wanted for name, runs in show(table, dataset, results).items()}
     if not {"4", "sound"} & set(wanted):
-        found = scipy.stats.pearsonr(*zip(*finite, strict=True))
-        print(
-            f"Figure 4: correlation of accuracy and log epsilon {found.statistic:.3f}, p-value "
-            f"{found.pvalue:.3g} (the paper: 0.848, 0.016)"
-        )
+        correlation(found)
+    if _FIGURE.value:
+        draw(pictures.FIGURES[_FIGURE.value].panels("", found))
     print(
         "The paper's epsilons are the column rdp: its conversion is the improved one. They hold "
         "for Poisson batches and gradients that are clipped one by one, which is what runs here."

@@ -3,7 +3,8 @@
 
   result    MNIST, 3 seeds: bound 1 has 96.9 % at a calibration error (ECE) of 2.3 %, bound 200 has
             94.6 % at 0.5 % (paper: 96 and 2.3, 95 and 0.7), so large bounds calibrate, as claimed
-  time      4 to 23 minutes a run on a shared CPU core; regressions 4 to 17 seconds
+  time      4 to 23 minutes a run on a shared CPU core; regressions 4 to 17 seconds; table 1 takes
+            20 seconds, a seed of figure 1 50
   command   python experiments/papers/bu2023_calibration.py --table=2 --seeds=3
   figures   experiments/results/bu2023.json; regressions with --figure=10 --seeds=30, other tasks
             with --tasks=cifar10,snli --vit=... --bert=... --snli=... (not run)
@@ -36,36 +37,22 @@ import bu2023_networks as networks
 import bu2023_pictures as pictures
 import bu2023_regressions as regressions
 import bu2023_settings as settings
-from bu2023_pictures import BINS
+from bu2023_pictures import BINS, FOUR
 from bu2023_settings import LARGE, MIXED, PLAIN, SMALL, SWEEP
-from common import paper_runs
+from common import multi_panel_figure, paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
-FIGURES = {  # figure: task and what is drawn
-    "2": ("", "confidence"),
-    "3": ("cifar10", "bounds"),
-    "4": ("cifar10", "curves"),
-    "5": ("cifar10", "reliability"),
-    "6": ("mnist", "curves"),
-    "6-right": ("mnist", "bounds"),
-    "7": ("mnist", "reliability"),
-    "8": ("snli", "curves"),
-    "9": ("snli", "reliability"),
-    "11": ("cifar10", "of the right class"),
-    "12": ("snli", "of the right class"),
-}
 PRINTED = {  # ECE and MCE in per cent, table 2
     "cifar10": {PLAIN: (1.3, 54.8), SMALL: (0.9, 58.6), LARGE: (1.1, 27.5)},
     "mnist": {PLAIN: (0.4, 49.3), SMALL: (2.3, 56.2), LARGE: (0.7, 33.4)},
     "snli": {PLAIN: (13.0, 34.7), SMALL: (22.0, 62.5), MIXED: (17.6, 28.9)},
 }
-FOUR = (PLAIN, SMALL, LARGE, MIXED)
 RULES = (SMALL, LARGE, "global, large R", "automatic", "normalised")
 RULES += ("layerwise, small R", "layerwise, large R", settings.THEIRS)
 
 _TABLE = flags.DEFINE_enum("table", None, ["1", "2", "clippings"], "Which table; 2 by default.")
-_FIGURE = flags.DEFINE_enum("figure", None, ["1", "10", *FIGURES], "Which figure.")
+_FIGURE = flags.DEFINE_enum("figure", None, list(pictures.FIGURES), "Which figure.")
 _TASKS = flags.DEFINE_list("tasks", ["mnist"], "Tasks of table 2, of clippings and of figure 2.")
 
 
@@ -124,8 +111,10 @@ def lines_of(
     """A row for each clipping, and the runs behind it."""
     seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
     lines, found = [], {}
+    setting = settings.SETTINGS[task]
+    same = {f"R = {setting.small:g}": SMALL, f"R = {setting.large:g}": LARGE}
     for name in names:
-        row = f"{task} {name}"
+        row = f"{task} {same.get(name, name)}"  # a sweep takes two of its runs from table 2
         runs = [results.of(row, seed, partial(run, task, name)) for seed in seeds]
         scaled = {k: [100 * each[k] for each in runs] for k in ("ece", "mce")}
         shown = [paper_runs.spread(scaled[k]) for k in ("ece", "mce")]
@@ -147,20 +136,20 @@ def lines_of(
 
 def show(results: paper_runs.Results) -> str:
     """The table or figure of classifiers that the flags name."""
-    task, what = FIGURES[_FIGURE.value] if _FIGURE.value else ("", "")
+    drawing = pictures.FIGURES[_FIGURE.value] if _FIGURE.value else None
     names = RULES if _TABLE.value == "clippings" else FOUR
-    if what == "bounds":
+    if drawing and not drawing.lines:
         names = tuple(f"R = {bound:g}" for bound in SWEEP)
     if paper_runs.SMOKE.value:
         names = names[-2:]
-    lines, drawn = [], {}
-    tasks = [task] if task else _TASKS.value
-    for each in tasks:
-        more, found = lines_of(each, names, results)
+    lines, drawn = [], []
+    alone = drawing is not None and len(drawing.titles) == 1
+    for task in drawing.titles if alone else _TASKS.value:
+        more, found = lines_of(task, names, results)
         lines += more
-        drawn |= {f"{each} {n}" if len(tasks) > 1 else n: runs for n, runs in found.items()}
-    if what and paper_runs.PLOT.value:
-        pictures.draw(paper_runs.PLOT.value, what, drawn)
+        drawn += drawing.panels(task, found) if drawing else []
+    if drawing and paper_runs.PLOT.value:
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
     head = ["data", "clipping", "accuracy", "NLL", "ECE %", "MCE %", "paper's ECE, MCE"]
     return paper_runs.table([*head, *settings.EPSILONS], lines)
 
@@ -170,7 +159,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     results = paper_runs.results()
     if _TABLE.value == "1":
-        print(bu2023_limits.table_1())
+        print(bu2023_limits.table_1(results))
         print("Found in how many random networks; (yes) and (no): whether it is guaranteed.")
         return
     if _FIGURE.value == "1":

@@ -5,6 +5,11 @@ In that limit the loss falls along a matrix H C that need not be symmetric or po
 of the paper lists the properties that are guaranteed.  Here they are measured on small random
 networks, from the matrices and by descending in small steps without noise.  A property without a
 guarantee may still hold in every network that was tried.
+
+  result    every guaranteed property held in 50 of 50 networks, except that the loss did not come
+            near 0 in one network, nor in 16 under small flat bounds; small bounds lose symmetry
+            always.  Smaller steps shrink what noise moves, from 0.009 to 0.003 of the test loss (5
+            seeds), and leave what clipping moves, 0.18
 """
 
 from __future__ import annotations
@@ -14,12 +19,13 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
+import bu2023_pictures as pictures
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import paper_runs
+from common import multi_panel_figure, paper_runs
 
 import dpjax
 from dpjax import clipping, data, diagnostics, models, sampling
@@ -87,9 +93,10 @@ def _descend(layerwise: bool, steps: int, bound: Any, batch: Any, key: Any) -> t
     return matrix, jax.lax.scan(step, params, length=steps)[1]
 
 
-def measured(row: Row, trials: int, steps: int) -> list[int]:
+def measured(row: Row, trials: int, steps: int, seed: int, folder: Any) -> dict[str, int]:
     """In how many networks each property of the table was found."""
-    keys = jax.random.split(jax.random.key(0), trials)
+    del folder  # a row takes a minute, and starts from its beginning
+    keys = jax.random.split(jax.random.key(seed), trials)
     matrices, ways = _descend(row.layerwise, steps, row.bound, row.batch, keys)
     found = np.zeros(len(COLUMNS), int)
     for matrix, way in zip(np.asarray(matrices), np.asarray(ways, np.float64), strict=True):
@@ -97,18 +104,18 @@ def measured(row: Row, trials: int, steps: int) -> list[int]:
         rises = np.diff(way) > 1e-5 * way[:-1] + 1e-7 * way[0]
         settled = np.ptp(way[-steps // 10 :]) < 0.01 * way[0]
         found += [*kinds[3:], settled, not rises.any(), way[-1] < 0.01 * way[0]]
-    return found.tolist()
+    return {"networks": trials, **dict(zip(COLUMNS, found.tolist(), strict=True))}
 
 
-def table_1() -> str:
+def table_1(results: paper_runs.Results) -> str:
     """How often each property was found, and whether it is guaranteed."""
     trials, steps = (10, 200) if paper_runs.SMOKE.value else (TRIALS, STEPS)
     lines = []
     for name, row in TABLE_1.items():
-        counts = measured(row, trials, steps)
+        counts = results.of(f"kernel {name}", 0, partial(measured, row, trials, steps))
         words = [
-            f"{count}/{trials} ({'yes' if sure == 'y' else 'no'})"
-            for count, sure in zip(counts, row.guaranteed, strict=True)
+            f"{counts[column]}/{trials} ({'yes' if sure == 'y' else 'no'})"
+            for column, sure in zip(COLUMNS, row.guaranteed, strict=True)
         ]
         lines.append([name, *words])
     return paper_runs.table(["clipping", *COLUMNS], lines)
@@ -123,25 +130,23 @@ def figure_1(results: paper_runs.Results) -> str:
     model = models.MLP(features=(32,), activation=nn.relu)
     sampler = sampling.full(dataset.examples)
 
-    def loss(bound: float, noise: float, rate: float, seed: int) -> float:
+    def run(bound: float, noise: float, rate: float, seed: int) -> tuple[str, Any]:
         steps = round(time / rate)
         ran = dpjax.Mechanism(
             sampling=sampler, clipping=clipping.flat(bound), noise_multiplier=noise, steps=steps
         )
         train = partial(paper_runs.trained, dataset, model, ran, optax.sgd(rate), evaluations=2)
-        return results.of(f"digits R={bound} {noise} at {rate} over {steps}", seed, train)["way"][
-            -1
-        ]["nll"]
+        row = f"R={bound} {noise} at {rate} over {steps}"
+        return row, results.of(f"digits {row}", seed, train)
 
-    drawn: dict[str, Any] = {}
-    for seed, rate in itertools.product(seeds, rates):
-        still = loss(1.0, 0.0, rate, seed)
-        gaps = {f"noise {z:g}": abs(loss(1.0, z, rate, seed) - still) for z in noises}
-        gaps["clipping"] = abs(loss(math.inf, 0.0, rate, seed) - still)
-        for name, gap in gaps.items():
-            drawn.setdefault(name, {}).setdefault(rate, []).append(gap)
+    sides = [(1.0, 0.0), *((1.0, noise) for noise in noises), (math.inf, 0.0)]
+    found: dict[str, list[Any]] = {}
+    for seed, rate, side in itertools.product(seeds, rates, sides):
+        name, ran = run(*side, rate, seed)
+        found.setdefault(name, []).append(ran)
+    (panel,) = pictures.gaps("digits", found)
     if paper_runs.PLOT.value:
-        lines = {n: (list(rates), [by[r] for r in rates]) for n, by in drawn.items()}
-        paper_runs.plot(paper_runs.PLOT.value, "step size", "change of the test loss", lines)
-    rows = [[n, *(f"{np.mean(by[r]):.4f}" for r in rates)] for n, by in drawn.items()]
+        multi_panel_figure.draw(paper_runs.PLOT.value, [panel])
+    rates = sorted(rates)
+    rows = [[n, *(f"{np.mean(gap):.4f}" for gap in gaps)] for n, (_, gaps) in panel.lines.items()]
     return paper_runs.table(["what moves the test loss", *(f"step {r:g}" for r in rates)], rows)

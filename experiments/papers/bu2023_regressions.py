@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import bu2023_pictures as pictures
 import bu2023_settings as settings
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from bu2023_settings import LARGE, PLAIN, SMALL
-from common import paper_runs
+from common import multi_panel_figure, paper_runs
 
 import dpjax
 from dpjax import data, losses, models
@@ -97,10 +98,11 @@ def run(name: str, way: str, seed: int, folder: Any) -> Mapping[str, Any]:
 def figure_10(results: paper_runs.Results) -> str:
     """Test errors by step under a small bound, a large one and none."""
     seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
-    lines, drawn = [], {}
+    lines, drawn = [], []
     for name, setting in settings.SETTINGS.items():
         if name not in SCALES:
             continue
+        found = {}
         for way in (SMALL, LARGE) if paper_runs.SMOKE.value else (PLAIN, SMALL, LARGE):
             row = f"{name} {way} {_LOSS.value}"
             runs = [results.of(row, seed, partial(run, name, way)) for seed in seeds]
@@ -108,11 +110,8 @@ def figure_10(results: paper_runs.Results) -> str:
             spread = f"{np.mean(errors):.3f} ± {np.std(errors):.3f} ({len(errors)} seeds)"
             shape = {"layer": {"kernel": jnp.zeros(1)}}  # bounds of layers are not asked for
             lines.append([name, way, spread, *settings.epsilons(setting, way, shape)])
-            ways = np.asarray([each["way"] for each in runs], float)
-            drawn[f"{name.partition('_')[0]}, {way}"] = (
-                ways[0, :, 0] / setting.steps,
-                ways[:, :, 1].T,
-            )
+            found[way] = runs
+        drawn += pictures.errors(name, found)
     if paper_runs.PLOT.value:
-        paper_runs.plot(paper_runs.PLOT.value, "part of the steps", "test error", drawn)
+        multi_panel_figure.draw(paper_runs.PLOT.value, drawn)
     return paper_runs.table(["data", "clipping", "squared error", *settings.EPSILONS], lines)

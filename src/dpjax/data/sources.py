@@ -7,6 +7,7 @@ another data set under this name is an error.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +35,7 @@ class Source:
     note: str = ""
     better: str | None = None
 
-    def path(self, folder: str | Path) -> Path:
+    def path(self, folder: str | os.PathLike[str]) -> Path:
         """The file of this data set in a folder, whether or not it exists."""
         better = Path(folder, self.better or self.file)
         return better if better.is_file() else Path(folder, self.file)

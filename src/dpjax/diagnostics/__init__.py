@@ -4,7 +4,8 @@
 `bias` compares the clipped with the unclipped mean gradient and summarises norms. `layers`
 measures the weights and pre-activations of each layer, which bounded activations and the penalty
 of losing_less_2022 keep small. `curvature` has the largest singular value of the Hessian,
-`kernel` the matrices of convergence_calibration_2023; `vectors` reads trees as vectors.
+`kernel` the matrices of convergence_calibration_2023; `tempered` measures theorem 1 of
+tempered_sigmoids_2021; `vectors` reads trees as vectors.
 
 All functions except `weight_norms` read gradients or data without noise: their results are
 private.
@@ -20,6 +21,7 @@ from dpjax.diagnostics.bias import (
 from dpjax.diagnostics.curvature import Sharpness, sharpness
 from dpjax.diagnostics.kernel import Definiteness, definiteness, ntk
 from dpjax.diagnostics.layers import preactivation_norms, weight_norms
+from dpjax.diagnostics.tempered import TemperedBias, tempered_bias
 from dpjax.diagnostics.vectors import cosine
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Definiteness",
     "Histogram",
     "Sharpness",
+    "TemperedBias",
     "clipped_fraction",
     "clipping_bias",
     "cosine",
@@ -35,5 +38,6 @@ __all__ = [
     "ntk",
     "preactivation_norms",
     "sharpness",
+    "tempered_bias",
     "weight_norms",
 ]

@@ -48,7 +48,8 @@ def composite(
     | on wavelet features | (2, 1, 2) | (2, 51, 2) | (2, 11, 10) |
 
     The penalty is for the early epochs: with the squared error it fades at the threshold. A penalty
-    that stays ("1/beta") steers once focal losses are flat, and cost eight points on Fashion-MNIST.
+    that stays ("1/beta") steers once focal losses are flat: on Fashion-MNIST from pixels at beta 1
+    it ends at 78.1 % where the fading one has 86.4 (`experiments/results`, 3 seeds each).
 
     Args:
       gamma: The power in the focal loss.

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that fill the results of five papers, in order of value.
+
+A command names the rows that it fills, so that `reproduce.py` counts what is missing without
+running anything; a test compares these names with the binary's.  Claims that are cheap to check
+come first, then CIFAR-10, then sweeps.  All other figures draw rows of these commands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+BINARIES = {
+    "tramer2021": "tramer2021_scatternet.py",
+    "papernot2021": "papernot2021_tempered_sigmoids.py",
+    "an2021": "an2021_noise_curricula.py",
+    "losing_less2022": "losing_less2022_loss.py",
+    "liu2021": "liu2021_grouped_clipping.py",
+}
+
+
+class Command(NamedTuple):
+    """A command, and the rows that it fills: in ``rows``, ``{a|b}`` stands for either word."""
+
+    paper: str
+    flags: str
+    rows: str
+    minutes: float  # of one core, a run
+    seeds: int = 3
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(_expanded(self.rows)))
+
+    def missing(self, rows: Mapping[str, Any]) -> int:
+        """How many of its runs the paper's rows do not have."""
+        return sum(
+            str(seed) not in rows.get(name, {})
+            for name in self.names()
+            for seed in range(self.seeds)
+        )
+
+
+def _expanded(row: str) -> list[str]:
+    """All names of a pattern, some of them repeatedly: the innermost braces first."""
+    if not (braces := re.search(r"\{([^{}]*)\}", row)):
+        return [row]
+    before, after = row[: braces.start()], row[braces.end() :]
+    return [name for word in braces[1].split("|") for name in _expanded(before + word + after)]
+
+
+_GREY = "{mnist|fashion}"
+_PARTS = "{CE|SSE|SSE+CE|SSE+focal|all}"
+_FALLING = "{exponential|piecewise|linear|quadratic}-down"
+_OWN_RATES = "{flat|equal, 8 groups}{|, rate 0.15|, rate 0.35|, rate 0.5}"
+_PRINTED_RATE = "{paper, 8 groups{|, momentum 0.9}{|, relu}|flat, momentum 0.9}"
+_SWEEP = "{s={1|4} T={1|2|4} o={0.5|1|2}|s=2 T={1|4} o={0.5|1|2}|s=2 T=2 o={0.5|1 (tanh)|2}}"
+_MOVES = ", batch 1024, momentum 0.9"
+COMMANDS = (
+    Command("losing_less2022", "--figure=3 --rows=mnist,fashion",
+            f"{_GREY} pixels cnn {{CE|all}}", 6),
+    Command("losing_less2022", "--figure=4 --rows=mnist,fashion",
+            f"{_GREY} wavelets cnn {{CE|all}}", 8),
+    Command("liu2021", "--table=rates --datasets=mnist",
+            f"mnist {{{_OWN_RATES}|{_PRINTED_RATE}}}, {{12646|1324}} steps", 6),
+    Command("an2021", "--table=2", "{exponential|piecewise|linear|quadratic}-{down|up}", 3),
+    Command("an2021", "--table=3", f"{{{_FALLING}|constant {{1.0472|1.3806|1.5390|1.6042}}}}", 3),
+    Command("an2021", "--table=4",
+            "{constant {0|1|2|3|4|5}|{linear|piecewise|quadratic}-down}{|, easy first}", 3),
+    Command("an2021", "--table=sound", "{constant 1.38|1.38, {weights"
+            "|public scorer, {growing|full} batches|private scorer, growing batches}}", 3),
+    Command("tramer2021", "--rows=mnist,fashion",
+            f"{_GREY} {{pixels cnn|wavelets {{linear|cnn}}}}", 8),
+    Command("papernot2021", "--table=3 --datasets=mnist",
+            "mnist {ReLU, not private|ReLU|tanh}, 14100 steps", 15),
+    Command("papernot2021", "--table=3 --datasets=fashion_mnist",
+            "fashion_mnist {ReLU, not private|ReLU|tanh}, 9400 steps", 12),
+    Command("tramer2021", "--rows='cifar wavelets linear'", "cifar wavelets linear", 15),
+    Command("losing_less2022", "--figure=9 --rows='mnist pixels,fashion pixels'",
+            f"{_GREY} pixels cnn {_PARTS}", 6),
+    Command("liu2021", "--table=rates --datasets=fashion_mnist",
+            f"fashion_mnist {{{_OWN_RATES}|{_PRINTED_RATE}}}, {{10546|4901}} steps", 7),
+    Command("losing_less2022", "--figure=9 --rows='mnist wavelets,fashion wavelets'",
+            f"{_GREY} wavelets cnn {_PARTS}", 8),
+    Command("losing_less2022", "--figure=3 --rows=cifar", "cifar pixels cnn {CE|all}", 120),
+    Command("losing_less2022", "--figure=4 --rows=cifar", "cifar wavelets cnn {CE|all}", 100),
+    Command("papernot2021",
+            "--table=3 --datasets=cifar10 --kind=ReLU --kind=tanh --rates=0.4,0.2,0.8",
+            "cifar10 {ReLU|tanh}, batch 4096, rate {0.2|0.4|0.8}, momentum 0.9, 780 steps", 200),
+    Command("liu2021", "--table=rates --datasets=cifar10",
+            f"cifar10 {{{{flat|{{paper|equal}}, 16 groups}}{_MOVES}|paper, 16 groups{_MOVES}, relu"
+            "}, {1438|1625} steps", 120),
+    Command("tramer2021", "--rows='cifar pixels,cifar wavelets cnn'",
+            "cifar {pixels|wavelets} cnn", 110),
+    Command("papernot2021", "--table=4 --datasets=fashion_mnist", "fashion_mnist {tanh|"
+            "adam at 0.00132|{sgd at 0.107|adam at 0.00106}, not private}, 9400 steps", 12),
+    Command("papernot2021", "--figure=4 --datasets=mnist", "mnist {ReLU|tanh}{|, not private}, "
+            "14100 steps", 15),
+    Command("losing_less2022", "--figure=13 --rows=mnist,fashion",
+            f"{_GREY} pixels cnn {{CE|all|CE without privacy}}", 6),
+    Command("losing_less2022", "--figure=15 --rows=mnist", "mnist pixels cnn {SSE|SAE"
+            "|Huber {0.1|0.2|0.3|0.4|0.5|0.6|0.7|0.8|0.9|1.0}}", 5, 1),
+    Command("losing_less2022", "--figure=4 --rows=mnist,fashion --as_printed",
+            f"{_GREY} wavelets cnn, as printed {{CE|all}}", 10),
+    Command("losing_less2022", "--figure=10 --rows=fashion", "fashion pixels cnn all, {threshold="
+            "{0|2|4|6|8|10}|beta={1|11|51|101|191}|gamma={0|1|2|5|10}}", 6, 1),
+    Command("papernot2021", "--figure=2 --datasets=fashion_mnist",
+            f"fashion_mnist {_SWEEP}, 9400 steps", 12, 1),
+)  # fmt: skip

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of noise_curricula_2021: its schedules, and accuracy against the logarithm of epsilon."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import scipy.stats
+from common.multi_panel_figure import Panel
+from common.paper_figures import Draw, Figure, Found
+
+from dpjax import schedules
+
+BINARY = "an2021_noise_curricula.py"
+EPOCHS = 20
+
+
+def noise(direction: str) -> Draw:
+    """The noise multiplier of each schedule of one direction, by epoch."""
+
+    def draw(title: str, found: Found) -> list[Panel]:
+        del found
+        lines = {}
+        for name in (of for of in schedules.CURRICULA if of.endswith(direction)):
+            of_epoch = schedules.CURRICULA[name](epochs=EPOCHS, steps_per_epoch=1)
+            values = schedules.values(of_epoch, EPOCHS)
+            lines[name] = np.arange(EPOCHS), np.asarray(values)[:, None]
+        return [Panel(title, "epoch", "noise multiplier", lines, measured=False)]
+
+    return draw
+
+
+def by_epsilon(title: str, found: Found) -> list[Panel]:
+    """Accuracy against epsilon, with the fitted line and the correlation that the paper tests."""
+    known = {
+        name: runs for name, runs in found.items() if math.isfinite(runs[0].get("rdp", math.inf))
+    }
+    if len(known) < 3:
+        return []
+    epsilons = {name: runs[0]["rdp"] for name, runs in known.items()}
+    accuracies = {name: [each["accuracy"] for each in runs] for name, runs in known.items()}
+    logs = np.log(list(epsilons.values()))
+    means = [float(np.mean(values)) for values in accuracies.values()]
+    test: Any = scipy.stats.pearsonr(logs, means)
+    fit = np.polyfit(logs, means, 1)
+    lines = {
+        words: (
+            [epsilon for name, epsilon in epsilons.items() if ("constant" in name) == constant],
+            [of for name, of in accuracies.items() if ("constant" in name) == constant],
+        )
+        for words, constant in (("falling noise", False), ("constant noise", True))
+    }
+    ends = np.array([logs.min(), logs.max()])
+    return [
+        Panel(
+            f"{title} correlation {test.statistic:.3f}, p {test.pvalue:.2g}".strip(),
+            "epsilon (rdp)",
+            "test accuracy, %",
+            {words: line for words, line in lines.items() if line[0]},
+            x_scale="log",
+            joined=False,
+            fit=(np.exp(ends), np.polyval(fit, ends)),
+        )
+    ]
+
+
+FIGURES = {
+    "1": Figure("Falling noise by epoch, from 5 to 1.", [noise("down")]),
+    "2": Figure("Rising noise by epoch, from 1 to 5.", [noise("up")]),
+    "4": Figure(
+        "Accuracy against the logarithm of epsilon, of table 3: their correlation is 0.848 "
+        "(p 0.016).",
+        [by_epsilon],
+        [""],
+        rows=r"(?P<title>)(?P<line>\w+-down|constant \d\.\d{4})",
+        command="--table=3 --seeds=3",
+        claims="above constant",
+    ),
+}

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All algorithms of the calibration paper on MNIST, at one epsilon: convergence_calibration_2023.
+
+  result    seed 0: SGD has 96.3 % and a calibration error of 2.7 % at R = 1, and 92.7 % and 1.6 %
+            at R = 200, as in table 2; heavy ball and NAG are alike.  With Adam the large R is worse
+            in both, 91.1 and 4.7 against 95.5 and 3.1, and with AdaGrad.  A perceptron has 93.1 %,
+            FedAvg and FedSGD 92.2 and 91.7
+  time      about 60 core seconds a run, 10 to 20 of the perceptron with exact norms; JL adds 20 for
+            its accountant.  Three seeds of the whole table: about 2 core hours
+  command   python experiments/papers/bu2023_algorithms.py --seeds=3
+  figures   experiments/results/bu2023.json, rows that begin with "algorithms"; --rows=JL or
+            --rows='"Adam, global"' selects some, and --smoke trains four on digits
+
+The paper names these algorithms (theorem 3, algorithms 1 to 4) and prints no figures for them.
+Every row costs epsilon 2.38 at delta 1e-5 by PLD, that of MNIST in table 2, in ten epochs: 2,344
+Poisson batches of 256 of 60,000 examples.  Norms from projections (JL) need more noise for it.
+FedAvg and FedSGD protect a user with all 20 examples, in 100 rounds of 300 of 3,000 users; example
+i belongs to user i mod 3,000.  One rate per optimizer serves all clippings; rates were chosen in
+advance and not searched.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags, logging
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import bu2023_networks as networks
+from bu2023_pictures import BINS
+from common import paper_runs
+
+import dpjax
+from dpjax import clipping, data, federated, losses, metrics, models, sampling, training
+from dpjax.accounting.rounding import upwards
+from dpjax.cli.flag_checks import only_flags
+from dpjax.types import Algorithm, Clipping, LossFn
+
+_ROWS = flags.DEFINE_list(
+    "rows", None, "Rows whose names contain one of these words; all by default."
+)
+_SMOKE_ROWS = ("Adam, flat, small R", "SGLD", "FedAvg", "FedSGD")
+
+EPSILON, DELTA = 2.38, paper_runs.DELTA
+
+
+class Size(NamedTuple):
+    """How long a run is: units of privacy, how many are expected in a step, and steps."""
+
+    units: int
+    batch: int
+    steps: int
+
+
+EXAMPLES, USERS = Size(60_000, 256, 2_344), Size(3_000, 300, 100)
+DIGITS, DIGIT_USERS = Size(1_437, 256, 300), Size(359, 120, 200)  # for --smoke
+# Multipliers that cost EPSILON by PLD: of exact norms, by the number of projections, of users.
+# They are constants because calibration with projections takes minutes.
+NOISE, NOISE_JL, NOISE_USERS = 0.7438, {10: 1.7182, 30: 0.9085, 100: 0.7802}, 1.9737
+SMALL, LARGE = 1.0, 200.0  # as in table 2
+LANGEVIN = 20.0  # the bound of SGLD, whose rate follows from noise and bound
+
+# Rates of the first three are for a bound of 1 and divided by the bound, so that noise moves the
+# weights alike.  The others do not depend on the scale of their gradients.
+LINEAR: dict[str, Callable[[float], optax.GradientTransformation]] = {
+    "SGD": lambda bound: optax.sgd(0.5 / bound),
+    "heavy ball": lambda bound: optax.sgd(0.05 / bound, momentum=0.9),
+    "NAG": lambda bound: optax.sgd(0.05 / bound, momentum=0.9, nesterov=True),
+}
+ADAPTIVE: dict[str, optax.GradientTransformation] = {
+    "Adam": optax.adam(1e-3),
+    # From 0: Optax starts the sum of squares at 0.1, and the noise of a whole run with R = 1 adds
+    # 0.02, so that the rate would never adapt.
+    "AdaGrad": optax.adagrad(1e-2, initial_accumulator_value=0.0, eps=1e-10),
+    "RMSprop": optax.rmsprop(5e-4),
+}
+OPTIMIZERS = {**LINEAR, **{name: lambda _, o=o: o for name, o in ADAPTIVE.items()}}
+# Through the CNN, 10 projections take 20 times as long as exact norms on a CPU, and 100 take 120
+# times; users with weights of their own make its convolutions slow too.  So JL and federated rows
+# train a perceptron of as many parameters (25,450).
+MODELS = {"perceptron": models.MLP(features=(32,), activation=nn.relu)}
+CLIPPINGS: dict[str, Callable[[Any], Clipping]] = {  # of the parameters
+    "flat, small R": lambda _: clipping.flat(SMALL),
+    "flat, large R": lambda _: clipping.flat(LARGE),
+    # R / Z of gradients up to Z, and nothing of longer ones: algorithm 2, option 2.
+    "global": lambda _: clipping.hard_threshold(SMALL, screen=LARGE),
+    "automatic": lambda _: clipping.automatic(SMALL),
+    "layerwise": lambda p: clipping.grouped(total=SMALL, groups=clipping.by_layer(p)),
+}
+
+
+class Row(NamedTuple):
+    """An algorithm of the paper: how it is built, with which optimizer, clipping and noise."""
+
+    build: Callable[..., Algorithm]
+    optimizer: str
+    rule: Callable[[Any], Clipping]
+    noise: float
+    model: str = "CNN"
+    unit: str = "example"
+
+
+def gradients(row: Row, size: Size, loss: LossFn, dataset: data.Dataset, params: Any) -> Algorithm:
+    """DP-SGD with any optimizer (algorithm 1), by exact or estimated norms (algorithm 2)."""
+    mechanism = mechanism_of(row, size, params)
+    optimizer = OPTIMIZERS[row.optimizer](mechanism.clipping.sensitivity)
+    return dpjax.dpsgd(loss, optimizer, mechanism, dataset.train)
+
+
+def langevin(row: Row, size: Size, loss: LossFn, dataset: data.Dataset, params: Any) -> Algorithm:
+    """DP-SGLD (algorithm 3) of the posterior under a standard normal prior."""
+    mechanism = mechanism_of(row, size, params)
+    # z = 2 L / (n R sqrt(rate)), solved for the rate.
+    rate = (2 * size.batch / (size.units * mechanism.clipping.sensitivity * row.noise)) ** 2
+    return training.dp_sgld(
+        loss, rate, mechanism.sampling, mechanism.clipping, size.steps, dataset.train
+    )
+
+
+def _clients(dataset: data.Dataset, users: int) -> federated.Clients:
+    return federated.Clients.split(dataset.train, np.arange(dataset.examples) % users, users)
+
+
+def fedavg(row: Row, size: Size, loss: LossFn, dataset: data.Dataset, params: Any) -> Algorithm:
+    """DP-FedAvg (algorithm 4): one epoch of each drawn user, in batches of 10."""
+    return federated.fedavg(
+        loss,
+        optax.sgd(1.0),
+        mechanism_of(row, size, params),
+        _clients(dataset, size.units),
+        client_optimizer=optax.sgd(0.1),
+        local_batch_size=10,
+        local_epochs=1,
+        project=True,
+    )
+
+
+def fedsgd(row: Row, size: Size, loss: LossFn, dataset: data.Dataset, params: Any) -> Algorithm:
+    """DP-FedSGD (algorithm 4): the gradient of each drawn user's mean loss, with heavy ball."""
+    mechanism = mechanism_of(row, size, params)
+    optimizer = OPTIMIZERS[row.optimizer](mechanism.clipping.sensitivity)
+    return federated.fedsgd(loss, optimizer, mechanism, _clients(dataset, size.units))
+
+
+def _jl(projections: int) -> Callable[[Any], Clipping]:
+    return lambda _: clipping.jl(SMALL, projections)
+
+
+ROWS = {
+    **{
+        f"{optimizer}, {way}": Row(gradients, optimizer, rule, NOISE)
+        for optimizer in OPTIMIZERS
+        for way, rule in CLIPPINGS.items()
+    },
+    "SGLD": Row(langevin, "", lambda _: clipping.flat(LANGEVIN), NOISE),
+    **{
+        f"{optimizer}{words}": Row(gradients, optimizer, rule, noise, "perceptron")
+        for optimizer in ("SGD", "Adam")
+        for words, rule, noise in (
+            (", exact norms", CLIPPINGS["flat, small R"], NOISE),
+            *((f"-JL, r = {r}", _jl(r), noise) for r, noise in NOISE_JL.items()),
+        )
+    },
+    "FedAvg": Row(fedavg, "", lambda _: clipping.flat(0.5), NOISE_USERS, "perceptron", "user"),
+    "FedSGD": Row(
+        fedsgd, "heavy ball", CLIPPINGS["flat, small R"], NOISE_USERS, "perceptron", "user"
+    ),
+}
+
+
+def size_of(row: Row) -> Size:
+    """The length of a row's run."""
+    if paper_runs.SMOKE.value:
+        return DIGITS if row.unit == "example" else DIGIT_USERS
+    return EXAMPLES if row.unit == "example" else USERS
+
+
+def mechanism_of(row: Row, size: Size, params: Any) -> dpjax.Mechanism:
+    """What runs and is accounted."""
+    return dpjax.Mechanism(
+        sampling=sampling.poisson(size.units, size.batch),
+        clipping=row.rule(params),
+        noise_multiplier=row.noise,
+        steps=size.steps,
+        unit="client" if row.unit == "user" else row.unit,
+    )
+
+
+def run(row: Row, seed: int, folder: Any) -> Mapping[str, Any]:
+    """One run: accuracy and calibration of its last parameters, or of its posterior samples."""
+    dataset, cnn = networks.prepared("mnist", seed)
+    model: Any = MODELS.get(row.model, cnn)
+    x, y = jax.tree.map(jnp.asarray, dataset.test)
+    params = jax.jit(model.init)(jax.random.key(seed), x[0])["params"]
+    loss = losses.of(model, losses.cross_entropy)
+    algorithm = row.build(row, size_of(row), loss, dataset, params)
+    mechanism: Any = algorithm.mechanism
+
+    @jax.jit
+    def logits_of(params: Any) -> Any:
+        return jax.lax.map(partial(model.apply, {"params": params}), x, batch_size=500)
+
+    def evaluate(state: Any) -> dict[str, Any]:
+        logits = logits_of(state.params)
+        if row.build is langevin:
+            logits = training.predictive(lambda p, _: logits_of(p), training.samples(state), x)
+        return {
+            "accuracy": 100 * metrics.accuracy(logits, y),
+            "nll": metrics.nll(logits, y),
+            "ece": metrics.ece(logits, y, bins=BINS),
+        }
+
+    state = algorithm.init(jax.random.key(seed), params)
+    # PLD alone knows norms from projections. Computed before the clock starts, because it takes
+    # longer than the training there.
+    rdp = None if mechanism.clipping.projections else mechanism.epsilon(DELTA)
+    pld = mechanism.epsilon(DELTA, "pld")
+    started = time.process_time()
+    options: Any = {"evaluate_every": mechanism.steps, "method": "pld", "delta": DELTA}
+    _, history = dpjax.fit(
+        algorithm, state, evaluate=evaluate, directory=folder, progress=False, **options
+    )
+    found = {name: history[-1][name] for name in ("accuracy", "nll", "ece")}
+    if folder is None:  # a resumed run took longer than this process measured
+        found["training_seconds"] = round(time.process_time() - started, 1)
+    return {**found, "rdp": rdp, "pld": pld, "data": dataset.name}
+
+
+def line(name: str, row: Row, results: paper_runs.Results) -> list[str]:
+    """A row of the table, run where it is not known."""
+    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    runs = [results.of(f"algorithms {name}", seed, partial(run, row)) for seed in seeds]
+    seconds = [each["training_seconds"] for each in runs if "training_seconds" in each]
+    return [
+        name,
+        row.model,
+        paper_runs.spread([each["accuracy"] for each in runs]),
+        paper_runs.spread([100 * each["ece"] for each in runs]),
+        f"{np.mean([each['nll'] for each in runs]):.3f}",
+        f"{row.noise:g}",
+        row.unit,
+        "no bound" if np.isnan(runs[0]["rdp"]) else upwards(runs[0]["rdp"], ".3g"),
+        upwards(runs[0]["pld"], ".3g"),
+        f"{np.mean(seconds):.0f}" if seconds else "",
+    ]
+
+
+HEAD = (
+    "algorithm",
+    "network",
+    "accuracy",
+    "ECE %",
+    "NLL",
+    "noise",
+    "protects",
+    "rdp",
+    "pld",
+    "core seconds",
+)
+
+
+def main(argv: list[str]) -> None:
+    only_flags(argv)
+    logging.set_verbosity(logging.WARNING)
+    every = _SMOKE_ROWS if paper_runs.SMOKE.value and not _ROWS.value else tuple(ROWS)
+    chosen = [name for name in every if any(word in name for word in _ROWS.value or [""])]
+    results, lines = paper_runs.results(), []
+    for name in chosen:
+        lines.append(line(name, ROWS[name], results))
+        print(*lines[-1], sep="  ", flush=True)
+    print(paper_runs.table(HEAD, lines))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the papers and verdicts on their claims: from results files, without training."""
+
+import json
+
+import numpy as np
+import pytest
+import run_binary
+
+RESULTS = run_binary.EXPERIMENTS / "results"
+
+
+@pytest.fixture(scope="module")
+def imported():
+    with run_binary.importing() as import_binary:
+        yield import_binary
+
+
+@pytest.fixture(scope="module")
+def panels(imported):
+    return imported("common.multi_panel_figure")
+
+
+def flat(number, seeds=1):
+    return range(3), np.full((3, seeds), float(number))
+
+
+def axes_of(panels, monkeypatch, *drawn):
+    """The figure that is saved, and the axes of its panels."""
+    kept = []
+    monkeypatch.setattr(panels, "png", lambda figure: kept.append(figure) or b"")
+    panels.image(drawn)
+    return kept[0], kept[0].axes
+
+
+def test_twelve_lines_have_twelve_looks_and_none_is_dropped(panels, monkeypatch):
+    lines = {f"line {i}": flat(i) for i in range(12)}
+    figure, (axes,) = axes_of(panels, monkeypatch, panels.Panel("title", "x", "y", lines))
+    drawn = axes.get_lines()
+    assert [line.get_ydata()[0] for line in drawn] == list(range(12))
+    assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == 12
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
+
+
+def test_a_thirteenth_line_is_an_error_that_names_it(panels):
+    lines = {f"line {i}": flat(i) for i in range(13)}
+    with pytest.raises(ValueError, match=r"13 lines; a figure has at most 12.*line 12"):
+        panels.image([panels.Panel("title", "x", "y", lines)])
+
+
+def test_a_line_looks_alike_in_all_panels_and_is_named_once(panels, monkeypatch):
+    one = panels.Panel("one", "x", "y", {"a": flat(1), "b": flat(2)})
+    other = panels.Panel("other", "x", "y", {"b": flat(3)})
+    figure, (left, right, *_) = axes_of(panels, monkeypatch, one, other)
+    assert left.get_lines()[1].get_color() == right.get_lines()[0].get_color()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+
+
+def test_the_legend_stays_in_the_picture_and_leaves_the_axes_their_place(panels, monkeypatch):
+    lines = {f"a line with a name of some length, {i}": flat(i) for i in range(12)}
+    figure, (axes,) = axes_of(panels, monkeypatch, panels.Panel("title", "x", "y", lines))
+    figure.savefig("/dev/null", format="png")
+    legend, page = figure.legends[0].get_window_extent(), figure.bbox
+    assert page.x0 <= legend.x0
+    assert legend.x1 <= page.x1
+    assert legend.y1 <= page.y1
+    assert axes.get_window_extent().height > 0.3 * page.height
+
+
+def test_bands_are_of_the_seeds_that_have_a_number(panels, monkeypatch):
+    lines = {"three": flat(1, 3), "ragged": (range(3), [[1], [1, 3], [np.nan, 2]])}
+    panel = panels.Panel("title", "x", "y", lines)
+    assert panels.seeds_of(panel) == "3 seeds; 2 of ragged"
+    _, (axes,) = axes_of(panels, monkeypatch, panel)
+    np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), [1, 2, 2])
+    assert panels.seeds_of(panel._replace(measured=False)) == ""
+
+
+def test_seeds_without_a_curve_are_left_out(imported):
+    figures = imported("common.paper_figures")
+    way = [{"step": 1, "accuracy": 0.5}, {"step": 2, "accuracy": 0.75}]
+    runs = [{"way": []}, {"way": way}, {"accuracy": 80.0}, {"way": way[:1]}]
+    places, values = figures.series(runs, "step", "accuracy", 100)
+    assert places == [1, 2]
+    assert values.tolist() == [[50.0], [75.0]]
+    assert figures.series(runs[:1], "step", "accuracy") is None
+    assert figures.series(runs, "step", "norm") is None
+    assert figures.logged("step", "norm", ("step", "norm"))("title", {"a": runs}) == []
+
+
+def test_rows_are_found_by_title_and_line_and_the_others_are_missing(imported):
+    figures = imported("common.paper_figures")
+    figure = figures.Figure("shows", [], ("mnist", "cifar10"), ("tanh", "ReLU"))
+    run = {"0": {"accuracy": 1.0}}
+    names = ("cifar10 (JPEG copy) tanh", "mnist ReLU", "mnist tanh", "mnist tanh, and more")
+    found = figure.found(dict.fromkeys(names, run))
+    # In the order of the paper, whatever the order of the file.
+    assert [(title, list(of)) for title, of in found.items()] == [
+        ("mnist", ["tanh", "ReLU"]),
+        ("cifar10 (JPEG copy)", ["tanh"]),
+    ]
+    assert figure.missing(dict.fromkeys(names, run)) == ["cifar10 ReLU"]
+    assert figure.missing({}) == ["mnist", "cifar10"]
+
+
+def test_every_figure_is_drawn_from_the_committed_results_or_says_what_to_run(imported):
+    figures = imported("figures")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures.multi_panel_figure, "image", list)
+        drawn = list(figures.drawn())
+    names = {(each.paper, each.name) for each in drawn}
+    assert {paper for paper, _ in names} == set(figures.PAPERS)
+    assert len(names) == len(drawn) == 39
+    for each in drawn:
+        assert each.picture or each.missing
+        assert (run_binary.EXPERIMENTS.parent / each.command.split()[1]).exists()
+        if each.picture:
+            lines = {name for panel in each.picture for name in panel.lines}
+            figures.multi_panel_figure.looks_of(lines)  # not too many
+        assert each.caption([]).startswith("**Published.** ")
+
+
+def test_two_printed_epsilons_are_two_panels(imported):
+    figures, pictures = imported("figures"), imported("liu2021_pictures")
+    found = pictures.FIGURES["3"].found(figures.rows_of("liu2021"))
+    titles = [title for title in found if title.startswith("mnist")]
+    assert {"mnist, 1324 steps", "mnist, 12646 steps"} <= set(titles)
+    (panel,) = pictures.FIGURES["3"].panels("mnist", found["mnist, 12646 steps"])
+    assert {"flat", "paper, 8 groups"} <= set(panel.lines)
+
+
+def test_of_several_rates_the_best_is_drawn(imported):
+    pictures = imported("liu2021_pictures")
+
+    def runs(accuracy):
+        return [{"accuracy": accuracy, "way": [{"step": 1, "accuracy": accuracy / 100}]}]
+
+    found = {
+        "paper, 8 groups, rate 0.5": runs(97.0),
+        "paper, 8 groups, rate 0.05, momentum 0.9, relu": runs(98.0),
+        "flat": runs(96.0),
+    }
+    (panel,) = pictures.FIGURES["3"].panels("mnist", found)
+    assert {name: values[0][0] for name, (_, values) in panel.lines.items()} == {
+        "flat": 96.0,
+        "paper, 8 groups": 98.0,
+    }
+
+
+def test_each_regression_has_a_panel_of_its_own(imported):
+    figures, pictures = imported("figures"), imported("bu2023_pictures")
+    found = pictures.FIGURES["10"].found(figures.rows_of("bu2023"))
+    drawn = [p for title, of in found.items() for p in pictures.FIGURES["10"].panels(title, of)]
+    assert [panel.title for panel in drawn] == ["california_housing", "wine_quality"]
+    assert all(list(panel.lines) == ["not private", "small R", "large R"] for panel in drawn)
+
+
+def test_a_figure_without_rows_is_not_run_and_names_its_command(imported, monkeypatch):
+    figures = imported("figures")
+    rows = dict(figures.rows_of("an2021"))
+    monkeypatch.setattr(figures, "rows_of", lambda *_: {})
+    one, two, four = figures.drawn(papers=("an2021",))
+    assert one.picture.startswith(b"\x89PNG")
+    assert two.picture
+    assert four.picture is None
+    assert four.command.endswith("an2021_noise_curricula.py --table=3 --seeds=3")
+    assert "Not run" in four.caption([])
+    monkeypatch.setattr(figures, "rows_of", lambda *_: rows)
+    *_, four = figures.drawn(papers=("an2021",))
+    assert four.picture is not None
+    assert not four.missing
+
+
+def seeds(*numbers, measure="accuracy"):
+    return {str(seed): {measure: number} for seed, number in enumerate(numbers)}
+
+
+ROWS = {
+    "tanh": seeds(98.0, 97.8),
+    "ReLU": seeds(96.0, 97.0),
+    "near": seeds(97.9, 97.5),
+    "alone": seeds(99.0),
+    "tanh, rate 0.5": seeds(98.5),
+    "ece small": seeds(0.02, 0.03, measure="ece"),
+    "ece large": seeds(0.004, 0.006, measure="ece"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({"rows": ["tanh"], "published": 98.4}, "holds"),
+        ({"rows": ["tanh"], "published": 98.5}, "does not hold"),
+        ({"rows": ["tanh"], "published": 90.0}, "holds"),
+        ({"rows": ["none"], "published": 90.0}, "not run"),
+        ({"rows": ["none"], "published": 90.0, "why": "no data"}, "not run: no data"),
+        ({"rows": ["tanh"], "published": ""}, ""),
+        ({"rows": ["tanh"], "published": "above", "than": ["ReLU"]}, "holds"),
+        ({"rows": ["ReLU"], "published": "above", "than": ["tanh"]}, "does not hold"),
+        ({"rows": ["tanh"], "published": "above", "than": ["near"]}, "does not hold"),
+        ({"rows": ["tanh"], "published": "above", "than": ["none"]}, "not run"),
+        ({"rows": ["alone"], "published": "above", "than": ["ReLU"]}, "open: 1 seed"),
+        ({"rows": ["near"], "published": "level", "than": ["tanh"]}, "holds"),
+        ({"rows": ["tanh"], "published": "level", "than": ["ReLU"]}, "holds"),
+        ({"rows": ["ReLU"], "published": "level", "than": ["tanh"]}, "does not hold"),
+        ({"rows": ["ece small"], "published": 2.1, "measure": "ece", "lower": True}, "holds"),
+        (
+            {"rows": ["ece small"], "published": 1.9, "measure": "ece", "lower": True},
+            "does not hold",
+        ),
+        (
+            {
+                "rows": ["ece large"],
+                "published": "above",
+                "than": ["ece small"],
+                "measure": "ece",
+                "lower": True,
+            },
+            "holds",
+        ),
+    ],
+)
+def test_one_rule_decides_whether_a_claim_holds(fields, verdict, imported):
+    claims = imported("common.claims")
+    assert claims.judged(claims.Claim("a system", **fields), ROWS).verdict == verdict
+
+
+def test_the_row_that_speaks_is_of_the_preferred_pattern_and_has_the_most_seeds(imported):
+    claims = imported("common.claims")
+
+    def row(*patterns, **more):
+        return claims.judged(claims.Claim("a system", patterns, 98.0, **more), ROWS).row
+
+    assert row("tanh.*") == "tanh", "and not the one seed of another rate"
+    assert row("none", "ReLU", "tanh") == "ReLU"
+    assert row("ReLU", "tanh", pooled=True) == "tanh"
+    early = {"a": {"0": {"accuracy": 1.0, "way": [{"accuracy": 0.25}, {"accuracy": 0.5}]}}}
+    assert claims.judged(claims.Claim("", ["a"], 25.0, at=1), early).ours == [25.0]
+    assert claims.judged(claims.Claim("", ["a"], 25.0, at=3), early).ours == []
+
+
+def test_a_sweep_is_one_row_of_the_page(imported, monkeypatch):
+    tables = imported("common.result_tables")
+    rows = {f"tanh, {i} steps": seeds(90.0 + i) for i in range(tables.FAMILY)}
+    monkeypatch.setattr(tables, "load", lambda _: {"rows": {**rows, "ReLU": seeds(80.0, 82.0)}})
+    assert list(tables.rows_of("a paper")) == [
+        "| ReLU | 81 (80 to 82) | 2 |",
+        "| tanh, # steps: 10 rows, the best tanh, 9 steps | 90 to 99 | 1 |",
+    ]
+
+
+def test_claims_name_settings_that_the_binaries_have():
+    """A number that is published here and in a binary is one number."""
+    systems = json.loads((RESULTS / "systems.json").read_text())
+    published = {claim["system"]: claim["published"] for claim in systems["liu2021"]["claims"]}
+    with run_binary.importing() as import_binary:
+        paper = import_binary("liu2021_grouped_clipping")
+        for printed, accuracy in paper.SETTINGS["mnist"].printed.items():
+            words = f"MNIST at {printed:.2f}: 8 groups with the paper's noise"
+            assert published[words] == accuracy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", ["tramer2021", "papernot2021", "an2021"])
+def test_epsilons_and_claims_are_those_of_the_settings(paper):
+    """`python experiments/papers/systems.py` writes them."""
+    kept = json.loads((RESULTS / "systems.json").read_text())[paper]
+    with run_binary.importing() as import_binary:
+        found = import_binary("systems").collected(paper)
+    assert json.loads(json.dumps(found)) == kept
