@@ -2,6 +2,7 @@
 """Meshes change no result: one device, several devices, several processes."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -164,84 +165,30 @@ def test_a_run_goes_on_under_another_mesh(tmp_path, alone):
     assert found["held"] == ["(4, 128)"]
 
 
-TABLE = """
-import json, sys
-import jax
-jax.config.update("jax_num_cpu_devices", int(sys.argv[4]))
-import flax.linen as nn, jax.numpy as jnp, numpy as np, optax
-import dpjax
-from dpjax import losses, meshes, models
-from dpjax.clipping import by_layer, flat, grouped
-from small_mechanisms import mechanism_with
+BENCHMARK = pathlib.Path(__file__).parents[1] / "experiments" / "benchmarks" / "meshes.py"
 
 
-class Convolutions(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.tanh(nn.Conv(8, (3, 3))(x.reshape(6, 6, 1)))
-        return nn.Dense(4)(nn.tanh(nn.Conv(128, (3, 3))(x)).mean((0, 1)))
-
-
-class Tokens(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        table = nn.Embed(64, 32)
-        h = table((4 * x[:12]).astype(int) % 64)
-        h = nn.LayerNorm()(h + nn.SelfAttention(4)(h[None])[0])
-        return table.attend(h.mean(0))[:4]
-
-
-rows = np.random.default_rng(0).normal(size=(40, 36)).astype(np.float32)
-data = rows, np.arange(40) % 4
-networks = {
-    "dense": models.MLP(features=(64, 64), classes=4),
-    "convolution": Convolutions(),
-    "Transformer, embedding": Tokens(),
-}
-table = {}
-for name in json.loads(sys.argv[1]):
-    model = networks[name]
-    params = jax.device_get(model.init(jax.random.key(0), rows[0])["params"])
-    for engine in json.loads(sys.argv[2]):
-        first = None
-        for text in ["", *json.loads(sys.argv[3])]:
-            mesh = meshes.parse(text) if text else jax.sharding.Mesh(jax.devices()[:1], ("data",))
-            mechanism = mechanism_with(40, 16, steps=2)
-            algorithm = dpjax.dpsgd(
-                losses.of(model, losses.cross_entropy), optax.adam(0.01), mechanism, data, engine,
-                microbatch_size=2, mesh=mesh,
-            )
-            state = algorithm.init(jax.random.key(1), params)
-            state, _ = algorithm.run(state, 2)
-            leaves = jax.tree.leaves(jax.device_get(state.params))
-            found = np.concatenate([np.ravel(x) for x in leaves])
-            first = found if first is None else first
-            if text:
-                table[f"{name} {engine} {text}"] = float(np.abs(found - first).max())
-print(json.dumps(table))
-"""
-
-
-def errors(networks, engines, texts, devices=8):
+def errors(folder, devices=8, **options):
     """The largest difference to one device of any parameter after two steps, by case."""
-    command = [sys.executable, "-c", TABLE, *map(json.dumps, (networks, engines, texts, devices))]
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    out = folder / "meshes.json"
+    command = [sys.executable, BENCHMARK, f"--devices={devices}", f"--out={out}", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(out.read_text())["largest_difference"]
 
 
-def test_a_mesh_changes_no_parameter():
-    found = errors(["dense"], ["auto"], ["data:2,model:2"], devices=4)
+def test_a_mesh_changes_no_parameter(tmp_path):
+    found = errors(tmp_path, 4, loss="dense", engines="auto", mesh="data:2,model:2")
+    assert len(found) == 1
     assert max(found.values()) < 1e-6, found
-
-
-MESHES = ["data:8", "data:4,model:2", "data:2,model:4", "data:1,model:8"]
 
 
 @kills("gradients/layout.py", "if convolves or name", "if name", case="convolution-auto", slow=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vmap", "scan"])
-@pytest.mark.parametrize("network", ["dense", "convolution", "Transformer, embedding"])
-def test_no_mesh_changes_a_parameter(network, engine):
-    found = errors([network], [engine], MESHES)
+@pytest.mark.parametrize("loss", ["dense", "convolution", "Transformer, embedding"])
+def test_no_mesh_changes_a_parameter(tmp_path, loss, engine):
+    found = errors(tmp_path, loss=loss, engines=engine)
+    assert len(found) == 4
     assert max(found.values()) < 1e-6, found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flag ``--mesh`` of the binaries: the devices of a run."""
+"""The flag ``--mesh`` of the binaries, which names the devices of a run."""
 
 from __future__ import annotations
 
