@@ -6,7 +6,7 @@
 PYTHON ?=
 ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead,
-# rounding, draws, optimizers or large.
+# rounding, draws, optimizers, large or pods.
 BENCH ?= steps
 VENV := .venv
 PEERS := .venv-peers

@@ -3,7 +3,7 @@
 
   result    RESULT
   hardware  none of the devices: compilers of TPU v5e and v5p (libtpu 0.0.52) and H100, JAX 0.10.2
-  command   make bench BENCH=pods ARGS="--compiler_python=PATH --out experiments/results/pods.json"
+  command   make bench BENCH=pods ARGS="--out experiments/results/pods.json"
   figures   experiments/results/pods.json; tables in docs/pages/scale.md (``--page``)
 
 These are plans and not measurements. A decoder (AdamW, texts of 1,024 tokens, bfloat16 with float32
@@ -12,10 +12,9 @@ the compiler's; operations are those of matrix products; collectives and the cyc
 compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`).
 
 The compilers need an environment of their own: ``python -m venv .venv-compilers``, then
-``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. Without it the
-plans of host devices remain. One plan takes minutes; ``--out`` is written after each, and a plan
-that it holds is not compiled again. ``--train=20`` trains a decoder of 30 million parameters on
-eight host devices instead.
+``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
+takes minutes; ``--out`` is written after each, and a plan that it holds is not compiled again.
+``--train=20`` trains a decoder of 28 million parameters on eight host devices instead.
 """
 
 from __future__ import annotations
@@ -50,6 +49,14 @@ LARGE = (
 )
 GROWING = (("v5e:2x2", 4), ("v5e:4x4", 16), ("v5e:16x16", 256))
 PER_DEVICE = 16
+# The compiler of a TPU looks for the host of a TPU unless these are set.
+SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "JAX_PLATFORMS": "cpu",
+}
 
 
 def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -86,7 +93,7 @@ def plan(task: dict[str, Any], compiler_python: pathlib.Path) -> dict[str, Any]:
     if not pathlib.Path(python).exists():
         return {"refused": f"there is no {python}"}
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    settings = {"PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": host}
+    settings = {**SETTINGS, "PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": host}
     worker = workers.Worker(python, "pods_cases.py", **settings)
     answer = worker.ask(task)
     worker.close()
@@ -107,7 +114,8 @@ def show(name: str, found: dict[str, Any]) -> None:
         text = (
             f"{found['state_bytes'] / 2**20:9,.1f} MiB state"
             f" {found['temporary_bytes'] / 2**20:9,.1f} MiB temporary"
-            f" {found['matmul_flop'] / 1e12:9.4f} Tflop {found['cycles'] / 1e6:9.1f} Mcycles; {counts}"
+            f" {found['matmul_flop'] / 1e12:9.4f} Tflop {found['cycles'] / 1e6:9.1f} Mcycles;"
+            f" {counts}"
         )
     print(f"{name:42} {text}", flush=True)
 
@@ -159,7 +167,8 @@ def train(steps: int) -> dict[str, Any]:
 def tables(report: dict[str, Any]) -> str:
     """The tables of docs/pages/scale.md."""
     rows = [
-        "| model, devices, mesh | step | state | temporaries | Tflop | Gcycles | over data | over model |",
+        "| model, devices, mesh | step | state | temporaries | Tflop | Gcycles | over data "
+        "| over model |",
         "|---|---|---|---|---|---|---|---|",
     ]
     plans = report["plans"]
@@ -173,9 +182,9 @@ def tables(report: dict[str, Any]) -> str:
             continue
         cycles = f"{found['cycles'] / 1e9:.2f}" if found["cycles"] else "-"
         rows.append(
-            f"| {place} | {step} | {_gib(found['state_bytes'])} | {_gib(found['temporary_bytes'])} |"
-            f" {found['matmul_flop'] / 1e12:.1f} | {cycles} | {_over(found, batch=True)} |"
-            f" {_over(found, batch=False)} |"
+            f"| {place} | {step} | {_gib(found['state_bytes'])} |"
+            f" {_gib(found['temporary_bytes'])} | {found['matmul_flop'] / 1e12:.1f} | {cycles} |"
+            f" {_over(found, batch=True)} | {_over(found, batch=False)} |"
         )
     rows += [
         "",

@@ -13,21 +13,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import os
 import re
 import time
 from typing import Any
-
-# The compiler of a TPU looks for the host of a TPU unless these are set.
-SETTINGS = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "JAX_PLATFORMS": "cpu",
-}
-if __name__ == "__main__":
-    os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +121,8 @@ def plain_step(loss: Any, mesh: Mesh, rounds: int, size: int) -> Any:
     axes = tuple(name for name in mesh.axis_names if name != meshes.MODEL)
 
     def gradients(params: PyTree, rows: Any) -> PyTree:
-        mean = lambda p, some: jnp.mean(jax.vmap(loss, (None, 0))(p, some))
+        def mean(p: PyTree, some: Any) -> Any:
+            return jnp.mean(jax.vmap(loss, (None, 0))(p, some))
 
         def add(total: PyTree, some: Any) -> tuple[PyTree, None]:
             return jax.tree.map(jnp.add, total, jax.grad(mean)(params, some)), None

@@ -33,8 +33,7 @@ def counted(text: str, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> dic
         microbatches, and microbatches in a block.
     """
     bodies, entry = _computations(text)
-    collectives: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
+    found_once: dict[Any, tuple[str, int, int]] = {}
     cycles = 0
 
     def walk(name: str, times: int, depth: int) -> None:
@@ -44,9 +43,11 @@ def counted(text: str, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> dic
             cycles += times * int(cost[1]) if cost else 0
             found = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
             if found:
-                over = _axes(line, mesh)
-                collectives[over] += times
-                sent[over] += times * _bytes(found[1], found[2])
+                # An asynchronous collective stands in the fusions that start and continue it.
+                channel = re.search(r"channel_id=\d+", line)
+                size = _bytes(found[1], found[2])
+                same = (channel[0], found[2], size) if channel else line
+                found_once[same] = _axes(line, mesh), times, size
             trips, below = 1, depth
             if loop := re.search(r" while\(.*condition=%([\w.\-]+)", line):
                 known = _trips(line, bodies.get(loop[1], ()))
@@ -59,6 +60,11 @@ def counted(text: str, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> dic
                 walk(usual[1], times, depth)
 
     walk(entry, 1, 0)
+    collectives: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for over, times, size in found_once.values():
+        collectives[over] += times
+        sent[over] += times * size
     return {"collectives": dict(collectives), "collective_bytes": dict(sent), "cycles": cycles}
 
 
