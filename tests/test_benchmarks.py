@@ -228,9 +228,14 @@ HLO = """
   %g = f32[16]{0:T(128)} all-gather(%x), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
 }
 
+%async_collective_fusion.2 (x: f32[8]) -> f32[16] {
+  %g = f32[16]{0:T(128)} all-gather(%x), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
 %body (x: (s32[], f32[8])) -> (s32[], f32[8]) {
   %f = (f32[8]{0}, f32[16]{0}) fusion(%x), kind=kCustom, calls=%half, "estimated_cycles":"10"
-  %h = f32[16]{0} fusion(%f), kind=kOutput, calls=%half
+  %h = f32[16]{0} fusion(%f), kind=kOutput, calls=%async_collective_fusion.2
+  %async-collective-done.1 = f32[16]{0} fusion(%h), kind=kCustom, calls=%half
 }
 
 %condition (x: (s32[], f32[8])) -> pred[] {

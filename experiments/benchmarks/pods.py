@@ -8,7 +8,7 @@
 
 These are plans and not measurements. A decoder (AdamW, texts of 1,024 tokens, bfloat16 with float32
 parameters, layers in a scan) is compiled with and without privacy for the same mesh. Bytes are
-the compiler's; operations are those of matrix products; collectives and the cycles that the
+the compiler's; operations are of matrix products alone; collectives and the cycles that the
 compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`).
 
 The compilers need an environment of their own: ``python -m venv .venv-compilers``, then

@@ -33,7 +33,8 @@ def counted(text: str, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> dic
         microbatches, and microbatches in a block.
     """
     bodies, entry = _computations(text)
-    found_once: dict[Any, tuple[str, int, int]] = {}
+    collectives: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
     cycles = 0
 
     def walk(name: str, times: int, depth: int) -> None:
@@ -43,28 +44,23 @@ def counted(text: str, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> dic
             cycles += times * int(cost[1]) if cost else 0
             found = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
             if found:
-                # An asynchronous collective stands in the fusions that start and continue it.
-                channel = re.search(r"channel_id=\d+", line)
-                size = _bytes(found[1], found[2])
-                same = (channel[0], found[2], size) if channel else line
-                found_once[same] = _axes(line, mesh), times, size
+                over = _axes(line, mesh)
+                collectives[over] += times
+                sent[over] += times * _bytes(found[1], found[2])
             trips, below = 1, depth
             if loop := re.search(r" while\(.*condition=%([\w.\-]+)", line):
                 known = _trips(line, bodies.get(loop[1], ()))
                 trips, below = known or dynamic[min(depth, 1)], depth + (known is None)
             for callee in re.findall(r"(?:body|calls|to_apply)=%([\w.\-]+)", line):
-                walk(callee, times * trips, below)
+                # The fusions that continue and end an asynchronous collective name it again.
+                if not re.search(r"%async-collective-done|=%async_collective_fusion", line):
+                    walk(callee, times * trips, below)
             # The second branch is for examples whose gradient is not finite.
             usual = re.search(r"branch_computations=\{%([\w.\-]+)", line)
             if usual := usual or re.search(r"false_computation=%([\w.\-]+)", line):
                 walk(usual[1], times, depth)
 
     walk(entry, 1, 0)
-    collectives: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    for over, times, size in found_once.values():
-        collectives[over] += times
-        sent[over] += times * size
     return {"collectives": dict(collectives), "collective_bytes": dict(sent), "cycles": cycles}
 
 
@@ -145,7 +141,7 @@ def matmul_flop(jaxpr: Any, mesh: Mapping[str, int], dynamic: tuple[int, int]) -
             elif name == "while":
                 times, below = dynamic[min(depth, 1)], depth + 1
             elif name == "shard_map":
-                # Inside, shapes are those of a part; XLA splits the work over the other axes.
+                # Inside, shapes are of a part; XLA splits the work over the other axes.
                 split = set(params["newly_manual_axes"])
                 among = math.prod(n for axis, n in mesh.items() if axis not in split)
             inner = inner_programs(equation)
