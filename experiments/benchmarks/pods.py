@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What compilers plan for one private step on devices that are not there.
 
-  result    RESULT
+  result    124 million parameters on 256 chips of TPU v5e, batch 4,096, data parallel: a private
+            step reduces twice the bytes of a plain one, and its counts in one small reduction;
+            1.44 times the cycles; 9.1 GiB of temporaries, where a plain step takes 1.4
   hardware  none of the devices: compilers of TPU v5e and v5p (libtpu 0.0.52) and H100, JAX 0.10.2
   command   make bench BENCH=pods ARGS="--out experiments/results/pods.json"
   figures   experiments/results/pods.json; tables in docs/pages/scale.md (``--page``)
@@ -22,6 +24,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -42,10 +45,10 @@ SHAPES = {
 }
 # Model, devices, meshes, batch, microbatch.
 LARGE = (
-    ("124M", "v5e:16x16", ("data:256", "data:64,model:4", "data:16,model:16"), 4096, 4),
-    ("1B", "v5e:16x16", ("data:64,model:4", "data:16,model:16"), 4096, 1),
-    ("1B", "v5p:4x8x8", ("data:256", "data:64,model:4"), 4096, 1),
-    ("124M", "h100:8", ("data:8", "data:4,model:2"), 256, 4),
+    ("124M", "v5e:16x16", ("data:256", "data:16,model:16"), 4096, 4),
+    ("1B", "v5e:16x16", ("data:16,model:16",), 4096, 1),
+    ("1B", "v5p:4x8x8", ("data:256",), 4096, 1),
+    ("124M", "h100:8", ("data:8",), 256, 4),
 )
 GROWING = (("v5e:2x2", 4), ("v5e:4x4", 16), ("v5e:16x16", 256))
 PER_DEVICE = 16
@@ -201,6 +204,18 @@ def tables(report: dict[str, Any]) -> str:
             mib = [(f["state_bytes"] + f["temporary_bytes"]) / 2**20 for f in both]
             cells += [f"{x:.1f} MiB" for x in mib]
             rows.append(f"| {chips} | {mesh} | " + " | ".join(cells) + " |")
+    if ran := report.get("training"):
+        mesh = ", ".join(f"{name}:{size}" for name, size in ran["mesh"].items())
+        first, last, steps = ran["losses"][0], ran["losses"][-1], len(ran["losses"])
+        rows += [
+            "",
+            f"What ran: {steps} private steps of a decoder of {ran['parameters'] / 1e6:.0f} million",
+            f"parameters on eight host devices ({mesh}), with 32 texts of 128 characters each. The",
+            f"loss fell from {first:.2f} to {last:.2f}; a step took",
+            f"{statistics.median(ran['seconds'][1:]):.0f} s. Two cores played eight devices beside",
+            "other programs, so these seconds say nothing of a cluster. The noise was too small for",
+            "a guarantee: this shows that the mesh trains.",
+        ]
     return "\n".join(rows) + "\n"
 
 
