@@ -11,7 +11,8 @@
 These are plans and not measurements. A decoder (AdamW, texts of 1,024 tokens, bfloat16 with float32
 parameters, layers in a scan) is compiled with and without privacy for the same mesh. Bytes are
 the compiler's; operations are of matrix products alone; collectives and the cycles that the
-compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`).
+compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`). It
+gives no cycles of collectives, so cycles are of computation alone.
 
 The compilers need an environment of their own: ``python -m venv .venv-compilers``, then
 ``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
@@ -205,16 +206,17 @@ def tables(report: dict[str, Any]) -> str:
             cells += [f"{x:.1f} MiB" for x in mib]
             rows.append(f"| {chips} | {mesh} | " + " | ".join(cells) + " |")
     if ran := report.get("training"):
-        mesh = ", ".join(f"{name}:{size}" for name, size in ran["mesh"].items())
-        first, last, steps = ran["losses"][0], ran["losses"][-1], len(ran["losses"])
+        mesh = ",".join(f"{name}:{size}" for name, size in ran["mesh"].items())
+        first, *_, last = ran["losses"]
+        steps = len(ran["losses"])
         rows += [
             "",
-            f"What ran: {steps} private steps of a decoder of {ran['parameters'] / 1e6:.0f} million",
-            f"parameters on eight host devices ({mesh}), with 32 texts of 128 characters each. The",
-            f"loss fell from {first:.2f} to {last:.2f}; a step took",
+            f"What ran: {steps} private steps of a decoder of {ran['parameters'] / 1e6:.0f}",
+            f"million parameters on eight host devices ({mesh}), each with 32 texts of 128",
+            f"characters. The loss fell from {first:.2f} to {last:.2f}; a step took",
             f"{statistics.median(ran['seconds'][1:]):.0f} s. Two cores played eight devices beside",
-            "other programs, so these seconds say nothing of a cluster. The noise was too small for",
-            "a guarantee: this shows that the mesh trains.",
+            "other programs, so the seconds say nothing of a cluster. The noise was too small for",
+            "a guarantee: this shows that a mesh trains.",
         ]
     return "\n".join(rows) + "\n"
 
