@@ -12,7 +12,8 @@ These are plans and not measurements. A decoder (AdamW, texts of 1,024 tokens, b
 parameters, layers in a scan) is compiled with and without privacy for the same mesh. Bytes are
 the compiler's; operations are of matrix products alone; collectives and the cycles that the
 compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`). It
-gives no cycles of collectives, so cycles are of computation alone.
+gives no cycles of collectives, so cycles are of computation alone. The private step on v5p has no
+plan: libtpu 0.0.52 compiles it, and jaxlib 0.10.2 cannot read the program (an `async-update`).
 
 The compilers need an environment of their own: ``python -m venv .venv-compilers``, then
 ``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
