@@ -132,7 +132,10 @@ class Placed:
         where[self.places] = np.arange(len(self.places))
 
         def put(array: np.ndarray, where: np.ndarray) -> jax.Array:
+            def part(at: Any) -> np.ndarray:
+                return array[where[at[0]]]
+
             shape = (self.size, *array.shape[1:])
-            return jax.make_array_from_callback(shape, sharding, lambda at: array[where[at[0]]])
+            return jax.make_array_from_callback(shape, sharding, part)
 
         return jax.tree.map(lambda x: put(x, where), whole), put(mask, np.arange(self.size))

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compilers plan for one private step on devices that are not there.
+
+  result    124 million parameters on 256 chips of TPU v5e, batch 4,096, data parallel: a private
+            step reduces twice the bytes of a plain one, and its counts in one small reduction;
+            1.44 times the cycles; 9.1 GiB of temporaries, where a plain step takes 1.4
+  hardware  none of the devices: compilers of TPU v5e and v5p (libtpu 0.0.52) and H100, JAX 0.10.2
+  command   make bench BENCH=pods ARGS="--out experiments/results/pods.json"
+  figures   experiments/results/pods.json; tables in docs/pages/scale.md (``--page``)
+
+These are plans and not measurements. A decoder (AdamW, texts of 1,024 tokens, bfloat16 with float32
+parameters, layers in a scan) is compiled with and without privacy for the same mesh. Bytes are
+the compiler's; operations are of matrix products alone; collectives and the cycles that the
+compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`). It
+gives no cycles of collectives, so cycles are of computation alone. The private step on v5p has no
+plan: libtpu 0.0.52 compiles it, and jaxlib 0.10.2 cannot read the program (an `async-update`).
+
+The compilers need an environment of their own: ``python -m venv .venv-compilers``, then
+``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
+takes minutes; ``--out`` is written after each, and a plan that it holds is not compiled again.
+``--train=20`` trains a decoder of 28 million parameters on eight host devices instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import reporting
+import workers
+from absl import app, flags
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+COMPILERS = ROOT / ".venv-compilers" / "bin" / "python"
+BEGIN, END = "<!-- plans: begin -->\n", "<!-- plans: end -->\n"
+SHAPES = {
+    "0.5M": {"vocabulary": 512, "length": 64, "width": 128, "depth": 2, "heads": 4},
+    "30M": {"vocabulary": 128, "length": 128, "width": 512, "depth": 9, "heads": 8},
+    "124M": {"vocabulary": 50_304, "length": 1024, "width": 768, "depth": 12, "heads": 12},
+    "1B": {"vocabulary": 50_304, "length": 1024, "width": 2048, "depth": 18, "heads": 16},
+}
+# Model, devices, meshes, batch, microbatch.
+LARGE = (
+    ("124M", "v5e:16x16", ("data:256", "data:16,model:16"), 4096, 4),
+    ("1B", "v5e:16x16", ("data:16,model:16",), 4096, 1),
+    ("1B", "v5p:4x8x8", ("data:256",), 4096, 1),
+    ("124M", "h100:8", ("data:8",), 256, 4),
+)
+GROWING = (("v5e:2x2", 4), ("v5e:4x4", 16), ("v5e:16x16", 256))
+PER_DEVICE = 16
+# The compiler of a TPU looks for the host of a TPU unless these are set.
+SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and tasks of all plans, with and without privacy."""
+    cases = [(*case[:2], mesh, *case[3:]) for case in LARGE for mesh in case[2]]
+    cases += [
+        ("0.5M", devices, mesh, PER_DEVICE * chips, 4)
+        for devices, chips in GROWING
+        for mesh in (f"data:{chips}", f"data:{chips // 4},model:4")
+    ]
+    if smoke:
+        cases = [("0.5M", "cpu:4", mesh, 16, 2) for mesh in ("data:4", "data:2,model:2")]
+    for model, devices, mesh, batch, microbatch in cases:
+        for step in ("plain", "private"):
+            yield (
+                f"{model} {devices} {mesh} {step}",
+                {
+                    "devices": devices,
+                    "mesh": {k: int(n) for k, n in (x.split(":") for x in mesh.split(","))},
+                    "shape": SHAPES[model],
+                    "step": step,
+                    "batch_size": batch,
+                    "microbatch_size": microbatch,
+                    "examples": 65_536,
+                },
+            )
+
+
+def plan(task: dict[str, Any], compiler_python: pathlib.Path) -> dict[str, Any]:
+    """What the compiler of the task's devices plans, or why there is no plan."""
+    name, _, count = task["devices"].partition(":")
+    # A process each: a compiler keeps what it took, and an abort of one ends that plan alone.
+    python, host = (sys.executable, count) if name == "cpu" else (compiler_python, "1")
+    if not pathlib.Path(python).exists():
+        return {"refused": f"there is no {python}"}
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    settings = {**SETTINGS, "PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": host}
+    worker = workers.Worker(python, "pods_cases.py", **settings)
+    answer = worker.ask(task)
+    worker.close()
+    return answer
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """One line of a plan."""
+    if "refused" in found:
+        text = f"no plan: {found['refused']}"
+    elif "too_large" in found:
+        text = f"does not fit: {found['too_large']}"
+    else:
+        counts = ", ".join(
+            f"{n:,} over {axes} ({found['collective_bytes'][axes] / 2**20:,.1f} MiB)"
+            for axes, n in found["collectives"].items()
+        )
+        text = (
+            f"{found['state_bytes'] / 2**20:9,.1f} MiB state"
+            f" {found['temporary_bytes'] / 2**20:9,.1f} MiB temporary"
+            f" {found['matmul_flop'] / 1e12:9.4f} Tflop {found['cycles'] / 1e6:9.1f} Mcycles;"
+            f" {counts}"
+        )
+    print(f"{name:42} {text}", flush=True)
+
+
+def train(steps: int) -> dict[str, Any]:
+    """Trains a decoder on eight host devices, and returns its losses and seconds per step."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    import numpy as np
+    import pods_cases
+
+    import dpjax
+    from dpjax import meshes
+
+    shape = SHAPES["30M"]
+    path = pathlib.Path(os.environ.get("DPJAX_DATA_DIR", "data")) / "tiny_shakespeare.txt"
+    text, width = np.frombuffer(path.read_bytes(), np.uint8), shape["length"] + 1
+    data = text[: len(text) // width * width].reshape(-1, width).astype(np.int32) % 128
+    sizes, loss = pods_cases.decoder(shape)
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    params = {
+        name: jax.numpy.ones(leaf.shape)
+        if name in ("scales", "last")
+        else 0.02 * jax.random.normal(key, leaf.shape)
+        for key, (name, leaf) in zip(keys, sizes.items(), strict=True)
+    }
+    mechanism = dpjax.Mechanism(
+        sampling=dpjax.sampling.poisson(examples=len(data), batch_size=32),
+        clipping=dpjax.clipping.flat(bound=1.0),
+        noise_multiplier=0.01,
+        steps=steps,
+    )
+    mesh = meshes.parse("data:4,model:2")
+    algorithm = dpjax.dpsgd(
+        loss, pods_cases.OPTIMIZER, mechanism, data, microbatch_size=2, mesh=mesh
+    )
+    state, losses, seconds = algorithm.init(jax.random.key(1), params), [], []
+    for _ in range(steps):
+        began = time.perf_counter()
+        state, info = algorithm.run(state, 1)
+        seconds.append(time.perf_counter() - began)
+        losses.append(float(info.loss[0]))
+        print(f"loss {losses[-1]:.3f}  {seconds[-1]:.1f} s", flush=True)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return {"parameters": count, "mesh": dict(mesh.shape), "losses": losses, "seconds": seconds}
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The tables of docs/pages/scale.md."""
+    rows = [
+        "| model, devices, mesh | step | state | temporaries | Tflop | Gcycles | over data "
+        "| over model |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    plans = report["plans"]
+    for name, found in plans.items():
+        model, devices, mesh, step = name.split()
+        if model == "0.5M" or "refused" in found:
+            continue
+        place = f"{model}, {devices}, {mesh}"
+        if "too_large" in found:
+            rows.append(f"| {place} | {step} | does not fit: {found['too_large']} | | | | | |")
+            continue
+        cycles = f"{found['cycles'] / 1e9:.2f}" if found["cycles"] else "-"
+        rows.append(
+            f"| {place} | {step} | {_gib(found['state_bytes'])} |"
+            f" {_gib(found['temporary_bytes'])} | {found['matmul_flop'] / 1e12:.1f} | {cycles} |"
+            f" {_over(found, batch=True)} | {_over(found, batch=False)} |"
+        )
+    rows += [
+        "",
+        "| chips | mesh | collectives over data, plain | private | over model, plain | private "
+        "| state + temporaries, plain | private |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for devices, chips in GROWING:
+        for mesh in (f"data:{chips}", f"data:{chips // 4},model:4"):
+            both = [plans.get(f"0.5M {devices} {mesh} {step}", {}) for step in ("plain", "private")]
+            if not all("cycles" in found for found in both):
+                continue
+            cells = [str(_count(f, batch)) for batch in (True, False) for f in both]
+            mib = [(f["state_bytes"] + f["temporary_bytes"]) / 2**20 for f in both]
+            cells += [f"{x:.1f} MiB" for x in mib]
+            rows.append(f"| {chips} | {mesh} | " + " | ".join(cells) + " |")
+    if ran := report.get("training"):
+        mesh = ",".join(f"{name}:{size}" for name, size in ran["mesh"].items())
+        first, *_, last = ran["losses"]
+        steps = len(ran["losses"])
+        rows += [
+            "",
+            f"What ran: {steps} private steps of a decoder of {ran['parameters'] / 1e6:.0f}",
+            f"million parameters on eight host devices ({mesh}), each with 32 texts of 128",
+            f"characters. The loss fell from {first:.2f} to {last:.2f}; a step took",
+            f"{statistics.median(ran['seconds'][1:]):.0f} s. Two cores played eight devices beside",
+            "other programs, so the seconds say nothing of a cluster. The noise was too small for",
+            "a guarantee: this shows that a mesh trains.",
+        ]
+    return "\n".join(rows) + "\n"
+
+
+def on_page(page: str, report: dict[str, Any]) -> str:
+    """The page with these tables between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + "\n" + tables(report) + "\n" + END + rest.partition(END)[2]
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _chosen(found: dict[str, Any], batch: bool) -> list[str]:
+    """Axes of collectives that touch the batch's axes, or those over the parameters' alone."""
+    return [axes for axes in found["collectives"] if (axes != "model") == batch]
+
+
+def _count(found: dict[str, Any], batch: bool) -> int:
+    return sum(found["collectives"][axes] for axes in _chosen(found, batch))
+
+
+def _over(found: dict[str, Any], batch: bool) -> str:
+    sent = sum(found["collective_bytes"][axes] for axes in _chosen(found, batch))
+    return f"{_count(found, batch):,}: {_gib(sent)}" if sent else "0"
+
+
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
+    asked = flags.FLAGS
+    out = pathlib.Path(asked.out) if asked.out else None
+    before = json.loads(out.read_text()) if out and out.exists() else {}
+    if asked.train:
+        before["training"] = train(asked.train)
+        reporting.keep(before, asked.out)
+        return
+    report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
+    report |= {key: before[key] for key in ("plans", "training") if key in before}
+    report.setdefault("plans", {})
+    known = dict(tasks(asked.smoke))
+    refused = False
+    for name in reporting.chosen("plans", list(known), asked.plans):
+        if name not in report["plans"]:
+            found = plan(known[name], pathlib.Path(asked.compiler_python))
+            if "refused" in found:
+                refused = True
+            else:
+                report["plans"][name] = found
+                reporting.keep(report, asked.out)
+            show(name, found)
+        else:
+            show(name, report["plans"][name])
+    if refused:
+        print(
+            "pods: compilers of accelerators need an environment of their own. For TPUs:\n"
+            "  python -m venv .venv-compilers && .venv-compilers/bin/pip install . libtpu\n"
+            "for GPUs: . 'jax[cuda12]' in the last command; elsewhere: --compiler_python=PATH."
+        )
+    # In the order of the tasks, however often the file was continued.
+    report["plans"] = {name: report["plans"][name] for name in known if name in report["plans"]}
+    reporting.keep(report, asked.out)
+    if asked.page:
+        page = pathlib.Path(asked.page)
+        page.write_text(on_page(page.read_text(), report))
+
+
+if __name__ == "__main__":
+    # Not at the top: two imported experiments would both define --out.
+    flags.DEFINE_bool("smoke", False, "A tiny network on four host devices: does it run?")
+    flags.DEFINE_string("out", None, "JSON file for the figures; its plans are kept.")
+    flags.DEFINE_string("page", None, "Markdown file whose tables are written again.")
+    flags.DEFINE_multi_string("plans", None, "A plan, or the beginning of several names.")
+    flags.DEFINE_string("compiler_python", str(COMPILERS), "A Python that has the compilers.")
+    flags.DEFINE_integer("train", 0, "Train this many steps on host devices instead.")
+    app.run(main)
