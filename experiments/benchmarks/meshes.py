@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a mesh moves the parameters: meshes, engines and losses against one device.
 
-  result    no parameter moves by more than 1e-07 in two steps: three losses, two engines, four meshes
+  result    in two steps no parameter moves by more than 1.4e-7: three losses, two engines, four
+            meshes
   command   make bench BENCH=meshes ARGS="--engines=auto,vmap --out FILE"
   figures   experiments/results/meshes.json
 
