@@ -160,6 +160,7 @@ def from_first(make: Callable[[], T]) -> T:
     text = np.frombuffer(pickle.dumps(found), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = text if first_process() else np.zeros(size, np.uint8)
+    # Bytes of this run's own process, never of a file.
     went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
     if not went_well:
         raise value
