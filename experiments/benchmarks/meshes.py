@@ -7,7 +7,7 @@
   figures   experiments/results/meshes.json
 
 Each case takes two steps with Adam on eight devices of the CPU, with one key, and compares all
-parameters with those of one device. What differs is the order of sums. Two cores that play eight
+parameters with the parameters of one device. What differs is the order of sums. Two cores that play eight
 devices say nothing about speed: that is not measured here.
 """
 
