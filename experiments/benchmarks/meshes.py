@@ -7,8 +7,8 @@
   figures   experiments/results/meshes.json
 
 Each case takes two steps with Adam on eight devices of the CPU, with one key, and compares all
-parameters with the parameters of one device. What differs is the order of sums. Two cores that play eight
-devices say nothing about speed: that is not measured here.
+parameters with the parameters of one device. The order of sums alone differs. Two cores that play
+eight devices say nothing about speed: that is not measured here.
 """
 
 from __future__ import annotations
