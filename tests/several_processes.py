@@ -105,6 +105,7 @@ def main(folder, task):
         return {"size": float(jnp.sum(state.params**2))}
 
     options = {"directory": folder, "evaluate_every": 4, "save_every": 2, "progress": False}
+    options["steps"] = task.get("steps")
     state, rows = dpjax.fit(algorithm, state, evaluate=evaluate, **options)
     held = {str(shard.data.shape) for shard in state.params.addressable_shards}
     numbers = trees.on_host(state.params).ravel()[::97].tolist()

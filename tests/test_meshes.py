@@ -155,14 +155,24 @@ def test_a_run_whose_process_is_killed_resumes_in_all_of_them(tmp_path, alone):
 def test_a_run_goes_on_under_another_mesh(tmp_path, alone):
     """Four processes that split parameters, then two with two devices each, then one."""
     folder = tmp_path / "run"
-    started = processes.start(folder, 4, mesh="data:2,model:2", dies=8)
-    assert processes.finish(started, folder)[0][-1] == -9
-    started = processes.start(folder, 2, devices=2, mesh="data:1,model:4", dies=12)
-    assert processes.finish(started, folder)[0][-1] == -9
-    # The last row was seen by an evaluation, so its steps may not run under other numerics.
-    (found,) = processes.run(folder, 1, devices=4, mesh="data:1,model:4")
+    processes.run(folder, 4, mesh="data:2,model:2", steps=4)
+    both = processes.run(folder, 2, devices=2, mesh="data:1,model:4", steps=8)
+    assert [found["held"] for found in both] == 2 * [["(4, 128)"]]
+    (found,) = processes.run(folder, 1, devices=4, mesh="data:4")
     np.testing.assert_allclose(found["params"], alone["params"], rtol=1e-5, atol=1e-6)
-    assert found["held"] == ["(4, 128)"]
+    assert found["steps"] == alone["steps"]
+
+
+@pytest.mark.slow
+def test_released_steps_do_not_run_again_on_another_mesh(tmp_path):
+    """Steps 7 and 8 were evaluated and not saved, and another mesh may change their last bits."""
+    folder = tmp_path / "run"
+    started = processes.start(folder, 2, dies=8)
+    assert processes.finish(started, folder)[0][-1] == -9
+    started = processes.start(folder, 1, devices=2, mesh="data:1,model:2")
+    codes, texts = processes.finish(started, folder)
+    assert codes == [1]
+    assert "steps up to 8 were released" in texts[0]
 
 
 BENCHMARK = pathlib.Path(__file__).parents[1] / "experiments" / "benchmarks" / "meshes.py"

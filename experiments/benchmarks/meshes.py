@@ -51,7 +51,7 @@ class Tokens(nn.Module):
     def __call__(self, x: Any) -> Any:
         table = nn.Embed(64, 32)
         h = table((4 * x[:12]).astype(int) % 64)
-        h = nn.LayerNorm()(h + nn.SelfAttention(4)(h[None])[0])
+        h = nn.LayerNorm()(h + nn.MultiHeadDotProductAttention(4)(h[None])[0])
         return table.attend(h.mean(0))[:4]
 
 
