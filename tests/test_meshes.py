@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import several_processes as processes
+from absl import app
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from killable_runs import environment
 from mutation import kills
 
 from dpjax import meshes, noise
 from dpjax.checks import Refused
+from dpjax.cli import mesh_flag
 from dpjax.gradients import batching
 
 KEY = jax.random.key(0)
@@ -35,6 +37,12 @@ def test_numbers_that_are_drawn_in_parts_are_those_that_are_drawn_whole(shapes):
     ):
         assert part.shape == shape
         np.testing.assert_allclose(part.ravel(), expected, rtol=1e-6, atol=1e-7)
+
+
+@kills("noise/normal.py", "if count > 2**32:", "if False:")
+def test_no_leaf_is_so_large_that_its_noise_would_repeat():
+    with pytest.raises(ValueError, match=r"at most 2\^32"):
+        noise.normal.normal_in_parts(KEY, [(2**32 + 1, 0), (2**16 + 1, 2**16)])
 
 
 @kills("gradients/batching.py", "kept = jnp.round(x / unit) * unit", "kept = x")
@@ -87,6 +95,14 @@ def test_a_mesh_that_is_none_is_answered(text):
         meshes.parse(text)
 
 
+def test_a_mesh_flag_that_is_none_is_an_error_of_usage():
+    wrong = mesh_flag.mesh_in_force("data")
+    with pytest.raises(app.UsageError, match=r"--mesh=data: .*data:4,model:2"):
+        wrong.__enter__()
+    with mesh_flag.mesh_in_force(None):
+        assert meshes.of() is None
+
+
 def test_a_users_own_splitting_stays():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     own = NamedSharding(mesh, PartitionSpec("data", None))
@@ -135,6 +151,7 @@ def alone(tmp_path_factory):
     return processes.run(tmp_path_factory.mktemp("alone") / "run", 1)[0]
 
 
+@kills("training/streaming.py", "where[self.places] = np.arange(len(self.places))", "", slow=True)
 def test_a_run_whose_process_is_killed_resumes_in_all_of_them(tmp_path, alone):
     started = processes.start(tmp_path / "run", 2, stream=True, dies=8)
     codes, texts = processes.finish(started, tmp_path / "run")

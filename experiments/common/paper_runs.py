@@ -171,6 +171,16 @@ def standardized(dataset: data.Dataset) -> data.Dataset:
     return dataset._replace(train=(x, y), test=(x_test, y_test))
 
 
+def logits_on(model: Any, x: Any, batch_size: int = 500) -> Callable[[Any], Any]:
+    """A compiled function of parameters to the logits of examples."""
+
+    @jax.jit
+    def logits(params: Any) -> Any:
+        return jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=batch_size)
+
+    return logits
+
+
 def trained(
     dataset: data.Dataset,
     model: Any,
@@ -199,7 +209,7 @@ def trained(
     flat = [{**row, **row.get("private", {})} for row in history]
     way = [{k: v for k, v in row.items() if k not in _LEFT_OUT} for row in flat]
     x, y = jax.tree.map(jnp.asarray, dataset.test)
-    logits = jax.lax.map(lambda x: model.apply({"params": last}, x), x, batch_size=500)
+    logits = logits_on(model, x)(last)
     by_class = 100 * metrics.per_class_accuracy(logits, y)
     return {
         "accuracy": 100 * history[-1]["accuracy"],

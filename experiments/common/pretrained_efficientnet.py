@@ -23,7 +23,6 @@ from flax import traverse_util
 from jaxtyping import Array, Float
 
 from common import pretrained_files
-from dpjax import features
 
 # Of each stage: blocks, kernel, stride of the first block, expansion, channels.
 STAGES = (
@@ -182,15 +181,5 @@ def features_of(images: np.ndarray, side: int, folder: str | None, directory: st
         return np.concatenate([np.asarray(together(part)) for part in parts])
 
     settings = {"side": side, "weights": pretrained_files.EFFICIENTNET.sha256}
-    # In files of 10,000 images, so that an interrupted pass resumes.
-    parts = [
-        features.cached(
-            compute,
-            images[start : start + 10_000],
-            settings=settings,
-            directory=directory,
-            name="efficientnet",
-        )
-        for start in range(0, len(images), 10_000)
-    ]
-    return np.concatenate(parts)
+    options: Any = {"settings": settings, "directory": directory, "name": "efficientnet"}
+    return pretrained_files.cached_in_parts(compute, images, **options)

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from common import pretrained_files
-from dpjax import features, models
+from dpjax import models
 
 PADDING, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 _LONGEST = 100  # characters of a word; longer words are unknown, as in BERT
@@ -203,15 +203,5 @@ def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.nd
         return found
 
     settings = {"weights": pretrained_files.MINILM.sha256}
-    # In files of 10,000 texts, so that an interrupted pass resumes.
-    parts = [
-        features.cached(
-            compute,
-            tokens[start : start + 10_000],
-            settings=settings,
-            directory=directory,
-            name="minilm",
-        )
-        for start in range(0, len(tokens), 10_000)
-    ]
-    return np.concatenate(parts)
+    options: Any = {"settings": settings, "directory": directory, "name": "minilm"}
+    return pretrained_files.cached_in_parts(compute, tokens, **options)

@@ -206,10 +206,7 @@ def run(row: Row, seed: int, folder: Any) -> Mapping[str, Any]:
     loss = losses.of(model, losses.cross_entropy)
     algorithm = row.build(row, size_of(row), loss, dataset, params)
     mechanism: Any = algorithm.mechanism
-
-    @jax.jit
-    def logits_of(params: Any) -> Any:
-        return jax.lax.map(partial(model.apply, {"params": params}), x, batch_size=500)
+    logits_of = paper_runs.logits_on(model, x)
 
     def evaluate(state: Any) -> dict[str, Any]:
         logits = logits_of(state.params)

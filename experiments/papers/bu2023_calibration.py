@@ -83,11 +83,7 @@ def run(task: str, name: str, seed: int, folder: Any) -> Mapping[str, Any]:
     bound = settings.ways(setting, params)[name].bound
     optimizer, schedule = settings.moves(setting, name, bound)
     x_test, y_test = jax.tree.map(jnp.asarray, dataset.test)
-
-    @jax.jit
-    def logits_of(params: Any) -> Any:
-        return jax.lax.map(partial(model.apply, {"params": params}), x_test, batch_size=500)
-
+    logits_of = paper_runs.logits_on(model, x_test)
     found = paper_runs.trained(
         dataset,
         model,

@@ -203,10 +203,7 @@ def run(row: Row, epsilon: float, name: str, seed: int, folder: Any) -> Mapping[
     mechanism = settings.mechanism_of(setting, name, params)
     optimizer, schedule = settings.moves(setting, name, settings.ways(setting, params)[name].bound)
     x_test, y_test = jax.tree.map(jnp.asarray, dataset.test)
-
-    @jax.jit
-    def logits_of(params: Any) -> Any:
-        return jax.lax.map(partial(model.apply, {"params": params}), x_test, batch_size=100)
+    logits_of = paper_runs.logits_on(model, x_test, batch_size=100)
 
     def look(state: Any) -> dict[str, Any]:
         logits = logits_of(state.params)

@@ -106,16 +106,16 @@ class Checkpoints:
           Whether this save has started and all earlier ones succeeded. If not, the error is
           logged, and earlier checkpoints remain.
         """
+        went_well = self.wait()
+        # Orbax refuses a second checkpoint of one step; the first holds the same bits.
+        if meshes.from_first(lambda: step in self.manager.all_steps()):
+            return went_well
         # A copy on the host: the next dispatch donates the buffers while Orbax writes. Of several
         # processes, each gives its part.
         numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
-        return meshes.from_first(lambda: self._save(step, numbers, facts))
+        return meshes.from_first(lambda: self._write(step, numbers, facts)) and went_well
 
-    def _save(self, step: int, numbers: list[np.ndarray], facts: Mapping[str, Any]) -> bool:
-        went_well = self._wait()
-        # Orbax refuses a second checkpoint of one step; the first holds the same bits.
-        if step in self.manager.all_steps():
-            return went_well
+    def _write(self, step: int, numbers: list[np.ndarray], facts: Mapping[str, Any]) -> bool:
         # Orbax cannot write arrays without elements; their shapes are in the notes.
         written = {str(i): x for i, x in enumerate(numbers) if x.size}
         notes = {
@@ -130,7 +130,7 @@ class Checkpoints:
             self.manager.save(step, args=args)
         except Exception as error:  # storage layers raise many unrelated kinds
             return self._failed(error)
-        return went_well
+        return True
 
     def wait(self) -> bool:
         """Waits for the save in the background; False if it failed."""

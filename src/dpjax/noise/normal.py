@@ -82,6 +82,11 @@ def normal_in_parts(
       dtype: float32 or float64.
     """
     secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
+    if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
+        raise ValueError(
+            f"noise: a leaf of {count:,} numbers is split over devices; expected at most 2^32, the "
+            "places that one draw has. Divide the leaf into several."
+        )
     half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
     for shape in shapes:
         place = jnp.full(shape, start, jnp.uint32)

@@ -206,7 +206,8 @@ def assemble(
         if shared is None:
             require_one_example(loss.jaxpr, f"{name}: the loss")
             tell_of_constants(loss, mechanism.sampling.examples)
-        told.discard(trees.on_host(key).tobytes())
+        for known in (told, agreed):  # a run that begins again has said nothing yet
+            known.discard(trees.on_host(key).tobytes())
         optimizer = recipe.optimizer.init(trees.widened(params))
         check_optimizer(recipe.optimizer, optimizer, params)
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
