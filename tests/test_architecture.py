@@ -27,6 +27,7 @@ FLOORS = {
     "meshes": 1,
     "schedules": 1,
     "accounting": 1,
+    "strategies": 1.5,  # above trees, below noise
     **dict.fromkeys(["clipping", "noise", "sampling", "losses", "activations"], 2),
     **dict.fromkeys(["models", "data", "scattering", "metrics", "checkpoints"], 2),
     "diagnostics": 3,

@@ -6,6 +6,7 @@
 | `clipping` | rules that bound one example's contribution | `clip_and_sum` |
 | `noise` | Gaussian and Langevin noise as Optax links | |
 | `schedules` | noise multipliers that change with the step | |
+| `strategies` | correlated noise: matrices, sensitivities and errors | |
 | `sampling` | which examples a step sees | |
 | `accounting` | privacy events to epsilon and delta | |
 | `mechanism` | the private computation, described once | `Mechanism` |
@@ -60,6 +61,7 @@ __all__ = [
     "scattering",
     "schedules",
     "statement",
+    "strategies",
     "testing",
     "training",
     "trees",
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
         sampling,
         scattering,
         schedules,
+        strategies,
         testing,
         training,
         trees,

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Banded strategies: closed forms from the square root of the prefix sums, and BandMF.
+
+A band less is an array of the parameters' size less. Strategies with at most as many bands as one
+example's steps are apart have a further merit: columns of one example do not overlap, so that the
+sensitivity is exact and sampling amplifies.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dpjax import checks
+from dpjax.strategies import search, series
+from dpjax.strategies.participation import Participation, once
+from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
+from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
+from dpjax.strategies.workload import Workload, workload
+
+
+def square_root(steps: int, bands: int | None = None) -> Strategy:
+    r"""The square root of the prefix sums, a Toeplitz matrix, possibly cut off.
+
+    $$ c_k = \binom{2k}{k} / 4^k, \qquad \sum_k c_k x^k = (1 - x)^{-1/2} $$
+
+    Without ``bands`` its maximal error for one participation is within a constant of the least.
+
+    Args:
+      steps: The number of steps T of the run.
+      bands: Coefficients after so many diagonals are 0; by default all T are kept, and the stream
+        remembers T - 1 arrays.
+
+    Example:
+      >>> square_root(steps=5).coefficients
+      array([1.       , 0.5      , 0.375    , 0.3125   , 0.2734375])
+
+    References:
+      Fichtenberger, Henzinger and Upadhyay, "Constant matters: fine-grained complexity of
+      differentially private continual observation", 2023.
+      Kalinin and Lampert, "Banded square root matrix factorization for differentially private
+      model training", 2024.
+    """
+    steps, bands = _sizes("strategies.square_root", steps, steps if bands is None else bands)
+    name = "square root" if bands == steps else f"square root, {bands} bands"
+    return Strategy(name=name, form=Toeplitz(steps=steps, values=tuple(series.square_root(bands))))
+
+
+def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
+    r"""The strategy whose inverse is the cut-off inverse square root of the prefix sums (BISR).
+
+    $$ C^{-1} = \text{the first bands of } (1 - x)^{1/2} = 1 - x/2 - x^2/8 - x^3/16 - \dots $$
+
+    Args:
+      steps: The number of steps T of the run.
+      bands: The number of bands of the inverse.
+
+    Example:
+      >>> banded_inverse_square_root(steps=5, bands=3).inverse()[3]
+      array([ 0.   , -0.125, -0.5  ,  1.   ,  0.   ])
+
+    References:
+      Kalinin, McKenna, Upadhyay and Lampert, "Back to square roots: an optimal bound on the matrix
+      factorization error for multi-epoch differentially private SGD", 2025.
+    """
+    steps, bands = _sizes("strategies.banded_inverse_square_root", steps, bands)
+    values = tuple(series.square_root(bands, power=0.5))
+    form = InverseToeplitz(steps=steps, values=values)
+    return Strategy(name=f"banded inverse square root, {bands} bands", form=form)
+
+
+def banded(
+    steps: int,
+    bands: int,
+    participation: Participation | None = None,
+    *,
+    momentum: float = 0.0,
+    learning_rates: ArrayLike | None = None,
+    error: str = "mean",
+    normalized: bool | None = None,
+) -> Strategy:
+    r"""The banded Toeplitz strategy of least error for a participation (BandMF).
+
+    $$ \min_{c_1, \dots, c_{b-1}} \ \Delta(C)^2 \; \tfrac1T \lVert W C^{-1} \rVert_F^2 $$
+
+    Args:
+      steps: The number of steps T of the run.
+      bands: The number of bands b; the memory is b - 1 copies of the parameters.
+      participation: Which steps one example may have; by default `once`. With at least ``bands``
+        steps between them the sensitivity is exact for any coefficients. Otherwise coefficients
+        must decrease.
+      momentum: The decay of SGD with momentum, which the error weights.
+      learning_rates: One for each step, at most 4,096 steps.
+      error: "mean" or "maximal", as in `Errors`.
+      normalized: Whether the last columns are scaled to the norm of the others, which lowers the
+        mean error a little. By default where the participation allows it.
+
+    Returns:
+      A strategy; results are cached, since the search takes seconds for 100,000 steps.
+
+    Example:
+      >>> strategy = banded(steps=100, bands=10)
+      >>> strategy.bands, round(strategy.errors().mean, 2)
+      (10, 2.94)
+
+    References:
+      Choquette-Choo et al., "(Amplified) banded matrix factorization: a unified approach to private
+      training", 2023.
+      McKenna, "Scaling up the banded matrix factorization mechanism for differentially private
+      ML", 2024.
+    """
+    call = "strategies.banded"
+    steps, bands = _sizes(call, steps, bands)
+    checks.one_of(call, "error", error, ("mean", "maximal"))
+    participation = once() if participation is None else participation
+    of = workload(call, steps, momentum, learning_rates)
+    if of.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
+        raise ValueError(
+            f"{call}(steps={steps}, error={error!r}, learning_rates): expected the mean error and "
+            f"at most {LARGEST_MATRIX} steps with learning rates. Leave the rates out: the error "
+            "of the strategy under them is strategy.errors(learning_rates=...)."
+        )
+    fits = bands <= participation.separation or participation.most == 1
+    if normalized is None:
+        normalized = fits
+    values = _searched(steps, bands, participation, of, error)
+    form = Toeplitz(steps=steps, values=values, normalized=normalized)
+    return Strategy(name=f"banded, {bands} bands", form=form)
+
+
+@functools.lru_cache(maxsize=64)
+def _searched(
+    steps: int, bands: int, participation: Participation, of: Workload, error: str
+) -> tuple[float, ...]:
+    if participation.most == 1:
+        # One step of an example meets no other: as if they were a whole run apart.
+        participation = Participation(separation=steps, most=1)
+    found = search.banded_coefficients(steps, bands, participation, of, error)
+    return tuple(float(np.float32(value)) for value in found)
+
+
+def _sizes(call: str, steps: int, bands: int) -> tuple[int, int]:
+    steps = checks.whole(call, "steps", steps, "It is the number of steps of the run.")
+    bands = checks.whole(call, "bands", bands, "1 band is independent noise.")
+    if bands > steps:
+        raise ValueError(
+            f"{call}(bands={bands}): expected at most {steps}, the number of steps. Usually steps "
+            "and bands are swapped."
+        )
+    return steps, bands

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Participation: the sets of steps in which one example may take part.
+
+A sampler promises a participation, and the sensitivity of a strategy is computed for it. The
+promise concerns positions in the run alone; what an example contributes at each of its steps is
+any gradient within the clipping bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dpjax import checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Participation:
+    """The steps of one example: how far apart, how many at most, and whether evenly spaced.
+
+    Attributes:
+      separation: Any two steps of one example differ by at least this many; 1 allows all.
+      most: How many steps one example has at most in the run; None: as many as fit.
+      even: Whether any two neighbouring steps differ by exactly ``separation``. Such fixed cycles
+        are a subset of what ``even=False`` allows, so a sensitivity for the latter holds too.
+
+    Example:
+      >>> Participation(separation=100, most=10).within(steps=1_000)
+      10
+    """
+
+    separation: int = 1
+    most: int | None = None
+    even: bool = False
+
+    def __post_init__(self) -> None:
+        call = "strategies.Participation"
+        hint = "It is the least distance between two steps of one example: 1, or steps per epoch."
+        separation = checks.whole(call, "separation", self.separation, hint)
+        object.__setattr__(self, "separation", separation)
+        if self.most is not None:
+            hint = "It is the number of epochs, or None for as many steps as fit."
+            object.__setattr__(self, "most", checks.whole(call, "most", self.most, hint))
+        object.__setattr__(self, "even", bool(self.even))
+
+    def within(self, steps: int) -> int:
+        """The largest number of steps that one example can have in a run of ``steps`` steps."""
+        fit = -(-steps // self.separation)
+        return fit if self.most is None else min(self.most, fit)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields as plain JSON: ``Participation(**participation.facts)`` is equal."""
+        return {"separation": self.separation, "most": self.most, "even": self.even}
+
+
+def once() -> Participation:
+    """One example takes part in one step: a run of a single epoch, in any order.
+
+    Example:
+      >>> once()
+      Participation(separation=1, most=1, even=False)
+    """
+    return Participation(most=1)
+
+
+def apart(separation: int, most: int | None = None) -> Participation:
+    """Any two steps of one example are at least ``separation`` apart.
+
+    Args:
+      separation: The least distance between two steps.
+      most: How many steps one example has at most; None: as many as fit.
+
+    Example:
+      >>> apart(100, most=10).within(steps=250)
+      3
+    """
+    return Participation(separation=separation, most=most)
+
+
+def cycles(separation: int, most: int | None = None) -> Participation:
+    """One example takes part in every ``separation``-th step, from any first step.
+
+    This is a run of several epochs in one fixed order, with ``separation`` steps an epoch.
+
+    Args:
+      separation: The number of steps in an epoch.
+      most: The number of epochs; None: as many as fit.
+
+    Example:
+      >>> cycles(100, most=10).within(steps=1_000)
+      10
+    """
+    return Participation(separation=separation, most=most, even=True)

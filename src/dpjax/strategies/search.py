@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The search for Toeplitz strategies of least error: objectives on series, with their gradients.
+
+The objective is $\log E(r) + \log S(c)$ with $r = 1 / c$: the mean or the last variance of the
+workload, and the squared sensitivity of the first pattern, 0, b, 2b, ... Both are computed with
+their gradients in linear time and memory, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float
+
+from dpjax.strategies import series
+from dpjax.strategies.participation import Participation
+from dpjax.strategies.workload import Workload
+
+Series = Float[np.ndarray, "steps"]
+Valued = tuple[float, Series]
+
+
+def variance(steps: int, of: Workload, error: str) -> Callable[[Series], Valued]:
+    """The mean or maximal variance of the workload as a function of 1 / c, with its gradient."""
+    if of.rates is not None:
+        return _scheduled_variance(steps, of)
+    # Entry j of the error series occurs in all rows from j on, and in the last row once.
+    counts = (steps - np.arange(steps)) / steps if error == "mean" else np.ones(steps)
+    below = np.convolve([1.0, -1.0], [1.0, -of.momentum])
+
+    def value(inverse: Series) -> Valued:
+        errors = series.filtered([1.0], below, inverse)
+        weighted = counts * errors
+        gradient = 2 * series.filtered([1.0], below, weighted[::-1])[::-1]
+        return float(weighted @ errors), gradient
+
+    return value
+
+
+def _scheduled_variance(steps: int, of: Workload) -> Callable[[Series], Valued]:
+    r"""The mean variance with learning rates, a quadratic form in the averaged noise series.
+
+    $Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T$.
+    """
+    rates = np.asarray(of.rates)
+    left = (steps - np.arange(steps)) / steps
+    form = np.zeros((steps, steps))
+    for lag in range(steps):
+        sums = np.cumsum((rates[lag:] * rates[: steps - lag] * left[lag:])[::-1])[::-1]
+        rows = np.arange(lag, steps)
+        form[rows, rows - lag] = form[rows - lag, rows] = sums
+    below = [1.0, -of.momentum]
+
+    def value(inverse: Series) -> Valued:
+        averaged = series.filtered([1.0], below, inverse)
+        product = form @ averaged
+        gradient = 2 * series.filtered([1.0], below, product[::-1])[::-1]
+        return float(averaged @ product), gradient
+
+    return value
+
+
+def first_pattern(coefficients: Series, participation: Participation) -> Float[np.ndarray, "steps"]:
+    """C times the indicator of steps 0, b, 2b, ..."""
+    steps, apart = coefficients.size, participation.separation
+    most = participation.within(steps)
+    blocks = -(-steps // apart)
+    shaped = np.pad(coefficients, (0, blocks * apart - steps)).reshape(blocks, apart)
+    sums = np.cumsum(shaped, axis=0)
+    sums[most:] -= sums[:-most].copy()
+    return sums.reshape(-1)[:steps]
+
+
+def squared_sensitivity(coefficients: Series, participation: Participation) -> Valued:
+    """The squared norm of `first_pattern`, with its gradient."""
+    sums = first_pattern(coefficients, participation)
+    # The transpose of a Toeplitz map is the map in reverse.
+    steps, apart = coefficients.size, participation.separation
+    most = participation.within(steps)
+    blocks = -(-steps // apart)
+    shaped = np.pad(sums, (0, blocks * apart - steps)).reshape(blocks, apart)[::-1]
+    back = np.cumsum(shaped, axis=0)
+    back[most:] -= back[:-most].copy()
+    return float(sums @ sums), 2 * back[::-1].reshape(-1)[:steps]
+
+
+def banded_coefficients(
+    steps: int, bands: int, participation: Participation, of: Workload, error: str
+) -> Float[np.ndarray, "bands"]:
+    """The first column of the banded Toeplitz matrix of least error."""
+    from scipy.optimize import minimize
+
+    variance_of = variance(steps, of, error)
+    # Apart enough, columns of one pattern do not meet, and any signs are exact. Otherwise the
+    # coefficients must decrease: they are sums of steps down, none negative.
+    decreasing = bands > participation.separation
+    begin = series.product(
+        series.square_root(bands), series.square_root(bands) * _powers(of, bands), bands
+    )
+    begin = begin / begin[0]
+
+    def unpacked(x: np.ndarray) -> np.ndarray:
+        return np.cumsum(x[::-1])[::-1] if decreasing else np.concatenate([[1.0], x])
+
+    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
+        found = unpacked(x)
+        inverse = series.reciprocal(found, steps)
+        error, by_inverse = variance_of(inverse)
+        solved = series.filtered([1.0], found, by_inverse[::-1])[::-1]
+        by_error = -series.correlated(solved, inverse, bands)
+        squared, by_squared = squared_sensitivity(np.pad(found, (0, steps - bands)), participation)
+        gradient = by_error / error + by_squared[:bands] / squared
+        return math.log(error * squared), np.cumsum(gradient) if decreasing else gradient[1:]
+
+    x = -np.diff(begin, append=0.0) if decreasing else begin[1:]
+    if not x.size:
+        return begin
+    bounds = [(0.0, None)] * x.size if decreasing else None
+    options = {"maxiter": 2_000, "maxfun": 4_000, "ftol": 1e-13, "gtol": 1e-9, "maxcor": 30}
+    found = minimize(objective, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    best = unpacked(found.x)
+    return best / best[0]
+
+
+def _powers(of: Workload, length: int) -> np.ndarray:
+    return np.asarray(of.momentum ** np.arange(length, dtype=np.float64))
+
+
+def quotient(poles: Float[np.ndarray, "d"], zeros: Float[np.ndarray, "d"], length: int) -> Series:
+    r"""The series $\prod_i (1 - p_i x) / (1 - q_i x)$ for ``poles`` p and ``zeros`` q."""
+    found = np.zeros(length)
+    found[0] = 1.0
+    for above, below in zip(np.sort(poles), np.sort(zeros), strict=True):
+        found = series.filtered([1.0, -above], [1.0, -below], found)
+    return found
+
+
+def buffered_poles(
+    steps: int, buffers: int, participation: Participation, of: Workload, error: str
+) -> tuple[Float[np.ndarray, "d"], Float[np.ndarray, "d"]]:
+    r"""Poles and zeros of the buffered Toeplitz matrix of least error.
+
+    $\lambda_1, \theta_1, \lambda_2, \dots = e^{-\rho_1}, e^{-\rho_2}, \dots$ with $\rho$ the prefix
+    sums of $e^{x}$, so that any x gives numbers that interlace between 1 and 0.
+    """
+    from scipy.optimize import minimize
+
+    variance_of = variance(steps, of, error)
+
+    def unpacked(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        points = np.exp(-np.cumsum(np.exp(x)))
+        return points[0::2], points[1::2]
+
+    def delayed(given: Series, point: float) -> Series:
+        # The derivative of 1 / (1 - p x) by p, relative: x / (1 - p x).
+        return np.concatenate([[0.0], series.filtered([1.0], [1.0, -point], given)[:-1]])
+
+    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
+        poles, zeros = unpacked(x)
+        inverse, forward = quotient(poles, zeros, steps), quotient(zeros, poles, steps)
+        error, by_inverse = variance_of(inverse)
+        squared, by_forward = squared_sensitivity(forward, participation)
+        signs = np.tile([1.0, -1.0], buffers)
+        points = np.stack([poles, zeros], axis=1).reshape(-1)
+        by_points = signs * [
+            by_forward @ delayed(forward, point) / squared
+            - by_inverse @ delayed(inverse, point) / error
+            for point in points
+        ]
+        by_rates = -points * by_points
+        return math.log(error * squared), np.exp(x) * np.cumsum(by_rates[::-1])[::-1]
+
+    best = None
+    for slowest in (3.0 / steps, 0.3 / steps):
+        rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
+        x = np.log(np.diff(rates, prepend=0.0))
+        options = {"maxiter": 1_000, "maxfun": 2_000, "ftol": 1e-14, "gtol": 1e-8, "maxcor": 20}
+        bounds = [(-25.0, 3.0)] * x.size
+        found = minimize(objective, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+        best = found if best is None or found.fun < best.fun else best
+    assert best is not None
+    return unpacked(best.x)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Power series: products and quotients of lower-triangular Toeplitz matrices in linear memory.
+
+Such a matrix is determined by its first column, which is read as the coefficients of a power
+series. Products and inverses of matrices are products and inverses of series, cut off after as
+many coefficients as there are steps. Everything is float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+# Denominators up to this length are divided by recursion, whose relative error is smallest;
+# longer ones by Newton's method on Fourier transforms.
+_RECURSION = 512
+
+
+def filtered(above: ArrayLike, below: ArrayLike, values: ArrayLike) -> np.ndarray:
+    """The series ``values * above / below``, as long as ``values``; along axis 0."""
+    # Imported here: scipy.signal imports scipy.stats, which takes half a second.
+    from scipy.signal import lfilter
+
+    given = (np.asarray(each, np.float64) for each in (above, below, values))
+    return np.asarray(lfilter(*given, axis=0))
+
+
+def product(
+    left: Float[np.ndarray, "m"], right: Float[np.ndarray, "n"], length: int
+) -> Float[np.ndarray, "length"]:
+    """The first coefficients of a product of two series."""
+    from scipy.signal import oaconvolve
+
+    left, right = left[:length], right[:length]
+    if min(left.size, right.size) <= _RECURSION:
+        found = np.convolve(left, right)[:length]
+    else:
+        found = oaconvolve(left, right)[:length]
+    return np.pad(found, (0, length - found.size))
+
+
+def reciprocal(coefficients: Float[np.ndarray, "n"], length: int) -> Float[np.ndarray, "length"]:
+    """The first coefficients of 1 / series.
+
+    Example:
+      >>> reciprocal(np.array([1.0, -1.0]), 4)
+      array([1., 1., 1., 1.])
+    """
+    if min(coefficients.size, length) <= _RECURSION:
+        one = np.zeros(length)
+        one[0] = 1.0
+        return filtered([1.0], coefficients[:length], one)
+    half = reciprocal(coefficients, -(-length // 2))
+    # One step of Newton's method doubles the number of right coefficients: x + x (1 - c x).
+    error = -product(coefficients, half, length)
+    error[0] += 1.0
+    return np.pad(half, (0, length - half.size)) + product(half, error, length)
+
+
+def square_root(length: int, power: float = -0.5) -> Float[np.ndarray, "length"]:
+    r"""The series $(1 - x)^{power}$; with -1/2, $c_k = \binom{2k}{k} / 4^k$.
+
+    Example:
+      >>> square_root(4)
+      array([1.    , 0.5   , 0.375 , 0.3125])
+    """
+    k = np.arange(1, length)
+    return np.cumprod(np.concatenate([[1.0], (k - 1 - power) / k]))
+
+
+def correlated(
+    left: Float[np.ndarray, "n"], right: Float[np.ndarray, "n"], lags: int
+) -> Float[np.ndarray, "lags"]:
+    """``[sum_j left[j + k] right[j] for k in range(lags)]``."""
+    if lags <= _RECURSION:
+        return np.array([left[k:] @ right[: right.size - k] for k in range(lags)])
+    from scipy.signal import oaconvolve
+
+    return oaconvolve(left, right[::-1])[right.size - 1 :][:lags]
+
+
+def lower_triangular(first_column: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n n"]:
+    """The lower-triangular Toeplitz matrix with this first column."""
+    steps = np.arange(first_column.size)
+    lag = steps[:, None] - steps
+    return np.where(lag >= 0, first_column[np.maximum(lag, 0)], 0.0)

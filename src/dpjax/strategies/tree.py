@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Tree aggregation with Honaker's full estimator, as a lower-triangular matrix.
+
+The classical mechanism adds noise to the sum of each node of a binary tree over the steps. Its
+best estimator of the steps' values uses all nodes, also those that end later, and so looks useless
+in a stream. But the estimator's noise is Gaussian with precision $H^T H$, where $H$ has a row of
+ones for each node, and $C^{-1} Z$ has the same distribution for the lower-triangular $C$ with
+$C^T C = H^T H$. The recursion over the tree gives its rows in logarithmic time and memory.
+
+In a node, noise sums have the variance $V = 1 / (1 + 1 / (V_{left} + V_{right}))$; a leaf has 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dpjax import checks
+from dpjax.strategies import streams
+from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
+from dpjax.strategies.workload import Workload
+from dpjax.types import PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """$(C^T C)_{ij}$ is the number of nodes above both i and j, the leaves included.
+
+    The tree has the next power of two as its number of leaves. Leaves after the run are empty: they
+    have neither data nor noise.
+    """
+
+    steps: int
+    kind: ClassVar[str] = "tree"
+
+    def __post_init__(self) -> None:
+        hint = "It is the number of steps of the run."
+        steps = checks.whole("strategies.tree", "steps", self.steps, hint)
+        object.__setattr__(self, "steps", steps)
+
+    @property
+    def bands(self) -> int | None:
+        """The last row reaches back to step 0."""
+        return None if self.steps > 1 else 1
+
+    @property
+    def coefficients(self) -> Float[np.ndarray, "bands"] | None:
+        """None: not Toeplitz."""
+        return None
+
+    @property
+    def remembers(self) -> int:
+        """The noise sum of a left sibling on each level: the levels below the root."""
+        return (self.steps - 1).bit_length()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The number of steps says all."""
+        return {}
+
+    def column_squares(self) -> Float[np.ndarray, "steps"]:
+        """Each step is in one node of each level."""
+        return np.full(self.steps, float(self.remembers + 1))
+
+    def matrix(self) -> Float[np.ndarray, "steps steps"]:
+        """Row t: the weights of left siblings, spread over their steps."""
+        whole = np.zeros((self.steps, self.steps))
+        for t in range(self.steps):
+            weights, precision = self._weights(t, np)
+            whole[t, t] = math.sqrt(precision)
+            for level in range(self.remembers):
+                first = ((t >> level) - 1) << level
+                if t >> level & 1:
+                    whole[t, first : first + (1 << level)] = -weights[level] * whole[t, t]
+        return whole
+
+    def inverse(self) -> Float[np.ndarray, "steps steps"]:
+        """The rows below each other."""
+        rows = [np.pad(self.row(t), (0, self.steps - 1 - t)) for t in range(self.steps)]
+        return np.array(rows)
+
+    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+        """The stream, transposed: from the noise of the step back to each normal number."""
+        found = np.zeros(step + 1)
+        sums = np.zeros(self.remembers + 1)  # how the noise depends on the memory after step s
+        for s in range(step, -1, -1):
+            weights, precision = self._weights(s, np)
+            ended = _trailing_ones(s)
+            own = sums[ended] if s < step else 1.0
+            if s < step:
+                sums[:ended] += sums[ended]
+                sums[ended] = 0.0
+            sums[:-1] += weights * own
+            found[s] = own / math.sqrt(precision)
+        return found
+
+    def squares(self, of: Workload) -> Float[np.ndarray, "steps"]:
+        """Prefix sums by doubling; other workloads by the matrix."""
+        if not of.momentum and of.rates is None:
+            return self._prefix_variances()
+        if self.steps > LARGEST_MATRIX:
+            raise ValueError(
+                f"strategy.errors of a tree of {self.steps} steps: expected at most "
+                f"{LARGEST_MATRIX} with momentum or learning rates. Leave them out, or take a "
+                "shorter run."
+            )
+        return np.sum(of.applied(self.inverse()) ** 2, axis=1)
+
+    def start(self, zeros: PyTree) -> PyTree:
+        """A noise sum for each level."""
+        return streams.stacked(zeros, self.remembers)
+
+    def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
+        """The noise of a leaf, given the sums of the left siblings above it."""
+        levels, step = self.remembers, jnp.asarray(step)
+        weights, precision = self._weights(step, jnp)
+        scale = streams.sound(step, self.steps)
+        # A step ends the nodes on as many levels as its number has trailing ones.
+        bits = (step >> np.arange(levels)) & 1
+        full = jnp.cumprod(bits)
+        ended = jnp.sum(full)
+
+        def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
+            found = leaf.astype(sums.dtype) / jnp.sqrt(precision)
+            if not levels:
+                return found * scale, sums
+            found = (found + streams.weighted(weights, sums)) * scale
+            total = found + streams.weighted(full, sums)
+            return found, streams.replaced(sums, total, ended)
+
+        return streams.mapped(one, z, memory)
+
+    def _variances(self) -> tuple[Float[np.ndarray, "levels"], Float[np.ndarray, "levels"]]:
+        """V on each level: of a full node, and of the last node that is not empty."""
+        full, last = [1.0], [1.0]
+        for level in range(self.remembers):
+            right = (self.steps - 1) >> level & 1
+            last.append(1 / (1 + 1 / (full[-1] + last[-1] if right else last[-1])))
+            full.append(1 / (1 + 1 / (2 * full[-1])))
+        return np.array(full), np.array(last)
+
+    def _weights(self, step: Any, numpy: Any) -> tuple[Any, Any]:
+        """The mean of a leaf's noise as weights of the left siblings' sums, and its precision.
+
+        From the root down, ``a`` is the precision of a node's sum given the steps before it.
+        """
+        full, last = self._variances()
+        weights: list[Any] = [0.0] * self.remembers
+        a: Any = 1.0
+        for level in reversed(range(self.remembers)):
+            node = step >> level
+            is_right = node & 1
+            # The steps of a right sibling are still free; those of a left one are known.
+            end = (self.steps - 1) >> level
+            sibling = numpy.where(node + 1 < end, full[level], last[level] * (node + 1 == end))
+            free = a / (1 + a * numpy.where(is_right, 0.0, sibling))
+            shrunk = free / (free + 1)
+            weights = [weight * shrunk for weight in weights]
+            weights[level] = -shrunk * is_right
+            a = free + 1
+        return numpy.asarray(weights, dtype=np.float64 if numpy is np else np.float32), a
+
+    def _prefix_variances(self) -> Float[np.ndarray, "steps"]:
+        """The variance of each prefix sum of noise.
+
+        In a node with noise sum s, the prefix sum to each step has the mean ``slope * s`` and some
+        variance. A node joins its children, whose sums are s times their shares plus and minus
+        one independent number.
+        """
+        full, last = self._variances()
+        whole = edge = (np.ones(1), np.zeros(1))
+        for level in range(self.remembers):
+            if (self.steps - 1) >> level & 1:
+                edge = _joined(whole, edge, full[level], last[level])
+            whole = _joined(whole, whole, full[level], full[level])
+        slope, variance = edge
+        return variance + slope**2 * last[-1]
+
+
+def _joined(left: Any, right: Any, of_left: float, of_right: float) -> Any:
+    """Slopes and variances of the prefix sums of a node with two children."""
+    share, spread = of_left / (of_left + of_right), of_left * of_right / (of_left + of_right)
+    slopes = left[0] * share, share + right[0] * (1 - share)
+    variances = left[1] + left[0] ** 2 * spread, right[1] + (1 - right[0]) ** 2 * spread
+    return np.concatenate(slopes), np.concatenate(variances)
+
+
+def _trailing_ones(step: int) -> int:
+    return (~step & (step + 1)).bit_length() - 1
+
+
+def tree(steps: int) -> Strategy:
+    r"""Tree aggregation with the variance of Honaker's full estimator.
+
+    Each node of a binary tree over the steps has noise of its own, and the estimate of a prefix sum
+    combines all nodes with the least variance (the "full" estimator, not the online one, which uses
+    only nodes that have ended). See `dpjax.strategies.tree` for why a stream can have it.
+
+    Args:
+      steps: The number of steps T of the run. Example counts for one example: $\sqrt{1 + \lceil
+        \log_2 T \rceil}$ if it takes part once.
+
+    Example:
+      >>> strategy = tree(steps=8)
+      >>> (strategy.matrix().T @ strategy.matrix()).round(6)[0]
+      array([4., 3., 2., 2., 1., 1., 1., 1.])
+
+    References:
+      Honaker, "Efficient use of differentially private binary trees", 2015.
+      Kairouz et al., "Practical and private (deep) learning without sampling or shuffling", 2021.
+      Denisov et al., "Improved differential privacy for SGD via optimal private linear operators on
+      adaptive streams", 2022: lower-triangular factors lose nothing.
+    """
+    return Strategy(name="tree", form=Tree(steps=steps))
