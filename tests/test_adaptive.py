@@ -168,8 +168,8 @@ def beside(total, count):
 @pytest.mark.sample(1)
 @kills(
     "mechanism/description.py",
-    "deviations = noise.standard_deviations(self.gradient_multiplier,",
-    "deviations = noise.standard_deviations(self.noise_multiplier,",
+    "each = noise.standard_deviations(self.gradient_multiplier,",
+    "each = noise.standard_deviations(self.noise_multiplier,",
     case="False",
     slow=True,
 )

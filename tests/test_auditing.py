@@ -256,12 +256,13 @@ def test_a_step_separates_as_its_mechanism_allows(name):
 
 
 def quiet_noise(monkeypatch):
-    add = dpjax.mechanism.description.add_noise
+    add = dpjax.mechanism.description.add_noise_of
 
-    def less(total, partition, deviations, *more):
-        return add(total, partition, [0.9 * each for each in deviations], *more)
+    def less(strategy, memory, total, partition, deviations, *more):
+        quiet = [0.9 * each for each in deviations]
+        return add(strategy, memory, total, partition, quiet, *more)
 
-    monkeypatch.setattr("dpjax.mechanism.description.add_noise", less)
+    monkeypatch.setattr("dpjax.mechanism.description.add_noise_of", less)
 
 
 def long_gradients(monkeypatch):

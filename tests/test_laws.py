@@ -392,7 +392,7 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     "step_key(key, Purpose.NOISE, 0)",
     slow=True,
 )
-@kills("noise/link.py", "(state.key, state.step + 1)", "(state.key, state.step)")
+@kills("noise/link.py", "(state.key, state.step + 1, memory)", "(state.key, state.step, memory)")
 @kills(
     "trees.py",
     "jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])",

@@ -120,8 +120,8 @@ OTHERS = {
 @kills("mechanism/card.py", '"sampling", "preparation",', '"preparation",', case="another rate")
 @kills(
     "mechanism/card.py",
-    '"projections", "before")',
-    '"projections")',
+    '"noise", "before")',
+    '"noise")',
     case="without what was spent before",
 )
 @kills(

@@ -173,8 +173,8 @@ def test_delta_of_epsilon():
 
 @kills(
     "mechanism/description.py",
-    "noisy = add_noise(total,",
-    "noisy = add_noise(jax.tree.map(lambda x: x / self.batch_size**2, total),",
+    "            memory,\n            total,\n",
+    "            memory,\n            jax.tree.map(lambda x: x / self.batch_size**2, total),\n",
     slow=True,
 )
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():

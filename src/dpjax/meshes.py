@@ -109,6 +109,15 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, tree)
 
 
+def placed_rows(rows: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
+    """Arrays with a leading axis before those of the parameters, each split as its parameter is."""
+
+    def place(leaf: Any, array: Any) -> Any:
+        return put(array, NamedSharding(mesh, PartitionSpec(None, *leaf.sharding.spec)))
+
+    return jax.tree.map(place, params, rows)
+
+
 def whole(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Arrays that every device of the mesh holds whole; without a mesh, JAX arrays."""
     if mesh is None:

@@ -24,13 +24,23 @@ import numpy as np
 from absl import logging
 from jaxtyping import Array, Int
 
-from dpjax import _draws, checks, trees
+from dpjax import _draws, checks, strategies, trees
+from dpjax.strategies import Participation
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-__all__ = ["curriculum", "fixed", "full", "poisson", "scored", "shuffled"]
+__all__ = [
+    "balls_in_bins",
+    "curriculum",
+    "cyclic_poisson",
+    "fixed",
+    "full",
+    "poisson",
+    "scored",
+    "shuffled",
+]
 
 T = TypeVar("T")
 
@@ -72,10 +82,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     """
     examples, batch_size = _checked("poisson", examples, batch_size)
     rate, sparse = batch_size / examples, _sparse(examples, batch_size)
-    # An example is drawn if a uniform 32-bit word is at most `largest`. Rounding down keeps the
-    # rate that runs at or below the accounted one; a float32 uniform has only 23 bits, and at
-    # rates of 1e-5 its rounding is one per cent.
-    largest = math.floor(rate * _WORDS) - 1
+    largest = _largest_word(rate)
     if rate < 2**-64 if sparse else largest < 0:
         raise ValueError(
             f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
@@ -113,8 +120,8 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     )
 
 
-def by_name(name: str, examples: int, batch_size: float) -> Sampler:
-    """Builds the sampler called ``poisson``, ``fixed``, ``shuffled`` or ``full``.
+def by_name(name: str, examples: int, batch_size: float, cycle: int | None = None) -> Sampler:
+    """Builds a sampler by its name; all but `curriculum` and `scored` follow from their sizes.
 
     Example:
       >>> by_name("fixed", 100, 10).claim
@@ -122,14 +129,22 @@ def by_name(name: str, examples: int, batch_size: float) -> Sampler:
     """
     if name == "full":
         return full(examples)
-    by_size = {"poisson": poisson, "fixed": fixed, "shuffled": shuffled}
+    if name == "cyclic_poisson" and cycle is not None:
+        return cyclic_poisson(examples, batch_size, cycle=cycle)
+    by_size = {
+        "poisson": poisson,
+        "fixed": fixed,
+        "shuffled": shuffled,
+        "balls_in_bins": balls_in_bins,
+    }
     if name not in by_size:
         raise ValueError(
-            f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}. A curriculum "
-            "or scores cannot be restored from their name: build the sampler with "
-            "sampling.curriculum or sampling.scored. To count an earlier run (training.earlier, a "
-            "card), describe what it spent: Mechanism(before=(dpjax.mechanism.Spent("
-            "sampling=that sampler, runs=((multiplier, steps), ...)),))."
+            f"sampling.by_name({name!r}): expected one of full, {', '.join(by_size)}, or "
+            "cyclic_poisson with its cycle. A curriculum or scores cannot be restored from their "
+            "name: build the sampler with sampling.curriculum or sampling.scored. To count an "
+            "earlier run (training.earlier, a card), describe what it spent: "
+            "Mechanism(before=(dpjax.mechanism.Spent(sampling=that sampler, "
+            "runs=((multiplier, steps), ...)),))."
         )
     return by_size[name](examples, batch_size)
 
@@ -152,6 +167,7 @@ def full(examples: int) -> Sampler:
         draw=lambda key, step: Draw(everything, jnp.asarray(examples, jnp.int32)),
         event=lambda multipliers: _gaussians(multipliers, 1.0),
         claim="every step uses every example; plain composition of Gaussians",
+        participation=lambda steps: strategies.apart(1),
     )
 
 
@@ -231,6 +247,8 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
         batch_size,
         batch,
         f"{kind} batches; no amplification is proved: one Gaussian an epoch",
+        # The last batch of an epoch can share an example with the first one of the next.
+        lambda epoch, steps: strategies.apart(1, -(-steps // epoch)),
     )
 
 
@@ -272,6 +290,7 @@ def curriculum(
             fixed_order, number * batch_size, batch_size
         ),
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
+        lambda epoch, steps: strategies.cycles(epoch),
         trees.fingerprint(indices),
     )
     # `facts` are part of a run's identity: a run recorded with public=False can be neither
@@ -287,7 +306,112 @@ def curriculum(
         return NonPrivateDpEvent()
 
     claim = "the order comes from the private data without noise: not private"
-    return dataclasses.replace(sampler, event=bare, claim=claim)
+    return dataclasses.replace(sampler, event=bare, claim=claim, participation=None)
+
+
+def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
+    r"""Poisson sampling from one part of the data after the other, for correlated noise.
+
+    Each example belongs to one of ``cycle`` parts, drawn once for the run, independently of all
+    other examples. Step $t$ draws from part $t \bmod b$, each example with probability
+    $q = b \cdot \mathrm{batch\_size} / \mathrm{examples}$. So an example can be in every $b$-th
+    step alone, and banded noise with at most $b$ bands is amplified.
+
+    Args:
+      examples: Size of the data set.
+      batch_size: The *expected* number of examples a step; sums are divided by it.
+      cycle: $b$, the number of parts; at most examples / batch_size.
+
+    Privacy:
+      With add-or-remove neighbours: $T$ steps are $\lceil T/b \rceil$ Poisson-subsampled Gaussians
+      at rate $q$. The same holds with banded noise of at most $b$ bands, whose multiplier is then
+      relative to one participation. With more bands nothing is amplified.
+
+    Example:
+      >>> sampler = cyclic_poisson(examples=60_000, batch_size=500, cycle=16)
+      >>> sampler.event(np.ones(160))
+      SelfComposedDpEvent(event=PoissonSampledDpEvent(sampling_probability=0.13333333333333333, \
+event=GaussianDpEvent(noise_multiplier=1.0)), count=10)
+
+    References:
+      Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta and Xu, "(Amplified) Banded Matrix
+      Factorization: A unified approach to private training", 2023, theorem 4.
+    """
+    examples, batch_size = _checked("cyclic_poisson", examples, batch_size, _draws.LARGEST)
+    cycle = _whole("cyclic_poisson", "cycle", cycle)
+    rate = cycle * batch_size / examples
+    if not cycle >= 1 or rate > 1:
+        raise ValueError(
+            f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}, "
+            f"cycle={cycle}): expected a cycle from 1 to {int(examples // batch_size)}, examples / "
+            "batch_size: a step draws from one of so many parts, and a part must hold a batch."
+        )
+    largest = _largest_word(rate)
+    if largest < 0:
+        raise ValueError(
+            f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}): the rate "
+            f"{rate:.2e} of a part is below 2^-32, the resolution of the sampler. Usually "
+            "batch_size was given as a rate; it is an expected number of examples."
+        )
+
+    def draw(key: Key, step: Any) -> Draw:
+        here = _parts(key, examples, cycle) == step % cycle
+        key = trees.step_key(key, Purpose.SAMPLING, step)
+        return _coins(key, jnp.full(examples, largest, jnp.uint32), here)
+
+    return Sampler(
+        name="cyclic_poisson",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=examples,
+        draw=draw,
+        # An example can be in one step of a cycle, at an unknown place: count the least noise.
+        event=lambda multipliers: _gaussians(_least(multipliers, cycle), rate),
+        claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
+        facts={"cycle": cycle},
+        participation=lambda steps: strategies.cycles(cycle),
+    )
+
+
+def balls_in_bins(examples: int, batch_size: float) -> Sampler:
+    """Each example falls into one of the batches of an epoch, the same in every epoch.
+
+    Batches have random sizes, about ``batch_size``. An example returns after exactly ``examples //
+    batch_size`` steps, and so correlated noise has a small sensitivity.
+
+    Args:
+      examples: Size of the data set.
+      batch_size: The *expected* number of examples a step; sums are divided by it.
+
+    Privacy:
+      With add-or-remove neighbours, proved without amplification: one Gaussian an epoch, with the
+      epoch's smallest multiplier. An example's batch is drawn independently of all others, and
+      the event holds for each batch that it can be in.
+
+    Example:
+      >>> balls_in_bins(examples=60_000, batch_size=500).event(np.ones(240))
+      SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=1.0), count=2)
+
+    References:
+      Chua, Ghazi, Harrison, Kamath, Kumar, Leeman, Manurangsi, Sinha and Zhang, "Balls-and-Bins
+      Sampling for DP-SGD", 2024.
+    """
+    examples, batch_size = _checked("balls_in_bins", examples, batch_size, _draws.LARGEST)
+    bins = int(examples // batch_size)
+
+    def draw(key: Key, step: Any) -> Draw:
+        return _draws.listed(_parts(key, examples, bins) == step % bins)
+
+    return Sampler(
+        name="balls_in_bins",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=examples,
+        draw=draw,
+        event=lambda multipliers: _gaussians(_least(multipliers, bins), 1.0),
+        claim="one random batch of the epoch for each example; no amplification is counted",
+        participation=lambda steps: strategies.cycles(bins),
+    )
 
 
 def scored(
@@ -439,9 +563,13 @@ def _epochs(
     batch_size: int,
     batch: Callable[[Key, Any, Any], Array],
     claim: str,
+    participation: Callable[[int, int], Participation],
     fingerprint: str | None = None,
 ) -> Sampler:
-    """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``."""
+    """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``.
+
+    ``participation(epoch, steps)`` says in which steps of a run one example can be.
+    """
     # A last, smaller batch would be divided by the same constant, and has no place in a compiled
     # step.
     steps = examples // batch_size
@@ -453,9 +581,7 @@ def _epochs(
 
     def event(multipliers: np.ndarray) -> DpEvent:
         # An example is in one batch an epoch, at an unknown place: count the least noise.
-        starts = np.arange(0, len(multipliers), steps)
-        worst = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
-        return _gaussians(worst, 1.0)
+        return _gaussians(_least(multipliers, steps), 1.0)
 
     return Sampler(
         name=name,
@@ -467,7 +593,28 @@ def _epochs(
         neighbours=Neighbours.ZERO_OUT,
         claim=claim,
         fingerprint=fingerprint,
+        participation=lambda planned: participation(steps, planned),
     )
+
+
+def _parts(key: Key, examples: int, parts: int) -> Array:
+    """The part of each example, the same at every step of a run."""
+    # By a word of its own, so that no example moves another one to a different part. How uniform
+    # the parts are matters to batch sizes alone: the events hold for each part.
+    return jax.random.bits(trees.step_key(key, Purpose.PARTS, 0), (examples,), jnp.uint32) % parts
+
+
+def _least(multipliers: np.ndarray, cycle: int) -> np.ndarray:
+    """The smallest multiplier of each cycle."""
+    starts = np.arange(0, len(multipliers), cycle)
+    return np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
+
+
+def _largest_word(rate: float) -> int:
+    """An example is drawn if a uniform 32-bit word is at most this; below 0 at too low rates."""
+    # Rounding down keeps the rate that runs at or below the accounted one; a float32 uniform has
+    # only 23 bits, and at rates of 1e-5 its rounding is one per cent.
+    return math.floor(rate * _WORDS) - 1
 
 
 def _coins(key: Key, below: Array, some: Any) -> Draw:

@@ -84,6 +84,7 @@ class Purpose(enum.IntEnum):
     COUNT = 5
     PROJECTIONS = 6
     LOCAL = 4
+    PARTS = 7
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,8 @@ class Sampler:
       facts: What else accounting needs, as JSON has it; public, for it stands on cards.
       fingerprint: What else tells it from others of its name.  **Not** public: with a hash
         over the examples an attacker can confirm a guess.
+      participation: From a number of steps to the `dpjax.strategies.Participation` of an example
+        in them, for correlated noise; None if it can be in any of them.
     """
 
     name: str
@@ -309,6 +312,7 @@ class Sampler:
     claim: str
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     fingerprint: str | None = None
+    participation: Callable[[int], Any] | None = None
 
     @property
     def sampling_rate(self) -> float:
@@ -327,8 +331,8 @@ class Sampler:
 class State(NamedTuple):
     """What the next step of an algorithm needs.
 
-    Privacy: ``params`` may be released, and so may anything computed from them. ``key`` may
-    not: with it anyone can subtract the noise.
+    Privacy: ``params`` may be released, and so may anything computed from them. ``key`` and
+    ``memory`` may not: with either, noise can be subtracted.
     """
 
     params: PyTree
@@ -343,6 +347,8 @@ class State(NamedTuple):
     """How many steps ran: the number of the next one. Draw and noise follow from key and step."""
     ledger: Any
     """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
+    memory: PyTree = ()
+    """What correlated noise remembers of earlier steps; empty for white noise."""
 
 
 class Plan(Protocol):

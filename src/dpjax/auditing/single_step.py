@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from dpjax import clipping, trees
 from dpjax.mechanism import Mechanism
+from dpjax.noise.link import start
 from dpjax.types import Key, PyTree
 
 _ENOUGH = 4096  # the standard deviation of this many numbers is known to about one per cent
@@ -50,7 +51,9 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     def privatized(summed: PyTree, key: Key) -> list[Array]:
         # The pure function, and not the link: an audit gives one noise to two sums on purpose.
-        return jax.tree.leaves(mechanism.private_mean(summed, key, jnp.int32(0))[0])
+        memory = start(mechanism.noise, like)
+        mean, *_ = mechanism.private_mean(summed, key, jnp.int32(0), memory=memory)
+        return jax.tree.leaves(mean)
 
     with_canary = privatized(clipping.clip(mechanism.clipping, both)[0], key)
     without = privatized(clipping.clip(mechanism.clipping, gradients)[0], key)

@@ -16,6 +16,7 @@ an infinite number is the word ``"inf"``.
 | ``multipliers_by_group`` | one noise multiplier per group, or null | |
 | ``preparation`` | noise multipliers of the queries before the first step | yes |
 | ``projections`` | how many random projections estimate a norm, or null | yes |
+| ``noise`` | the strategy of correlated noise and its ``sensitivity``, or null | yes |
 | ``clipping`` | ``name``, ``groups``, ``bounds``, and the rule's own facts | |
 | ``adaptive`` | the fields of the `dpjax.clipping.Quantile` that the bounds follow, or null | |
 | ``before`` | what each earlier run on the same data spent: the fields marked above | |
@@ -32,8 +33,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dpjax import sampling
+from dpjax import sampling, strategies
+from dpjax.mechanism.correlated import sensitivity_of
 from dpjax.mechanism.spent import Spent
+from dpjax.strategies import Strategy
 
 if TYPE_CHECKING:
     from dpjax.mechanism.description import Mechanism
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 FORMAT = 2
 
 # What a step costs by, in addition to its own multiplier.
-_COUNTED = ("unit", "sampling", "preparation", "projections", "before")
+_COUNTED = ("unit", "sampling", "preparation", "projections", "noise", "before")
 
 
 def described(mechanism: Mechanism) -> dict[str, Any]:
@@ -79,8 +82,8 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
 def accounted(mechanism: Mechanism) -> str:
     """A hash of what a step costs by, except multipliers, which the ledger compares itself.
 
-    It covers the fields ``unit``, ``sampling``, ``preparation``, ``projections`` and ``before``
-    of the description, the sampler's fingerprint, and whether the bounds are finite.
+    It covers the fields ``unit``, ``sampling``, ``preparation``, ``projections``, ``noise`` and
+    ``before`` of the description, the sampler's fingerprint, and whether the bounds are finite.
     """
     # Neither neighbours nor steps: a ledger may be read under a stronger relation, and a plan may
     # grow. The fingerprint enters because samplers of one name and price may draw others.
@@ -160,17 +163,32 @@ def _spent(spent: Spent) -> dict[str, Any]:
         "multiplier_and_steps": [[float(multiplier), steps] for multiplier, steps in spent.runs],
         "preparation": [float(multiplier) for multiplier in spent.preparation],
         "projections": spent.projections,
+        # What the noise was scaled by stands beside the strategy, so that `dpjax.verify` can
+        # compare it with its own answer.
+        "noise": None
+        if spent.noise is None
+        else {**spent.noise.facts, "sensitivity": sensitivity_of(spent.noise, sampler)},
     }
 
 
 def _read(facts: Mapping[str, Any]) -> Spent:
     drawn = facts["sampling"]
     return Spent(
-        sampling=sampling.by_name(drawn["name"], drawn["examples"], drawn["batch_size"]),
+        sampling=sampling.by_name(
+            drawn["name"], drawn["examples"], drawn["batch_size"], drawn.get("cycle")
+        ),
         runs=tuple(
             (float(multiplier), steps) for multiplier, steps in facts["multiplier_and_steps"]
         ),
         preparation=tuple(map(float, facts["preparation"])),
         unit=facts["unit"],
         projections=facts["projections"],
+        noise=_strategy(facts["noise"]),
     )
+
+
+def _strategy(facts: Mapping[str, Any] | None) -> Strategy | None:
+    if facts is None:
+        return None
+    # The sensitivity follows from the strategy and the sampler, and is computed again.
+    return strategies.from_facts({k: v for k, v in facts.items() if k != "sensitivity"})

@@ -28,10 +28,12 @@ from dpjax import accounting, checks, clipping, noise, trees
 from dpjax._marks import require_clipped_sum
 from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
+from dpjax.mechanism.correlated import check_strategy, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, Target, checked_queries, steps_event
-from dpjax.noise.link import add_noise, effective, is_zero, not_reset, one_run
+from dpjax.noise.link import add_noise_of, effective, is_zero, not_reset, one_run, start
 from dpjax.noise.seals import Release, seal, seal_outside_jit
+from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
@@ -64,6 +66,11 @@ class Mechanism:
       unit: Whose data are protected. With ``"client"``, for `dpjax.federated`, every statement
         about one example (sampling, bound, noise, neighbours and epsilon) holds for one client
         with all of its examples.
+      noise: A `dpjax.strategies` strategy for noise that is correlated over the steps; None for
+        fresh noise at every step. ``noise_multiplier`` is then a number, or one per group, for the
+        whole run: it is relative to what one example moves in all steps that the sampler lets it
+        be in. `dpjax.sampling.cyclic_poisson` with at most as many bands as parts is amplified,
+        and its multiplier is relative to one participation.
       target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
         and `dpjax.fit` take delta and method from it.
 
@@ -88,6 +95,7 @@ class Mechanism:
     adaptive: clipping.Quantile | None = None
     before: Sequence[Spent] = ()
     unit: str = "example"
+    noise: Strategy | None = None
     # Not compared: two mechanisms of equal noise run and cost the same, however it was chosen.
     target: Target | None = field(default=None, compare=False)
 
@@ -127,6 +135,8 @@ class Mechanism:
                 f"step {int(np.argmin(self.multipliers >= 0))} of {self.steps}; it must be "
                 "at least 0 at every planned step."
             )
+        if self.noise is not None:
+            check_strategy(self)
         if self.adaptive is not None:
             check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
 
@@ -172,12 +182,26 @@ class Mechanism:
             return self.noise_multiplier
         return left_for_gradients(self.noise_multiplier, self.count_multiplier)
 
+    @property
+    def strategy_sensitivity(self) -> float:
+        """How far one example moves what correlated noise hides, in sensitivities of the rule.
+
+        The noise is multiplied by it: 1 for white noise.
+        """
+        return 1.0 if self.noise is None else sensitivity_of(self.noise, self.sampling)
+
+    def deviations_on_sum(self, step: Any) -> list[Any]:
+        """The standard deviation of the fresh noise of a step on the sum, in each group."""
+        each = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
+        return [deviation * self.strategy_sensitivity for deviation in each]
+
     def deviations(self, step: Any) -> list[Any]:
         """The noise's standard deviation on the mean, in each group, at a step.
 
-        If bounds are adapted, it is relative to their scale.
+        If bounds are adapted, it is relative to their scale. Of correlated noise, it is that of
+        the fresh numbers of the step, before those of earlier steps are mixed in.
         """
-        each = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
+        each = self.deviations_on_sum(step)
         return [deviation / self.batch_size for deviation in each]
 
     @property
@@ -219,6 +243,7 @@ class Mechanism:
             preparation=tuple(self.preparation),
             unit=self.unit,
             projections=self.clipping.projections,
+            noise=self.noise,
         )
 
     @property
@@ -238,7 +263,7 @@ class Mechanism:
         # No noise hides an unbounded example, whatever multiplier a ledger holds.
         if np.isinf(self.clipping.sensitivity) and len(multipliers):
             return dp.NonPrivateDpEvent()
-        steps = steps_event(self.sampling, multipliers, self.clipping.projections)
+        steps = steps_event(self.sampling, multipliers, self.clipping.projections, self.noise)
         return accounting.compose(self.prepared, steps)
 
     def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
@@ -348,10 +373,9 @@ class Mechanism:
         key_of_zeros = is_zero(key)
 
         def init(params: PyTree) -> Any:
-            del params
             step = jnp.zeros((), jnp.int32)
             if self.adaptive is None:
-                return noise.GaussianState(key, step)
+                return noise.GaussianState(key, step, start(self.noise, params))
             return AdaptiveState(key, step, jnp.ones((), jnp.float32))
 
         def update(
@@ -369,18 +393,19 @@ class Mechanism:
             updates = require_clipped_sum(updates, self.clipping, name, plain=own)
             updates = one_run(updates, state.key)
             scale = getattr(state, "scale", None)
-            each = noise.standard_deviations(self.gradient_multiplier, self.clipping, state.step)
+            each = self.deviations_on_sum(state.step)
             each = [each[group] for group in self.clipping.partition.assign(updates)]
             multiplier = effective(self.gradient_multiplier, state.step)
             release = Release(updates, each, multiplier, (below, self.count_multiplier))
             seal_outside_jit(state.key, state.step, release, name)
-            mean, scale = self.private_mean(
-                updates, state.key, state.step, bound_scale=scale, below=below
+            memory = getattr(state, "memory", ())
+            mean, scale, memory = self.private_mean(
+                updates, state.key, state.step, memory=memory, bound_scale=scale, below=below
             )
             sound = not_reset(state.key, key_of_zeros, name)
             mean = jax.tree.map(lambda x: x * jnp.asarray(sound, x.dtype), mean)
             if self.adaptive is None:
-                return mean, noise.GaussianState(state.key, state.step + 1)
+                return mean, noise.GaussianState(state.key, state.step + 1, memory)
             return mean, AdaptiveState(state.key, state.step + 1, scale)
 
         return optax.GradientTransformationExtraArgs(init, update)
@@ -445,25 +470,27 @@ class Mechanism:
         key: Key,
         step: Int[Array, ""],
         *,
+        memory: PyTree = (),
         lost: PyTree | None = None,
         bound_scale: Any = None,
         below: Float[Array, ""] | None = None,
         in_parts: bool = False,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, Any, PyTree]:
         """The private mean of one step, from its clipped sum: a pure function of its arguments.
 
         Args:
           total: The clipped sum.
           key: The root key of the run.
           step: The number of the step, from 0.
+          memory: What correlated noise remembers of earlier steps.
           lost: What ``total`` lacks of the sum, because float32 rounds.
           bound_scale: The scale of an adapted bound at this step.
           below: The count that an adapted bound follows.
           in_parts: Whether a mesh splits the leaves; see `add_noise`.
 
         Returns:
-          The mean, and the scale of the next step. `privatize` says what happens past the
-          planned steps.
+          The mean, and the scale and the memory of the next step. `privatize` says what happens
+          past the planned steps.
         """
         beyond = step >= self.steps
         if not isinstance(beyond, Tracer) and beyond:
@@ -471,16 +498,26 @@ class Mechanism:
                 f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned steps; the "
                 "accounting does not cover this step. Plan more steps in the Mechanism."
             )
-        deviations = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
+        noisy, memory = add_noise_of(
+            self.noise,
+            memory,
+            total,
+            self.clipping.partition,
+            self.deviations_on_sum(step),
+            key,
+            step,
+            lost,
+            in_parts,
+        )
         # The divisor is the expected batch size, a public constant; the drawn size is private.
-        noisy = add_noise(total, self.clipping.partition, deviations, key, step, lost, in_parts)
         # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.
         share = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
         mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)
         if self.adaptive is None:
-            return mean, bound_scale
+            return mean, bound_scale, memory
         count = self.count_multiplier
-        return mean, followed(self.adaptive, count, below, share, bound_scale, key, step)
+        scale = followed(self.adaptive, count, below, share, bound_scale, key, step)
+        return mean, scale, memory
 
 
 def _checked_before(before: Any) -> tuple[Spent, ...]:

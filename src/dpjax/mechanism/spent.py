@@ -17,6 +17,8 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, checks
+from dpjax.mechanism.correlated import correlated_event
+from dpjax.strategies import Strategy
 from dpjax.types import Sampler
 
 
@@ -39,6 +41,7 @@ class Spent:
       unit: Whose data it protected: ``"example"`` or ``"client"``.
       projections: The number of random projections that estimated each norm, if norms were
         estimated.
+      noise: The strategy of its noise, if it was correlated over the steps.
     """
 
     sampling: Sampler
@@ -46,6 +49,7 @@ class Spent:
     preparation: Sequence[float] = ()
     unit: str = "example"
     projections: int | None = None
+    noise: Strategy | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that cannot be accounted; lists become tuples of Python numbers."""
@@ -66,7 +70,8 @@ class Spent:
         # Step by step, since a sampler's event may depend on the place of a step, as in epochs of a
         # shuffle.
         each = np.repeat(*map(np.asarray, zip(*self.runs, strict=True))) if self.runs else []
-        steps = steps_event(self.sampling, np.asarray(each, np.float64), self.projections)
+        zs = np.asarray(each, np.float64)
+        steps = steps_event(self.sampling, zs, self.projections, self.noise)
         return accounting.compose(*queries, steps)
 
 
@@ -101,8 +106,15 @@ def _numbers(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(np.asarray(value).item() for value in values)
 
 
-def steps_event(sampler: Sampler, multipliers: np.ndarray, projections: int | None) -> dp.DpEvent:
-    """The event of steps whose norms were known, or estimated from random projections."""
+def steps_event(
+    sampler: Sampler,
+    multipliers: np.ndarray,
+    projections: int | None,
+    noise: Strategy | None = None,
+) -> dp.DpEvent:
+    """The event of steps with white or correlated noise, and with known or estimated norms."""
+    if noise is not None:
+        return correlated_event(noise, sampler, multipliers)
     # The sampler's own proof; estimated norms then weaken each Gaussian in it.
     event = sampler.event(multipliers)
     return event if projections is None else accounting.with_projections(event, projections)

@@ -2,13 +2,15 @@
 """Noise: turns a clipped sum into one that may be released.
 
 `gaussian` is the Optax link; its scale is a multiplier times the rule's sensitivity. It draws from
-`standard_normal`, in float32 or wider, with the full tails of a normal distribution. `langevin` is
-`gaussian` with the multiplier of a step size, and `secret_key` makes a root key.
+`standard_normal`, in float32 or wider, with the full tails of a normal distribution. `correlated`
+lets the noise of later steps cancel some of the earlier noise, `langevin` is `gaussian` with the
+multiplier of a step size, and `secret_key` makes a root key.
 
 Privacy: float32 arithmetic and the threefry generator are not a hardened source of
 randomness; see README.
 """
 
+from dpjax.noise.correlated import correlated
 from dpjax.noise.langevin import langevin, langevin_multiplier
 from dpjax.noise.link import (
     GaussianState,
@@ -23,6 +25,7 @@ from dpjax.noise.normal import standard_normal
 __all__ = [
     "GaussianState",
     "check_multiplier",
+    "correlated",
     "gaussian",
     "langevin",
     "langevin_multiplier",

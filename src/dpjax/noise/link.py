@@ -27,17 +27,19 @@ from dpjax import trees
 from dpjax._marks import require_clipped_sum
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.seals import Release, seal_outside_jit
+from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
 
 class GaussianState(NamedTuple):
-    """The root key and the number of steps taken.
+    """The root key, the number of steps taken, and what correlated noise remembers of them.
 
-    Privacy: the key is a secret. Checkpoints hold it; releases never do.
+    Privacy: the key and the memory are secrets. Checkpoints hold them; releases never do.
     """
 
     key: Key
     step: Int[Array, ""]
+    memory: PyTree = ()
 
 
 def gaussian(
@@ -86,14 +88,34 @@ def gaussian(
       >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
     """
     del replay
+    return noise_link("noise.gaussian", noise_multiplier, rule, key)
+
+
+def noise_link(
+    name: str,
+    noise_multiplier: NoiseMultiplier,
+    rule: Clipping,
+    key: Key,
+    strategy: Strategy | None = None,
+    scale: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    """The link of `gaussian` and of `correlated`.
+
+    Args:
+      name: How errors call the link.
+      noise_multiplier: As in `gaussian`.
+      rule: As in `gaussian`.
+      key: As in `gaussian`.
+      strategy: How the noise of different steps is correlated; None for white noise.
+      scale: What else the standard deviation is multiplied by: the strategy's sensitivity.
+    """
     noise_multiplier = plain_multiplier(noise_multiplier)
     check_multiplier(noise_multiplier, rule)
-    trees.check_key(key, "noise.gaussian")
+    trees.check_key(key, name)
     key_of_zeros = is_zero(key)
 
     def init(params: PyTree) -> GaussianState:
-        del params
-        return GaussianState(key, jnp.zeros((), jnp.int32))
+        return GaussianState(key, jnp.zeros((), jnp.int32), start(strategy, params))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
@@ -102,18 +124,25 @@ def gaussian(
         silent = isinstance(noise_multiplier, float) and not noise_multiplier
         if not silent:
             alone = params is None
-            updates = require_clipped_sum(updates, rule, "noise.gaussian", alone=alone)
+            updates = require_clipped_sum(updates, rule, name, alone=alone)
         updates = one_run(updates, state.key)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
-        sound = not_reset(state.key, key_of_zeros, "noise.gaussian")
-        deviations = [x * sound for x in deviations]
+        sound = not_reset(state.key, key_of_zeros, name)
+        deviations = [x * scale * sound for x in deviations]
         each = [deviations[group] for group in rule.partition.assign(updates)]
         release = Release(updates, each, effective(noise_multiplier, state.step))
-        seal_outside_jit(state.key, state.step, release, "noise.gaussian")
-        noisy = add_noise(updates, rule.partition, deviations, state.key, state.step)
-        return noisy, GaussianState(state.key, state.step + 1)
+        seal_outside_jit(state.key, state.step, release, name)
+        noisy, memory = add_noise_of(
+            strategy, state.memory, updates, rule.partition, deviations, state.key, state.step
+        )
+        return noisy, GaussianState(state.key, state.step + 1, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def start(strategy: Strategy | None, params: PyTree) -> PyTree:
+    """The memory of correlated noise before the first step; empty for white noise."""
+    return () if strategy is None else strategy.start(trees.zeros_wide(params))
 
 
 def effective(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
@@ -199,6 +228,36 @@ def add_noise(
       in_parts: Whether a mesh splits the leaves. Then each device draws the numbers of its own
         part. The numbers are the same.
     """
+    return add_noise_of(None, (), total, partition, deviations, key, step, lost, in_parts)[0]
+
+
+def add_noise_of(
+    strategy: Strategy | None,
+    memory: PyTree,
+    total: PyTree,
+    partition: Partition,
+    deviations: Sequence[Any],
+    key: Key,
+    step: Any,
+    lost: PyTree | None = None,
+    in_parts: bool = False,
+) -> tuple[PyTree, PyTree]:
+    """`add_noise`, with noise that a strategy correlates over the steps.
+
+    Args:
+      strategy: The strategy; None for white noise.
+      memory: What the strategy remembers of earlier steps.
+      total: As in `add_noise`, and so are all others.
+      partition: The groups of the leaves.
+      deviations: The standard deviation of each group.
+      key: The root key of the run.
+      step: The number of the step.
+      lost: What ``total`` lacks of the sum.
+      in_parts: Whether a mesh splits the leaves.
+
+    Returns:
+      The noisy sum, and the memory of the next step.
+    """
     # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)
     scales = jax.tree.structure(total).unflatten([deviations[group] for group in groups])
@@ -206,7 +265,13 @@ def add_noise(
     noise_key = trees.step_key(key, Purpose.NOISE, step)
     more = (scales,) if lost is None else (scales, lost)
     parts = normal_in_parts if in_parts else None
-    return trees.random_like(standard_normal, noise_key, total, *more, use=_added, parts=parts)
+    if strategy is None:
+        noisy = trees.random_like(standard_normal, noise_key, total, *more, use=_added, parts=parts)
+        return noisy, memory
+    # The numbers of white noise, mixed with those of earlier steps before they are scaled.
+    drawn = trees.random_like(standard_normal, noise_key, total, parts=parts)
+    mixed, memory = strategy.next(drawn, memory, step)
+    return jax.tree.map(_added, mixed, total, *more), memory
 
 
 def _added(noise: Array, leaf: Array, deviation: Any, lost: Array | None = None) -> Array:

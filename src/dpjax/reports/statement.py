@@ -19,6 +19,7 @@ from dpjax import accounting
 from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
+from dpjax.mechanism.correlated import is_amplified
 from dpjax.reports.epsilons import epsilons, multipliers
 from dpjax.reports.references import references
 from dpjax.types import Neighbours, Sampler
@@ -239,7 +240,10 @@ def _facts(
 def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
     """The expected batch, and the sampling rate that is accounted."""
     rows = sampling.facts.get("rates")  # of `scored`: the largest rate of each row, and its steps
-    rate = "rates go by bins" if rows else f"rate {sampling.sampling_rate:.3g}"
+    cycle = sampling.facts.get("cycle", 1)  # of `cyclic_poisson`: one part of the data at a time
+    turn = f" of a part, each {cycle} steps" if cycle > 1 else ""
+    rate = f"rate {cycle * sampling.sampling_rate:.3g}{turn}"
+    rate = "rates go by bins" if rows else rate
     yield (
         f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
         f"{sampling.examples:,} {unit}s a step ({rate})"
@@ -268,21 +272,33 @@ def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
             f"  noise         multiplier {_range(ran)} in all: {_range(on_sum)} on the sum, "
             f"{mechanism.count_multiplier:.4g} on the count"
         )
+    if mechanism.noise is not None:
+        yield f"                correlated over the steps: {_words(mechanism)}"
     if by_group:
         yield f"                by group: multiplier {_listed(groups)} x the group's own bound;"
         yield f"                {_range(on_sum)} is what these are worth together"
     sensitivity = mechanism.clipping.sensitivity
     if len(ran) and not math.isinf(sensitivity):
-        on_mean = _range(on_sum * sensitivity / mechanism.batch_size)
+        moved = sensitivity * mechanism.strategy_sensitivity
+        on_mean = _range(on_sum * moved / mechanism.batch_size)
         each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean
         start = ", at first" * bool(mechanism.adaptive)
-        yield f"                = standard deviation {each} on the mean{start}"
+        fresh = ", before it is correlated" * bool(mechanism.noise)
+        yield f"                = standard deviation {each} on the mean{start}{fresh}"
         # Arguments of the training loop, which a mechanism does not hold, may scale both.
         if mechanism.adaptive is None:
             yield (
                 "                unless a bound schedule or a total of weights "
                 "scales sum and noise alike"
             )
+
+
+def _words(mechanism: Mechanism) -> str:
+    """What one multiplier of correlated noise covers."""
+    strategy, moved = mechanism.noise, mechanism.strategy_sensitivity
+    assert strategy is not None
+    covers = "each participation" if is_amplified(strategy, mechanism.sampling) else "the whole run"
+    return f"{strategy.name}, x {moved:.4g} for {covers} of an example"
 
 
 def _figures(
@@ -294,7 +310,7 @@ def _figures(
         yield f"  epsilon       {'none':>8}   no method has a number for this"
     # The papers print the Poisson figure for shuffled batches. It stands beside the proved one,
     # labelled, so that a reader can compare with print.
-    if mechanism.sampling.name in ("shuffled", "curriculum"):
+    if mechanism.sampling.name in ("shuffled", "curriculum") and mechanism.noise is None:
         steps = accounting.scheduled_gaussian(ran, mechanism.sampling.sampling_rate)
         event = accounting.compose(mechanism.prepared, steps)
         with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with

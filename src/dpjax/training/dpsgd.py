@@ -26,6 +26,7 @@ from dpjax.gradients.clipped_grad import check_rule, check_sizes
 from dpjax.gradients.loss_checks import require_one_example
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
+from dpjax.noise.link import start
 from dpjax.noise.seals import require_one_sum
 from dpjax.training.checks import (
     check_data,
@@ -218,7 +219,10 @@ def assemble(
                 "dpjax.noise.secret_key().",
                 name,
             )
-        state = State(params, optimizer, one, key, zero, None)
+        memory = start(mechanism.noise, params)
+        if mesh is not None and jax.tree.leaves(memory):
+            memory = meshes.placed_rows(memory, params, mesh)
+        state = State(params, optimizer, one, key, zero, None, memory)
         state = state if mesh is None else meshes.placed(state, mesh)
         # No two leaves share a buffer, nor one with the caller: `run` donates them.
         return trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))

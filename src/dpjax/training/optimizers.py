@@ -109,6 +109,12 @@ def dp_adam(
             f"training.dp_adam(floor={floor}): expected a positive number. Without noise the "
             "second moment may be 0, and less than 0 after the correction; start from 1e-8."
         )
+    if mechanism.noise is not None:
+        raise ValueError(
+            f"training.dp_adam(mechanism with noise={mechanism.noise.name}): expected fresh noise "
+            "at every step, whose variance it subtracts. Moments of correlated noise are smaller, "
+            "by an amount that is not computed here. Use optax.adam, or leave noise= out."
+        )
     groups = mechanism.clipping.partition
 
     def init(params: PyTree) -> DPAdamState:

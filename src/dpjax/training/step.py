@@ -52,7 +52,7 @@ def private_step(
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
-    seen = state._replace(optimizer=None), shared
+    seen = state._replace(optimizer=None, memory=()), shared
 
     def add(seen: Any, *rows_mask_sums: Any) -> Sums:
         state, shared = seen
@@ -133,10 +133,11 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
     total, lost, sums = join(sums.gradients, rest, layout, reach_of(recipe, state.params))
     scale = recipe.bound_scale(state)
     seal = recipe.mechanism.seal((total, lost), state.step, sums.below)
-    mean, bound_scale = recipe.mechanism.private_mean(  # line 6
+    mean, bound_scale, memory = recipe.mechanism.private_mean(  # line 6
         total,
         state.key,
         state.step,
+        memory=state.memory,
         lost=lost,
         bound_scale=state.bound_scale,
         below=sums.below,
@@ -152,5 +153,6 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         optimizer=optimizer,
         bound_scale=bound_scale,
         step=state.step + 1,
+        memory=memory,
     )
     return after, sums._replace(seal=seal)

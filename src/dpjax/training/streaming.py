@@ -45,7 +45,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
             return add_clipped(recipe, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
 
-        seen = state._replace(optimizer=None)
+        seen = state._replace(optimizer=None, memory=())
         return on_each(share, layout(state), split={1, 2, 3})(seen, rows, mask, sums)
 
     draw = jax.jit(lambda key, step: draw_step(recipe, key, step))

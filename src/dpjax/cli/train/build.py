@@ -17,8 +17,20 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import accounting, activations, clipping, losses, models, sampling, schedules, training
+from dpjax import (
+    accounting,
+    activations,
+    clipping,
+    losses,
+    models,
+    sampling,
+    schedules,
+    strategies,
+    training,
+)
 from dpjax.accounting.rounding import upwards
+from dpjax.strategies import Strategy
+from dpjax.types import Sampler
 
 LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "cross_entropy": lambda: losses.cross_entropy,
@@ -105,13 +117,15 @@ def build_mechanism(
         curriculum = schedules.CURRICULA[given.noise_schedule]
         epochs = max(1, -(-steps // per_epoch))
         noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
+    batches = build_sampler(given, examples)
     mechanism = dpjax.Mechanism(
-        sampling=getattr(sampling, given.sampling)(examples, given.batch_size),
+        sampling=batches,
         clipping=getattr(clipping, given.clipping)(given.bound, **options),
         noise_multiplier=noise_multiplier,
         steps=steps,
         preparation=queries,
         before=() if given.continue_from is None else training.earlier(given.continue_from),
+        noise=build_strategy(given, batches, steps),
     )
     if not mechanism.steps:
         raise app.UsageError(
@@ -131,7 +145,35 @@ def build_mechanism(
             "schedule. Give --steps or --epochs too, or take --target_epsilon in place of "
             "--noise_multiplier."
         )
+    if mechanism.noise is not None:
+        raise app.UsageError(
+            f"--noise={given.noise} --max_epsilon={given.max_epsilon:g}: correlated noise is "
+            "designed for a number of steps, and how many fit would depend on the noise. Give "
+            "--steps or --epochs too, or take --target_epsilon in place of --noise_multiplier."
+        )
     return dataclasses.replace(mechanism, steps=steps_that_fit(given, mechanism))
+
+
+def build_sampler(given: flags.FlagValues, examples: int) -> Sampler:
+    """How batches are drawn."""
+    parts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
+    return getattr(sampling, given.sampling)(examples, given.batch_size, **parts)
+
+
+def build_strategy(given: flags.FlagValues, batches: Sampler, steps: int) -> Strategy | None:
+    """How the noise of different steps is correlated; optimised for SGD with this momentum."""
+    if given.noise == "white" or not steps:
+        return None
+    options: dict[str, Any] = {}
+    if given.noise in ("banded", "buffered"):
+        options["momentum"] = given.momentum if given.optimizer == "sgd" else 0.0
+        if batches.participation is not None:
+            options["participation"] = batches.participation(steps)
+    if given.noise == "buffered":
+        return strategies.buffered(steps, **options)
+    if given.noise == "tree":
+        return strategies.tree(steps)
+    return getattr(strategies, given.noise)(steps, bands=min(given.bands, steps), **options)
 
 
 def accountant(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> str:

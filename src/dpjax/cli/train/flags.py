@@ -105,7 +105,20 @@ _choice(
     ["tightest", "rdp", "pld"],
     "Accountant that computes epsilon: tightest is pld where it takes seconds, and else rdp.",
 )
-_choice("sampling", "poisson", ["poisson", "fixed", "shuffled"], "How batches are drawn.")
+_choice(
+    "sampling",
+    "poisson",
+    ["poisson", "fixed", "shuffled", "balls_in_bins", "cyclic_poisson"],
+    "How batches are drawn; cyclic_poisson has as many parts as --bands.",
+)
+_choice(
+    "noise",
+    "white",
+    ["white", "banded", "square_root", "banded_inverse_square_root", "buffered", "tree"],
+    "How the noise of different steps is correlated; all but white need --sampling=cyclic_poisson, "
+    "balls_in_bins or shuffled.",
+)
+_whole("bands", 16, "Bands of correlated noise, and parts of cyclic_poisson.", 1)
 _whole("batch_size", 512, "Expected size of a batch.", 1)
 _number("epochs", 40, "Number of epochs.")
 in_range(FLAGS, "epochs", 0)

@@ -1,21 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a privacy card, and recomputes its epsilon without dpjax.
-
-    python -m dpjax.verify RUN
+"""Reads a privacy card, and recomputes its epsilon with dp-accounting.
 
 The card says how examples were drawn, how much noise each step had, how many steps ran and
-which queries and runs came before them. This file hands these facts to Google's dp-accounting
-and imports nothing of dpjax, so it checks dpjax's accounting as well as the arithmetic of the card.
-
-A card proves no more than its facts: its author can state other facts. What is found is
-
-| the card | verdict |
-|---|---|
-| claims a bound that dp-accounting confirms | holds |
-| claims less than its own facts cost, or far more | DOES NOT HOLD; IS OF OTHER FACTS |
-| claims an infinite epsilon, or no proven one | promises nothing |
-| reports a published seed, or a release without noise | not for release |
-| has another format, other fields, or values that contradict each other | not read further |
+which queries and runs came before them.
 """
 
 from __future__ import annotations
@@ -31,15 +18,15 @@ from typing import Any
 import dp_accounting as dp
 from absl import logging
 
-__all__ = ["Unreadable", "findings", "main"]
+from dpjax.verify.correlated import Unreadable, is_amplified, sensitivity
 
 FORMAT = 2  # of the description that dpjax.mechanism.card documents
 CARD = "mechanism steps claim delta epsilon not_private seed_published versions"
 MECHANISM = (
-    "format unit sampling multiplier_and_steps preparation projections neighbours "
+    "format unit sampling multiplier_and_steps preparation projections noise neighbours "
     "multipliers_by_group clipping adaptive before"
 )
-SPENT = "unit sampling multiplier_and_steps preparation projections"
+SPENT = "unit sampling multiplier_and_steps preparation projections noise"
 
 RELATION = {
     "add-or-remove": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -48,7 +35,9 @@ RELATION = {
 }
 # The relations for which the batches of each sampler are proved.
 PROVED = {
-    **dict.fromkeys(("poisson", "full", "scored"), tuple(RELATION)),
+    **dict.fromkeys(
+        ("poisson", "full", "scored", "cyclic_poisson", "balls_in_bins"), tuple(RELATION)
+    ),
     **dict.fromkeys(("shuffled", "curriculum"), ("zero-out", "replace-one")),
     "fixed": ("replace-one",),
 }
@@ -58,10 +47,6 @@ ESTIMATES = ("gdp",)
 TOLERANCE = 0.005
 # dpjax rounds more than 64 different steps to 64 that cost no less; dp-accounting does not.
 LOOSE, LOOSE_LEVELS, LEVELS = 0.01, 0.1, 64
-
-
-class Unreadable(Exception):
-    """The card cannot be checked, with the reason in one sentence."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -244,6 +229,7 @@ def require_consistent(card: dict[str, Any]) -> None:
             raise Unreadable("the card adds what one example costs to what one client costs.")
         if not 0 < sampling["batch_size"] <= sampling["examples"]:
             raise Unreadable("the batch size is not between 0 and the number of examples.")
+        require_hidden(spent)
         numbers = [*each_multiplier(spent), *map(float, spent["preparation"])]
         if not all(number >= 0 for number in numbers):
             raise Unreadable("a noise multiplier is negative.")
@@ -256,6 +242,25 @@ def require_consistent(card: dict[str, Any]) -> None:
                 f"the groups' multipliers are worth {worth:.4g} together, and the steps are "
                 "counted with another multiplier."
             )
+
+
+def require_hidden(spent: dict[str, Any]) -> None:
+    """Refuses correlated noise that was scaled to less than one example moves."""
+    noise, sampling = spent["noise"], spent["sampling"]
+    if noise is None:
+        return
+    planned = each_multiplier(spent)
+    if noise["steps"] < len(planned) or len(set(planned)) > 1 or spent["projections"] is not None:
+        raise Unreadable(
+            f"noise is correlated over {noise['steps']} steps, and the run has {len(planned)}, "
+            "several multipliers or estimated norms. One multiplier covers all steps together."
+        )
+    least = sensitivity(noise, sampling)
+    if not float(noise["sensitivity"]) >= least * (1 - 1e-6):
+        raise Unreadable(
+            f"noise was scaled to a sensitivity of {noise['sensitivity']:.6g}, and one example "
+            f"moves a run with this strategy and these batches by {least:.6g}."
+        )
 
 
 def joined(multipliers: list[float]) -> float:
@@ -298,9 +303,12 @@ def spent_event(spent: dict[str, Any], multipliers: list[float], halve: bool) ->
     rates = [sampling["batch_size"] / sampling["examples"]] * len(each)
     if sampling["name"] == "curriculum" and not sampling["public"]:
         return dp.NonPrivateDpEvent()
-    if sampling["name"] in ("shuffled", "curriculum"):  # one batch an epoch, at an unknown place
-        steps = sampling["examples"] // sampling["batch_size"]
+    if spent["noise"] is not None and not is_amplified(spent["noise"], sampling):
+        # The noise hides all steps of an example together.
+        return dp.ComposedDpEvent([*queries, *map(gaussian, each[:1])])
+    if (steps := epoch(sampling)) > 1:  # one batch an epoch, at an unknown place
         each = [min(each[i : i + steps]) for i in range(0, len(each), steps)]
+        rates = [steps * rate for rate in rates[: len(each)]]  # of the part whose turn it is
     elif sampling["name"] == "scored":  # the largest rate of any bin; the last row stays
         rows = [rate for rate, steps in sampling["rates"] for _ in range(steps)]
         rates = (rows + rows[-1:] * len(each))[: len(each)]
@@ -313,6 +321,14 @@ def spent_event(spent: dict[str, Any], multipliers: list[float], halve: bool) ->
     return dp.ComposedDpEvent([*queries, *steps])
 
 
+def epoch(sampling: dict[str, Any]) -> int:
+    """In how many steps in turn an example is at most once."""
+    if sampling["name"] == "cyclic_poisson":
+        return int(sampling["cycle"])
+    once = sampling["name"] in ("shuffled", "curriculum", "balls_in_bins")
+    return int(sampling["examples"] // sampling["batch_size"]) if once else 1
+
+
 def gaussian(multiplier: float) -> dp.DpEvent:
     """A sum with noise; with infinite noise it releases nothing."""
     return dp.NoOpDpEvent() if math.isinf(multiplier) else dp.GaussianDpEvent(multiplier)
@@ -323,7 +339,7 @@ def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.D
     noise = gaussian(multiplier)
     if math.isinf(multiplier):
         return noise
-    if sampling["name"] in ("poisson", "scored") and rate < 1:
+    if sampling["name"] in ("poisson", "scored", "cyclic_poisson") and rate < 1:
         return dp.PoissonSampledDpEvent(rate, noise)
     if sampling["name"] == "fixed":
         return dp.SampledWithoutReplacementDpEvent(
@@ -356,7 +372,3 @@ def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
     # At one order, the classic conversion lacks these two terms of the improved one.
     classic = epsilon + math.log(order) / (order - 1) + math.log(order / (order - 1))
     return float(epsilon), float(classic)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

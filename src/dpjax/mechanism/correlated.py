@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What correlated noise hides, and what it costs: a strategy joined to a sampler.
+
+Released are rows of $G + z C^{-1} Z$, which follow from $C G + z Z$. So a run is one Gaussian
+mechanism on $C G$, however later gradients follow from earlier releases. One example moves $C G$
+by the columns of the steps that it is in, and those are known from the sampler.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import dp_accounting as dp
+import numpy as np
+
+from dpjax import accounting, strategies
+from dpjax.strategies import Participation, Strategy
+from dpjax.types import Sampler
+
+if TYPE_CHECKING:
+    from dpjax.mechanism.description import Mechanism
+
+
+def check_strategy(mechanism: Mechanism) -> None:
+    """Refuses a strategy where its noise would not be what is accounted."""
+    strategy, sampler = mechanism.noise, mechanism.sampling
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"Mechanism(noise={strategy!r}): expected a strategy, such as "
+            "dpjax.strategies.square_root(steps), or None for fresh noise at every step."
+        )
+    name = f"Mechanism(noise={strategy.name})"
+    if strategy.steps != mechanism.steps:
+        raise ValueError(
+            f"{name}: the strategy is for {strategy.steps} steps, and {mechanism.steps} are "
+            "planned; expected equal numbers. Its noise is designed for all sums of the run."
+        )
+    if sampler.participation is None:
+        raise ValueError(
+            f"{name}: {sampler.name} batches can hold one example at any step, and no sensitivity "
+            "of a strategy is proved for that. Use sampling.cyclic_poisson(examples, batch_size, "
+            "cycle=bands), which is amplified; or sampling.balls_in_bins, shuffled or full. With "
+            f"{sampler.name} batches, leave noise= out."
+        )
+    if callable(mechanism.noise_multiplier):
+        raise ValueError(
+            f"{name}: the noise multiplier is a schedule; expected a number, or one per group. One "
+            "example moves the noise of many steps, so a multiplier belongs to the whole run. "
+            "Usually noise should fall over the run: give learning_rates= to the strategy."
+        )
+    if mechanism.adaptive is not None:
+        raise ValueError(
+            f"{name}: the bounds are adapted; expected fixed bounds. Noise of earlier steps, "
+            "scaled to other bounds, would not cancel. Leave adaptive= or noise= out."
+        )
+    if mechanism.clipping.projections is not None:
+        raise ValueError(
+            f"{name}: norms are estimated from projections, and one example then moves many steps "
+            "by more than its bound, each with a chance that is accounted for single steps alone. "
+            "Use a rule with exact norms, such as clipping.flat."
+        )
+
+
+def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
+    """Whether one participation ends before the next can begin, so that sampling amplifies each."""
+    cycle = sampler.facts.get("cycle")
+    return cycle is not None and strategy.bands is not None and strategy.bands <= cycle
+
+
+def participation_of(strategy: Strategy, sampler: Sampler) -> Participation:
+    """The steps that one example is in, as far as the multiplier is relative to them."""
+    # Columns that do not overlap are separate releases: each one is accounted by itself.
+    if is_amplified(strategy, sampler):
+        return strategies.once()
+    assert sampler.participation is not None
+    return sampler.participation(strategy.steps)
+
+
+@functools.lru_cache(maxsize=128)
+def sensitivity_of(strategy: Strategy, sampler: Sampler) -> float:
+    """How far one example moves $C G$, in sensitivities of the rule."""
+    return strategies.sensitivity(strategy, participation_of(strategy, sampler))
+
+
+def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarray) -> dp.DpEvent:
+    """The privacy event of the first steps of a run with correlated noise.
+
+    Args:
+      strategy: How noise is correlated.
+      sampler: Who takes part in which steps.
+      multipliers: Of the steps that ran, ``[steps]``.
+    """
+    if is_amplified(strategy, sampler):
+        return sampler.event(multipliers)
+    # The noise hides all steps of an example together: a run that stops early costs the same.
+    return (
+        accounting.gaussian(float(np.min(multipliers)), steps=1)
+        if len(multipliers)
+        else (accounting.compose())
+    )

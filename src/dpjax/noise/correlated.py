@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise that is correlated over the steps, so that sums of many steps have less of it.
+
+DP-SGD adds fresh noise at every step. An optimizer adds up what steps release, and there the noise
+of one step can cancel some of the noise of earlier ones. A `dpjax.strategies` strategy says how;
+this file draws the noise. It is what DP-FTRL and matrix factorisation run.
+"""
+
+from __future__ import annotations
+
+import optax
+
+from dpjax import strategies
+from dpjax.noise.link import noise_link
+from dpjax.strategies import Participation, Strategy
+from dpjax.types import Clipping, Key, NoiseMultiplier
+
+
+def correlated(
+    strategy: Strategy,
+    noise_multiplier: NoiseMultiplier,
+    rule: Clipping,
+    *,
+    key: Key,
+    participation: Participation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The Optax link that adds noise correlated over the steps to clipped sums.
+
+    $$ s_t + m \, \Delta \, \mathrm{sens}(C) \, (C^{-1} Z)_t,
+       \qquad Z \sim \mathcal{N}(0, I) $$
+
+    Row $t$ of $Z$ is a function of (root key, $t$), as in `gaussian`. The state remembers what
+    the strategy needs of earlier rows.
+
+    Args:
+      strategy: $C$, from `dpjax.strategies`; it also says for how many steps.
+      noise_multiplier: $m$, relative to the whole run: a number, or a tuple with one number per
+        group, as in `gaussian`. Schedules are refused: the strategy is one.
+      rule: The rule that clipped the sums; $\Delta$ is its sensitivity.
+      key: The root key of this run, consumed by it.
+      participation: In which steps one example can be; by default in one step alone, as in a
+        single epoch. $\mathrm{sens}(C)$ follows from it.
+
+    Returns:
+      A link on sums, which accepts and refuses the same as `gaussian`. Beyond ``strategy.steps``
+      it releases NaN.
+
+    Privacy:
+      All steps together are one Gaussian mechanism with multiplier $m$, if no example is in more
+      steps than ``participation`` says, even if later gradients depend on earlier releases.
+      The link cannot see who takes part. `dpjax.Mechanism` with ``noise=`` takes participation
+      from the sampler, and is the first choice.
+
+    Example:
+      >>> import dpjax
+      >>> import jax.numpy as jnp
+      >>> rule, strategy = dpjax.clipping.flat(bound=1.0), dpjax.strategies.square_root(steps=100)
+      >>> link = correlated(strategy, 1.1, rule, key=dpjax.noise.secret_key())
+      >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
+
+    References:
+      Denisov, McMahan, Rush, Smith and Thakurta, "Improved Differential Privacy for SGD via
+      Optimal Private Linear Operators on Adaptive Streams", 2022.
+    """
+    if callable(noise_multiplier):
+        raise ValueError(
+            "noise.correlated(noise_multiplier=schedule): expected a number, or one per group. One "
+            "example moves the noise of many steps, so a multiplier belongs to the whole run. "
+            "Usually noise should fall over the run: give learning_rates= to the strategy."
+        )
+    participation = strategies.once() if participation is None else participation
+    scale = strategies.sensitivity(strategy, participation)
+    return noise_link("noise.correlated", noise_multiplier, rule, key, strategy, scale)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recomputes the epsilon of a privacy card without the rest of dpjax.
+
+    python -m dpjax.verify RUN
+
+The facts of the card go to Google's dp-accounting, and these files import nothing else of dpjax, so
+they check dpjax's accounting as well as the arithmetic of the card.
+
+A card proves no more than its facts: its author can state other facts. What is found is
+
+| the card | verdict |
+|---|---|
+| claims a bound that dp-accounting confirms | holds |
+| claims less than its own facts cost, or far more | DOES NOT HOLD; IS OF OTHER FACTS |
+| claims an infinite epsilon, or no proven one | promises nothing |
+| reports a published seed, or a release without noise | not for release |
+| scales correlated noise to less than one example moves | not read further |
+| has another format, other fields, or values that contradict each other | not read further |
+"""
+
+from dpjax.verify.cards import event_of, findings, main
+from dpjax.verify.correlated import Unreadable, sensitivity
+
+__all__ = ["Unreadable", "event_of", "findings", "main", "sensitivity"]

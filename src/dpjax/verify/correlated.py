@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How far one example moves a run with correlated noise, from the facts on a card alone.
+
+The noise of step t is row t of $C^{-1} Z$. One example with gradients of norm 1 at the steps $P$
+moves $C G$ by at most $(\sum_{i, j \in P} |X_{ij}|)^{1/2}$, with $X = C^T C$. This file finds the
+steps that an example can be in, and the largest such sum over them, or a bound on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+
+LARGEST = 4_096  # steps for which the whole of X is written down
+
+
+class Unreadable(Exception):
+    """The card cannot be checked, with the reason in one sentence."""
+
+
+def is_amplified(noise: dict[str, Any], sampling: dict[str, Any]) -> bool:
+    """Whether the columns of two steps of one example have no row in common."""
+    bands = len(noise["values"]) if noise["kind"] == "toeplitz" else math.inf
+    return sampling["name"] == "cyclic_poisson" and bands <= sampling["cycle"]
+
+
+def sensitivity(noise: dict[str, Any], sampling: dict[str, Any]) -> float:
+    """What the noise must be scaled to, in bounds of one step."""
+    steps, name = int(noise["steps"]), sampling["name"]
+    cycle = sampling.get("cycle", sampling["examples"] // sampling["batch_size"])
+    if is_amplified(noise, sampling):
+        return math.sqrt(largest(noise, steps, steps, even=True))
+    if name in ("cyclic_poisson", "balls_in_bins") or (name == "curriculum" and sampling["public"]):
+        return math.sqrt(largest(noise, steps, int(cycle), even=True))
+    if name == "shuffled":  # the end of an epoch and the start of the next can meet
+        return math.sqrt(largest(noise, -(-steps // int(cycle)), 1, even=False))
+    if name == "full":
+        return math.sqrt(largest(noise, steps, 1, even=False))
+    raise Unreadable(
+        f"noise is correlated, and {name} batches can hold one example at any step: no sensitivity "
+        "is known for that."
+    )
+
+
+def largest(noise: dict[str, Any], most: int, apart: int, *, even: bool) -> float:
+    """The largest sum of |X| over ``most`` steps that are ``apart``, or more steps apart."""
+    steps, kind = int(noise["steps"]), noise["kind"]
+    most = min(most, -(-steps // apart))
+    plain = kind in ("toeplitz", "inverse_toeplitz", "buffered") and not noise.get("normalized")
+    if plain and (steps > LARGEST or not even):
+        # Of columns that fall, the first pattern is the worst; others are below such columns.
+        falling = np.maximum.accumulate(np.abs(first_column(noise))[::-1])[::-1]
+        total = np.zeros(steps)
+        for number in range(most):
+            total[number * apart :] += falling[: steps - number * apart]
+        return float(total @ total)
+    crowded = math.inf
+    if kind == "tree":  # of the steps below a node at most so many, and in all at most the most
+        sizes = [min(2**level, steps) for level in range((steps - 1).bit_length() + 1)]
+        crowded = float(sum(most * min(most, -(-size // apart)) for size in sizes))
+    if steps > LARGEST:
+        if kind == "tree":
+            return crowded
+        if kind == "toeplitz" and len(noise["values"]) <= apart:
+            return float(most)  # normalized columns that do not meet
+        raise Unreadable(
+            f"noise is correlated over {steps} steps by a {kind} strategy, and this file computes "
+            f"its sensitivity for up to {LARGEST}."
+        )
+    gram = np.abs(products(noise))
+    if even:
+        patterns = [np.arange(start, steps, apart) for start in range(min(apart, steps))]
+        return max(float(gram[np.ix_(each, each)].sum()) for each in patterns)
+    if apart > 1:
+        raise Unreadable("this file knows no batches whose examples are apart, and not evenly so.")
+    # A step collects at most its own entry and the largest others of its row.
+    own = np.diag(gram).copy()
+    np.fill_diagonal(gram, 0)
+    rows = own + np.sort(gram, axis=1)[:, steps - most + 1 :].sum(axis=1)
+    norms = np.sort(np.sqrt(own))[steps - most :].sum()
+    return float(min(np.sort(rows)[steps - most :].sum(), norms**2, crowded))
+
+
+def products(noise: dict[str, Any]) -> np.ndarray:
+    """X: the products of all pairs of columns."""
+    steps = int(noise["steps"])
+    if noise["kind"] == "tree":  # how many nodes of a binary tree are above both
+        places = np.arange(steps)
+        levels = range((steps - 1).bit_length() + 1)
+        return np.sum([np.equal.outer(places >> n, places >> n) for n in levels], axis=0) * 1.0
+    if noise["kind"] == "dense":
+        flat = np.frombuffer(base64.b64decode(noise["rows"]), "<f4").astype(np.float64)
+        matrix = np.zeros((steps, steps))
+        matrix[np.tril_indices(steps)] = flat
+        return matrix.T @ matrix
+    column = first_column(noise)
+    lag = np.arange(steps)[:, None] - np.arange(steps)
+    matrix = np.where(lag >= 0, column[np.maximum(lag, 0)], 0.0)
+    if noise.get("normalized"):
+        matrix = matrix / np.linalg.norm(matrix, axis=0)
+    return matrix.T @ matrix
+
+
+def first_column(noise: dict[str, Any]) -> np.ndarray:
+    """The first column of a Toeplitz C, ``[steps]``."""
+    steps, kind = int(noise["steps"]), noise["kind"]
+    if kind == "buffered":
+        powers = np.array(noise["decays"])[:, None] ** np.arange(steps - 1)
+        return np.append(1.0, np.array(noise["scales"]) @ powers)
+    if kind not in ("toeplitz", "inverse_toeplitz"):
+        raise Unreadable(f"noise is correlated by a strategy of kind {kind!r}, unknown here.")
+    values = np.array(noise["values"], np.float64)
+    if kind == "toeplitz":
+        return np.pad(values, (0, steps - len(values)))
+    column = np.zeros(steps)  # of the inverse series, by long division
+    column[0] = 1 / values[0]
+    for k in range(1, steps):
+        reach = values[1 : k + 1]
+        column[k] = -(reach @ column[k - len(reach) : k][::-1]) / values[0]
+    return column

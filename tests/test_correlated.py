@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Correlated noise: what runs is what is accounted, from the link to the card."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from mutation import kills
+from small_mechanisms import mechanism_with
+
+import dpjax
+from dpjax import accounting, clipping, noise, reports, sampling, strategies, training
+from dpjax.mechanism import Spent
+from dpjax.mechanism.card import spent_of
+
+RULE = clipping.flat(2.0)
+ZEROS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+STRATEGIES = {
+    "square root": strategies.square_root(steps=6),
+    "two bands": strategies.toeplitz(6, [1.0, 0.5]),
+    "inverse": strategies.banded_inverse_square_root(steps=6, bands=3),
+    "tree": strategies.tree(steps=6),
+}
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def run(link, steps, jit=True):
+    """What a link releases for sums of zero, ``[steps, coordinates]``."""
+    update = jax.jit(link.update) if jit else link.update
+    state, rows = link.init(ZEROS), []
+    for _ in range(steps):
+        noisy, state = update(ZEROS, state)
+        rows.append(flat(noisy))
+    return np.stack(rows)
+
+
+def mechanism(steps=6, **options):
+    """A run with the first strategy, in which every example is in every third step."""
+    options = {"noise": STRATEGIES["square root"], "clipping": RULE, **options}
+    batches = options.pop("sampling", None) or sampling.balls_in_bins(12, 4)
+    return mechanism_with(12, 4, sampling=batches, steps=steps, **options)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@kills("noise/link.py", "mixed, memory = strategy.next(drawn, memory, step)", "mixed = drawn")
+@kills("noise/link.py", "deviations = [x * scale * sound", "deviations = [x * sound")
+def test_the_link_adds_rows_of_the_inverse(name):
+    """The numbers of white noise of the same key, mixed by C^-1 and scaled by its sensitivity."""
+    strategy, key = STRATEGIES[name], jax.random.key(7)
+    seen = run(noise.correlated(strategy, 1.5, RULE, key=key, participation=strategies.apart(3)), 6)
+    white = run(noise.gaussian(1.5, RULE, key=key), 6)
+    scale = strategies.sensitivity(strategy, strategies.apart(3))
+    np.testing.assert_allclose(seen, scale * strategy.inverse() @ white, rtol=1e-5, atol=1e-5)
+
+
+def test_one_example_moves_the_run_by_at_most_one_over_the_multiplier():
+    """For every participation that the sampler allows, at every sign, in the metric of the noise.
+
+    The released rows are Gaussian with covariance (z s)^2 (C^T C)^-1, so the distance of two
+    neighbouring runs is |C u| / (z s) with u the clipped gradients of the example.
+    """
+    for strategy in STRATEGIES.values():
+        planned = mechanism(noise=strategy, noise_multiplier=1.5)
+        factor = planned.deviations(0)[0] * planned.batch_size * strategy.inverse()
+        metric = np.linalg.inv(factor)
+        for first, signs in itertools.product(range(3), itertools.product((-1, 1), repeat=2)):
+            u = np.zeros(6)
+            u[first::3] = np.array(signs) * RULE.sensitivity
+            assert np.linalg.norm(metric @ u) <= (1 + 1e-6) / 1.5
+
+
+@kills(
+    "mechanism/description.py", "return [deviation * self.strategy_sensitivity", "return [deviation"
+)
+def test_dpsgd_runs_the_noise_of_its_mechanism():
+    strategy, key = STRATEGIES["inverse"], jax.random.key(3)
+    planned = mechanism(noise=strategy, noise_multiplier=0.5)
+    # A loss without gradient: the parameters move by the noise alone.
+    algorithm = training.dpsgd(
+        lambda p, x: 0.0 * (jnp.sum(p["w"]) + jnp.sum(p["b"])) * x,
+        optax.sgd(1.0),
+        planned,
+        jnp.ones(12),
+    )
+    state, seen = algorithm.init(key, ZEROS), []
+    for _ in range(6):
+        state, _ = algorithm.step(state)
+        seen.append(flat(state.params))
+    white = run(noise.gaussian(0.5, RULE, key=key), 6)
+    scale = strategies.sensitivity(strategy, strategies.cycles(3)) / 4
+    expected = -scale * np.cumsum(strategy.inverse() @ white, axis=0)
+    np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-5)
+
+
+def quadratic(p, x):
+    return jnp.sum((p["w"] - x) ** 2) + jnp.sum(p["b"] ** 2)
+
+
+def small_run(**options):
+    return training.dpsgd(quadratic, optax.sgd(0.1, 0.9), mechanism(**options), jnp.arange(12.0))
+
+
+def test_a_run_is_the_same_however_it_is_cut(tmp_path):
+    key, whole, parts = jax.random.key(5), small_run(), small_run()
+    want, _ = whole.run(whole.init(key, ZEROS), 6)
+    state, _ = dpjax.fit(parts, parts.init(key, ZEROS), steps=2, directory=tmp_path)
+    again = small_run()
+    state, _ = dpjax.fit(again, again.init(key, ZEROS), steps=6, directory=tmp_path)
+    np.testing.assert_array_equal(flat(state.params), flat(want.params))
+    np.testing.assert_array_equal(flat(state.memory), flat(want.memory))
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card["mechanism"]["noise"]["kind"] == STRATEGIES["square root"].facts["kind"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_privatize_and_dpsgd_release_the_same(name):
+    planned, key = mechanism(noise=STRATEGIES[name]), jax.random.key(11)
+    seen = run(planned.privatize(key), 6)
+    scale = strategies.sensitivity(STRATEGIES[name], strategies.cycles(3))
+    link = noise.correlated(
+        STRATEGIES[name], 1.0, RULE, key=key, participation=strategies.cycles(3)
+    )
+    np.testing.assert_allclose(seen * 4, run(link, 6), rtol=1e-6, atol=1e-6)
+    assert planned.strategy_sensitivity == scale
+
+
+class TestEvents:
+    """What a run costs, by its sampler and its bands."""
+
+    def test_without_amplification_a_run_is_one_gaussian(self):
+        planned = mechanism(noise_multiplier=1.3)
+        assert planned.event == accounting.gaussian(1.3)
+        assert planned.event_of(planned.multipliers[:1]) == accounting.gaussian(1.3)
+        assert planned.epsilon_of(planned.multipliers[:0], 1e-3) == 0
+
+    @kills("mechanism/correlated.py", "strategy.bands <= cycle", "cycle > 1")
+    def test_bands_beyond_the_cycle_are_not_amplified(self):
+        batches = sampling.cyclic_poisson(1000, 10, cycle=4)
+        amplified = strategies.square_root(steps=20, bands=4)
+        planned = mechanism(20, sampling=batches, noise=amplified)
+        assert planned.event == accounting.subsampled_gaussian(1.0, 0.04, 5)
+        assert planned.strategy_sensitivity == strategies.sensitivity(amplified, strategies.once())
+        wide = strategies.square_root(steps=20, bands=5)
+        planned = mechanism(20, sampling=batches, noise=wide)
+        assert planned.event == accounting.gaussian(1.0)
+        assert planned.strategy_sensitivity == strategies.sensitivity(wide, strategies.cycles(4))
+
+    def test_a_prefix_of_an_amplified_run_costs_the_cycles_that_it_began(self):
+        batches = sampling.cyclic_poisson(1000, 10, cycle=4)
+        planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))
+        for steps, cycles in ((1, 1), (4, 1), (5, 2), (20, 5)):
+            want = accounting.subsampled_gaussian(1.0, 0.04, cycles)
+            assert planned.event_of(planned.multipliers[:steps]) == want
+
+    def test_calibration_meets_its_target(self):
+        planned = mechanism().calibrate(2.0, 1e-3)
+        assert planned.epsilon() <= 2.0
+        assert planned.epsilon() == pytest.approx(2.0, abs=1e-3)
+
+    @kills("mechanism/card.py", '"projections", "noise", ', '"projections", ')
+    def test_a_ledger_knows_the_strategy(self):
+        state = small_run().step(small_run().init(jax.random.key(2), ZEROS))[0]
+        other = small_run(noise=STRATEGIES["tree"])
+        with pytest.raises(dpjax.ledger.Refused, match="another mechanism"):
+            other.step(state._replace(memory=strategies.tree(6).start(ZEROS)))
+
+
+class TestSamplers:
+    """Who can be in which steps."""
+
+    @staticmethod
+    def drawn(sampler, steps, key):
+        """Whether each example is in each step, ``[steps, examples]``."""
+        draw = jax.jit(sampler.draw)
+        rows = np.zeros((steps, sampler.examples), bool)
+        for step in range(steps):
+            rows[step, sampling.on_host(draw(key, step))] = True
+        return rows
+
+    @kills("sampling.py", "here = _parts(key, examples, cycle) == step % cycle", "here = True")
+    def test_cyclic_poisson_leaves_a_cycle_between_participations(self):
+        sampler = sampling.cyclic_poisson(600, 60, cycle=5)
+        rows = self.drawn(sampler, 200, jax.random.key(0))
+        for example in rows.T:
+            taken = np.flatnonzero(example)
+            assert len(set(taken % 5)) <= 1
+        # In its turn an example is drawn at rate 5 * 60 / 600, whichever part it is in.
+        assert rows.sum() / (600 * 200 / 5) == pytest.approx(0.5, abs=5 * (0.25 / 24_000) ** 0.5)
+        lag = [np.mean(rows[5:, i] & rows[:-5, i]) for i in range(600)]
+        assert np.mean(lag) * 5 == pytest.approx(0.25, abs=0.02), "draws are independent"
+
+    def test_balls_in_bins_return_after_an_epoch(self):
+        sampler = sampling.balls_in_bins(600, 60)
+        rows = self.drawn(sampler, 30, jax.random.key(1))
+        assert (rows.reshape(3, 10, 600).sum(axis=1) == 1).all(), "once an epoch"
+        assert (rows[:10] == rows[10:20]).all(), "in the same place"
+        assert sampler.event(np.full(30, 1.0)) == accounting.gaussian(1.0, 3)
+
+    @kills("sampling.py", "(examples,), jnp.uint32) % parts", "(1,), jnp.uint32) % parts")
+    def test_parts_are_independent_of_other_examples(self):
+        """Every pair of parts of two examples is equally likely."""
+        keys = jax.vmap(jax.random.key)(np.arange(1600))
+        parts = jax.jit(jax.vmap(lambda key: sampling._parts(key, 8, 4)))(keys)
+        parts = np.broadcast_to(parts, (1600, 8))
+        counts = np.bincount(parts[:, 0] * 4 + parts[:, 1], minlength=16)
+        assert ((counts - 100) ** 2 / 100).sum() < 45, "chi-square of 15 degrees: 1e-4"
+        rows = self.drawn(sampling.balls_in_bins(8, 2), 4, jax.random.key(0))
+        assert (rows.argmax(axis=0) == parts[0]).all()
+
+    @kills(
+        "sampling.py",
+        "return np.minimum.reduceat(multipliers, starts)",
+        "return multipliers[starts]",
+    )
+    def test_white_noise_costs_the_least_multiplier_of_a_cycle(self):
+        event = sampling.cyclic_poisson(1000, 10, cycle=2).event(np.array([3.0, 1.0, 1.0, 2.0]))
+        assert event == accounting.subsampled_gaussian(1.0, 0.02, 2)
+
+    @pytest.mark.parametrize(
+        ("make", "match"),
+        [
+            (lambda: sampling.cyclic_poisson(100, 20, cycle=6), "from 1 to 5"),
+            (lambda: sampling.cyclic_poisson(100, 20, cycle=0), "cycle"),
+            (lambda: sampling.cyclic_poisson(2**20, 1e-5, cycle=2), "resolution"),
+            (lambda: sampling.balls_in_bins(2**40, 100), "examples"),
+        ],
+    )
+    def test_errors_teach(self, make, match):
+        with pytest.raises(ValueError, match=match):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"sampling": sampling.poisson(12, 4)}, "sampling.cyclic_poisson"),
+        ({"sampling": sampling.fixed(12, 4)}, "no sensitivity"),
+        ({"noise": strategies.tree(steps=5)}, "equal numbers"),
+        ({"noise_multiplier": lambda step: 1.0 + step}, "learning_rates="),
+        ({"adaptive": clipping.Quantile()}, "fixed bounds"),
+        ({"clipping": clipping.jl(1.0, 10)}, "exact norms"),
+    ],
+)
+def test_a_strategy_is_refused_where_it_is_not_proved(options, match):
+    with pytest.raises(ValueError, match=match):
+        mechanism(**options)
+    with pytest.raises(TypeError, match="expected a strategy"):
+        mechanism(noise="tree")
+
+
+def test_the_link_refuses_a_schedule():
+    with pytest.raises(ValueError, match="schedule"):
+        noise.correlated(STRATEGIES["tree"], lambda t: 1.0, RULE, key=jax.random.key(0))
+
+
+def test_groups_have_noise_of_their_own_bounds():
+    rule = clipping.per_group([1.0, 3.0], clipping.by_leaf(ZEROS))
+    planned = mechanism(clipping=rule, noise_multiplier=(2.0, 0.5))
+    scale = planned.strategy_sensitivity / 4
+    np.testing.assert_allclose(planned.deviations(0), [2.0 * scale, 1.5 * scale])
+    assert planned.event == accounting.gaussian((2.0**-2 + 0.5**-2) ** -0.5)
+
+
+class TestDescription:
+    """Statement, card and what later runs read from them."""
+
+    def test_a_card_restores_what_was_spent(self):
+        batches = sampling.cyclic_poisson(1000, 10, cycle=4)
+        planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))
+        (spent,) = spent_of(json.loads(json.dumps(planned.facts)), 20)
+        assert isinstance(spent, Spent)
+        assert spent.event == planned.event
+        later = mechanism_with(1000, 10, before=[spent], steps=3)
+        assert later.prepared == planned.event
+        assert json.loads(json.dumps(later.facts)) == later.facts
+
+    def test_the_statement_says_what_the_multiplier_covers(self):
+        words = reports.statement(mechanism(), 1e-3)
+        assert "correlated over the steps: square root" in words
+        assert "for the whole run of an example" in words
+        batches = sampling.cyclic_poisson(1000, 10, cycle=4)
+        planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))
+        words = reports.statement(planned, 1e-5)
+        assert "square root, 4 bands" in words
+        assert "for each participation of an example" in words
+        assert "rate 0.04 of a part, each 4 steps" in words
+
+    def test_equal_strategies_are_one_mechanism(self):
+        batches = sampling.balls_in_bins(12, 4)
+        one = mechanism(sampling=batches)
+        assert one == mechanism(sampling=batches, noise=strategies.square_root(steps=6))
+        assert one != mechanism(sampling=batches, noise=STRATEGIES["tree"])
+        assert one.accounted != mechanism(noise=STRATEGIES["tree"]).accounted
+
+
+def test_dp_adam_refuses_correlated_noise():
+    with pytest.raises(ValueError, match="fresh noise"):
+        training.dp_adam(1e-3, mechanism())
+
+
+def test_a_step_beyond_the_run_releases_nothing():
+    link = noise.correlated(STRATEGIES["two bands"], 1.0, RULE, key=jax.random.key(1))
+    assert np.all(np.isfinite(run(link, 6)))
+    assert np.all(np.isnan(run(link, 7)[6]))
+
+
+def test_replaced_strategies_keep_nothing_of_the_old_one():
+    planned = mechanism()
+    other = dataclasses.replace(planned, noise=strategies.tree(6))
+    assert other.strategy_sensitivity == strategies.sensitivity(
+        strategies.tree(6), strategies.cycles(3)
+    )
+    assert math.isfinite(other.epsilon(1e-3))
