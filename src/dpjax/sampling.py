@@ -344,7 +344,7 @@ event=GaussianDpEvent(noise_multiplier=1.0)), count=10)
         raise ValueError(
             f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}, "
             f"cycle={cycle}): expected a cycle from 1 to {int(examples // batch_size)}, examples / "
-            "batch_size: a step draws from one of so many parts, and a part must hold a batch."
+            "batch_size: a step draws from one part, and a part must hold a batch."
         )
     largest = _largest_word(rate)
     if largest < 0:

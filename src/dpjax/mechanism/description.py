@@ -199,7 +199,7 @@ class Mechanism:
         """The noise's standard deviation on the mean, in each group, at a step.
 
         If bounds are adapted, it is relative to their scale. Of correlated noise, it is that of
-        the fresh numbers of the step, before those of earlier steps are mixed in.
+        the fresh numbers of the step, before the numbers of earlier steps are mixed in.
         """
         each = self.deviations_on_sum(step)
         return [deviation / self.batch_size for deviation in each]

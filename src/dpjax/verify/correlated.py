@@ -58,7 +58,7 @@ def largest(noise: dict[str, Any], most: int, apart: int, *, even: bool) -> floa
             total[number * apart :] += falling[: steps - number * apart]
         return float(total @ total)
     crowded = math.inf
-    if kind == "tree":  # of the steps below a node at most so many, and in all at most the most
+    if kind == "tree":  # as many of the example's steps as fit below a node, for each step
         sizes = [min(2**level, steps) for level in range((steps - 1).bit_length() + 1)]
         crowded = float(sum(most * min(most, -(-size // apart)) for size in sizes))
     if steps > LARGEST:
