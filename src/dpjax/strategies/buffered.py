@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax import checks
-from dpjax.strategies import search, series, streams
+from dpjax.strategies import powers, series, streams
 from dpjax.strategies.participation import Participation, once
 from dpjax.strategies.strategy import Strategy, narrowed
 from dpjax.strategies.workload import Workload, toeplitz_squares, workload
@@ -111,7 +111,7 @@ class Buffered:
         weights = np.sqrt(self.scales)
         # The zeros of c are the eigenvalues of a symmetric matrix, and so real.
         zeros = np.linalg.eigvalsh(np.diag(self.decays) - np.outer(weights, weights))
-        return search.quotient(np.array(self.decays), zeros, length)
+        return series.quotient(np.array(self.decays), zeros, length)
 
 
 def buffered(
@@ -167,10 +167,7 @@ def buffered(
 def _searched(
     steps: int, buffers: int, participation: Participation, of: Workload, error: str
 ) -> Buffered:
-    poles, zeros = search.buffered_poles(steps, buffers, participation, of, error)
-    factors = 1 - zeros / poles[:, None]
-    others = 1 - poles / poles[:, None] + np.eye(buffers)
-    scales = poles * np.prod(factors, axis=1) / np.prod(others, axis=1)
-    # The largest float32 below 1: a pole may round to 1.
-    decays = np.minimum(poles, 1 - 2.0**-24)
+    scales, decays = powers.least_error(steps, buffers, participation, of, error)
+    # The largest float32 below 1: a decay may round to 1.
+    decays = np.minimum(decays, 1 - 2.0**-24)
     return Buffered(steps=steps, scales=tuple(scales), decays=tuple(decays))

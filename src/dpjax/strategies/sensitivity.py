@@ -81,14 +81,16 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
         whole = bool(np.all(squares == np.round(squares)))
         additions = 0 if whole else _additions(strategy) + most
         return _root(float(_chosen(squares, participation)), additions)
-    bounds = [float(_chosen(np.sqrt(squares), participation)) ** 2]
-    coefficients = strategy.coefficients
+    bounds, exact, coefficients = [], False, strategy.coefficients
     if coefficients is not None:
-        magnitudes = np.abs(np.pad(coefficients, (0, strategy.steps - coefficients.size)))
-        # The least decreasing sequence above the magnitudes; these themselves if they decrease.
-        decreasing = np.maximum.accumulate(magnitudes[::-1])[::-1]
+        column = np.pad(coefficients, (0, strategy.steps - coefficients.size))
+        # The least decreasing sequence above the magnitudes; the column itself if it decreases.
+        decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]
         bounds.append(float(np.sum(first_pattern(decreasing, participation) ** 2)))
-    elif strategy.steps <= LARGEST_MATRIX:
+        exact = bool(np.all(decreasing == column))
+    if not exact:
+        bounds.append(float(_chosen(np.sqrt(squares), participation)) ** 2)
+    if not exact and strategy.steps <= LARGEST_MATRIX:
         whole = strategy.matrix()
         gram = np.abs(whole.T @ whole)
         bounds.append((_largest_cycle if participation.even else _row_bounds)(gram, participation))

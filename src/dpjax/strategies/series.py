@@ -58,6 +58,17 @@ def reciprocal(coefficients: Float[np.ndarray, "n"], length: int) -> Float[np.nd
     return np.pad(half, (0, length - half.size)) + product(half, error, length)
 
 
+def quotient(
+    poles: Float[np.ndarray, "d"], zeros: Float[np.ndarray, "d"], length: int
+) -> Float[np.ndarray, "length"]:
+    r"""The series $\prod_i (1 - p_i x) / (1 - q_i x)$ for ``poles`` p and ``zeros`` q."""
+    found = np.zeros(length)
+    found[0] = 1.0
+    for above, below in zip(np.sort(poles), np.sort(zeros), strict=True):
+        found = filtered([1.0, -above], [1.0, -below], found)
+    return found
+
+
 def square_root(length: int, power: float = -0.5) -> Float[np.ndarray, "length"]:
     r"""The series $(1 - x)^{power}$; with -1/2, $c_k = \binom{2k}{k} / 4^k$.
 
