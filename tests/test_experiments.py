@@ -401,8 +401,10 @@ def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
         ["--clipping=grouped", "--groups=4", "--noise_schedule=linear-down"],
         ["--clipping=automatic", "--sampling=shuffled", "--noise_multiplier=1.5", "--seed=3"],
         ["--clipping=hard_threshold", "--sampling=fixed", "--noise_multiplier=4"],
+        ["--clipping=flat", "--sampling=cyclic_poisson", "--noise=banded", "--bands=4"],
+        ["--clipping=flat", "--sampling=balls_in_bins", "--noise=buffered"],
     ],
-    ids=["grouped and scheduled", "automatic and shuffled", "threshold and fixed"],
+    ids=["grouped and scheduled", "automatic and shuffled", "threshold and fixed", "bands", "bins"],
 )
 def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
     short = ["--epochs=5", "--batch_size=256", "--noreport"]
@@ -411,6 +413,7 @@ def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
     given = dict(flag.removeprefix("--").split("=") for flag in flags)
     assert card["mechanism"]["clipping"]["name"] == given["clipping"]
     assert card["mechanism"]["sampling"]["name"] == given.get("sampling", "poisson")
+    assert (card["mechanism"]["noise"] is None) == ("noise" not in given)
     assert card["seed_published"] == (3 if "seed" in given else None)
     assert ("not for release" in outcome.stdout) == ("seed" in given)
     verified = run("verify.py", tmp_path, status=int("seed" in given)).stdout

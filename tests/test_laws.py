@@ -72,6 +72,8 @@ SAMPLERS = {
     "shuffled": lambda: sampling.shuffled(40, 10),
     "fixed": lambda: sampling.fixed(40, 10),
     "full": lambda: sampling.full(40),
+    "cyclic_poisson": lambda: sampling.cyclic_poisson(40, 10, cycle=2),
+    "balls_in_bins": lambda: sampling.balls_in_bins(40, 10),
     "curriculum": lambda: sampling.curriculum(np.arange(40)[::-1], 10, public=True),
     "scored": lambda: sampling.scored(
         np.arange(40) % 2, [[0.25, 0.0], [0.25, 0.5]], steps_per_row=1, batch_size=10
@@ -569,7 +571,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
     case="poisson",
     slow=True,
 )
-@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
+@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "cyclic_poisson"])
 def test_draws_differ_between_steps_and_keys(name):
     found = draws(SAMPLERS[name](), 40)
     other = draws(SAMPLERS[name](), 40, seed=1)

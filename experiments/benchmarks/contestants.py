@@ -9,6 +9,7 @@ sharded.  Contestants called plain (`plain`) are not private.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import time
@@ -28,10 +29,11 @@ from plain import plain_gradients
 from workloads import SEED, WORKLOADS
 
 import dpjax
-from dpjax import clipping, gradients, sampling
+from dpjax import clipping, gradients, sampling, strategies
 from dpjax.gradients import batching
 
 NOISE_MULTIPLIER, LEARNING_RATE = 1.1, 0.1
+STEPS = 1_000_000  # past its plan a mechanism returns NaN
 PEERS = (
     "jax_privacy",
     "opacus hooks",
@@ -144,7 +146,7 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
         sampling=sampling.poisson(examples=60_000, batch_size=batch_size),
         clipping=clipping.flat(BOUND),
         noise_multiplier=NOISE_MULTIPLIER,
-        steps=1_000_000,  # past its plan a mechanism returns NaN
+        steps=STEPS,
     )
     makes = {name: (g, optax.identity()) for name, g in plain_gradients(loss).items()}
     for engine in (*gradients.ENGINES, "auto"):
@@ -153,6 +155,13 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
         uncompensated(clipped_sum(loss, "auto")),
         mechanism.privatize(key),
     )
+    # Correlated noise with 16 bands, beside the white noise of "dpjax auto".
+    banded = dataclasses.replace(
+        mechanism,
+        sampling=sampling.cyclic_poisson(60_000, batch_size, cycle=16),
+        noise=strategies.square_root(STEPS, bands=16),
+    )
+    makes["16 bands"] = (clipped_sum(loss, "auto"), banded.privatize(key))
     aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
     makes["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
     return {

@@ -18,7 +18,16 @@ import numpy as np
 import optax
 
 import dpjax
-from dpjax import accounting, auditing, clipping, data, federated, sampling, training
+from dpjax import (
+    accounting,
+    auditing,
+    clipping,
+    data,
+    federated,
+    sampling,
+    strategies,
+    training,
+)
 
 ROWS, STEPS, MULTIPLIER, DELTA = 400, 8, 2.0, 1e-5
 GUESSES, PROJECTIONS, PAIRS = ROWS // 5, 30, 64
@@ -165,6 +174,16 @@ ALGORITHMS = (
         sampling.scored(
             np.arange(ROWS) % 2, [[0.5, 0.25]], steps_per_row=STEPS, batch_size=0.375 * ROWS
         ),
+    ),
+    Audited(
+        "dpsgd, banded noise",
+        sgd(noise=strategies.banded(STEPS, 2)),
+        sampling.cyclic_poisson(ROWS, ROWS // 4, cycle=2),
+    ),
+    Audited(
+        "dpsgd, buffered noise",
+        sgd(noise=strategies.buffered(STEPS, participation=strategies.cycles(4))),
+        sampling.balls_in_bins(ROWS, ROWS // 4),
     ),
     Audited("dp_sgld", langevin),
     Audited("fedavg", of_clients(local=True)),
