@@ -17,7 +17,17 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import accounting, activations, clipping, losses, models, sampling, schedules, training
+from dpjax import (
+    accounting,
+    activations,
+    clipping,
+    losses,
+    meshes,
+    models,
+    sampling,
+    schedules,
+    training,
+)
 from dpjax.accounting.rounding import upwards
 
 LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
@@ -105,13 +115,16 @@ def build_mechanism(
         curriculum = schedules.CURRICULA[given.noise_schedule]
         epochs = max(1, -(-steps // per_epoch))
         noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
+    before: tuple[Any, ...] = ()
+    if given.continue_from is not None:
+        before = meshes.from_first(lambda: training.earlier(given.continue_from))
     mechanism = dpjax.Mechanism(
         sampling=getattr(sampling, given.sampling)(examples, given.batch_size),
         clipping=getattr(clipping, given.clipping)(given.bound, **options),
         noise_multiplier=noise_multiplier,
         steps=steps,
         preparation=queries,
-        before=() if given.continue_from is None else training.earlier(given.continue_from),
+        before=before,
     )
     if not mechanism.steps:
         raise app.UsageError(
