@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes change no result: one device, several devices, several processes."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -12,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import run_binary
 import several_processes as processes
 from absl import app
+from flax import serialization
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from killable_runs import environment
 from mutation import kills
@@ -21,7 +24,8 @@ from small_mechanisms import mechanism_with
 
 from dpjax import clipping, meshes, noise
 from dpjax.checks import Refused
-from dpjax.cli import mesh_flag
+from dpjax.cli import mesh_flag, process_flags
+from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
 from dpjax.training.recipe import Recipe, reach_of
 
@@ -135,6 +139,58 @@ def test_a_mesh_flag_that_is_none_is_an_error_of_usage():
         wrong.__enter__()
     with mesh_flag.mesh_in_force(None):
         assert meshes.of() is None
+
+
+SHORT = ["--steps=2", "--batch_size=64", "--hidden=64", "--noise_multiplier=2", "--accountant=rdp"]
+SHORT += ["--evaluations=1", "--noreport"]
+
+
+def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
+    found = []
+    for name, flags in {"one": [], "two": ["--mesh=data:1,model:2"]}.items():
+        run_binary.run("train.py", "--out", tmp_path / name, "--seed=1", *SHORT, *flags)
+        held = serialization.msgpack_restore((tmp_path / name / "params.msgpack").read_bytes())
+        found.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(held)]))
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["hardware"]["devices"] == len(found)
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
+
+
+@kills(
+    "cli/train/job.py",
+    "meshes.from_first(lambda: trees.on_host(noise.secret_key()))",
+    "trees.on_host(noise.secret_key())",
+    slow=True,
+)
+def test_processes_of_the_command_line_train_one_run(tmp_path):
+    """With one secret key. The first process alone writes, and prints."""
+    flags = ["--num_processes=2", f"--coordinator_address=127.0.0.1:{processes.free_port()}"]
+    each = [
+        [*SHORT, *flags, f"--process_id={i}", "--out", tmp_path / str(i), "--mesh=data:1,model:2"]
+        for i in range(2)
+    ]
+    first, second = run_binary.run_together("train.py", each)
+    assert first.stdout.count("Test accuracy") == first.stdout.count("cost epsilon") == 1
+    assert "epsilon" not in second.stdout
+    assert (tmp_path / "0" / "params.msgpack").exists()
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num_processes=2", "--coordinator_address and --process_id missing"),
+        ("--coordinator_address=a:1 --num_processes=2 --process_id=2", "a number below 2"),
+        ("--distributed", "JAX does not know this cluster"),
+    ],
+)
+def test_processes_that_cannot_meet_are_an_error_of_usage(flags, words, monkeypatch):
+    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    given = copy.deepcopy(FLAGS)
+    given(["train", *flags.split()])
+    with pytest.raises(app.UsageError, match=words):
+        process_flags.meet(given)
 
 
 def test_a_users_own_splitting_stays():
