@@ -50,9 +50,9 @@ LARGE = (
     ("124M", "v5e:16x16", ("data:256", "data:16,model:16"), 4096, 4),
     ("1B", "v5e:16x16", ("data:16,model:16",), 4096, 1),
     ("1B", "v5p:4x8x8", ("data:256",), 4096, 1),
-    ("124M", "h100:8", ("data:8",), 256, 4),
+    ("124M", "h100:8", ("data:8", "data:4,model:2", "data:2,model:4"), 256, 4),
 )
-GROWING = (("v5e:2x2", 4), ("v5e:4x4", 16), ("v5e:16x16", 256))
+GROWING = (("v5e:1x2", 2), ("v5e:2x2", 4), ("v5e:4x4", 16), ("v5e:16x16", 256))
 PER_DEVICE = 16
 # The compiler of a TPU looks for the host of a TPU unless these are set.
 SETTINGS = {
@@ -64,13 +64,19 @@ SETTINGS = {
 }
 
 
+def growing(chips: int) -> tuple[str, str]:
+    """The meshes of the small model: one that splits the batch alone, one that splits both."""
+    model = min(4, chips)
+    return f"data:{chips}", f"data:{chips // model},model:{model}"
+
+
 def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and tasks of all plans, with and without privacy."""
     cases = [(*case[:2], mesh, *case[3:]) for case in LARGE for mesh in case[2]]
     cases += [
         ("0.5M", devices, mesh, PER_DEVICE * chips, 4)
         for devices, chips in GROWING
-        for mesh in (f"data:{chips}", f"data:{chips // 4},model:4")
+        for mesh in growing(chips)
     ]
     if smoke:
         cases = [("0.5M", "cpu:4", mesh, 16, 2) for mesh in ("data:4", "data:2,model:2")]
@@ -198,7 +204,7 @@ def tables(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for devices, chips in GROWING:
-        for mesh in (f"data:{chips}", f"data:{chips // 4},model:4"):
+        for mesh in growing(chips):
             both = [plans.get(f"0.5M {devices} {mesh} {step}", {}) for step in ("plain", "private")]
             if not all("cycles" in found for found in both):
                 continue
