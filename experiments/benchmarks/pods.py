@@ -117,6 +117,11 @@ def show(name: str, found: dict[str, Any]) -> None:
         text = f"no plan: {found['refused']}"
     elif "too_large" in found:
         text = f"does not fit: {found['too_large']}"
+    elif "unread" in found:
+        text = (
+            f"{found['state_bytes'] / 2**20:9,.1f} MiB state"
+            f" {found['temporary_bytes'] / 2**20:9,.1f} MiB temporary; not read: {found['unread']}"
+        )
     else:
         counts = ", ".join(
             f"{n:,} over {axes} ({found['collective_bytes'][axes] / 2**20:,.1f} MiB)"
@@ -191,11 +196,12 @@ def tables(report: dict[str, Any]) -> str:
         if "too_large" in found:
             rows.append(f"| {place} | {step} | does not fit: {found['too_large']} | | | | | |")
             continue
-        cycles = f"{found['cycles'] / 1e9:.2f}" if found["cycles"] else "-"
+        cycles = f"{found['cycles'] / 1e9:.2f}" if found.get("cycles") else "-"
+        sent = ["not read" if "unread" in found else _over(found, batch) for batch in (True, False)]
         rows.append(
             f"| {place} | {step} | {_gib(found['state_bytes'])} |"
             f" {_gib(found['temporary_bytes'])} | {found['matmul_flop'] / 1e12:.1f} | {cycles} |"
-            f" {_over(found, batch=True)} | {_over(found, batch=False)} |"
+            f" {' | '.join(sent)} |"
         )
     rows += [
         "",

@@ -31,10 +31,11 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
     if text is None:
         yield
         return
-    with contextlib.suppress(ValueError, RuntimeError, TypeError):
+    with contextlib.suppress(ValueError, RuntimeError):
         # Without effect on other platforms; too late if JAX ran already, which `parse` notices.
         places = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
-        jax.config.update("jax_num_cpu_devices", places // processes)
+        if processes is not None:
+            jax.config.update("jax_num_cpu_devices", places // processes)
     try:
         mesh = meshes.parse(text)
     except ValueError as error:

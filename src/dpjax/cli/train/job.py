@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
@@ -155,7 +156,7 @@ def say(words: str) -> None:
 def secret_key() -> Any:
     """A secret root key: the first process makes it, and all of them hold it."""
     data = meshes.from_first(lambda: trees.on_host(noise.secret_key()))
-    return jax.random.wrap_key_data(data, impl="threefry2x32")
+    return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
 
 
 def prepare(folder: pathlib.Path, overwrite: bool) -> None:
