@@ -208,7 +208,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
         found[:] = child, outputs
         return plain(outputs), child.data
 
-    # Inputs and taps are closed over: those that the region reads become inputs of it.
+    # Inputs and taps are closed over: the values that the region reads become its inputs.
     again = jax.checkpoint(region, prevent_cse=p["prevent_cse"], policy=p["policy"])
     values, data = again()
     child, outputs = found
