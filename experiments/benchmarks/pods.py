@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What compilers plan for one private step on devices that are not there.
 
-  result    124 million parameters on 256 chips of TPU v5e, batch 4,096, data parallel: a private
-            step reduces twice the bytes of a plain one, and its counts in one small reduction;
-            1.44 times the cycles; 9.1 GiB of temporaries, where a plain step takes 1.4
+  result    124 million parameters on a host of 8 H100s, batch 256, data parallel: a private step
+            reduces twice the bytes of a plain one and does as many operations in matrix
+            products; 4.4 GiB of temporaries, where a plain step takes 1.8
   hardware  none of the devices: compilers of TPU v5e and v5p (libtpu 0.0.52) and H100, JAX 0.10.2
   command   make bench BENCH=pods ARGS="--out experiments/results/pods.json"
   figures   experiments/results/pods.json; tables in docs/pages/scale.md (``--page``)
@@ -12,8 +12,8 @@ These are plans and not measurements. A decoder (AdamW, texts of 1,024 tokens, b
 parameters, layers in a scan) is compiled with and without privacy for the same mesh. Bytes are
 the compiler's; operations are of matrix products alone; collectives and the cycles that the
 compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`). It
-gives no cycles of collectives, so cycles are of computation alone. The private step on v5p has no
-plan: libtpu 0.0.52 compiles it, and jaxlib 0.10.2 cannot read the program (an `async-update`).
+gives no cycles of collectives, so cycles are of computation alone. For the private step on v5p the
+bytes alone are known: jaxlib 0.10.2 cannot read the program of libtpu 0.0.52 (an `async-update`).
 
 The compilers need an environment of their own: ``python -m venv .venv-compilers``, then
 ``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
