@@ -30,14 +30,29 @@ class Outcome(NamedTuple):
 
 def run(binary, *flags, status=0):
     """Runs a binary, which must end with this status."""
-    command = [str(EXPERIMENTS / binary), *map(str, flags)]
-    with tempfile.TemporaryDirectory() as folder:
-        process = killable_runs.server().Process(target=_run, args=(command, folder))
-        process.start()
-        process.join()
-        outcome = Outcome(*(pathlib.Path(folder, name).read_text() for name in Outcome._fields))
-    assert process.exitcode == status, outcome.stdout[-2000:] + outcome.stderr[-2000:]
+    (outcome,) = run_together(binary, [flags], status=status)
     return outcome
+
+
+def run_together(binary, each, status=0):
+    """Runs a binary in several processes, one for each list of flags; all end with this status."""
+    with contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in each]
+        processes = [
+            killable_runs.server().Process(
+                target=_run, args=([str(EXPERIMENTS / binary), *map(str, flags)], folder)
+            )
+            for flags, folder in zip(each, folders, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        texts = [[pathlib.Path(at, name).read_text() for name in Outcome._fields] for at in folders]
+    outcomes = [Outcome(*text) for text in texts]
+    for process, (stdout, stderr) in zip(processes, outcomes, strict=True):
+        assert process.exitcode == status, stdout[-2000:] + stderr[-2000:]
+    return outcomes
 
 
 @contextlib.contextmanager

@@ -17,6 +17,13 @@ import time
 HERE = pathlib.Path(__file__).parent
 
 
+def free_port():
+    """A port of this machine that no program listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def start(folder, count, *, devices=1, **options):
     """Starts all processes of a run.
 
@@ -26,9 +33,7 @@ def start(folder, count, *, devices=1, **options):
       devices: How many devices each of them has.
       options: What `main` reads.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     started = []
     for process in range(count):

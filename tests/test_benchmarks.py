@@ -317,6 +317,25 @@ def test_the_tables_of_plans_are_current():
 
 
 @pytest.mark.slow
+def test_a_step_is_timed_on_one_core_and_on_all(tmp_path):
+    run("benchmarks/scaling.py", "--smoke", "--out", tmp_path / "scaling.json")
+    found = json.loads((tmp_path / "scaling.json").read_text())["workloads"]["W4"]["ways"]
+    assert [way["devices"] for way in found.values()][:2] == [1, 1]
+    assert found["devices"]["devices"] == found["one device"]["cores"]
+    assert all(way["median_ms"] > 0 for way in found.values())
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_table_of_strong_scaling_is_current():
+    """``make bench BENCH=scaling ARGS="--out ... --page docs/pages/scale.md"`` writes it."""
+    import scaling
+
+    page = (EXPERIMENTS.parent / "docs" / "pages" / "scale.md").read_text()
+    report = json.loads((EXPERIMENTS / "results" / "scaling.json").read_text())
+    assert page == scaling.on_page(page, report)
+
+
+@pytest.mark.slow
 def test_xla_partitions_kernel_gradients_wrongly():
     script = EXPERIMENTS.parent / "docs" / "scripts" / "xla_kernel_gradients.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)

@@ -1166,6 +1166,70 @@ def test_a_remat_is_walked_through():
     assert_ghost_agrees(loss, params, batch)
 
 
+def attention(x, w):
+    """Self-attention, whose weights are much larger than the data of its two products."""
+    q, k, v = jnp.split(x @ w["in"], 3, axis=1)
+    return x + jax.nn.softmax(4 * q @ k.T) @ v @ w["out"]
+
+
+@kills("gradients/_bookkeeping/trace.py", "values, data = again()", "values, data = region()")
+def test_a_region_that_is_rematerialised_stays_one():
+    """Temporaries shrink, and the sum is the definition's."""
+    params, x = {"in": array(6, 8, 24), "out": array(6, 8, 8)}, array(3, 64, 8, seed=1)
+    needed = []
+    for layer in (attention, jax.checkpoint(attention)):
+
+        def loss(w, x, layer=layer):
+            return jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, w)[0] ** 2)
+
+        assert_ghost_agrees(loss, params, x)
+        program = jax.jit(clipped_grad(loss, FLAT, "ghost")).lower(params, x).compile()
+        needed.append(program.memory_analysis().temp_size_in_bytes)
+    assert needed[1] < needed[0] / 2, needed
+
+
+def twice(w, x):
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    return layer(layer(x, w["a"]), w["b"])
+
+
+REGIONS = {
+    "two regions": twice,
+    "a region in a region": lambda w, x: jax.checkpoint(twice)(w, jnp.sin(x)),
+    "a view leaves": lambda w, x: x @ jax.checkpoint(lambda w: w["a"].T @ w["b"])(w),
+    "a leaf meets the data": lambda w, x: jax.checkpoint(jnp.maximum)(x, w["a"][0]) @ w["b"],
+    "no leaf enters": lambda w, x: jax.checkpoint(jnp.sin)(x) @ w["a"] + w["b"],
+}
+
+
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "else book.taps[start:])",
+    "else book.taps)",
+    case="two regions",
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "book.materialise([leaf], why)",
+    "pass",
+    case="a leaf meets the data",
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "[x._replace(value=value) if isinstance(x, View) else value for",
+    "[value for",
+    case="a view leaves",
+)
+@pytest.mark.parametrize("name", REGIONS)
+def test_what_a_rematerialised_region_holds_is_found(name):
+    params = {"a": array(4, 4), "b": array(4, 4, seed=1)}
+    loss = squared(lambda w, x: REGIONS[name](w, x))
+    assert_ghost_agrees(loss, params, array(5, 4, seed=2))
+    # No leaf is materialised but the one that meets the data in a maximum.
+    found = backward(lambda w, x: (loss(w, x), None), params, array(5, 4, seed=2))[3]
+    assert set(found) == ({0} if name == "a leaf meets the data" else set())
+
+
 @pytest.mark.slow
 def test_explain_names_every_leaf():
     model = nn.Sequential([nn.Conv(4, (3, 3)), lambda x: x.reshape(-1), nn.Dense(3)])

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes change no result: one device, several devices, several processes."""
 
+import copy
+import dataclasses
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -10,16 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import run_binary
 import several_processes as processes
 from absl import app
+from flax import serialization
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from killable_runs import environment
 from mutation import kills
+from small_mechanisms import mechanism_with
 
-from dpjax import meshes, noise
+from dpjax import clipping, meshes, noise
 from dpjax.checks import Refused
-from dpjax.cli import mesh_flag
+from dpjax.cli import mesh_flag, process_flags
+from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
+from dpjax.training.recipe import Recipe, reach_of
 
 KEY = jax.random.key(0)
 
@@ -45,29 +53,59 @@ def test_no_leaf_is_so_large_that_its_noise_would_repeat():
         noise.normal.normal_in_parts(KEY, [(2**32 + 1, 0), (2**16 + 1, 2**16)])
 
 
-@kills("gradients/batching.py", "kept = jnp.round(x / unit) * unit", "kept = x")
-@kills("gradients/batching.py", "- jnp.finfo(x.dtype).nmant)", "- jnp.finfo(x.dtype).nmant - 2)")
-def test_no_order_of_devices_changes_a_bit_of_the_sum():
-    shares = np.random.default_rng(1).uniform(-500, 500, (16, 400)).astype(np.float32)
+def joined(totals, reach):
+    """The joined sums of shares, which are added one after the other as a ring adds."""
+    mesh = jax.sharding.AbstractMesh(totals.block.shape[:1], ("i",))
+    layout = batching.Layout(1, mesh, ("i",))
+    join = jax.vmap(lambda total: batching._joined(total, 0, layout, [reach]), axis_name="i")
+    value, lost, _ = jax.jit(join)(totals)
+    return value[0], lost[0]
 
-    @jax.jit
-    def join(shares):
-        each = jax.vmap(lambda x: batching._cut(x, 4096.0))
-        kept, rest = each(shares)
-        # One after the other, as a ring of devices adds.
-        return jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros(400), kept)[0], rest
 
-    kept, rest = join(shares)
+@kills("gradients/batching.py", "kept = _rounded(x, unit)", "kept = x")
+@kills("gradients/batching.py", "- info.nmant)", "- info.nmant - 2)")
+@kills("gradients/batching.py", "_unit(shares * unit, x.dtype))", "_unit(math.inf, x.dtype))")
+@kills("gradients/batching.py", "_unit(shares * unit, x.dtype))", "_unit(unit / 4, x.dtype))")
+@pytest.mark.parametrize("parts", [1, 3])
+def test_no_order_of_devices_changes_a_bit_of_the_sum(parts):
+    """Neither of the sum nor of what it lacks, and the seal reads both."""
+    sizes = [500, 10, 1e-5][:parts]
+    draw = np.random.default_rng(1)
+    totals = batching.Total(*(draw.uniform(0, x, (16, 400)).astype(np.float32) for x in sizes))
+    found = joined(totals, 2**13)
     for order in range(3):
-        again, _ = join(np.random.default_rng(order).permutation(shares))
-        np.testing.assert_array_equal(kept, again)
-    exact = np.sum(shares, axis=0, dtype=np.float64)
-    np.testing.assert_allclose(np.float64(kept) + np.sum(rest, axis=0), exact, atol=1e-8)
+        places = np.random.default_rng(order).permutation(16)
+        again = joined(jax.tree.map(lambda x, at=places: x[at], totals), 2**13)
+        np.testing.assert_array_equal(found, again)
+    exact = sum(np.sum(x, axis=0, dtype=np.float64) for x in jax.tree.leaves(totals))
+    # Half a unit of the smaller part for each share.
+    error = 16 * 16 * 2.0 ** (13 - 23 - 23 - 1)
+    np.testing.assert_allclose(np.sum(found, axis=0, dtype=np.float64), exact, rtol=0, atol=error)
 
 
-def test_what_no_bound_limits_is_not_cut():
-    kept, rest = batching._cut(jnp.array([1e30, -3.0]), np.inf)
-    assert (kept.tolist(), rest.tolist()) == ([np.float32(1e30), -3.0], [0.0, 0.0])
+@kills("gradients/batching.py", "return unit if unit >= info.tiny else math.inf", "return unit")
+@pytest.mark.parametrize("reach", [math.inf, 1e-31])
+def test_what_has_no_exact_multiples_is_added_as_it_is(reach):
+    """No bound limits it, or multiples of the unit would underflow."""
+    size = min(reach, 1e30)
+    block = np.float32([[size / 4, -size / 8], [size / 4, size / 4]])
+    value, lost = joined(batching.Total(block), reach)
+    np.testing.assert_allclose(value + lost, block.sum(axis=0), rtol=1e-6)
+
+
+@kills("training/recipe.py", "2 * recipe.mechanism.sampling.usual_size", "usual_size")
+@kills(
+    "training/recipe.py",
+    "[most * rule.bounds[group] for group in",
+    "[most * rule.bounds[0] for group in",
+)
+def test_the_reach_of_a_leaf_is_that_of_its_own_group():
+    """Twice a usual draw, each example at the bound of the group, in one coordinate."""
+    rule = dataclasses.replace(clipping.grouped(1.0, 2), bounds=(0.25, 8.0))
+    recipe = Recipe(None, None, mechanism_with(60, 20, clipping=rule))
+    usual = recipe.mechanism.sampling.usual_size
+    assert 20 <= usual < 60
+    assert reach_of(recipe, {"b": jnp.zeros(3), "w": jnp.zeros(3)}) == [usual / 2, usual * 16]
 
 
 def test_parameters_are_split_along_their_longest_even_axis():
@@ -103,6 +141,58 @@ def test_a_mesh_flag_that_is_none_is_an_error_of_usage():
         assert meshes.of() is None
 
 
+SHORT = ["--steps=2", "--batch_size=64", "--hidden=64", "--noise_multiplier=2", "--accountant=rdp"]
+SHORT += ["--evaluations=1", "--noreport"]
+
+
+def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
+    found = []
+    for name, flags in {"one": [], "two": ["--mesh=data:1,model:2"]}.items():
+        run_binary.run("train.py", "--out", tmp_path / name, "--seed=1", *SHORT, *flags)
+        held = serialization.msgpack_restore((tmp_path / name / "params.msgpack").read_bytes())
+        found.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(held)]))
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["hardware"]["devices"] == len(found)
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
+
+
+@kills(
+    "cli/train/job.py",
+    "meshes.from_first(lambda: trees.on_host(noise.secret_key()))",
+    "trees.on_host(noise.secret_key())",
+    slow=True,
+)
+def test_processes_of_the_command_line_train_one_run(tmp_path):
+    """With one secret key. The first process alone writes, and prints."""
+    flags = ["--num_processes=2", f"--coordinator_address=127.0.0.1:{processes.free_port()}"]
+    each = [
+        [*SHORT, *flags, f"--process_id={i}", "--out", tmp_path / str(i), "--mesh=data:1,model:2"]
+        for i in range(2)
+    ]
+    first, second = run_binary.run_together("train.py", each)
+    assert first.stdout.count("Test accuracy") == first.stdout.count("cost epsilon") == 1
+    assert "epsilon" not in second.stdout
+    assert (tmp_path / "0" / "params.msgpack").exists()
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num_processes=2", "--coordinator_address and --process_id missing"),
+        ("--coordinator_address=a:1 --num_processes=2 --process_id=2", "a number below 2"),
+        ("--distributed", "JAX does not know this cluster"),
+    ],
+)
+def test_processes_that_cannot_meet_are_an_error_of_usage(flags, words, monkeypatch):
+    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    given = copy.deepcopy(FLAGS)
+    given(["train", *flags.split()])
+    with pytest.raises(app.UsageError, match=words):
+        process_flags.meet(given)
+
+
 def test_a_users_own_splitting_stays():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     own = NamedSharding(mesh, PartitionSpec("data", None))
@@ -128,6 +218,53 @@ def test_processes_that_differ_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(meshes.multihost_utils, "process_allgather", gathered)
     with pytest.raises(Refused, match=r"2 processes differ in the key; .*drew its own key"):
         meshes.require_agreement("dpsgd", lambda: facts)
+
+
+def in_each_process(monkeypatch, make):
+    """What `from_first` returns or raises in two processes, the first one before the second."""
+    sent, found = [], []
+
+    def broadcast(value):
+        if jax.process_index() == 0:
+            sent.append(value)
+        there = sent.pop(0) if jax.process_index() else value
+        # A collective has one shape in all processes.
+        assert np.shape(there) == np.shape(value)
+        return there
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(meshes.multihost_utils, "broadcast_one_to_all", broadcast)
+    for process in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        try:
+            found.append(meshes.from_first(make))
+        except OSError as error:
+            found.append(repr(error))
+    return found
+
+
+@kills("meshes.py", "    if first_process():\n        try:", "    if True:\n        try:")
+@kills("meshes.py", "else np.zeros(size, np.uint8)", "else np.zeros(size + 1, np.uint8)")
+def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
+    ran = []
+
+    def make():
+        ran.append(jax.process_index())
+        return {"rows": ["a" * 300]}
+
+    assert in_each_process(monkeypatch, make) == 2 * [{"rows": ["a" * 300]}]
+    assert ran == [0]
+
+
+@kills("meshes.py", "found = False, error", "found = True, error")
+@kills(
+    "meshes.py", "        raise value\n", "        raise value if first_process() else SystemExit\n"
+)
+def test_an_error_of_the_first_process_is_raised_in_all(monkeypatch):
+    def make():
+        raise OSError("the disk is full")
+
+    assert in_each_process(monkeypatch, make) == 2 * ["OSError('the disk is full')"]
 
 
 @kills(

@@ -55,6 +55,14 @@ def test_a_seal_differs_where_a_bit_does(other):
     assert np.all(np.asarray(jax.jit(seal)(TREE)) == np.asarray(seal(TREE)))
 
 
+@kills("trees.py", "math.prod(shape[axis + 1 :])", "math.prod(shape[axis:])")
+@pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 4)])
+def test_a_seal_in_parts_has_the_same_bits(shape):
+    """A mesh that splits parameters makes another program, and a run resumes without it."""
+    tree = {"a": jnp.ones(2), "b": jnp.asarray(np.random.default_rng(0).normal(size=shape))}
+    np.testing.assert_array_equal(seal(tree), seal(tree, in_parts=True))
+
+
 def test_seals_of_many_trees_differ():
     trees = jnp.asarray(np.eye(300, dtype=np.float32))
     found = np.asarray(jax.vmap(seal)(trees)).view(np.uint64)

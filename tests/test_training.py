@@ -765,8 +765,8 @@ def test_a_mesh_is_used_or_answered_by_name():
 @kills("sampling.py", "return start + of * size, add(", "return start + size, add(", slow=True)
 @kills(
     "gradients/batching.py",
-    "psum((kept, lost, more), axes)",
-    "pmax((kept, lost, more), axes)",
+    "psum((kept, lost, more), layout.axes)",
+    "pmax((kept, lost, more), layout.axes)",
     slow=True,
 )
 @kills("training/streaming.py", "split={1, 2, 3}", "split={3}", slow=True)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from dpjax.types import Key, Purpose, PyTree
 
@@ -142,6 +142,24 @@ def on_host(leaf: Any) -> np.ndarray:
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.array(leaf)
+
+
+def places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
+    """Where each entry of an array stands in the flat array, computed from its indices alone.
+
+    Args:
+      shape: The shape of the array.
+      start: The place of the first entry.
+
+    Example:
+      >>> places((2, 3)).tolist()
+      [[0, 1, 2], [3, 4, 5]]
+    """
+    place = jnp.full(shape, start, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]))
+        place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return place
 
 
 def widened(tree: PyTree) -> PyTree:

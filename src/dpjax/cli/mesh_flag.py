@@ -20,11 +20,13 @@ HELP = (
 
 
 @contextlib.contextmanager
-def mesh_in_force(text: str | None) -> Iterator[None]:
+def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
     """The mesh of the flag, for all that runs inside; without the flag nothing changes.
 
     Args:
       text: The value of the flag, or None.
+      processes: Among how many processes the devices of a CPU are divided; None if that is not
+        known, and then each process keeps the devices that it has.
     """
     if text is None:
         yield
@@ -32,7 +34,8 @@ def mesh_in_force(text: str | None) -> Iterator[None]:
     with contextlib.suppress(ValueError, RuntimeError):
         # Without effect on other platforms; too late if JAX ran already, which `parse` notices.
         places = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
-        jax.config.update("jax_num_cpu_devices", places)
+        if processes is not None:
+            jax.config.update("jax_num_cpu_devices", places // processes)
     try:
         mesh = meshes.parse(text)
     except ValueError as error:

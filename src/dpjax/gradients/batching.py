@@ -167,13 +167,14 @@ def join(
       reach: For each leaf, what no coordinate of the sum exceeds; infinite if that is unknown.
 
     Returns:
-      The sum, what it lacks because it is rounded (or None), and the sums of ``more``. The sum is
-      the same to the last bit in whatever order devices add.
+      The sum, what it lacks because it is rounded (or None), and the sums of ``more``. From equal
+      totals the first two are equal to the last bit in whatever order devices add, unless the
+      reach is unknown. Another number of shares has other totals, which rounded otherwise.
     """
 
     def of_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
         total, more = jax.tree.map(lambda x: x[0], (totals, more))
-        return _joined(total, more, layout.axes if layout.shares > 1 else (), reach)
+        return _joined(total, more, layout, reach)
 
     if layout.shares == 1:
         return of_share(totals, more)
@@ -182,30 +183,47 @@ def join(
 
 
 def _joined(
-    total: Total, more: T, axes: Sequence[str], reach: Sequence[float]
+    total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """`join`, of one share's total, which meets the others over the axes."""
+    """`join`, of one share's total, which meets the others over the axes of the batch."""
     value, lost = total.block, None
     if total.high is not None:
         value, lost = _add_exactly(total.high, total.low, total.block)
-    if not axes:
+    if layout.shares == 1:
         return value, lost, more
     leaves, structure = jax.tree.flatten(value)
-    kept, rest = map(structure.unflatten, zip(*map(_cut, leaves, reach), strict=True))
-    lost = rest if lost is None else jax.tree.map(jnp.add, lost, rest)
+    lacking = [0.0] * len(leaves) if lost is None else jax.tree.leaves(lost)
+    pairs = [_in_two(*each, layout.shares) for each in zip(leaves, lacking, reach, strict=True)]
+    kept, lost = map(structure.unflatten, zip(*pairs, strict=True))
     # In one call, so that XLA can make one collective of them.
-    return jax.lax.psum((kept, lost, more), axes)
+    return jax.lax.psum((kept, lost, more), layout.axes)
 
 
-def _cut(x: Array, reach: float) -> tuple[Array, Array]:
-    """A number as two: multiples of one power of two, which add exactly, and the rest."""
+def _in_two(x: Array, lacks: Any, reach: float, shares: int) -> tuple[Array, Array]:
+    """What one share adds to the sum and to what the sum lacks: both add exactly in any order."""
+    unit = _unit(reach, x.dtype)
+    kept = _rounded(x, unit)
+    # `x - kept` and `lacks` are at most half a unit each, so the rest of all shares is below
+    # `shares` units. It is rounded where a plain sum of the shares would round too.
+    return kept, _rounded(lacks + (x - kept), _unit(shares * unit, x.dtype))
+
+
+def _unit(reach: float, dtype: Any) -> float:
+    """A power of two whose multiples within the reach have no more digits than the dtype.
+
+    Infinite if the reach is unknown, or is so small that the multiples would underflow.
+    """
+    info = jnp.finfo(dtype)
     if not 0 < reach < math.inf:
-        return x, jnp.zeros_like(x)
-    # Sums of these multiples stay within the digits of the dtype, so none of them rounds, and any
-    # order of devices gives the same bits. Not (x + 2^k) - 2^k, which XLA takes for x.
-    unit = 2.0 ** (math.ceil(math.log2(reach)) - jnp.finfo(x.dtype).nmant)
-    kept = jnp.round(x / unit) * unit
-    return kept, x - kept
+        return math.inf
+    unit = 2.0 ** (math.ceil(math.log2(reach)) - info.nmant)
+    return unit if unit >= info.tiny else math.inf
+
+
+def _rounded(x: Array, unit: float) -> Array:
+    """The nearest multiple of the unit; the number itself if the unit is infinite."""
+    # Not (x + 2^k) - 2^k, which XLA takes for x.
+    return x if math.isinf(unit) else jnp.round(x / unit) * unit
 
 
 class Rows(NamedTuple):

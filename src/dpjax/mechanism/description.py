@@ -411,7 +411,11 @@ class Mechanism:
         return optax.GradientTransformationExtraArgs(init, update)
 
     def seal(
-        self, total: PyTree, step: Int[Array, ""], below: Float[Array, ""] | None = None
+        self,
+        total: PyTree,
+        step: Int[Array, ""],
+        below: Float[Array, ""] | None = None,
+        in_parts: bool = False,
     ) -> UInt32[Array, "2"]:
         """A checksum of what meets the noise of a step; see `dpjax.noise.seals`.
 
@@ -419,13 +423,14 @@ class Mechanism:
           total: The clipped sum, in one tree or in several.
           step: The number of the step.
           below: The count that an adapted bound follows.
+          in_parts: Whether a mesh splits the leaves; see `dpjax.noise.seals.seal`.
         """
         # With the scales: two releases of one sum, with one noise at two scales, can be solved
         # for the sum.
         scales = [*self.deviations(step), self.count_multiplier]
         if below is not None:
             scales.append(below)
-        return seal((total, [jnp.asarray(x, jnp.float32) for x in scales]))
+        return seal((total, [jnp.asarray(x, jnp.float32) for x in scales]), in_parts)
 
     def private(self, key: Key) -> optax.GradientTransformation:
         """The Optax link from per-example gradients to a private mean: the whole private part.

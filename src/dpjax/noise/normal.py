@@ -89,10 +89,7 @@ def normal_in_parts(
         )
     half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
     for shape in shapes:
-        place = jnp.full(shape, start, jnp.uint32)
-        for axis in range(len(shape)):
-            stride = jnp.uint32(math.prod(shape[axis + 1 :]))
-            place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        place = trees.places(shape, start)
         second = place >= half
         pair = jnp.where(second, place - jnp.uint32(half), place)
         z = _box_muller(*_threefry(secret, [pair // _ROW, pair % _ROW]), dtype)

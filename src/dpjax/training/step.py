@@ -132,7 +132,8 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
     rest = sums._replace(gradients=None)
     total, lost, sums = join(sums.gradients, rest, layout, reach_of(recipe, state.params))
     scale = recipe.bound_scale(state)
-    seal = recipe.mechanism.seal((total, lost), state.step, sums.below)
+    in_parts = meshes.splits_parameters(layout.mesh)
+    seal = recipe.mechanism.seal((total, lost), state.step, sums.below, in_parts)
     mean, bound_scale, memory = recipe.mechanism.private_mean(  # line 6
         total,
         state.key,
@@ -141,7 +142,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         lost=lost,
         bound_scale=state.bound_scale,
         below=sums.below,
-        in_parts=meshes.splits_parameters(layout.mesh),
+        in_parts=in_parts,
     )
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)

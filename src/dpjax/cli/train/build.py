@@ -22,6 +22,7 @@ from dpjax import (
     activations,
     clipping,
     losses,
+    meshes,
     models,
     sampling,
     schedules,
@@ -118,13 +119,16 @@ def build_mechanism(
         epochs = max(1, -(-steps // per_epoch))
         noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
     batches = build_sampler(given, examples)
+    before: tuple[Any, ...] = ()
+    if given.continue_from is not None:
+        before = meshes.from_first(lambda: training.earlier(given.continue_from))
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=getattr(clipping, given.clipping)(given.bound, **options),
         noise_multiplier=noise_multiplier,
         steps=steps,
         preparation=queries,
-        before=() if given.continue_from is None else training.earlier(given.continue_from),
+        before=before,
         noise=build_strategy(given, batches, steps),
     )
     if not mechanism.steps:

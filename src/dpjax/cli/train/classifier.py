@@ -22,7 +22,7 @@ import optax
 from absl import app
 
 import dpjax
-from dpjax import data, diagnostics, losses, metrics, reports, training
+from dpjax import data, diagnostics, losses, meshes, metrics, reports, training, trees
 
 _SAMPLE = 128  # training examples whose gradients are measured
 
@@ -65,14 +65,14 @@ class Evaluation:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
         x, y = self.test
         # The parameters that are released at the end are the averaged ones, so accuracy is theirs.
-        logits = self.logits(training.averaged(state.optimizer), x)
+        logits = self.logits(held(training.averaged(state.optimizer)), x)
         row: dict[str, Any] = {
             "accuracy": metrics.accuracy(logits, y),
             "nll": metrics.nll(logits, y),
         }
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
-            bias = self.bias(state.params, self.sample)
+            bias = self.bias(held(state.params), self.sample)
             counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
             row["private"] = {"cosine": bias.cosine, "norm_histogram": counts}
         return row
@@ -162,10 +162,15 @@ def train(
         evaluate_every=-(-mechanism.steps // evaluations) or None,
         **options,
     )
-    average = training.averaged(state.optimizer)
-    if options.get("directory") is not None:
+    average = held(training.averaged(state.optimizer))
+    if options.get("directory") is not None and meshes.first_process():
         evaluation.write(pathlib.Path(options["directory"]), average)
     return average, state, history
+
+
+def held(params: Any) -> Any:
+    """Parameters as this process can read them; where several run, each collects all parts."""
+    return params if jax.process_count() == 1 else jax.tree.map(trees.on_host, params)
 
 
 def rehearse(

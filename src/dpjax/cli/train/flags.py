@@ -13,6 +13,7 @@ from typing import Any
 from absl import flags
 
 from dpjax import data, models, schedules
+from dpjax.cli import process_flags
 from dpjax.cli.flag_checks import in_range
 from dpjax.cli.mesh_flag import HELP
 from dpjax.cli.train.build import LOSSES, OPTIMIZERS
@@ -148,6 +149,10 @@ _whole("evaluations", 20, "Number of evaluations during the run.", 1)
 
 _whole("seed", None, "Reproducible noise: anyone who knows the seed can subtract it.")
 _text("mesh", None, HELP)
+_yes_no("distributed", False, process_flags.DISTRIBUTED)
+_text("coordinator_address", None, process_flags.ADDRESS)
+_whole("num_processes", None, process_flags.COUNT, 1)
+_whole("process_id", None, process_flags.NUMBER, 0)
 _text("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
 _yes_no("overwrite", False, "Delete the run that is in the folder first.")
 _text(
@@ -161,6 +166,7 @@ _yes_no("report", True, "Write report.html and its figures.")
 
 # Flags that may differ between two calls of one and the same run.
 _ELSEWHERE = {"out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh"}
+_ELSEWHERE |= {"distributed", *process_flags.NAMES}
 
 
 def settings(given: flags.FlagValues) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 
 import dpjax
-from dpjax import data, features, scattering
+from dpjax import data, features, meshes, scattering
 
 MOMENTS = "moments.npz"
 
@@ -78,7 +78,8 @@ def with_scale(
     (x, labels), (x_test, test_labels) = dataset.train, dataset.test
     moments = None
     if normalization is not None:
-        moments = release_once(folder / MOMENTS, normalization, key, x)
+        # One release, in the first process, which alone writes files.
+        moments = meshes.from_first(lambda: release_once(folder / MOMENTS, normalization, key, x))
     x, x_test = map(jax.jit(partial(scale, given, moments=moments)), (x, x_test))
     return dataset._replace(train=(x, labels), test=(x_test, test_labels))
 

@@ -15,13 +15,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import data, features, losses, noise, reports, training
+from dpjax import data, features, losses, meshes, noise, reports, training, trees
 from dpjax.accounting.rounding import upwards
+from dpjax.cli import process_flags
 from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
 from dpjax.cli.train.classifier import rehearse, train
@@ -43,12 +45,20 @@ class Plan(NamedTuple):
     budget: dpjax.ledger.Budget | None
 
 
+class Trained(NamedTuple):
+    """What training returns."""
+
+    params: Any
+    state: Any
+    history: list[dict[str, Any]]
+
+
 def run(given: flags.FlagValues) -> None:
     """Trains as the flags say; a refusal of the ledger ends the process with its message."""
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
     started = time.time()
     try:
-        with mesh_in_force(given.mesh):
+        with mesh_in_force(given.mesh, process_flags.meet(given)):
             execute(given, plan(given), started)
     except dpjax.ledger.Refused as refused:
         sys.exit(
@@ -85,7 +95,9 @@ def plan(given: flags.FlagValues) -> Plan:
     per_epoch = None
     if given.loss == "composite":
         per_epoch = build.steps_per_epoch(given, dataset.examples)
-    earlier = given.continue_from and run_files.released(pathlib.Path(given.continue_from))
+    earlier = given.continue_from and meshes.from_first(
+        lambda: run_files.released(pathlib.Path(given.continue_from))
+    )
     shape = partial(inputs.input_shape, given, dataset)
     rehearse(shape, model, loss, mechanism, earlier, epochs=per_epoch is not None)
     method = build.accountant(given, mechanism)
@@ -105,18 +117,14 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
     folder, mechanism, per_epoch = pathlib.Path(given.out), plan.mechanism, plan.per_epoch
     # Printed before the first step: a user who meant another epsilon can still stop.
     planned = mechanism.epsilon(given.delta, plan.method)
-    print(
+    say(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {upwards(planned)} at delta={given.delta:g} ({plan.method})",
-        flush=True,
+        f"cost epsilon {upwards(planned)} at delta={given.delta:g} ({plan.method})"
     )
     dataset = inputs.with_features(given, plan.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
-    key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
-    if given.overwrite:
-        training.forget(folder)
-        run_files.clear(folder, inputs.MOMENTS)
-    folder.mkdir(parents=True, exist_ok=True)
+    key = secret_key() if given.seed is None else jax.random.key(given.seed)
+    meshes.from_first(lambda: prepare(folder, given.overwrite))
     dataset = inputs.with_scale(given, dataset, plan.normalization, key, folder)
     params, state, history = train(
         dataset,
@@ -135,6 +143,39 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
         configuration={f"--{name}": value for name, value in settings(given).items()},
         save_every=given.save_every,
     )
+    if meshes.first_process():
+        report(given, plan.mechanism, dataset, Trained(params, state, history), started)
+
+
+def say(words: str) -> None:
+    """Prints once, however many processes run."""
+    if meshes.first_process():
+        print(words, flush=True)
+
+
+def secret_key() -> Any:
+    """A secret root key: the first process makes it, and all of them hold it."""
+    data = meshes.from_first(lambda: trees.on_host(noise.secret_key()))
+    return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
+
+
+def prepare(folder: pathlib.Path, overwrite: bool) -> None:
+    """Makes the folder of the run; first deletes the run that is there, if asked to."""
+    if overwrite:
+        training.forget(folder)
+        run_files.clear(folder, inputs.MOMENTS)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def report(
+    given: flags.FlagValues,
+    mechanism: dpjax.Mechanism,
+    dataset: data.Dataset,
+    trained: Trained,
+    started: float,
+) -> None:
+    """Writes and prints what a run that has ended leaves."""
+    folder, (params, state, history) = pathlib.Path(given.out), trained
     # What ran, and not what was planned: a budget may have ended the run earlier.
     facts = {"ledger": state.ledger, "seed": given.seed}
     words = dpjax.statement(mechanism, given.delta, **facts)

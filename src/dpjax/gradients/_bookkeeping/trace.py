@@ -70,9 +70,8 @@ _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
 }
+_REMATERIALISED = {"checkpoint", "remat2"}
 
 
 class Traced:
@@ -177,6 +176,8 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         inner = equation.params[_CALLS[name]]
         inner, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
         return _walk(inner, constants, inputs, book)
+    if name in _REMATERIALISED:
+        return _rematerialised(equation, inputs, book)
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
@@ -191,6 +192,33 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if sources and _linear(name, sources) and _is(jnp.floating, equation.outvars[0].aval):
         return [_site(equation, inputs, sources[0], book)]
     return bind_fast(equation, plain(inputs, book, name))
+
+
+def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
+    """A region of `jax.checkpoint`: it is walked, and the backward pass computes it again.
+
+    The data of its sites leave the region, because norms and sums need them. Other values, such as
+    the weights of attention, do not.
+    """
+    p, start, found = equation.params, len(book.sites), list[Any]()
+
+    def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
+        child = Book(book.materialised, None if book.taps is None else book.taps[start:])
+        outputs = _walk(p["jaxpr"], (), inputs, child)
+        found[:] = child, outputs
+        return plain(outputs), child.data
+
+    # Inputs and taps are closed over: the values that the region reads become its inputs.
+    again = jax.checkpoint(region, prevent_cse=p["prevent_cse"], policy=p["policy"])
+    values, data = again()
+    child, outputs = found
+    for leaf, why in child.materialised.items():
+        book.materialise([leaf], why)
+    for site, noted in zip(child.sites, data, strict=True):
+        book.record(site, noted)
+    # A view stays one outside of the region, with the value that left it.
+    both = zip(outputs, values, strict=True)
+    return [x._replace(value=value) if isinstance(x, View) else value for x, value in both]
 
 
 def _linear(name: str, sources: Sequence[int]) -> bool:
