@@ -135,8 +135,8 @@ def main(argv: list[str]) -> None:
                 one = partial(run, dataset, mechanism)
                 found = [results.of(name, seed, one) for seed in seeds]
                 accuracy = paper_runs.spread([each["accuracy"] for each in found])
-                first = found[0]
-                shown = [f"{first[key]:.4g}" for key in ("noise_multiplier", "sensitivity", "error")]
+                figures = ("noise_multiplier", "sensitivity", "error")
+                shown = [f"{found[0][figure]:.4g}" for figure in figures]
                 lines.append([name, accuracy, *shown])
                 print(*lines[-1], sep="  ", flush=True)
     head = ["row", "test accuracy", "multiplier", "sensitivity", "error"]

@@ -342,8 +342,9 @@ def errors(folder, devices=8, **options):
     return json.loads(out.read_text())["largest_difference"]
 
 
-def test_a_mesh_changes_no_parameter(tmp_path):
-    found = errors(tmp_path, 4, loss="dense", engines="auto", mesh="data:2,model:2")
+@pytest.mark.parametrize("loss", ["dense", "dense, banded noise"])
+def test_a_mesh_changes_no_parameter(tmp_path, loss):
+    found = errors(tmp_path, 4, loss=loss, engines="auto", mesh="data:2,model:2")
     assert len(found) == 1
     assert max(found.values()) < 1e-6, found
 

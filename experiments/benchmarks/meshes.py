@@ -24,7 +24,7 @@ import reporting
 from absl import app, flags
 
 import dpjax
-from dpjax import clipping, losses, meshes, models, sampling
+from dpjax import clipping, losses, meshes, models, sampling, strategies
 
 _OUT = flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each case.")
 _DEVICES = flags.DEFINE_integer("devices", 8, "Devices that the CPU is shown as.", 1)
@@ -59,18 +59,23 @@ LOSSES: dict[str, nn.Module] = {
     "dense": models.MLP(features=(64, 64), classes=4),
     "convolution": Convolutions(),
     "Transformer, embedding": Tokens(),
+    "dense, banded noise": models.MLP(features=(64, 64), classes=4),
 }
 _LOSSES = flags.DEFINE_multi_enum("loss", list(LOSSES), list(LOSSES), "Losses.")
 
 
-def parameters(model: nn.Module, engine: str, mesh: Any) -> np.ndarray:
+def parameters(name: str, engine: str, mesh: Any) -> np.ndarray:
     """All parameters after two steps."""
+    model, banded = LOSSES[name], "banded" in name
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 36)).astype(np.float32)
     mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(EXAMPLES, 16),
+        sampling=sampling.cyclic_poisson(EXAMPLES, 16, cycle=2)
+        if banded
+        else sampling.poisson(EXAMPLES, 16),
         clipping=clipping.flat(1.0),
         noise_multiplier=1.0,
         steps=2,
+        noise=strategies.square_root(2, bands=2) if banded else None,
     )
     loss, data = losses.of(model, losses.cross_entropy), (x, np.arange(EXAMPLES) % 4)
     options: Any = {"microbatch_size": 8, "mesh": mesh}
@@ -89,9 +94,9 @@ def main(argv: list[str]) -> None:
     report["largest_difference"] = {}
     for name, engine in itertools.product(_LOSSES.value, _ENGINES.value):
         single = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-        alone = parameters(LOSSES[name], engine, single)
+        alone = parameters(name, engine, single)
         for text in _MESHES.value:
-            found = parameters(LOSSES[name], engine, meshes.parse(text))
+            found = parameters(name, engine, meshes.parse(text))
             moved = float(np.abs(found - alone).max())
             report["largest_difference"][f"{name}, {engine}, {text}"] = moved
             print(f"{name}, {engine}, {text}: {moved:.1e}", flush=True)

@@ -110,7 +110,7 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def placed_rows(rows: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
-    """Arrays with a leading axis before the parameter's own axes, each split as its parameter is."""
+    """Arrays with one more axis before the parameter's own, each split as its parameter is."""
 
     def place(leaf: Any, array: Any) -> Any:
         return put(array, NamedSharding(mesh, PartitionSpec(None, *leaf.sharding.spec)))
