@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import optimization_barrier
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
@@ -191,7 +192,9 @@ class InverseToeplitz:
             found = self.values[0] * wide
             if not size:
                 return found * scale, normals
-            found = found + streams.weighted(weights, normals)
+            # Read before it is overwritten: otherwise XLA copies the whole ring at each step.
+            earlier, normals = optimization_barrier((streams.weighted(weights, normals), normals))
+            found = found + earlier
             return found * scale, streams.replaced(normals, wide, step % size)
 
         return streams.mapped(one, z, memory)
