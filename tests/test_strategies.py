@@ -32,7 +32,7 @@ MAKERS = {
     "dense-cycles": lambda steps: strategies.dense(steps, cycles(2)),
     "normalized": lambda n: strategies.toeplitz(n, [0.5, 0.25, 0.25][:n], normalized=True),
     "signs": lambda steps: strategies.toeplitz(steps, [1, -0.5, 0.75][:steps]),
-    "rising": lambda steps: strategies.toeplitz(steps, [0.25, 0.5, 2.0][:steps]),
+    "gap": lambda steps: strategies.toeplitz(steps, [1.0, 0.0, 0.0, 1.0][:steps]),
     "signs-normalized": lambda n: strategies.toeplitz(n, [1, -0.5, 0.75][:n], normalized=True),
 }
 PARTICIPATIONS = [once(), apart(1), apart(2, 2), apart(2), apart(3), apart(4), cycles(2), cycles(3)]
@@ -78,7 +78,7 @@ def streamed(strategy, z, *, at=0):
     "strategies/sensitivity.py",
     "decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]",
     "decreasing = np.abs(column)",
-    case="rising",
+    case="gap",
 )
 @kills(
     "strategies/sensitivity.py", "np.abs(column)[::-1])[::-1]", "column[::-1])[::-1]", case="signs"
@@ -146,7 +146,7 @@ def test_no_pattern_moves_more_than_the_sensitivity(maker):
             assert found >= brute(matrix, participation) * (1 - 1e-12)
             assert found >= by_magnitudes(matrix, participation) * (1 - 1e-12)
             # A bound that is far too large costs accuracy.
-            assert found <= 1.15 * by_magnitudes(matrix, participation)
+            assert found <= 1.2 * by_magnitudes(matrix, participation)
 
 
 @pytest.mark.parametrize("maker", ["white", "square-root", "cut-root", "inverse", "buffered"])

@@ -6,7 +6,7 @@
 
 Banded Toeplitz, buffered Toeplitz and dense strategies for prefix sums, for one participation and
 for participations a separation apart.  Both sides search for the least mean error; a figure is the
-root of the mean variance times the sensitivity.  The peer's matrices are rated by its own functions.
+root of the mean variance times the sensitivity.  The peer's functions rate the peer's matrices.
 Each search runs once, imports excluded: results of both libraries are cached by settings.
 """
 
@@ -136,8 +136,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """What a process of one library answers."""
     search = {"dpjax": ours, "jax_privacy": peers}[sys.argv[1]]
     if "prepare" in question:
-        smallest = dict(family="buffered", steps=4, size=1, separation=None, most=1)
-        search(smallest)
+        names = ("family", "steps", "size", "separation", "most")
+        search(dict(zip(names, ("buffered", 4, 1, None, 1), strict=True)))
         return {}
     return search(question)
 

@@ -141,7 +141,7 @@ def _crowded(form: Tree, participation: Participation) -> float:
 
 
 def _additions(strategy: Strategy) -> int:
-    """How many float64 roundings a column norm may have, with those of its coefficients."""
+    """How many float64 roundings a column norm and its coefficients may have."""
     bands = strategy.bands
     if bands is not None and bands <= strategy.steps and strategy.remembers + 1 == bands:
         return bands - 1

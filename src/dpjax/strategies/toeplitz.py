@@ -2,8 +2,8 @@
 r"""Toeplitz strategies: a lower-triangular matrix with constant diagonals, or its inverse.
 
 `Toeplitz` has the coefficients of $C$ and remembers its last noises (forward substitution).
-`InverseToeplitz` has those of $C^{-1}$ and remembers the last normal numbers. Both keep one array
-less than they have coefficients.
+`InverseToeplitz` has the coefficients of $C^{-1}$ and remembers the last normal numbers. Both
+keep one array less than they have coefficients.
 """
 
 from __future__ import annotations
