@@ -1,9 +1,451 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correlated noise: sensitivities against all patterns, streams against matrices, errors."""
 
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mutation import kills
+
 from dpjax import strategies
+from dpjax.strategies import Strategy, apart, cycles, once, sensitivity
+from dpjax.strategies.buffered import Buffered
+from dpjax.strategies.dense import packed
+from dpjax.strategies.toeplitz import InverseToeplitz
+
+LENGTHS = (1, 2, 5, 7, 8)
+MAKERS = {
+    "white": strategies.white,
+    "tree": strategies.tree,
+    "square-root": strategies.square_root,
+    "cut-root": lambda steps: strategies.square_root(steps, min(3, steps)),
+    "banded": lambda steps: strategies.banded(steps, min(3, steps)),
+    "banded-plain": lambda steps: strategies.banded(steps, min(3, steps), normalized=False),
+    "banded-overlapping": lambda steps: strategies.banded(steps, min(4, steps), apart(2)),
+    "inverse": lambda steps: strategies.banded_inverse_square_root(steps, min(3, steps)),
+    "buffered": lambda steps: strategies.buffered(steps, 2, apart(3)),
+    "dense": strategies.dense,
+    "dense-apart": lambda steps: strategies.dense(steps, apart(3)),
+    "dense-cycles": lambda steps: strategies.dense(steps, cycles(2)),
+    "normalized": lambda n: strategies.toeplitz(n, [0.5, 0.25, 0.25][:n], normalized=True),
+    "signs": lambda steps: strategies.toeplitz(steps, [1, -0.5, 0.75][:steps]),
+    "gap": lambda steps: strategies.toeplitz(steps, [1.0, 0.0, 0.0, 1.0][:steps]),
+    "signs-normalized": lambda n: strategies.toeplitz(n, [1, -0.5, 0.75][:n], normalized=True),
+}
+PARTICIPATIONS = [once(), apart(1), apart(2, 2), apart(2), apart(3), apart(4), cycles(2), cycles(3)]
+CASES = pytest.mark.parametrize("maker", MAKERS)
 
 
-def test_a_strategy_is_its_facts():
-    strategy = strategies.tree(5)
-    assert strategies.from_facts(strategy.facts) == strategy
+def patterns(steps, participation):
+    """All sets of steps that one example may have."""
+    for number in range(1, participation.within(steps) + 1):
+        for pattern in itertools.combinations(range(steps), number):
+            gaps = np.diff(pattern)
+            sound = gaps == participation.separation if participation.even else True
+            if np.all(sound) and np.all(gaps >= participation.separation):
+                yield list(pattern)
+
+
+def brute(matrix, participation):
+    """The largest norm over all patterns and signs."""
+    return max(
+        float(np.linalg.norm(matrix[:, pattern] @ np.array([1, *signs])))
+        for pattern in patterns(len(matrix), participation)
+        for signs in itertools.product([1, -1], repeat=len(pattern) - 1)
+    )
+
+
+def by_magnitudes(matrix, participation):
+    """The largest sum of magnitudes in C^T C over all patterns: what any gradients can reach."""
+    gram = np.abs(matrix.T @ matrix)
+    return max(float(gram[np.ix_(p, p)].sum()) for p in patterns(len(matrix), participation)) ** 0.5
+
+
+def streamed(strategy, z, *, at=0):
+    """The noise of the stream, step by step, compiled."""
+    advance = jax.jit(strategy.next)
+    memory, rows = strategy.start({"w": jnp.zeros(z.shape[1:])}), []
+    for step in range(len(z)):
+        noise, memory = advance({"w": jnp.asarray(z[step])}, memory, step + at)
+        rows.append(noise["w"])
+    return np.array(rows)
+
+
+@kills(
+    "strategies/sensitivity.py",
+    "decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]",
+    "decreasing = np.abs(column)",
+    case="gap",
+)
+@kills(
+    "strategies/sensitivity.py", "np.abs(column)[::-1])[::-1]", "column[::-1])[::-1]", case="signs"
+)
+@kills(
+    "strategies/sensitivity.py",
+    "gram = np.abs(whole.T @ whole)",
+    "gram = whole.T @ whole",
+    case="signs-normalized",
+)
+@kills(
+    "strategies/sensitivity.py",
+    "strategy.bands <= participation.separation",
+    "strategy.bands <= participation.separation + 1",
+    case="cut-root",
+)
+@kills(
+    "strategies/sensitivity.py",
+    "np.maximum(np.arange(steps) + 1 - apart, 0)",
+    "np.maximum(np.arange(steps) - apart, 0)",
+    case="normalized",
+)
+@kills(
+    "strategies/sensitivity.py",
+    "for _ in range(participation.within(steps)):",
+    "for _ in range(participation.within(steps) - 1):",
+    case="normalized",
+)
+@kills(
+    "strategies/sensitivity.py", "lag < apart, 0.0, gram", "lag <= apart, 0.0, gram", case="dense"
+)
+@kills("strategies/search.py", "    sums[most:] -= sums[:-most].copy()\n", "", case="square-root")
+@kills(
+    "strategies/search.py",
+    "return sums.reshape(-1)[:steps]",
+    "return shaped.reshape(-1)[:steps]",
+    case="buffered",
+)
+@kills(
+    "strategies/participation.py",
+    "fit = -(-steps // self.separation)",
+    "fit = steps // self.separation",
+    case="buffered",
+)
+@kills(
+    "strategies/toeplitz.py",
+    "return np.ones(self.steps) if self.normalized else self._cut_squares()",
+    "return self._cut_squares()",
+    case="normalized",
+)
+@kills("strategies/tree.py", "float(self.remembers + 1))", "float(self.remembers))", case="tree")
+@kills(
+    "strategies/buffered.py",
+    "        return np.concatenate([[1.0], np.array(self.scales) @ powers])",
+    "        return np.concatenate([np.array(self.scales) @ powers, [0.0]])",
+    case="buffered",
+)
+@CASES
+def test_no_pattern_moves_more_than_the_sensitivity(maker):
+    for steps in LENGTHS:
+        strategy = MAKERS[maker](steps)
+        matrix = np.linalg.inv(strategy.inverse())
+        for participation in PARTICIPATIONS:
+            found = sensitivity(strategy, participation)
+            assert found >= brute(matrix, participation) * (1 - 1e-12)
+            assert found >= by_magnitudes(matrix, participation) * (1 - 1e-12)
+            # A bound that is far too large costs accuracy.
+            assert found <= 1.2 * by_magnitudes(matrix, participation)
+
+
+@pytest.mark.parametrize("maker", ["white", "square-root", "cut-root", "inverse", "buffered"])
+def test_decreasing_coefficients_have_their_exact_sensitivity(maker):
+    for steps in LENGTHS:
+        strategy = MAKERS[maker](steps)
+        for participation in PARTICIPATIONS:
+            expected = brute(strategy.matrix(), participation)
+            assert sensitivity(strategy, participation) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("participation", PARTICIPATIONS[:-2], ids=str)
+def test_separated_columns_are_chosen_with_care_for_the_last(participation):
+    # The last columns of a matrix with rising norms count most; none of them may be missed.
+    matrix = np.diag([1.0, 2.0, 3.0, 1.0, 5.0, 4.0, 6.0])
+    strategy = Strategy(name="diagonal", form=packed(matrix))
+    expected = brute(matrix, participation)
+    assert sensitivity(strategy, participation) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_scale_is_that_of_the_normalized_matrix():
+    # Normalised, every column has norm 1, also the last one, which has one term.
+    strategy = strategies.toeplitz(6, [0.5, 0.25], normalized=True)
+    assert sensitivity(strategy, once()) == 1.0
+    np.testing.assert_allclose(strategy.column_norms(), np.ones(6))
+    np.testing.assert_allclose(np.linalg.norm(strategy.matrix(), axis=0), np.ones(6))
+    np.testing.assert_allclose(strategy.matrix() @ strategy.inverse(), np.eye(6), atol=1e-12)
+    plain = strategies.toeplitz(6, [0.5, 0.25])
+    assert sensitivity(plain, once()) == pytest.approx(0.3125**0.5)
+    assert strategy.coefficients is None
+
+
+def test_white_noise_has_the_sensitivity_of_dp_sgd():
+    strategy = strategies.white(1_000)
+    assert sensitivity(strategy, once()) == 1.0
+    assert sensitivity(strategy, apart(10)) == 10.0
+    assert strategy.remembers == 0
+    assert strategy.bands == 1
+
+
+def test_a_sensitivity_is_rounded_up():
+    for steps in (3, 1_000):
+        strategy = strategies.banded(steps, 3, normalized=False)
+        exact = sum(int(2**40 * float(c)) ** 2 for c in strategy.coefficients) / 2**80
+        assert sensitivity(strategy, once()) ** 2 >= exact
+
+
+@kills(
+    "strategies/streams.py",
+    "(jnp.asarray(step) - 1 - jnp.arange(size)) % size + 1",
+    "(jnp.asarray(step) - jnp.arange(size)) % size + 1",
+    case="cut-root",
+)
+@kills(
+    "strategies/toeplitz.py",
+    "kept = streams.replaced(noises, found, step % size)",
+    "kept = streams.replaced(noises, wide, step % size)",
+    case="cut-root",
+)
+@kills(
+    "strategies/toeplitz.py",
+    "streams.replaced(normals, wide, step % size)",
+    "streams.replaced(normals, found, step % size)",
+    case="inverse",
+)
+@kills(
+    "strategies/toeplitz.py",
+    "self.steps - 1 - jnp.asarray(step), 0, size",
+    "self.steps - jnp.asarray(step), 0, size",
+    case="normalized",
+)
+@kills(
+    "strategies/toeplitz.py",
+    "found = found / self.values[0]",
+    "found = found * 1.0",
+    case="normalized",
+)
+@kills(
+    "strategies/buffered.py",
+    "return found, shrunk + found",
+    "return found, shrunk + leaf",
+    case="buffered",
+)
+@kills(
+    "strategies/tree.py",
+    "total = found + streams.weighted(full, sums)",
+    "total = found",
+    case="tree",
+)
+@kills(
+    "strategies/tree.py",
+    "full[level], last[level] * (node + 1 == end)",
+    "full[level], full[level]",
+    case="tree",
+)
+@kills(
+    "strategies/dense.py",
+    "streams.replaced(normals, leaf, step)",
+    "streams.replaced(normals, leaf, 0)",
+    case="dense",
+)
+@CASES
+def test_the_stream_is_the_inverse_of_the_matrix(maker):
+    for steps in LENGTHS:
+        strategy = MAKERS[maker](steps)
+        z = np.random.default_rng(steps).normal(size=(steps, 3)).astype(np.float32)
+        inverse = strategy.inverse()
+        np.testing.assert_allclose(strategy.matrix() @ inverse, np.eye(steps), atol=1e-9)
+        np.testing.assert_allclose(streamed(strategy, z), inverse @ z, atol=2e-5)
+        for step in range(steps):
+            np.testing.assert_allclose(strategy.row(step), inverse[step, : step + 1], atol=1e-9)
+        norms = np.linalg.norm(strategy.matrix(), axis=0)
+        np.testing.assert_allclose(strategy.column_norms(), norms, rtol=1e-9)
+
+
+@CASES
+def test_facts_are_json_and_rebuild_the_strategy(maker):
+    strategy = MAKERS[maker](7)
+    again = strategies.from_facts(json.loads(json.dumps(strategy.facts)))
+    assert again == strategy
+    assert hash(again) == hash(strategy)
+    np.testing.assert_array_equal(again.matrix(), strategy.matrix())
+
+
+@CASES
+def test_errors_are_those_of_the_matrices(maker):
+    for steps in LENGTHS:
+        strategy = MAKERS[maker](steps)
+        scale, inverse = sensitivity(strategy, apart(3)), strategy.inverse()
+        rates, momentum = np.linspace(1, 0.1, steps), 0.7
+        lag = np.arange(steps)[:, None] - np.arange(steps)
+        averages = np.where(lag >= 0, momentum ** np.maximum(lag, 0), 0)
+        sums = np.tril(np.ones((steps, steps)))
+        workloads = {
+            (): sums,
+            (("momentum", momentum),): sums @ averages,
+            (("momentum", momentum), ("learning_rates", tuple(rates))): sums * rates @ averages,
+        }
+        for options, workload in workloads.items():
+            squares = np.sum((workload @ inverse) ** 2, axis=1)
+            expected = scale * np.sqrt([squares.mean(), squares.max()])
+            found = strategy.errors(apart(3), **dict(options))
+            np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("maker", ["tree", "banded", "inverse", "buffered", "dense"])
+def test_the_covariance_of_the_noise(maker):
+    strategy = MAKERS[maker](5)
+    z = np.asarray(jax.random.normal(jax.random.key(3), (5, 200_000)))
+    inverse = strategy.inverse()
+    np.testing.assert_allclose(np.cov(streamed(strategy, z)), inverse @ inverse.T, atol=0.03)
+
+
+def test_a_tree_has_a_node_count_for_each_pair_of_steps():
+    for steps in (1, 4, 6, 11, 16):
+        matrix = strategies.tree(steps).matrix()
+        pairs = np.bitwise_xor.outer(np.arange(steps), np.arange(steps))
+        apart_on = np.array([[int(pair).bit_length() for pair in row] for row in pairs])
+        np.testing.assert_allclose(matrix.T @ matrix, (steps - 1).bit_length() + 1 - apart_on)
+
+
+def test_a_tree_of_many_steps_is_bounded_by_its_levels():
+    # Steps 0 and 5,000 are in 15 nodes each and share the largest two.
+    found = sensitivity(strategies.tree(10_000), apart(5_000))
+    assert found == pytest.approx((15 + 15 + 2 * 2) ** 0.5)
+    assert sensitivity(strategies.tree(10_000), once()) == pytest.approx(15**0.5)
+
+
+def test_memory_is_at_most_the_bands_or_buffers():
+    steps, zeros = 64, {"a": jnp.zeros((2, 3)), "b": jnp.zeros((), jnp.bfloat16)}
+    made = {
+        strategies.banded(steps, 8): 7,
+        strategies.banded_inverse_square_root(steps, 8): 7,
+        strategies.buffered(steps, 3): 3,
+        strategies.tree(steps): 6,
+        strategies.white(steps): 0,
+    }
+    for strategy, rows in made.items():
+        assert strategy.remembers == rows
+        memory = strategy.start(zeros)
+        assert memory["a"].shape == (rows, 2, 3)
+        assert memory["b"].dtype == jnp.float32
+        noise, after = strategy.next(zeros, memory, 0)
+        assert jax.tree.structure(noise) == jax.tree.structure(zeros)
+        assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, memory)
+
+
+@kills(
+    "strategies/streams.py",
+    "(step >= 0) & (step < steps), 1.0, jnp.nan",
+    "(step >= 0) & (step < steps), 1.0, 1.0",
+)
+def test_a_step_after_the_run_has_no_noise():
+    z = np.ones((1, 2), np.float32)
+    for maker in ("banded", "inverse", "buffered", "tree", "dense", "white"):
+        strategy = MAKERS[maker](7)
+        assert np.all(np.isnan(streamed(strategy, z, at=7)))
+        with pytest.raises(ValueError, match="expected a step below 7"):
+            strategy.next(z[0], strategy.start(z[0]), 7)
+        with pytest.raises(ValueError, match="expected a step below 7"):
+            strategy.row(7)
+
+
+def test_optimised_strategies_have_less_error():
+    steps, part = 200, apart(25, 8)
+    errors = {
+        "banded": strategies.banded(steps, 25, part).errors(part).mean,
+        "buffered": strategies.buffered(steps, 3, part).errors(part).mean,
+        "inverse": strategies.banded_inverse_square_root(steps, 25).errors(part).mean,
+        "white": strategies.white(steps).errors(part).mean,
+    }
+    assert errors["banded"] < errors["inverse"] < errors["white"]
+    assert errors["buffered"] < errors["white"]
+    dense = strategies.dense(60).errors().mean
+    assert dense < strategies.buffered(60, 4).errors().mean
+    assert dense < strategies.banded(60, 60).errors().mean < strategies.tree(60).errors().mean
+
+
+def test_searches_weight_what_they_are_given():
+    steps, rates = 60, np.linspace(1, 0, 61)[:-1]
+    plain, heavy = strategies.banded(steps, 6), strategies.banded(steps, 6, momentum=0.9)
+    assert heavy.errors(momentum=0.9).mean < plain.errors(momentum=0.9).mean
+    both = strategies.banded(steps, 6, momentum=0.9, learning_rates=rates)
+    options = {"momentum": 0.9, "learning_rates": rates}
+    assert both.errors(**options).mean <= heavy.errors(**options).mean
+    for make in (
+        lambda error: strategies.banded(steps, 6, normalized=False, error=error),
+        lambda error: strategies.buffered(steps, 2, error=error),
+    ):
+        mean, maximal = make("mean").errors(), make("maximal").errors()
+        assert mean.mean < maximal.mean
+        assert maximal.maximal < mean.maximal
+    heavy = strategies.buffered(steps, 3, momentum=0.9).errors(momentum=0.9)
+    assert heavy.mean < strategies.buffered(steps, 3).errors(momentum=0.9).mean
+
+
+def test_a_search_meets_the_optimum_of_few_coefficients():
+    # Two bands have one free coefficient.
+    def error(second):
+        return strategies.toeplitz(50, [1.0, second]).errors().mean
+
+    found = strategies.banded(50, 2, normalized=False)
+    grid = min(error(second) for second in np.linspace(0, 1, 201))
+    assert found.errors().mean <= grid * (1 + 1e-9)
+
+
+def test_long_runs_take_no_matrix():
+    steps = 100_000
+    strategy = strategies.banded_inverse_square_root(steps, 16)
+    assert strategy.errors().maximal == pytest.approx(66.41, abs=0.01)
+    assert strategies.tree(steps).errors().maximal == pytest.approx(6.681, abs=0.001)
+    with pytest.raises(ValueError, match="for a whole matrix"):
+        strategy.matrix()
+    with pytest.raises(ValueError, match="at most 4096 with momentum"):
+        strategies.tree(steps).errors(momentum=0.5)
+
+
+def test_the_square_root_has_its_closed_form_and_error():
+    strategy = strategies.square_root(4)
+    np.testing.assert_allclose(strategy.coefficients, [1, 1 / 2, 3 / 8, 5 / 16])
+    # Both factors are the root, so the maximal error is the squared norm of its first column.
+    norm = float(np.sum(strategy.coefficients**2))
+    assert strategy.errors().maximal == pytest.approx(norm)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: strategies.apart(0), "least distance between two steps"),
+        (lambda: strategies.apart(2, 0), "number of epochs"),
+        (lambda: strategies.banded(4, 5), "Usually steps and bands are swapped"),
+        (lambda: strategies.banded(4, 2, momentum=1.0), "from 0 to below 1"),
+        (lambda: strategies.banded(4, 2, learning_rates=[1.0]), "schedules.values"),
+        (lambda: strategies.banded(4, 2, learning_rates=np.zeros(4)), "all are 0"),
+        (lambda: strategies.banded(4, 2, error="worst"), "one of mean, maximal"),
+        (
+            lambda: strategies.banded(4, 2, learning_rates=np.ones(4), error="maximal"),
+            "Leave the rates out",
+        ),
+        (lambda: strategies.toeplitz(4, [0.0, 1.0]), "must be invertible"),
+        (lambda: strategies.toeplitz(1, [1.0, 1.0]), "at most one for each step"),
+        (lambda: strategies.toeplitz(2, [float("nan")]), "finite numbers"),
+        (lambda: strategies.buffered(4, 17), "at most 16"),
+        (lambda: Buffered(steps=4, scales=(1.0,), decays=(1.0,)), "below 1"),
+        (lambda: strategies.dense(2_001), "grows with the cube"),
+        (lambda: packed(np.diag([1.0, 0.0])), "positive diagonal"),
+        (lambda: strategies.from_facts({"kind": "dense", "steps": 2, "rows": ""}), "3 finite"),
+        (lambda: strategies.from_facts({"kind": "fir", "steps": 2}), "one of toeplitz"),
+        (lambda: strategies.from_facts({"kind": "tree", "depth": 2}), "another version"),
+        (lambda: InverseToeplitz(steps=2, values=(-1.0,)), "must be invertible"),
+    ],
+)
+def test_errors_teach(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_arguments_of_another_kind_are_refused():
+    with pytest.raises(TypeError, match=r"Make one with strategies\.white"):
+        sensitivity(np.eye(3), once())
+    with pytest.raises(TypeError, match=r"strategies\.once\(\)"):
+        sensitivity(strategies.white(3), 2)

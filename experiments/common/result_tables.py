@@ -163,6 +163,19 @@ def step_rows() -> Iterator[str]:
         yield f"| {WORKLOADS[name]} | " + " | ".join(f"{ms:.3g}" for ms in each) + " |"
 
 
+def strategy_rows() -> Iterator[str]:
+    """Error and seconds of both libraries, one row per search."""
+    for name, row in load("strategies")["rows"].items():
+        cells = []
+        for who in ("dpjax", "jax_privacy"):
+            found = row.get(who, {"refused": "not run"})
+            stopped = found.get("refused")
+            cells += (
+                [stopped, ""] if stopped else [f"{found['error']:.5f}", f"{found['seconds']:.2f}"]
+            )
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 def audit_rows() -> Iterator[str]:
     """Lower bounds beside claims, one row per algorithm."""
     for name, found in load("audits")["rows"].items():
@@ -231,6 +244,17 @@ def page() -> str:
         "",
         "Medians of alternated rounds in one run, by",
         '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
+    ]
+    lines += [
+        "",
+        "## Strategies of correlated noise",
+        "",
+        "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, on a",
+        "machine that other programs shared, by `make bench-peers BENCH=strategies`.",
+        "",
+        "| | dpjax | s | jax_privacy | s |",
+        "|---|---|---|---|---|",
+        *strategy_rows(),
     ]
     audits = load("audits")
     above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())

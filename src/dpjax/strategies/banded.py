@@ -30,7 +30,7 @@ def square_root(steps: int, bands: int | None = None) -> Strategy:
 
     Args:
       steps: The number of steps T of the run.
-      bands: Coefficients after so many diagonals are 0; by default all T are kept, and the stream
+      bands: How many coefficients are kept; by default all T are kept, and the stream
         remembers T - 1 arrays.
 
     Example:

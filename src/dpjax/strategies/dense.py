@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks
 from dpjax.strategies import descent, streams
+from dpjax.strategies.banded import banded
 from dpjax.strategies.participation import Participation, once
 from dpjax.strategies.strategy import Strategy
 from dpjax.strategies.workload import Workload, workload
@@ -181,7 +182,13 @@ def dense(
 
 @functools.lru_cache(maxsize=16)
 def _searched(steps: int, participation: Participation, of: Workload) -> Dense:
-    found = descent.least_trace(of.gram(steps), _free(steps, participation))
+    gram = of.gram(steps)
+    if participation.within(steps) == 1:
+        found = descent.fixed_point(gram)
+    else:
+        bands = min(participation.separation, steps)
+        begin = banded(steps, bands, participation, momentum=of.momentum).matrix()
+        found = descent.masked(gram, _free(steps, participation), begin.T @ begin)
     # X = U U^T with an upper triangle: the factor of the matrix in reverse, in reverse.
     factor = np.linalg.cholesky(found[::-1, ::-1])[::-1, ::-1].T
     # Rounding leaves traces where orthogonal columns must not overlap.
@@ -193,8 +200,6 @@ def _searched(steps: int, participation: Participation, of: Workload) -> Dense:
 def _free(steps: int, participation: Participation) -> Bool[np.ndarray, "steps steps"]:
     """Where X may differ from 0."""
     lag = np.abs(np.arange(steps)[:, None] - np.arange(steps))
-    if participation.within(steps) == 1:
-        return np.ones_like(lag, bool)
     if participation.even:
         return (lag % participation.separation > 0) | (lag == 0)
     return lag < participation.separation

@@ -17,6 +17,7 @@ import math
 import numpy as np
 from jaxtyping import Complex, Float
 
+from dpjax.strategies import descent
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.workload import Workload
 
@@ -35,29 +36,28 @@ def least_error(
     The rates of $\lambda_1, \theta_1, \lambda_2, \dots$ are the prefix sums of $e^{x}$, so that
     poles and zeros interlace for any x.
     """
-    from scipy.optimize import minimize
-
     directions = 1j * _TINY * np.eye(2 * buffers)
 
+    def unpacked(x: np.ndarray) -> tuple[Rates, Rates]:
+        # The least gap keeps digits in the differences of powers that nearly merge.
+        rates = np.cumsum(np.exp(x) + 1e-6 / steps, axis=1)
+        return rates[:, 0::2], rates[:, 1::2]
+
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        rates = np.cumsum(np.exp(x + directions), axis=1)
-        poles, zeros = rates[:, 0::2], rates[:, 1::2]
+        # At a rate of 40 a power is 0 after one step; products of its reciprocal would overflow.
+        if np.max(x) > 4 or np.sum(np.exp(x)) > 40:
+            return math.inf, x
+        poles, zeros = unpacked(x + directions)
         found = np.log(variance(poles, zeros, steps, of, error))
         found += np.log(squared_sensitivity(poles, zeros, steps, participation))
         return float(found[0].real), np.imag(found) / _TINY
 
-    best, least = np.zeros(2 * buffers), math.inf
+    found = []
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
-        x = np.log(np.diff(rates, prepend=0.0))
-        # Below, powers merge and their differences have no digits left.
-        bounds = [(-18.0, 3.0)] * x.size
-        options = {"maxiter": 2_000, "maxfun": 4_000, "ftol": 1e-10, "gtol": 1e-6, "maxcor": 20}
-        found = minimize(objective, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-        if found.fun < least:
-            best, least = found.x, found.fun
-    rates = np.cumsum(np.exp(best))[None]
-    poles, zeros = rates[:, 0::2], rates[:, 1::2]
+        found.append(descent.minimum(objective, np.log(np.diff(rates, prepend=0.0))))
+    best = min(found, key=lambda x: objective(x)[0])
+    poles, zeros = unpacked(best[None])
     decays = np.exp(-poles)
     return (_residues(poles, zeros) * decays)[0], decays[0]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
-from dpjax.strategies import series
+from dpjax.strategies import descent, series
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.workload import Workload
 
@@ -90,11 +90,9 @@ def banded_coefficients(
     steps: int, bands: int, participation: Participation, of: Workload, error: str
 ) -> Float[np.ndarray, "bands"]:
     """The first column of the banded Toeplitz matrix of least error."""
-    from scipy.optimize import minimize
-
     variance_of = variance(steps, of, error)
     # Apart enough, columns of one pattern do not meet, and any signs are exact. Otherwise the
-    # coefficients must decrease: they are sums of steps down, none negative.
+    # coefficients must decrease: they are sums of steps down, each a square.
     decreasing = bands > participation.separation
     begin = series.product(
         series.square_root(bands), series.square_root(bands) * _powers(of, bands), bands
@@ -102,7 +100,7 @@ def banded_coefficients(
     begin = begin / begin[0]
 
     def unpacked(x: np.ndarray) -> np.ndarray:
-        return np.cumsum(x[::-1])[::-1] if decreasing else np.concatenate([[1.0], x])
+        return np.cumsum(np.square(x)[::-1])[::-1] if decreasing else np.concatenate([[1.0], x])
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         found = unpacked(x)
@@ -112,15 +110,11 @@ def banded_coefficients(
         by_error = -series.correlated(solved, inverse, bands)
         squared, by_squared = squared_sensitivity(np.pad(found, (0, steps - bands)), participation)
         gradient = by_error / error + by_squared[:bands] / squared
-        return math.log(error * squared), np.cumsum(gradient) if decreasing else gradient[1:]
+        by_steps = np.cumsum(gradient) * 2 * x if decreasing else gradient[1:]
+        return math.log(error * squared), by_steps
 
-    x = -np.diff(begin, append=0.0) if decreasing else begin[1:]
-    if not x.size:
-        return begin
-    bounds = [(0.0, None)] * x.size if decreasing else None
-    options = {"maxiter": 2_000, "maxfun": 4_000, "ftol": 1e-13, "gtol": 1e-9, "maxcor": 30}
-    found = minimize(objective, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-    best = unpacked(found.x)
+    x = np.sqrt(-np.diff(begin, append=0.0)) if decreasing else begin[1:]
+    best = unpacked(descent.minimum(objective, x)) if x.size else begin
     return best / best[0]
 
 

@@ -35,13 +35,15 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     | strategy and participation | method | |
     |---|---|---|
     | one step | the largest norm of a column | exact |
-    | bands <= separation, so that columns do not overlap | programming over column norms | exact |
+    | bands <= separation, so that columns do not overlap | programming over column norms | exact* |
     | Toeplitz, coefficients not negative and not increasing | the pattern 0, b, 2b, ... | exact |
     | Toeplitz, other coefficients | the same for a decreasing bound on their magnitudes | bound |
     | at most 4,096 steps, cycles | all patterns | exact if $C^T C$ has no negative entry |
     | at most 4,096 steps | programming over bounds of rows | bound |
     | a tree | the most steps that fit into each node | bound |
     | any | the sum of column norms (triangle inequality) | bound |
+
+    (* For cycles a bound, if the norms of columns differ.)
 
     Args:
       strategy: Its C.
@@ -139,7 +141,7 @@ def _crowded(form: Tree, participation: Participation) -> float:
 
 
 def _additions(strategy: Strategy) -> int:
-    """How many float64 roundings a column norm may have, with those of its coefficients."""
+    """How many float64 roundings a column norm and its coefficients may have."""
     bands = strategy.bands
     if bands is not None and bands <= strategy.steps and strategy.remembers + 1 == bands:
         return bands - 1

@@ -202,7 +202,7 @@ class Strategy:
         """The noise of one step: the stream that multiplies by the inverse of C.
 
         Args:
-          z: Standard normal numbers of this step, independent of those of other steps.
+          z: Standard normal numbers of this step, independent of other steps' numbers.
           memory: From `start`, or from the step before.
           step: The number of the step, traced or not; steps come in order, from 0.
 

@@ -2,8 +2,8 @@
 r"""Toeplitz strategies: a lower-triangular matrix with constant diagonals, or its inverse.
 
 `Toeplitz` has the coefficients of $C$ and remembers its last noises (forward substitution).
-`InverseToeplitz` has those of $C^{-1}$ and remembers the last normal numbers. Both keep one array
-less than they have coefficients.
+`InverseToeplitz` has the coefficients of $C^{-1}$ and remembers the last normal numbers. Both
+keep one array less than they have coefficients.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import optimization_barrier
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
@@ -191,7 +192,9 @@ class InverseToeplitz:
             found = self.values[0] * wide
             if not size:
                 return found * scale, normals
-            found = found + streams.weighted(weights, normals)
+            # Read before it is overwritten: otherwise XLA copies the whole ring at each step.
+            earlier, normals = optimization_barrier((streams.weighted(weights, normals), normals))
+            found = found + earlier
             return found * scale, streams.replaced(normals, wide, step % size)
 
         return streams.mapped(one, z, memory)

@@ -2,7 +2,7 @@
 r"""Tree aggregation with Honaker's full estimator, as a lower-triangular matrix.
 
 The classical mechanism adds noise to the sum of each node of a binary tree over the steps. Its
-best estimator of the steps' values uses all nodes, also those that end later, and so looks useless
+best estimator of the steps' values uses all nodes, also nodes that end later, and so looks useless
 in a stream. But the estimator's noise is Gaussian with precision $H^T H$, where $H$ has a row of
 ones for each node, and $C^{-1} Z$ has the same distribution for the lower-triangular $C$ with
 $C^T C = H^T H$. The recursion over the tree gives its rows in logarithmic time and memory.
@@ -155,7 +155,7 @@ class Tree:
         for level in reversed(range(self.remembers)):
             node = step >> level
             is_right = node & 1
-            # The steps of a right sibling are still free; those of a left one are known.
+            # The steps of a right sibling are still free; a left sibling's are known.
             end = (self.steps - 1) >> level
             sibling = numpy.where(node + 1 < end, full[level], last[level] * (node + 1 == end))
             free = a / (1 + a * numpy.where(is_right, 0.0, sibling))

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error and search time of strategies of correlated noise: dpjax and jax_privacy.
+
+  command   make bench-peers BENCH=strategies ARGS="--out experiments/results/strategies.json"
+  figures   experiments/results/strategies.json
+
+Banded Toeplitz, buffered Toeplitz and dense strategies for prefix sums, for one participation and
+for participations a separation apart.  Both sides search for the least mean error; a figure is the
+root of the mean variance times the sensitivity.  The peer's functions rate the peer's matrices.
+Each search runs once, imports excluded: results of both libraries are cached by settings.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from typing import Any
+
+import reporting
+import workers
+from absl import app, flags
+
+# (family, steps, bands or buffers, separation, most); dense has no size.
+TASKS = [
+    ("banded", 1_000, 16, None, 1),
+    ("banded", 10_000, 64, None, 1),
+    ("banded", 100_000, 64, None, 1),
+    ("buffered", 1_000, 4, None, 1),
+    ("buffered", 100_000, 4, None, 1),
+    ("buffered", 1_000, 2, 100, 10),
+    ("dense", 128, None, None, 1),
+    ("dense", 512, None, None, 1),
+]
+SMOKE = [("banded", 20, 4, None, 1), ("buffered", 20, 2, 5, 4), ("dense", 8, None, None, 1)]
+
+
+def ours(task: dict[str, Any]) -> dict[str, Any]:
+    """One search of dpjax."""
+    from dpjax import strategies
+
+    steps, size = task["steps"], task["size"]
+    if task["separation"] is None:
+        participation = strategies.once()
+    else:
+        participation = strategies.apart(task["separation"], task["most"])
+    make = {
+        "banded": lambda: strategies.banded(steps, size, participation, normalized=False),
+        "buffered": lambda: strategies.buffered(steps, size, participation),
+        "dense": lambda: strategies.dense(steps, participation),
+    }[task["family"]]
+    started = time.perf_counter()
+    strategy = make()
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "error": strategy.errors(participation).mean}
+
+
+def peers(task: dict[str, Any]) -> dict[str, Any]:
+    """One search of jax_privacy, with its defaults, rated by its own functions."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    import jax.numpy as jnp
+    from jax_privacy.matrix_factorization import buffered_toeplitz, dense, toeplitz
+
+    steps, size, most = task["steps"], task["size"], task["most"]
+    started = time.perf_counter()
+    if task["family"] == "dense":
+        matrix = dense.optimize(steps).block_until_ready()
+        seconds = time.perf_counter() - started
+        squared = jnp.max(jnp.sum(matrix**2, axis=0))
+        variances = dense.per_query_error(strategy_matrix=matrix)
+    else:
+        if task["family"] == "banded":
+            column = toeplitz.optimize_banded_toeplitz(steps, size).block_until_ready()
+        else:
+            found = buffered_toeplitz.optimize(
+                n=steps,
+                min_sep=task["separation"] or steps,
+                max_participations=most,
+                error="mean",
+                min_buffers=size,
+                max_buffers=size,
+            )
+            column = found.toeplitz_coefs(steps).block_until_ready()
+        seconds = time.perf_counter() - started
+        squared = toeplitz.minsep_sensitivity_squared(
+            column, task["separation"] or steps, most, steps, skip_checks=True
+        )
+        variances = toeplitz.per_query_error(strategy_coef=column, n=steps, skip_checks=True)
+    return {"seconds": seconds, "error": float(squared * jnp.mean(variances)) ** 0.5}
+
+
+def named(task: dict[str, Any]) -> str:
+    """The task in words."""
+    size = {"banded": "bands", "buffered": "buffers"}.get(task["family"])
+    parts = [f"{task['family']}, {task['steps']:,} steps"]
+    parts += [f"{task['size']} {size}"] if size else []
+    parts += [f"{task['most']} steps {task['separation']} apart"] if task["separation"] else []
+    return ", ".join(parts)
+
+
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
+    asked = flags.FLAGS
+    report = reporting.begin(("numpy", "scipy", "jax"), smoke=asked.smoke, seconds=asked.seconds)
+    report["rows"] = {}
+    here = pathlib.Path(__file__).name
+    interpreters = {"dpjax": sys.executable, "jax_privacy": asked.peers_python}
+    if not pathlib.Path(asked.peers_python).exists():
+        print(workers.NOT_RUN, flush=True)
+        del interpreters["jax_privacy"]
+    alive: dict[str, workers.Worker] = {}
+    keys = ("family", "steps", "size", "separation", "most")
+    for values in SMOKE if asked.smoke else TASKS:
+        task = dict(zip(keys, values, strict=True))
+        row = report["rows"][named(task)] = {}
+        for who, python in interpreters.items():
+            if who not in alive:
+                alive[who] = workers.Worker(python, here, who)
+                alive[who].ask({"prepare": True})
+            row[who] = alive[who].ask(task, asked.seconds)
+            if "refused" in row[who]:
+                alive.pop(who).close()
+        cells = [
+            found.get("refused") or f"{found['error']:.6f} in {found['seconds']:.2f} s"
+            for found in row.values()
+        ]
+        print(f"{named(task)}: {'; '.join(cells)}", flush=True)
+        reporting.keep(report, asked.out)
+    for worker in alive.values():
+        worker.close()
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """What a process of one library answers."""
+    search = {"dpjax": ours, "jax_privacy": peers}[sys.argv[1]]
+    if "prepare" in question:
+        names = ("family", "steps", "size", "separation", "most")
+        search(dict(zip(names, ("buffered", 4, 1, None, 1), strict=True)))
+        return {}
+    return search(question)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1] in ("dpjax", "jax_privacy"):
+        workers.serve(answer)
+    else:
+        flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
+        flags.DEFINE_float("seconds", 600.0, "A search that needs longer is stopped.", 0.1)
+        flags.DEFINE_bool("smoke", False, "Short runs: does it run?")
+        flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each row.")
+        app.run(main)
