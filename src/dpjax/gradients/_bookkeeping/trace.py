@@ -30,6 +30,7 @@ from dpjax.gradients._bookkeeping.sites import (
     Leaves,
     Memo,
     Program,
+    Scaled,
     Site,
     View,
     constant,
@@ -37,6 +38,7 @@ from dpjax.gradients._bookkeeping.sites import (
     plain,
     union,
 )
+from dpjax.gradients._bookkeeping.structure import ENTRYWISE, slices, structure
 from dpjax.gradients._xla_cpu.primitives import bind_fast
 from dpjax.types import LossFn, PyTree
 
@@ -184,6 +186,8 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
+    if sources and _scale_comes_out(equation, inputs):
+        return _scale_afterwards(equation, inputs, book)
     # Layers in a scan are walked, since most large models have them; while loops and conditionals
     # are materialised.
     if sources and name == "scan":
@@ -254,21 +258,84 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             memo[id(views)] = inputs if cast else bind(equation, inputs)
         return memo[id(views)]
 
-    isometry = len(views) == 1 and views[0].isometry
     # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
-    isometry = isometry and name in {"convert_element_type", *_REARRANGE}
-    axes = views[0].axes if isometry else None
+    kept = _rearranged(name, views, outputs[0])
+    axes = kept.axes if kept else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
-    elif name not in ("convert_element_type", "copy", "copy_p"):
+    elif name in _REARRANGE - {"neg", "copy", "copy_p"}:
         axes = None
+    constant, own = structure(equation, views, outputs)
+    scaled = _scaled(name, views, outputs[0])
 
     def view(i: int, x: Any) -> View:
         # Integers have no gradient, even if they were computed from parameters.
         moved = leaves if _is(jnp.floating, x) else frozenset[int]()
-        return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes, depth)
+        mine = {leaf: axes for leaf, axes in own.items() if leaf in moved}
+        of = functools.partial(lambda i, p, memo: compute(p, memo)[i], i)
+        return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, scaled)
 
     return [view(i, x) for i, x in enumerate(outputs)]
+
+
+def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
+    """The view whose entries the result holds in another order, apart from a constant."""
+    trained = [view for view in views if view.leaves]
+    if len(trained) != 1 or not trained[0].isometry:
+        return None
+    if len(views) == 1:
+        return trained[0] if name in {"convert_element_type", *_REARRANGE} else None
+    # The derivative of 1 + scale is the identity. A broadcast scale has other norms.
+    moved = name in {"add", "add_any", "sub"} and trained[0].value.shape == output.shape
+    return trained[0] if moved else None
+
+
+def _scaled(name: str, views: Sequence[View], output: Any) -> Scaled | None:
+    """A product or quotient with a view that is constant along some axis."""
+    if name not in {"mul", "div"}:
+        return None
+    shape = jnp.shape(output)
+    for base, by in ((views[0], views[1]), (views[1], views[0]))[: 1 if name == "div" else 2]:
+        if jnp.shape(base.value) == shape and (by.constant or not jnp.shape(by.value)):
+            return Scaled(base, by, name == "div")
+    return None
+
+
+def _scale_comes_out(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
+    """Whether the equation is ``x @ (w * s)`` with a scale that is not contracted with x."""
+    if equation.primitive.name != "dot_general" or _narrow(equation.outvars[0].aval):
+        return False
+    operand = next(i for i, x in enumerate(inputs) if isinstance(x, View))
+    scaled = inputs[operand].scaled
+    (contracted, _) = equation.params["dimension_numbers"]
+    same = equation.outvars[0].aval.dtype == inputs[operand].value.dtype
+    flat = scaled is not None and not jnp.shape(scaled.by.value)
+    return same and scaled is not None and (flat or scaled.by.constant >= {*contracted[operand]})
+
+
+def _scale_afterwards(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> list[Any]:
+    """``(x @ w) * s`` in place of ``x @ (w * s)``: the leaf in w is rearranged only."""
+    operand = next(i for i, x in enumerate(inputs) if isinstance(x, View))
+    base, by, divides = inputs[operand].scaled
+    (contracted, batch) = (sides[operand] for sides in equation.params["dimension_numbers"])
+    free = [a for a in range(base.value.ndim) if a not in (*contracted, *batch)]
+    (before,) = _step(equation, [base if i == operand else x for i, x in enumerate(inputs)], book)
+
+    def after(y: Array, scale: Array) -> Array:
+        if scale.ndim:
+            # Of equal entries the first one; then in the order of the output's axes.
+            ends = [1 if a in contracted else n for a, n in enumerate(scale.shape)]
+            scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
+            scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
+            scale = jax.lax.squeeze(scale, range(len(batch) + len(free), scale.ndim))
+            first = len(batch) + (y.ndim - len(batch) - len(free)) * operand
+            places = (*range(len(batch)), *range(first, first + len(free)))
+            scale = jax.lax.broadcast_in_dim(scale, y.shape, places)
+        # By the reciprocal: a product is linear in the scale, and a quotient is not.
+        return y * (1 / scale if divides else scale)
+
+    program = jax.make_jaxpr(after)(*plain([before, by]))
+    return _walk(program.jaxpr, program.consts, [before, by], book)
 
 
 def _bends(equation: JaxprEqn) -> bool:
@@ -286,15 +353,30 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     sources = {i: view for i, view in views.items() if view.leaves}
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
+    name, flat = equation.primitive.name, tuple(view.constant)
+    sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
 
-    def apply(leaves: Leaves, data: Sequence[Array]) -> Array:
+    def mixed(leaves: Leaves, data: Sequence[Array]) -> list[Array]:
         memo, rest = {}, iter(data)
-        mixed = [
+        found = [
             views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
         ]
         wide = trees.wide(output.dtype)
-        mixed = [x.astype(wide) if _is(jnp.floating, x) else x for x in mixed]
-        return equation.primitive.bind(*mixed, **_in_full_precision(equation.params, wide))
+        return [x.astype(wide) if _is(jnp.floating, x) else x for x in found]
+
+    def run(arguments: Sequence[Array]) -> Array:
+        wide = trees.wide(output.dtype)
+        return equation.primitive.bind(*arguments, **_in_full_precision(equation.params, wide))
+
+    def scales(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
+        found = mixed(leaves, data)
+        by_view = lambda x: run([*found[:operand], x, *found[operand + 1 :]])
+        (gradient,) = jax.vjp(by_view, found[operand])[1](cotangent)
+        return jnp.sum(gradient, axis=flat).reshape(sizes)
+
+    def unscaled(leaves: Leaves) -> Array:
+        found = view.of(leaves, {})
+        return found[tuple(0 if a in flat else slice(None) for a in range(found.ndim))].reshape(sizes)
 
     # The forward pass keeps the dtypes of the model; `apply` is for the gradient and is widened.
     (output,) = bind_fast(equation, plain(inputs))
@@ -309,9 +391,12 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         of=lambda leaves: view.of(leaves, {}),
         isometry=view.isometry and len(sources) == 1,
         axes=view.axes if len(sources) == 1 else None,
-        apply=apply,
+        apply=lambda leaves, data: run(mixed(leaves, data)),
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),
+        slices=slices(view) if len(sources) == 1 and name in ENTRYWISE else {},
+        scales=scales,
+        unscaled=unscaled,
     )
     book.record(site, data)
     return tapped
