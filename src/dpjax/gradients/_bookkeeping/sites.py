@@ -37,8 +37,7 @@ class View(NamedTuple):
       own: For each leaf in `leaves`, and for each axis of the value, the axis of the leaf with
         which it runs: an entry depends on the leaf's entries with the same index alone. None for
         an axis without that property.
-      scaled: If the value is a product or a quotient with a value that is constant along some
-        axis.
+      made: The equation of which it is the only result, and the views that entered it.
     """
 
     leaves: frozenset[int]
@@ -50,21 +49,7 @@ class View(NamedTuple):
     depth: int = 0
     constant: frozenset[int] = frozenset()
     own: Mapping[int, Axes] = {}
-    scaled: Scaled | None = None
-
-
-class Scaled(NamedTuple):
-    """A view as a product or a quotient of two views.
-
-    Args:
-      base: What is scaled.
-      by: The scale, which is constant along some axis.
-      divides: Whether the base is divided by it.
-    """
-
-    base: View
-    by: View
-    divides: bool
+    made: tuple[JaxprEqn, tuple[View, ...]] | None = None
 
 
 class Site(NamedTuple):
@@ -131,6 +116,7 @@ class Book:
         self.taps = taps
         self.sites: list[Site] = []
         self.data: list[tuple[Array, ...]] = []
+        self.sizes: dict[int, int] = {}
 
     def materialise(self, leaves: Iterable[int], why: str) -> None:
         for leaf in leaves:

@@ -24,13 +24,13 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax._jaxpr import bind, equations, evaluate, inner_programs
+from dpjax.gradients._bookkeeping.rewrites import rewritten
 from dpjax.gradients._bookkeeping.scan_trace import scan_sites
 from dpjax.gradients._bookkeeping.sites import (
     Book,
     Leaves,
     Memo,
     Program,
-    Scaled,
     Site,
     View,
     constant,
@@ -66,6 +66,8 @@ _LINEAR_FROM = {"concatenate": 0, "select_n": 1}
 _PRECISION = "jax_default_matmul_precision"
 # A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
 _DEEP = 100
+# A leaf is large if it has this many times the entries of a leaf or a product beside it.
+_FEW = 4
 # Calls whose inner program is traced too, and the parameter that holds it. A call with a custom
 # derivative is not entered, because that derivative would be lost.
 _CALLS = {
@@ -138,6 +140,7 @@ def _trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     def walk(book: Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
         if mutates:
             return jaxpr_as_fun(closed)(*leaves, *inputs)
+        book.sizes = {i: leaf.size for i, leaf in enumerate(leaves)}
         entering = [*(book.enter(i, leaf) for i, leaf in enumerate(leaves)), *inputs]
         value, *aux = _walk(closed.jaxpr, closed.consts, entering, book)
         return [*plain([value], book, "the result"), *plain(aux)]
@@ -182,12 +185,17 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
+    if (operand := _narrows(equation, inputs, book)) is not None:
+        views = [x if i == operand else plain([x], book, name)[0] for i, x in enumerate(inputs)]
+        return [_site(equation, views, operand, book)]
     # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
-    if sources and _scale_comes_out(equation, inputs):
-        return _scale_afterwards(equation, inputs, book)
+    if sources and (better := rewritten(equation, inputs)):
+        function, arguments = better
+        program = jax.make_jaxpr(function)(*plain(arguments))
+        return _walk(program.jaxpr, program.consts, arguments, book)
     # Layers in a scan are walked, since most large models have them; while loops and conditionals
     # are materialised.
     if sources and name == "scan":
@@ -204,6 +212,22 @@ def _linear(name: str, sources: Sequence[int]) -> bool:
     if name == "dynamic_update_slice":
         return set(sources) <= {0, 1}
     return len(sources) == 1 and sources[0] in _LINEAR_IN.get(name, ())
+
+
+def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
+    """Which input is a large leaf that small ones multiply, as where they generate a kernel.
+
+    The product then has fewer entries than the leaf. It counts as data from here on, and so do the
+    small leaves: each example's gradients of both exist, but never that of the large leaf.
+    """
+    if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
+        return None
+    sizes = [sum(book.sizes[i] for i in x.leaves) for x in inputs]
+    operand, small = int(sizes[1] > sizes[0]), min(sizes)
+    alone = not (inputs[0].leaves & inputs[1].leaves) and inputs[operand].isometry
+    output = equation.outvars[0].aval
+    narrow = _FEW * max(small, output.size) <= sizes[operand] and output.dtype.itemsize >= 4
+    return operand if small and alone and narrow else None
 
 
 def _takes_a_row(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
@@ -266,14 +290,14 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     elif name in _REARRANGE - {"neg", "copy", "copy_p"}:
         axes = None
     constant, own = structure(equation, views, outputs)
-    scaled = _scaled(name, views, outputs[0])
+    made = (equation, tuple(views)) if len(outputs) == 1 else None
 
     def view(i: int, x: Any) -> View:
         # Integers have no gradient, even if they were computed from parameters.
         moved = leaves if _is(jnp.floating, x) else frozenset[int]()
         mine = {leaf: axes for leaf, axes in own.items() if leaf in moved}
         of = functools.partial(lambda i, p, memo: compute(p, memo)[i], i)
-        return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, scaled)
+        return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
 
@@ -288,54 +312,6 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
     # The derivative of 1 + scale is the identity. A broadcast scale has other norms.
     moved = name in {"add", "add_any", "sub"} and trained[0].value.shape == output.shape
     return trained[0] if moved else None
-
-
-def _scaled(name: str, views: Sequence[View], output: Any) -> Scaled | None:
-    """A product or quotient with a view that is constant along some axis."""
-    if name not in {"mul", "div"}:
-        return None
-    shape = jnp.shape(output)
-    for base, by in ((views[0], views[1]), (views[1], views[0]))[: 1 if name == "div" else 2]:
-        if jnp.shape(base.value) == shape and (by.constant or not jnp.shape(by.value)):
-            return Scaled(base, by, name == "div")
-    return None
-
-
-def _scale_comes_out(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
-    """Whether the equation is ``x @ (w * s)`` with a scale that is not contracted with x."""
-    if equation.primitive.name != "dot_general" or _narrow(equation.outvars[0].aval):
-        return False
-    operand = next(i for i, x in enumerate(inputs) if isinstance(x, View))
-    scaled = inputs[operand].scaled
-    (contracted, _) = equation.params["dimension_numbers"]
-    same = equation.outvars[0].aval.dtype == inputs[operand].value.dtype
-    flat = scaled is not None and not jnp.shape(scaled.by.value)
-    return same and scaled is not None and (flat or scaled.by.constant >= {*contracted[operand]})
-
-
-def _scale_afterwards(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> list[Any]:
-    """``(x @ w) * s`` in place of ``x @ (w * s)``: the leaf in w is rearranged only."""
-    operand = next(i for i, x in enumerate(inputs) if isinstance(x, View))
-    base, by, divides = inputs[operand].scaled
-    (contracted, batch) = (sides[operand] for sides in equation.params["dimension_numbers"])
-    free = [a for a in range(base.value.ndim) if a not in (*contracted, *batch)]
-    (before,) = _step(equation, [base if i == operand else x for i, x in enumerate(inputs)], book)
-
-    def after(y: Array, scale: Array) -> Array:
-        if scale.ndim:
-            # Of equal entries the first one; then in the order of the output's axes.
-            ends = [1 if a in contracted else n for a, n in enumerate(scale.shape)]
-            scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
-            scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
-            scale = jax.lax.squeeze(scale, range(len(batch) + len(free), scale.ndim))
-            first = len(batch) + (y.ndim - len(batch) - len(free)) * operand
-            places = (*range(len(batch)), *range(first, first + len(free)))
-            scale = jax.lax.broadcast_in_dim(scale, y.shape, places)
-        # By the reciprocal: a product is linear in the scale, and a quotient is not.
-        return y * (1 / scale if divides else scale)
-
-    program = jax.make_jaxpr(after)(*plain([before, by]))
-    return _walk(program.jaxpr, program.consts, [before, by], book)
 
 
 def _bends(equation: JaxprEqn) -> bool:
