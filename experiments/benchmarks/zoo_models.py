@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of many kinds, for `zoo`: each is a function that returns loss, parameters and batch.
+"""Small models of many kinds, for `zoo`: functions that return loss, parameters and batch.
 
 A loss is a pure function of parameters and one example. The models are written as their users
 write them: nothing in them knows of per-example gradients. `MODELS` holds them by name.
@@ -7,6 +7,7 @@ write them: nothing in them knows of per-example gradients. `MODELS` holds them 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def rms(x: Array, scale: Array | float = 1.0) -> Array:
 def weight_decay_in_the_loss(size: int) -> Case:
     """An MLP whose loss holds half the squared norm of its parameters."""
     draw, widths = Draw(), (784, 256, 256, 10)
-    layers = [dense(draw, *pair) for pair in zip(widths[:-1], widths[1:], strict=True)]
+    layers = [dense(draw, *pair) for pair in itertools.pairwise(widths)]
 
     def loss(params: Any, example: Any) -> Array:
         x, y = example
@@ -159,7 +160,7 @@ def weight_normalisation(size: int) -> Case:
     draw, widths = Draw(), (256, 256, 256, 10)
     params = [
         {"v": draw.matrix(n, m), "g": jnp.ones(m), "b": jnp.zeros(m)}
-        for n, m in zip(widths[:-1], widths[1:], strict=True)
+        for n, m in itertools.pairwise(widths)
     ]
 
     def layer(p: Any, x: Array) -> Array:
@@ -264,9 +265,9 @@ def low_rank_adapters(size: int) -> Case:
 
 @model(128)
 def equalised_learning_rate(size: int) -> Case:
-    """An MLP whose kernels are scaled by constants at run time, with clipped spectral scale."""
+    """An MLP whose kernels are scaled by constants at run time."""
     draw, widths = Draw(), (256, 256, 256, 10)
-    params = [draw.normal(n, m) for n, m in zip(widths[:-1], widths[1:], strict=True)]
+    params = [draw.normal(n, m) for n, m in itertools.pairwise(widths)]
 
     def loss(params: Any, example: Any) -> Array:
         x, y = example
@@ -455,9 +456,7 @@ def gated_decoder(size: int) -> Case:
         x = params["embed"][tokens] * np.float32(np.sqrt(width))
         for p in params["blocks"]:
             x = x + rms(attend(p, rms(x, 1 + p["n1"])), 1 + p["n2"])
-            gate, up = jnp.moveaxis(
-                jnp.einsum("td,dcf->tcf", rms(x, 1 + p["n3"]), p["gate"]), 1, 0
-            )
+            gate, up = jnp.moveaxis(jnp.einsum("td,dcf->tcf", rms(x, 1 + p["n3"]), p["gate"]), 1, 0)
             x = x + rms((jax.nn.gelu(gate) * up) @ p["down"], 1 + p["n4"])
         logits = 30.0 * jnp.tanh(rms(x, 1 + params["norm"]) @ params["embed"].T / 30.0)
         return jnp.mean(cross_entropy(logits[:-1], tokens[1:]))

@@ -61,9 +61,7 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
     )
 
 
-def _handled(
-    leaf: jax.ShapeDtypeStruct, sites: Sequence[Site], index: int
-) -> tuple[str, str, str]:
+def _handled(leaf: jax.ShapeDtypeStruct, sites: Sequence[Site], index: int) -> tuple[str, str, str]:
     """The primitives of a leaf, its rule, and the cost of the rule."""
     counts = Counter(site.equation.primitive.name for site in sites)
     words = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())

@@ -69,7 +69,8 @@ def divided(
 
 def _common(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Common:
     site, axes = entry.site, entry.site.slices[leaf]
-    assert site.scales is not None and site.unscaled is not None
+    assert site.scales is not None
+    assert site.unscaled is not None
     of = site.unscaled
 
     def of_one(chosen: Array) -> Array:

@@ -127,7 +127,9 @@ def aside(
         alone = form.g.shape[1] == 1 and form.axes is not None and counted <= {*form.axes[2]}
         return alone or not counted
 
-    own = [meets(s, f) for k, (s, f) in enumerate(zip(sites, forms, strict=True)) if k not in common]
+    own = [
+        meets(s, f) for k, (s, f) in enumerate(zip(sites, forms, strict=True)) if k not in common
+    ]
     return common if len(common) <= _MANY and all(own) else []
 
 

@@ -190,7 +190,7 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 def _transposed(
     site: Site, around: Sequence[int], x: Array, g: Array, kernel: Sequence[int]
 ) -> Outer:
-    """A transposed convolution: patches of the cotangent, since those of the input are zeros mostly.
+    """A transposed convolution: patches of the cotangent; most of the input's would be zeros.
 
     Args:
       site: The convolution.
@@ -202,14 +202,22 @@ def _transposed(
     p, places, lead = site.equation.params, x.shape[2:-1], len(around)
     out, channels, *space = p["dimension_numbers"].rhs_spec
     each = zip(
-        p["padding"], p["lhs_dilation"], p["rhs_dilation"], kernel, places, g.shape[2:-1], strict=True
+        p["padding"],
+        p["lhs_dilation"],
+        p["rhs_dilation"],
+        kernel,
+        places,
+        g.shape[2:-1],
+        strict=True,
     )
     # Input q meets entry k of the kernel at output q * dilation + low - k * spread.
     edges = [
         ((k - 1) * spread - low, (n - 1) * dilation + low - (m - 1))
         for (low, _), dilation, spread, k, n, m in each
     ]
-    turned = dict(p, padding=edges, lhs_dilation=[1] * len(kernel), window_strides=p["lhs_dilation"])
+    turned = dict(
+        p, padding=edges, lhs_dilation=[1] * len(kernel), window_strides=p["lhs_dilation"]
+    )
     pieces = _patches(turned, g, kernel, places)
     seen = jnp.concatenate([s.reshape(s.shape[0], -1, *s.shape[3:]) for s in pieces], axis=1)
     seen = seen.reshape(*around, seen.shape[1], -1)

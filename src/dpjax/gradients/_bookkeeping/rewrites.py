@@ -32,7 +32,7 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
       equation: Any equation; only matrix products are rewritten.
       inputs: Its inputs, at least one of which is no view.
     """
-    output = equation.outvars[0].aval
+    output: Any = equation.outvars[0].aval
     views = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if equation.primitive.name != "dot_general" or len(views) != 1:
         return None
@@ -87,7 +87,7 @@ def _scale_of(view: View, axes: Sequence[int]) -> tuple[View, View] | None:
 
 
 def _added(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritten | None:
-    """``x @ w + x @ v`` in place of ``x @ (w + v)``, if one of the two is a product of thin ones."""
+    """``x @ w + x @ v`` in place of ``x @ (w + v)``, if one is a product of thin ones."""
     made, addends = inputs[operand].made
     shape = jnp.shape(inputs[operand].value)
     if any(jnp.shape(v.value) != shape for v in addends) or not any(map(_thin, addends)):
@@ -101,7 +101,7 @@ def _added(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritten
 
 
 def _thin(view: View) -> bool:
-    """Whether the view is a product of matrices with few entries, which may be scaled by a number."""
+    """Whether the view is a product of matrices with few entries, times a number or not."""
     if view.made is None:
         return False
     equation, views = view.made
@@ -144,7 +144,7 @@ def _multiplied(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewr
 
 
 def _letters(numbers: Any, left: str, rank: int, fresh: Any) -> tuple[str, str]:
-    """The letters of the right operand of a product and of its result, as for `jnp.einsum`."""
+    """Letters of the right operand of a product and of its result, for `jnp.einsum`."""
     (mine, theirs), (batch, other_batch) = numbers
     pairs = dict(zip((*theirs, *other_batch), (*mine, *batch), strict=True))
     right = "".join(left[pairs[i]] if i in pairs else next(fresh) for i in range(rank))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structure of views: along which axes they are constant, and which run along with a leaf's.
 
-The norms of the columns of a kernel are a view with one axis. It runs along with the last axis of
-the kernel: each norm depends on its own column alone. So the derivative of all norms is one array
-of the kernel's shape, whatever the example; an example only scales its columns (`common`). A number,
-such as a weight decay, has no axis, and its derivative is scaled as a whole.
+The norms of the columns of a kernel are a view with one axis, which runs along with the last axis
+of the kernel: each norm depends on its own column alone. So the derivative of all norms is one
+array of the kernel's shape, whatever the example, and an example only scales its columns
+(`common`). A number, such as a weight decay, has no axis; its derivative is scaled as a whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def structure(equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any])
         sources = _sources(equation, views, jnp.shape(outputs[0]))
         if sources is not None:
             return _together(views, sources, jnp.shape(outputs[0]), leaves)
-    return frozenset(), {leaf: (None,) * rank for leaf in leaves}
+    return frozenset(), dict.fromkeys(leaves, (None,) * rank)
 
 
 def slices(view: View) -> dict[int, tuple[int, ...]]:
@@ -58,7 +58,7 @@ def slices(view: View) -> dict[int, tuple[int, ...]]:
 
 def _sources(
     equation: JaxprEqn, views: Sequence[View], shape: tuple[int, ...]
-) -> list[list[int | None]] | None:
+) -> Sequence[Sequence[int | None]] | None:
     """For each input and each axis of the result, the input's axis; None where it is repeated."""
     name, p = equation.primitive.name, equation.params
     if name in ENTRYWISE:
@@ -77,7 +77,8 @@ def _sources(
     if name == "broadcast_in_dim":
         places = dict(zip(p["broadcast_dimensions"], range(len(before)), strict=True))
         found = [places.get(a) for a in range(len(shape))]
-        return [[a if a is not None and before[a] == n else None for a, n in zip(found, shape)]]
+        # An axis of length 1 is repeated if the result has more entries there.
+        return [[None if a is None or before[a] != shape[k] else a for k, a in enumerate(found)]]
     if name == "reshape":
         # Only axes of length 1 come and go.
         rest = iter(a for a, n in enumerate(before) if n > 1)
@@ -88,7 +89,7 @@ def _sources(
 
 def _together(
     views: Sequence[View],
-    sources: list[list[int | None]],
+    sources: Sequence[Sequence[int | None]],
     shape: tuple[int, ...],
     leaves: frozenset[int],
 ) -> Structure:

@@ -225,7 +225,7 @@ def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | Non
     sizes = [sum(book.sizes[i] for i in x.leaves) for x in inputs]
     operand, small = int(sizes[1] > sizes[0]), min(sizes)
     alone = not (inputs[0].leaves & inputs[1].leaves) and inputs[operand].isometry
-    output = equation.outvars[0].aval
+    output: Any = equation.outvars[0].aval
     narrow = _FEW * max(small, output.size) <= sizes[operand] and output.dtype.itemsize >= 4
     return operand if small and alone and narrow else None
 
@@ -346,13 +346,18 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
 
     def scales(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
         found = mixed(leaves, data)
-        by_view = lambda x: run([*found[:operand], x, *found[operand + 1 :]])
+
+        def by_view(x: Array) -> Array:
+            return run([*found[:operand], x, *found[operand + 1 :]])
+
         (gradient,) = jax.vjp(by_view, found[operand])[1](cotangent)
         return jnp.sum(gradient, axis=flat).reshape(sizes)
 
     def unscaled(leaves: Leaves) -> Array:
         found = view.of(leaves, {})
-        return found[tuple(0 if a in flat else slice(None) for a in range(found.ndim))].reshape(sizes)
+        return found[tuple(0 if a in flat else slice(None) for a in range(found.ndim))].reshape(
+            sizes
+        )
 
     # The forward pass keeps the dtypes of the model; `apply` is for the gradient and is widened.
     (output,) = bind_fast(equation, plain(inputs))
