@@ -186,8 +186,10 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
     if (operand := _narrows(equation, inputs, book)) is not None:
-        views = [x if i == operand else plain([x], book, name)[0] for i, x in enumerate(inputs)]
-        return [_site(equation, views, operand, book)]
+        other = inputs[1 - operand]
+        book.materialise(other.leaves, f"meets a large leaf in {name}")
+        mixed = [x if i == operand else other.value for i, x in enumerate(inputs)]
+        return [_site(equation, mixed, operand, book)]
     # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
