@@ -191,6 +191,13 @@ def optimizer_rows() -> Iterator[str]:
             yield f"| {name} | {' | '.join(cells)} | `{why:.150}` |"
 
 
+def zoo_rows() -> Iterator[str]:
+    """The cost and the disagreement of each model of the zoo."""
+    for name, found in load("zoo")["models"].items():
+        times = f"{found['plain_ms']:.3g} | {found['private_ms']:.3g} | {found['ratio']:.2f}"
+        yield f"| {name} | {found['parameters']:,} | {times} | {found['disagreement']:.1e} |"
+
+
 def page() -> str:
     """The whole page of results."""
     lines = [
@@ -231,6 +238,19 @@ def page() -> str:
         "",
         "Medians of alternated rounds in one run, by",
         '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
+    ]
+    ratios = [found["ratio"] for found in load("zoo")["models"].values()]
+    lines += [
+        "",
+        "## Models of many kinds: the private sum beside a plain gradient",
+        "",
+        "CPU time in milliseconds of JAX's gradient of the mean loss and of the clipped sum, and",
+        "the relative difference from the definition; by `make bench BENCH=zoo`. Ratio: median",
+        f"{statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
+        "",
+        "| model | parameters | plain | private | ratio | disagreement |",
+        "|---|---|---|---|---|---|",
+        *zoo_rows(),
     ]
     audits = load("audits")
     above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())
