@@ -37,7 +37,8 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
     if equation.primitive.name != "dot_general" or len(views) != 1:
         return None
     operand, view = views[0], inputs[views[0]]
-    if view.made is None or output.dtype != view.value.dtype or output.dtype.itemsize < 4:
+    same = output.dtype == view.value.dtype == inputs[1 - operand].dtype
+    if view.made is None or not same or output.dtype.itemsize < 4:
         return None
     name = view.made[0].primitive.name
     if name in {"mul", "div"}:
