@@ -156,7 +156,7 @@ def hypernetwork_of_the_example(size: int) -> Case:
 
 @model(128)
 def weight_normalisation(size: int) -> Case:
-    """An MLP of which each column is a direction times a gain."""
+    """An MLP whose kernels have columns that are a direction times a gain."""
     draw, widths = Draw(), (256, 256, 256, 10)
     params = [
         {"v": draw.matrix(n, m), "g": jnp.ones(m), "b": jnp.zeros(m)}

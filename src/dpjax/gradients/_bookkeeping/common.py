@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Common gradients: one gradient for all examples, of which each example only scales the slices.
+r"""Common gradients: one gradient for all examples, and each example only scales its slices.
 
 A weight decay in the loss, $\ell_i + r(w)$, adds the same gradient $R = \nabla r$ to every
 example. The gain of a normalised kernel adds $R$ with columns scaled by numbers $c_i$ of the
@@ -91,7 +91,7 @@ def norms_with(
 
     Args:
       leaf: Which leaf.
-      own: Its entries without those of the common gradients; maybe none.
+      own: Its other entries, apart from the common gradients; maybe none.
       commons: What `divided` found beside them.
       leaves: All leaves, in full precision.
     """

@@ -30,7 +30,7 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
 
     Args:
       equation: Any equation; only matrix products are rewritten.
-      inputs: Its inputs, at least one of which is no view.
+      inputs: Its inputs; at least one is no view.
     """
     output: Any = equation.outvars[0].aval
     views = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
@@ -122,7 +122,7 @@ def _multiplied(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewr
     letters = iter(string.ascii_letters)
     left = "".join(itertools.islice(letters, a.value.ndim))
     right, whole = _letters(made.params["dimension_numbers"], left, b.value.ndim, letters)
-    # The view's letters, then those of the data, in either order of the operands.
+    # Letters of the data, whichever operand the view is.
     numbers = equation.params["dimension_numbers"]
     if operand == 1:
         numbers = tuple((mine, theirs) for theirs, mine in numbers)

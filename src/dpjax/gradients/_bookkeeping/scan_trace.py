@@ -115,7 +115,7 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
         data=tuple(jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in site.data),
         output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
         stacks=(by_round, *site.stacks),
-        # The rounds of a shared view add up, and those of a sliced view do not: not followed.
+        # Common gradients of rounds would add up for a shared view alone: they are not followed.
         slices={},
     )
 

@@ -37,7 +37,7 @@ class View(NamedTuple):
       own: For each leaf in `leaves`, and for each axis of the value, the axis of the leaf with
         which it runs: an entry depends on the leaf's entries with the same index alone. None for
         an axis without that property.
-      made: The equation of which it is the only result, and the views that entered it.
+      made: The equation whose only result it is, and the views that entered it.
     """
 
     leaves: frozenset[int]
@@ -70,8 +70,8 @@ class Site(NamedTuple):
       stacks: For each scan around the equation, outermost first: whether the view is sliced
         by it (layer after layer) or is the same in every round. Data, output and a sliced
         view have a leading axis for it.
-      slices: Leaves whose gradient at this site is one gradient for all examples, of which each
-        example scales the slices; and the axes of the leaf that count the slices. See `common`.
+      slices: Leaves whose gradient at this site is one gradient for all examples, apart from one
+        scale for each slice; and the axes of the leaf that count the slices. See `common`.
       scales: ``(leaves, data, cotangent) -> scales``, one for each slice.
       unscaled: From all leaves to the value that the scales multiply in the derivative.
     """

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from dpjax.gradients._bookkeeping.sites import Axes, View, union
 
-# Primitives of which an entry of the result depends on the same entry of each input.
+# Primitives whose result depends, entry by entry, on the same entry of each input.
 ENTRYWISE = {
     "abs", "add", "add_any", "convert_element_type", "copy", "copy_p", "cos", "div", "erf", "exp",
     "expm1", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt",
@@ -45,7 +45,7 @@ def structure(equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any])
 
 
 def slices(view: View) -> dict[int, tuple[int, ...]]:
-    """For each leaf of which the view's entries depend on slices of their own: the slices' axes."""
+    """The axes that count slices, for each leaf whose slices each move one entry of the view."""
     shape = view.value.shape
     counted = [a for a, size in enumerate(shape) if a not in view.constant and size > 1]
     found = {leaf: [axes[a] for a in counted] for leaf, axes in view.own.items()}
