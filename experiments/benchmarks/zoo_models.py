@@ -75,7 +75,8 @@ def classifier(module: nn.Module, batch: tuple[Array, Array]) -> Case:
 
     def loss(params: Any, example: Any) -> Array:
         x, y = example
-        return cross_entropy(module.apply({"params": params}, x), y)
+        logits: Any = module.apply({"params": params}, x)
+        return cross_entropy(logits, y)
 
     return Case(loss, params, batch)
 
@@ -433,7 +434,8 @@ def gated_decoder(size: int) -> Case:
             "down": draw.matrix(128, width),
         }
 
-    params = {"embed": draw.normal(words, width, scale=0.1), "norm": jnp.zeros(width)}
+    params: dict[str, Any] = {"embed": draw.normal(words, width, scale=0.1)}
+    params["norm"] = jnp.zeros(width)
     params["blocks"] = [block() for _ in range(depth)]
 
     def turned(x: Array) -> Array:
