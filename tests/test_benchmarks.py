@@ -341,3 +341,12 @@ def test_xla_partitions_kernel_gradients_wrongly():
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     error = float(done.stdout.split()[-1])
     assert error > 0.01, "mended: gradients/layout.py's exception may go, and sharding_checks.py"
+
+
+@pytest.mark.slow
+def test_the_zoo_runs_in_little(tmp_path):
+    path = tmp_path / "zoo.json"
+    run("benchmarks/zoo.py", "--smoke", "--seconds=0.01", "--out", path)
+    for name, found in json.loads(path.read_text())["models"].items():
+        assert found["ratio"] > 0, name
+        assert found["disagreement"] < 2e-5, name

@@ -568,3 +568,64 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism_with(8, 4), data, engine=engine)
     algorithm.step(algorithm.init(jax.random.key(0), params))
     assert len(counter) <= 3
+
+
+@kills(
+    "gradients/complex_leaves.py", "lax.complex(leaf[..., 0], sign *", "lax.complex(leaf[..., 0],"
+)
+@kills(
+    "gradients/complex_leaves.py",
+    "jnp.stack([jnp.real(leaf), sign * jnp.imag(leaf)]",
+    "jnp.stack([jnp.real(leaf), jnp.imag(leaf)]",
+)
+@kills(
+    "gradients/clipped_grad.py",
+    "complex_leaves.parts(params),",
+    "complex_leaves.parts(params, -1),",
+)
+@pytest.mark.parametrize("engine", ["ghost", "vmap"])
+def test_a_complex_leaf_is_its_two_parts(engine):
+    """Against finite differences of the parts, and against the same loss of real leaves."""
+    rng = np.random.default_rng(0)
+    real, imaginary, x = (rng.normal(size=shape) for shape in ((3, 4), (3, 4), (5, 3)))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+
+        def of_parts(p, x):
+            return jnp.sum(
+                jnp.abs(jnp.sin(jax.lax.complex(x @ p["re"] + p["b"], x @ p["im"]))) ** 2
+            )
+
+        def of_complex(p, x):
+            return of_parts({"re": jnp.real(p["z"]), "im": jnp.imag(p["z"]), "b": p["b"]}, x)
+
+        b, x = jnp.arange(4.0), jnp.asarray(x)
+        reals = {"re": jnp.asarray(real), "im": jnp.asarray(imaginary), "b": b}
+        complexes = {"z": jnp.asarray(real + 1j * imaginary), "b": b}
+        rule = clipping.flat(3.0)
+        want = clipped_grad(of_parts, rule, engine)(reals, x)
+        run = clipped_grad(of_complex, rule, engine)
+        found = run(complexes, x)
+        np.testing.assert_allclose(found.norms, want.norms, rtol=1e-12)
+        # The conjugate, as by `jax.grad`.
+        joined = np.asarray(want.value["re"]) - 1j * np.asarray(want.value["im"])
+        np.testing.assert_allclose(found.value["z"], joined, rtol=1e-12)
+        assert jnp.any(found.factors < 1)
+
+        free = clipped_grad(of_complex, clipping.flat(jnp.inf), engine)(complexes, x[:1])
+        plain = jax.grad(of_complex)(complexes, x[0])
+        np.testing.assert_allclose(free.value["z"], plain["z"], rtol=1e-10)
+        step = 1e-6
+
+        def along(direction):
+            z = np.asarray(complexes["z"])
+            ends = [jnp.asarray(z + sign * step * direction) for sign in (1, -1)]
+            ends = [float(of_complex({"z": end, "b": b}, x[0])) for end in ends]
+            return (ends[0] - ends[1]) / (2 * step)
+
+        one = np.zeros((3, 4))
+        one[1, 2] = 1
+        parts = along(one) - 1j * along(1j * one)
+        np.testing.assert_allclose(free.value["z"][1, 2], parts, rtol=1e-6)
+        # The sum of other examples of the step has the same convention.
+        more = run(complexes, x, start=found.value).value["z"]
+        np.testing.assert_allclose(more, 2 * np.asarray(found.value["z"]), rtol=1e-12)

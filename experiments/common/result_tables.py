@@ -176,6 +176,22 @@ def strategy_rows() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def correlated_rows() -> Iterator[str]:
+    """Accuracy and error of three methods, one row per data set and epsilon."""
+    rows = load("correlated")["rows"]
+    settings = dict.fromkeys(
+        re.fullmatch(r"(\w+) \w+ at epsilon (.+)", name).groups() for name in rows
+    )
+    for dataset, epsilon in sorted(settings, key=lambda pair: (pair[0], float(pair[1]))):
+        cells = []
+        for method in ("poisson", "banded", "buffered"):
+            seeds = rows.get(f"{dataset} {method} at epsilon {epsilon}", {})
+            found = list(seeds.values())
+            accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
+            cells += [accuracy, f"{found[0]['error']:.3g}" if found else ""]
+        yield f"| {dataset} | {epsilon} | {' | '.join(cells)} |"
+
+
 def audit_rows() -> Iterator[str]:
     """Lower bounds beside claims, one row per algorithm."""
     for name, found in load("audits")["rows"].items():
@@ -202,6 +218,13 @@ def optimizer_rows() -> Iterator[str]:
             why = stopped[0].translate(str.maketrans("|`", "/'"))
             cells = ["runs" if found == "runs" else "refused" for found in row.values()]
             yield f"| {name} | {' | '.join(cells)} | `{why:.150}` |"
+
+
+def zoo_rows() -> Iterator[str]:
+    """The cost and the disagreement of each model of the zoo."""
+    for name, found in load("zoo")["models"].items():
+        times = f"{found['plain_ms']:.3g} | {found['private_ms']:.3g} | {found['ratio']:.2f}"
+        yield f"| {name} | {found['parameters']:,} | {times} | {found['disagreement']:.1e} |"
 
 
 def page() -> str:
@@ -247,6 +270,16 @@ def page() -> str:
     ]
     lines += [
         "",
+        "## DP-SGD beside correlated noise, at equal epsilon",
+        "",
+        "Linear models on wavelets: accuracy, and the error that noise leaves in a parameter, in",
+        "clipping bounds; by `python experiments/correlated.py --seeds=3`. Epsilon by PLD at 1e-5.",
+        "",
+        "| data | epsilon | Poisson, fresh noise | error | 16 bands, cyclic Poisson | error "
+        "| buffered, balls in bins | error |",
+        "|---|---|---|---|---|---|---|---|",
+        *correlated_rows(),
+        "",
         "## Strategies of correlated noise",
         "",
         "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, on a",
@@ -255,6 +288,19 @@ def page() -> str:
         "| | dpjax | s | jax_privacy | s |",
         "|---|---|---|---|---|",
         *strategy_rows(),
+    ]
+    ratios = [found["ratio"] for found in load("zoo")["models"].values()]
+    lines += [
+        "",
+        "## Models of many kinds: the private sum beside a plain gradient",
+        "",
+        "CPU time in milliseconds of JAX's gradient of the mean loss and of the clipped sum, and",
+        "the relative difference from the definition; by `make bench BENCH=zoo`. Ratio: median",
+        f"{statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
+        "",
+        "| model | parameters | plain | private | ratio | disagreement |",
+        "|---|---|---|---|---|---|",
+        *zoo_rows(),
     ]
     audits = load("audits")
     above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())

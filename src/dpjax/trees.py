@@ -41,8 +41,9 @@ def wide(dtype: Any) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. "
-            "Usually a step counter, an integer or a complex array sits among the "
-            "parameters: keep it out of the tree that is differentiated."
+            "Usually a step counter or an integer sits among the parameters: keep it out of the "
+            "tree that is differentiated. Of a complex leaf make two real ones, and join them "
+            "in the loss by jax.lax.complex(real, imaginary)."
         )
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool
 from dpjax import trees
 from dpjax._foreign import arrays
 from dpjax._marks import mark
+from dpjax.gradients import complex_leaves
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
@@ -79,6 +80,7 @@ def clipped_grad(
     | a weight above 1, below 0, or NaN | taken as 1, 0 and 0 |
     | an example with a NaN or infinite gradient | contributes exactly 0 |
     | bfloat16 or float16 parameters | norms and sums are float32 |
+    | complex parameters | norms and sums of real and imaginary parts; conjugated as by `jax.grad` |
 
     Example:
       >>> import dpjax
@@ -120,6 +122,31 @@ def clipped_grad(
         weights: Any = None,
         key: Key = None,
         start: PyTree = None,
+    ) -> ClippedSum:
+        if not complex_leaves.any_complex(params):
+            return of_reals(with_aux, params, batch, mask, weights, key, start)
+        # Norms, sums and rules see real numbers alone.
+        start = None if start is None else complex_leaves.parts(start, sign=-1)
+        found = of_reals(
+            lambda reals, example: with_aux(complex_leaves.joined(reals, params), example),
+            complex_leaves.parts(params),
+            batch,
+            mask,
+            weights,
+            key,
+            start,
+        )
+        value = complex_leaves.joined(found.value, params, sign=-1)
+        return found._replace(value=mark(value, rule))
+
+    def of_reals(
+        with_aux: LossFn,
+        params: PyTree,
+        batch: PyTree,
+        mask: Any,
+        weights: Any,
+        key: Key,
+        start: PyTree,
     ) -> ClippedSum:
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)

@@ -50,7 +50,7 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
         elif not sites:
             rows.append((name, "not used"))
         else:
-            rows.append((name, *_handled(leaves[i], sites)))
+            rows.append((name, *_handled(leaves[i], sites, i)))
     widths = [max((len(row[k]) for row in rows if len(row) > k + 1), default=0) for k in range(4)]
     return "\n".join(
         "  ".join(
@@ -61,10 +61,10 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
     )
 
 
-def _handled(leaf: jax.ShapeDtypeStruct, sites: Sequence[Site]) -> tuple[str, str, str]:
+def _handled(leaf: jax.ShapeDtypeStruct, sites: Sequence[Site], index: int) -> tuple[str, str, str]:
     """The primitives of a leaf, its rule, and the cost of the rule."""
     counts = Counter(site.equation.primitive.name for site in sites)
     words = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
     # The engine's own choice from shapes, not a second opinion.
-    choice = foresee(leaf, sites)
+    choice = foresee(leaf, sites, index)
     return words, choice.rule + (", kept" if choice.keep else ""), f"{choice.operations:,}"

@@ -135,7 +135,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
     numbers = sum(leaves[i].size for i in found.materialised)
     for i, leaf in enumerate(leaves):
         if sites := [site for site in found.sites if i in site.leaves]:
-            numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites).numbers
+            numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites, i).numbers
     # Sites compute norms in float32: 4 bytes per number.
     return _program_bytes(program, moving, fused=_on_cpu()) + 4 * numbers
 

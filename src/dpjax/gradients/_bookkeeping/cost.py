@@ -33,6 +33,8 @@ _ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}
 # Instantiated gradients are kept if they have at most this many times the numbers that the product
 # reads: a second product for the sum would cost more than the memory.
 _ROOM = 4
+# A gradient is common to all examples if a leaf has this many times the entries that scale it.
+_FEW = 4
 
 
 class Choice(NamedTuple):
@@ -97,17 +99,64 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     return Choice(rule, keep, instantiate, copied + leaf.size)
 
 
-def foresee(leaf: Shape, sites: Sequence[Site]) -> Choice:
+def aside(
+    index: int, leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]
+) -> list[int]:
+    """The sites whose gradients are better taken as common to all examples, see `common`.
+
+    Args:
+      index: Which leaf.
+      leaf: The leaf, or its shape.
+      sites: All its sites.
+      forms: The form of each site, if it has one.
+    """
+
+    def few(site: Site) -> bool:
+        slices = math.prod(leaf.shape[a] for a in site.slices.get(index, range(leaf.ndim)))
+        return _FEW * slices <= leaf.size
+
+    common = [k for k, site in enumerate(sites) if few(site)]
+    counted = {a for k in common for a in sites[k].slices[index]}
+
+    def meets(site: Site, form: Outer | None) -> bool:
+        """Whether inner products with a common gradient need no gradient of an example."""
+        if form is None or not site.isometry:
+            return False
+        if form.chosen:
+            return not counted and not site.stacks and site.axes == tuple(range(leaf.ndim))
+        alone = form.g.shape[1] == 1 and form.axes is not None and counted <= {*form.axes[2]}
+        return alone or not counted
+
+    own = [
+        meets(s, f) for k, (s, f) in enumerate(zip(sites, forms, strict=True)) if k not in common
+    ]
+    return common if len(common) <= _MANY and all(own) else []
+
+
+def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     """The choice for a leaf, from shapes alone.
 
     Args:
       leaf: Shape and dtype of the leaf.
       sites: All its sites.
+      index: Which leaf it is.
     """
     found: list[Choice] = []
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
-        found.append(choose(leaf, sites, list(map(form_of, sites, data, cotangents))))
+        forms = list(map(form_of, sites, data, cotangents))
+        common = aside(index, leaf, sites, forms)
+        own = [k for k in range(len(sites)) if k not in common]
+        choice = Choice("", False, 0, 0)
+        if own:
+            choice = choose(leaf, [sites[k] for k in own], [forms[k] for k in own])
+        if common:
+            rule = f"{choice.rule} + common" if own else "common"
+            # Their inner products take a product as large as that of the forward pass.
+            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in own)
+            more = max(1, positions) * len(common) * leaf.size
+            choice = choice._replace(rule=rule, operations=choice.operations + more)
+        found.append(choice)
 
     def batched(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients._bookkeeping.leaf_norms import norms
+from dpjax.gradients._bookkeeping.common import Common, divided, norms_with
 from dpjax.gradients._bookkeeping.leaf_sums import Entry, Kept, Pieces, Recomputed, into_table
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Rows
@@ -39,8 +39,10 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         squares[groups[i]] = squares[groups[i]] + square
         # A materialised leaf has its per-example gradients already: they are summed as they are.
         kept[i] = Pieces([gradient])
+    commons: dict[int, list[Common]] = {}
     for i, found in entries.items():
-        square, kept[i] = norms(i, found, leaves)
+        entries[i], commons[i] = divided(i, found, leaves)
+        square, kept[i] = norms_with(i, entries[i], commons[i], leaves)
         squares[groups[i]] = squares[groups[i]] + square
     # Squared norms of leaves add up within a group, so no per-example gradient is needed for the
     # factor.
@@ -50,6 +52,8 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
 
     sums = jax.tree.leaves(start)
     for i, found in entries.items():
+        if not found:
+            continue
         # In place: a microbatch of a language model touches few rows of a table that is larger than
         # all its other leaves.
         if put := into_table(i, found):
@@ -59,6 +63,8 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     totals: dict[int, Kept | Recomputed] = {}
     for i, pieces in kept.items():
         each = factors[:, groups[i]]
+        if i in entries and not entries[i]:
+            continue
         if pieces is not None:
             totals[i] = Kept(pieces, each)
         else:
@@ -74,6 +80,9 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     )
     for i, part in parts.items():
         sums[i] = sums[i] + part
+    for i, found in commons.items():
+        for one in found:
+            sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)
     return ClippedSum(
         jax.tree.structure(params).unflatten(sums),
         jnp.where(rows.mask, losses, 0),

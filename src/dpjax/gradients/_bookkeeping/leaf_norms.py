@@ -88,9 +88,9 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         (px, pg), (qx, qg) = _lengths(p), _lengths(q)
         lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
         lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
-        inputs = 0 if p.chosen or q.chosen else _roundings(p.width)  # one-hot columns are exact
+        inputs = 0 if p.chosen or q.chosen else roundings(p.width)  # one-hot columns are exact
         # Cotangents are always dense, so their products round even beside one-hot columns.
-        outputs = _roundings(p.g.shape[3])
+        outputs = roundings(p.g.shape[3])
         # Rounding bound: relative to the products that cancel, not to their sum. It grows with the
         # number of roundings of a term, because aligned roundings of wide layers do add up.
         doubt = inputs * lengths_x * jnp.abs(g) + outputs * jnp.abs(x) * lengths_g
@@ -121,7 +121,7 @@ def _doubt(forms: Sequence[Outer | None]) -> Squares:
             # Relative to the lengths before cancellation: where positions cancel to the last
             # digits, both sums consist of rounding errors.
             x, g = map(jnp.sqrt, _lengths(form))
-            terms = _roundings(form.g.shape[2]) * jnp.finfo(g.dtype).eps
+            terms = roundings(form.g.shape[2]) * jnp.finfo(g.dtype).eps
             total += terms * jnp.sum(x * g, axis=(1, 2))
     return total
 
@@ -165,7 +165,7 @@ def _inner(p: Outer, q: Outer) -> Array:
 def _dots(a: Array, b: Array) -> Array:
     """Inner products of rows, ``[.., s, n]`` and ``[.., t, n]``: in blocks, then in pairs.
 
-    The rounding error of one long sum grows with the number of terms; here with `_roundings`.
+    The rounding error of one long sum grows with the number of terms; here with `roundings`.
     """
     blocks = paired(a.shape[-1])
 
@@ -179,7 +179,7 @@ def _dots(a: Array, b: Array) -> Array:
     return parts[0]
 
 
-def _roundings(terms: int) -> int:
+def roundings(terms: int) -> int:
     """The number of roundings of a term in an inner product of this many terms."""
     # A term passes through one block and then through the levels of the pairwise sum.
     return min(terms, BLOCK) + round(math.log2(paired(terms)))

@@ -169,7 +169,10 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
         seen = seen.reshape(*around, seen.shape[1], groups, -1, positions)
         return jnp.moveaxis(seen, lead, lead + 1).reshape(*around, groups, -1, positions)
 
-    patches = _patches(p, x, [shape[a] for a in space], g.shape[2:-1])
+    kernel = [shape[a] for a in space]
+    if groups == 1 and set(p["window_strides"]) == {1} and max(p["lhs_dilation"]) > 1:
+        return _transposed(site, around, x, g, kernel)
+    patches = _patches(p, x, kernel, g.shape[2:-1])
     g = jnp.moveaxis(g.reshape(*around, positions, groups, -1), -2, lead)
 
     def place(gradient: Array) -> Array:
@@ -182,6 +185,53 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
     return Outer(tuple(map(piece, patches)), g, place, axes, copied=True)
+
+
+def _transposed(
+    site: Site, around: Sequence[int], x: Array, g: Array, kernel: Sequence[int]
+) -> Outer:
+    """A transposed convolution: patches of the cotangent; most of the input's would be zeros.
+
+    Args:
+      site: The convolution.
+      around: The axes of the batch and of the scans.
+      x: Its inputs ``[.., images, *space, channels]``.
+      g: Cotangents ``[.., images, *space, channels]``.
+      kernel: The lengths of the kernel.
+    """
+    p, places, lead = site.equation.params, x.shape[2:-1], len(around)
+    out, channels, *space = p["dimension_numbers"].rhs_spec
+    each = zip(
+        p["padding"],
+        p["lhs_dilation"],
+        p["rhs_dilation"],
+        kernel,
+        places,
+        g.shape[2:-1],
+        strict=True,
+    )
+    # Input q meets entry k of the kernel at output q * dilation + low - k * spread.
+    edges = [
+        ((k - 1) * spread - low, (n - 1) * dilation + low - (m - 1))
+        for (low, _), dilation, spread, k, n, m in each
+    ]
+    turned = dict(
+        p, padding=edges, lhs_dilation=[1] * len(kernel), window_strides=p["lhs_dilation"]
+    )
+    pieces = _patches(turned, g, kernel, places)
+    seen = jnp.concatenate([s.reshape(s.shape[0], -1, *s.shape[3:]) for s in pieces], axis=1)
+    seen = seen.reshape(*around, seen.shape[1], -1)
+    width, outputs = x.shape[-1], g.shape[-1]
+    x = jnp.moveaxis(x.reshape(*around, -1, width), -1, lead)
+
+    def place(gradient: Array) -> Array:
+        found = gradient.reshape(width, *kernel, outputs)
+        # Entries were counted from the last one.
+        found = jnp.flip(found, range(1, 1 + len(kernel)))
+        return jnp.transpose(found, np.argsort([channels, *space, out]).tolist())
+
+    x, g = jnp.expand_dims(x, lead), jnp.expand_dims(jnp.swapaxes(seen, -1, -2), lead)
+    return Outer((x,), g, place, None)
 
 
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:

@@ -51,6 +51,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
 
     def body(child: Book, carry: Sequence[Array], slices: Sequence[Array]) -> list[Array]:
         arguments: list[Any] = [*constants, *carry, *slices]
+        child.sizes = {j: view.value.size for j, view in enumerate(entering.values())}
         for j, (i, view) in enumerate(entering.items()):
             arguments[i] = child.enter(j, arguments[i], trained=bool(view.leaves))
         outputs = walk(inner.jaxpr, inner.consts, arguments, child)
@@ -114,6 +115,8 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
         data=tuple(jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in site.data),
         output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
         stacks=(by_round, *site.stacks),
+        # Common gradients of rounds would add up for a shared view alone: they are not followed.
+        slices={},
     )
 
 

@@ -8,7 +8,7 @@ meets the data, and which is linear in the view. A leaf that meets the data in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 Leaves = Sequence[Array]
 Memo = dict[int, list[Array]]
+Axes = tuple[int | None, ...]
 
 
 class View(NamedTuple):
@@ -32,6 +33,11 @@ class View(NamedTuple):
       isometry: Whether it only rearranges the entries of one leaf.
       axes: For each axis of the value the axis of the leaf, if it is a transpose of one leaf.
       depth: Number of equations between the value and a leaf in `leaves`.
+      constant: Axes along which all entries are equal.
+      own: For each leaf in `leaves`, and for each axis of the value, the axis of the leaf with
+        which it runs: an entry depends on the leaf's entries with the same index alone. None for
+        an axis without that property.
+      made: The equation whose only result it is, and the views that entered it.
     """
 
     leaves: frozenset[int]
@@ -41,6 +47,9 @@ class View(NamedTuple):
     isometry: bool = False
     axes: tuple[int, ...] | None = None
     depth: int = 0
+    constant: frozenset[int] = frozenset()
+    own: Mapping[int, Axes] = {}
+    made: tuple[JaxprEqn, tuple[View, ...]] | None = None
 
 
 class Site(NamedTuple):
@@ -61,6 +70,10 @@ class Site(NamedTuple):
       stacks: For each scan around the equation, outermost first: whether the view is sliced
         by it (layer after layer) or is the same in every round. Data, output and a sliced
         view have a leading axis for it.
+      slices: Leaves whose gradient at this site is one gradient for all examples, apart from one
+        scale for each slice; and the axes of the leaf that count the slices. See `common`.
+      scales: ``(leaves, data, cotangent) -> scales``, one for each slice.
+      unscaled: From all leaves to the value that the scales multiply in the derivative.
     """
 
     leaves: frozenset[int]
@@ -75,6 +88,9 @@ class Site(NamedTuple):
     data: tuple[jax.ShapeDtypeStruct, ...]
     output: jax.ShapeDtypeStruct
     stacks: tuple[bool, ...] = ()
+    slices: Mapping[int, tuple[int, ...]] = {}
+    scales: Callable[[Leaves, Sequence[Array], Array], Array] | None = None
+    unscaled: Callable[[Leaves], Array] | None = None
 
 
 class Program(NamedTuple):
@@ -100,6 +116,7 @@ class Book:
         self.taps = taps
         self.sites: list[Site] = []
         self.data: list[tuple[Array, ...]] = []
+        self.sizes: dict[int, int] = {}
 
     def materialise(self, leaves: Iterable[int], why: str) -> None:
         for leaf in leaves:
@@ -122,7 +139,8 @@ class Book:
         alone, axes = frozenset([leaf]), tuple(range(value.ndim))
         # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
-        return View(trained_by, alone, lambda leaves, _: leaves[leaf], value, True, axes)
+        own = {leaf: axes} if trained else {}
+        return View(trained_by, alone, lambda leaves, _: leaves[leaf], value, True, axes, own=own)
 
 
 def constant(value: Any) -> View:

@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax._jaxpr import bind, equations, evaluate, inner_programs
+from dpjax.gradients._bookkeeping.rewrites import rewritten
 from dpjax.gradients._bookkeeping.scan_trace import scan_sites
 from dpjax.gradients._bookkeeping.sites import (
     Book,
@@ -37,6 +38,7 @@ from dpjax.gradients._bookkeeping.sites import (
     plain,
     union,
 )
+from dpjax.gradients._bookkeeping.structure import ENTRYWISE, slices, structure
 from dpjax.gradients._xla_cpu.primitives import bind_fast
 from dpjax.types import LossFn, PyTree
 
@@ -64,6 +66,8 @@ _LINEAR_FROM = {"concatenate": 0, "select_n": 1}
 _PRECISION = "jax_default_matmul_precision"
 # A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
 _DEEP = 100
+# A leaf is large if it has this many times the entries of a leaf or a product beside it.
+_FEW = 4
 # Calls whose inner program is traced too, and the parameter that holds it. A call with a custom
 # derivative is not entered, because that derivative would be lost.
 _CALLS = {
@@ -135,6 +139,7 @@ def _trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     def walk(book: Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
         if mutates:
             return jaxpr_as_fun(closed)(*leaves, *inputs)
+        book.sizes = {i: leaf.size for i, leaf in enumerate(leaves)}
         entering = [*(book.enter(i, leaf) for i, leaf in enumerate(leaves)), *inputs]
         value, *aux = _walk(closed.jaxpr, closed.consts, entering, book)
         return [*plain([value], book, "the result"), *plain(aux)]
@@ -181,10 +186,19 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
+    if (operand := _narrows(equation, inputs, book)) is not None:
+        other = inputs[1 - operand]
+        book.materialise(other.leaves, f"meets a large leaf in {name}")
+        mixed = [x if i == operand else other.value for i, x in enumerate(inputs)]
+        return [_site(equation, mixed, operand, book)]
     # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
+    if sources and (better := rewritten(equation, inputs)):
+        function, arguments = better
+        program = jax.make_jaxpr(function)(*plain(arguments))
+        return _walk(program.jaxpr, program.consts, arguments, book)
     # Layers in a scan are walked, since most large models have them; while loops and conditionals
     # are materialised.
     if sources and name == "scan":
@@ -228,6 +242,22 @@ def _linear(name: str, sources: Sequence[int]) -> bool:
     if name == "dynamic_update_slice":
         return set(sources) <= {0, 1}
     return len(sources) == 1 and sources[0] in _LINEAR_IN.get(name, ())
+
+
+def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
+    """Which input is a large leaf that small ones multiply, as where they generate a kernel.
+
+    The product then has fewer entries than the leaf. It counts as data from here on, and so do the
+    small leaves: each example's gradients of both exist, but never that of the large leaf.
+    """
+    if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
+        return None
+    sizes = [sum(book.sizes[i] for i in x.leaves) for x in inputs]
+    operand, small = int(sizes[1] > sizes[0]), min(sizes)
+    alone = not (inputs[0].leaves & inputs[1].leaves) and inputs[operand].isometry
+    output: Any = equation.outvars[0].aval
+    narrow = _FEW * max(small, output.size) <= sizes[operand] and output.dtype.itemsize >= 4
+    return operand if small and alone and narrow else None
 
 
 def _takes_a_row(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
@@ -282,21 +312,36 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             memo[id(views)] = inputs if cast else bind(equation, inputs)
         return memo[id(views)]
 
-    isometry = len(views) == 1 and views[0].isometry
     # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
-    isometry = isometry and name in {"convert_element_type", *_REARRANGE}
-    axes = views[0].axes if isometry else None
+    kept = _rearranged(name, views, outputs[0])
+    axes = kept.axes if kept else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
-    elif name not in ("convert_element_type", "copy", "copy_p"):
+    elif name in _REARRANGE - {"neg", "copy", "copy_p"}:
         axes = None
+    constant, own = structure(equation, views, outputs)
+    made = (equation, tuple(views)) if len(outputs) == 1 else None
 
     def view(i: int, x: Any) -> View:
         # Integers have no gradient, even if they were computed from parameters.
         moved = leaves if _is(jnp.floating, x) else frozenset[int]()
-        return View(moved, reads, lambda p, memo: compute(p, memo)[i], x, isometry, axes, depth)
+        mine = {leaf: axes for leaf, axes in own.items() if leaf in moved}
+        of = functools.partial(lambda i, p, memo: compute(p, memo)[i], i)
+        return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
+
+
+def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
+    """The view whose entries the result holds in another order, apart from a constant."""
+    trained = [view for view in views if view.leaves]
+    if len(trained) != 1 or not trained[0].isometry:
+        return None
+    if len(views) == 1:
+        return trained[0] if name in {"convert_element_type", *_REARRANGE} else None
+    # The derivative of 1 + scale is the identity. A broadcast scale has other norms.
+    moved = name in {"add", "add_any", "sub"} and trained[0].value.shape == output.shape
+    return trained[0] if moved else None
 
 
 def _bends(equation: JaxprEqn) -> bool:
@@ -314,15 +359,35 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     sources = {i: view for i, view in views.items() if view.leaves}
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
+    name, flat = equation.primitive.name, tuple(view.constant)
+    sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
 
-    def apply(leaves: Leaves, data: Sequence[Array]) -> Array:
+    def mixed(leaves: Leaves, data: Sequence[Array]) -> list[Array]:
         memo, rest = {}, iter(data)
-        mixed = [
+        found = [
             views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
         ]
         wide = trees.wide(output.dtype)
-        mixed = [x.astype(wide) if _is(jnp.floating, x) else x for x in mixed]
-        return equation.primitive.bind(*mixed, **_in_full_precision(equation.params, wide))
+        return [x.astype(wide) if _is(jnp.floating, x) else x for x in found]
+
+    def run(arguments: Sequence[Array]) -> Array:
+        wide = trees.wide(output.dtype)
+        return equation.primitive.bind(*arguments, **_in_full_precision(equation.params, wide))
+
+    def scales(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
+        found = mixed(leaves, data)
+
+        def by_view(x: Array) -> Array:
+            return run([*found[:operand], x, *found[operand + 1 :]])
+
+        (gradient,) = jax.vjp(by_view, found[operand])[1](cotangent)
+        return jnp.sum(gradient, axis=flat).reshape(sizes)
+
+    def unscaled(leaves: Leaves) -> Array:
+        found = view.of(leaves, {})
+        return found[tuple(0 if a in flat else slice(None) for a in range(found.ndim))].reshape(
+            sizes
+        )
 
     # The forward pass keeps the dtypes of the model; `apply` is for the gradient and is widened.
     (output,) = bind_fast(equation, plain(inputs))
@@ -337,9 +402,12 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         of=lambda leaves: view.of(leaves, {}),
         isometry=view.isometry and len(sources) == 1,
         axes=view.axes if len(sources) == 1 else None,
-        apply=apply,
+        apply=lambda leaves, data: run(mixed(leaves, data)),
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),
+        slices=slices(view) if len(sources) == 1 and name in ENTRYWISE else {},
+        scales=scales,
+        unscaled=unscaled,
     )
     book.record(site, data)
     return tapped

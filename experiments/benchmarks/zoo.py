@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of many kinds: the private clipped sum beside a plain gradient, in time and in agreement.
+
+  result    25 models: a median of 1.07 x; above 1.55: hypernetwork 13.8, neural ode 2.8,
+            weight decay 1.8; sums and norms differ from the definition by at most 2.3e-6
+  hardware  two CPU cores
+  command   make bench BENCH=zoo ARGS="--out experiments/results/zoo.json"
+  figures   experiments/results/zoo.json
+
+The models stand in `zoo_models`. A ratio is the CPU time of `dpjax.clipped_grad` over that of JAX's
+gradient of the mean loss, both compiled, as the median over rounds in which the two alternate. The
+hypernetwork cannot reach a plain step: the gradient of its codes needs the generating matrix times
+each example's own kernel gradient, which the plain step takes once for the batch.
+CPU time counts both cores and no other process. Disagreement is with ``engine="vmap"``: the length
+of the difference of the clipped sums, or of the vectors of norms, relative to the definition's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import reporting
+from absl import app, flags
+from zoo_models import MODELS, Case
+
+import dpjax
+from dpjax import clipping
+
+Run = Callable[[Any, Any], Any]
+
+
+def private(case: Case, bound: float, engine: str = "auto") -> Run:
+    """The clipped sum and the norms."""
+
+    def run(params: Any, batch: Any) -> Any:
+        found = dpjax.clipped_grad(case.loss, clipping.flat(bound), engine=engine)(params, batch)
+        return found.value, found.norms
+
+    return jax.jit(run)
+
+
+def plain(case: Case) -> Run:
+    """JAX's gradient of the mean loss."""
+
+    def mean(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(jax.vmap(case.loss, (None, 0))(params, batch))
+
+    return jax.jit(jax.grad(mean))
+
+
+def norms_of(case: Case) -> jax.Array:
+    """Each example's norm, by the definition."""
+    return private(case, 1.0, "vmap")(case.params, case.batch)[1]
+
+
+def disagreement(case: Case, bound: float) -> float:
+    """The relative difference from the definition, of the clipped sum or of the norms."""
+    found, wanted = (
+        private(case, bound, engine)(case.params, case.batch) for engine in ("auto", "vmap")
+    )
+    apart = jax.tree.map(jnp.subtract, found, wanted)
+    return max(
+        float(optax.tree.norm(a) / optax.tree.norm(b)) for a, b in zip(apart, wanted, strict=True)
+    )
+
+
+def cpu_seconds(run: Run, case: Case, times: int) -> float:
+    """CPU seconds of one call."""
+    started = time.process_time()
+    for _ in range(times):
+        jax.block_until_ready(run(case.params, case.batch))
+    return (time.process_time() - started) / times
+
+
+def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
+    """The figures of one model."""
+    # Half of the examples are clipped.
+    bound = float(jnp.median(norms_of(case)))
+    contestants = {"plain": plain(case), "private": private(case, bound)}
+    first = {}
+    for who, run in contestants.items():
+        cpu_seconds(run, case, 1)  # compiles
+        first[who] = cpu_seconds(run, case, 1)
+    times = max(1, round(seconds / rounds / sum(first.values())))
+    taken: dict[str, list[float]] = {who: [] for who in contestants}
+    for _ in range(rounds):
+        for who, run in contestants.items():
+            taken[who].append(cpu_seconds(run, case, times))
+    pairs = zip(taken["private"], taken["plain"], strict=True)
+    return {
+        "ratio": statistics.median(a / b for a, b in pairs),
+        "plain_ms": 1e3 * statistics.median(taken["plain"]),
+        "private_ms": 1e3 * statistics.median(taken["private"]),
+        "disagreement": disagreement(case, bound),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(case.params)),
+        "batch_size": len(jax.tree.leaves(case.batch)[0]),
+    }
+
+
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
+    asked = flags.FLAGS
+    names = reporting.chosen("models", list(MODELS), asked.models)
+    rounds = 1 if asked.smoke else asked.rounds
+    report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, rounds=rounds)
+    report["models"] = {}
+    for name in names:
+        case = MODELS[name](4 if asked.smoke else None)
+        found = measure(case, rounds, asked.seconds)
+        report["models"][name] = found
+        print(
+            f"{name:30} {found['plain_ms']:8.2f} ms {found['private_ms']:8.2f} ms "
+            f"{found['ratio']:6.2f} x  {found['disagreement']:.1e}",
+            flush=True,
+        )
+        reporting.keep(report, asked.out)
+    ratios = [found["ratio"] for found in report["models"].values()]
+    print(f"median {statistics.median(ratios):.2f}, most {max(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("models", None, "Names or how they begin; by default all.")
+    flags.DEFINE_integer("rounds", 11, "How often the two alternate.", lower_bound=1)
+    flags.DEFINE_float("seconds", 3.0, "CPU seconds for the rounds of a model.", lower_bound=0.01)
+    flags.DEFINE_bool("smoke", False, "Batches of 4, one round: does it run?")
+    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each model.")
+    app.run(main)

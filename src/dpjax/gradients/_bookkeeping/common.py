@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Common gradients: one gradient for all examples, and each example only scales its slices.
+
+A weight decay in the loss, $\ell_i + r(w)$, adds the same gradient $R = \nabla r$ to every
+example. The gain of a normalised kernel adds $R$ with columns scaled by numbers $c_i$ of the
+example. No example's gradient of the leaf is needed for them: with $D_i$ from all other sites,
+
+$$ \lVert D_i + c_i R \rVert^2
+   = \lVert D_i \rVert^2 + 2 \langle D_i, c_i R \rangle + \lVert c_i R \rVert^2, \qquad
+   \sum_i f_i (D_i + c_i R) = \sum_i f_i D_i + \Big( \sum_i f_i c_i \Big) R. $$
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dpjax.gradients._bookkeeping.cost import aside
+from dpjax.gradients._bookkeeping.leaf_norms import norms, roundings
+from dpjax.gradients._bookkeeping.leaf_sums import (
+    Entry,
+    Pieces,
+    Squares,
+    added,
+    placed,
+    weighted_sum,
+)
+from dpjax.gradients._bookkeeping.outer_products import form_of, product
+
+
+class Common(NamedTuple):
+    """The part of a leaf's gradients that is one gradient for all examples, up to scales.
+
+    Args:
+      gradient: ``R``, of the leaf's shape.
+      scales: ``[batch, *slices]``.
+      axes: The axes of the leaf that count the slices, in order.
+    """
+
+    gradient: Array
+    scales: Array
+    axes: tuple[int, ...]
+
+    def spread(self, scales: Array) -> Array:
+        """Scales with axes of length 1 for the other axes of the leaf; other axes may lead."""
+        shape = [n if a in self.axes else 1 for a, n in enumerate(self.gradient.shape)]
+        return scales.reshape(*scales.shape[: scales.ndim - len(self.axes)], *shape)
+
+    def sum(self, factors: Squares) -> Array:
+        """The sum over examples; those with factor 0 contribute exactly 0."""
+        kept = factors.reshape(-1, *(1,) * len(self.axes)) != 0
+        total = self.spread(weighted_sum(jnp.where(kept, self.scales, 0), factors))
+        return jnp.where(total != 0, total * self.gradient, 0)
+
+
+def divided(
+    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]
+) -> tuple[list[Entry], list[Common]]:
+    """The entries that have gradients of their own for each example, and the common gradients."""
+    forms = [form_of(*entry) for entry in entries]
+    chosen = aside(leaf, leaves[leaf], [entry.site for entry in entries], forms)
+    own = [entry for k, entry in enumerate(entries) if k not in chosen]
+    return own, [_common(leaf, entries[k], leaves) for k in chosen]
+
+
+def _common(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Common:
+    site, axes = entry.site, entry.site.slices[leaf]
+    assert site.scales is not None
+    assert site.unscaled is not None
+    of = site.unscaled
+
+    def of_one(chosen: Array) -> Array:
+        return of([*leaves[:leaf], chosen, *leaves[leaf + 1 :]])
+
+    value, pull = jax.vjp(of_one, leaves[leaf])
+    scales = jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
+    # In the order of the leaf's axes, whatever the order of the view's.
+    order = sorted(range(len(axes)), key=lambda k: axes[k])
+    scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
+    return Common(pull(jnp.ones_like(value))[0], scales, tuple(sorted(axes)))
+
+
+def norms_with(
+    leaf: int, own: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
+) -> tuple[Squares, Pieces | None]:
+    """As `leaf_norms.norms`, with common gradients beside the entries.
+
+    Args:
+      leaf: Which leaf.
+      own: Its other entries, apart from the common gradients; maybe none.
+      commons: What `divided` found beside them.
+      leaves: All leaves, in full precision.
+    """
+    squares, kept = norms(leaf, own, leaves) if own else (jnp.zeros(()), None)
+    if not commons:
+        return squares, kept
+    total, doubt, eps = squares, jnp.zeros(()), jnp.finfo(leaves[leaf].dtype).eps
+    lengths = jnp.sqrt(squares)
+    for k, one in enumerate(commons):
+        length = jnp.sqrt(_dot(one, one))
+        lengths = lengths + length
+        for other in commons[: k + 1]:
+            total = total + (1 if other is one else 2) * _dot(one, other)
+        for entry in own:
+            cross, unsure = _cross(leaf, entry, one, leaves)
+            total, doubt = total + 2 * cross, doubt + 2 * unsure * length
+    # Rounding bound: where the parts cancel, it is relative to the parts. The sum rounds each part
+    # once more, so the norm grows by a bound on that too.
+    doubt = eps * (doubt + 4 * len(commons) * lengths**2)
+    return (jnp.sqrt(jnp.maximum(total, 0) + doubt) + 4 * eps * lengths) ** 2, kept
+
+
+def _dot(a: Common, b: Common) -> Squares:
+    """The inner products of two common gradients, for each example."""
+    both = {*a.axes, *b.axes}
+    rest = tuple(axis for axis in range(a.gradient.ndim) if axis not in both)
+    inner = jnp.sum(a.gradient * b.gradient, axis=rest, keepdims=True)
+    return _total(a.spread(a.scales) * b.spread(b.scales) * inner)
+
+
+def _cross(
+    leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]
+) -> tuple[Squares, Squares]:
+    """Inner products of a common gradient with an entry's own gradients.
+
+    Also a bound on their rounding errors, in units of eps and of the common gradient's length.
+    """
+    form = form_of(*entry)
+    assert form is not None
+    if form.chosen:
+        seen = common.gradient.reshape(len(common.gradient), -1)[form.x[0]]
+        inputs, lengths = 0, jnp.ones_like(form.g[..., 0])
+    else:
+        # The place of a form only rearranges, so its VJP brings the common gradient into the form.
+        place, _ = placed(leaf, entry, form._replace(x=()), leaves)
+        parts = [jnp.zeros((x.shape[1], x.shape[2], form.g.shape[3]), x.dtype) for x in form.x]
+        (parts,) = jax.vjp(place, parts)[1](common.gradient)
+        seen = added([product("bhks,hkd->bhsd", *pair) for pair in zip(form.x, parts, strict=True)])
+        inputs, lengths = form.width, jnp.sqrt(added([jnp.sum(x**2, axis=2) for x in form.x]))
+    unsure = _total(lengths * jnp.linalg.norm(form.g, axis=3))
+    terms, scales = seen * form.g, common.scales
+    if common.axes:
+        assert form.axes is not None
+        # The slices are among the outputs, which the form counts in an order of its own.
+        shape, outputs = common.gradient.shape, form.axes[2]
+        order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
+        scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
+        scales = scales.reshape(-1, *(shape[a] if a in common.axes else 1 for a in outputs))
+        terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[a] for a in outputs))
+        cross = _total(scales * terms)
+    else:
+        cross = scales * _total(terms)
+    return cross, (roundings(inputs) + roundings(form.g.shape[3])) * unsure
+
+
+def _total(x: Array) -> Squares:
+    return jnp.sum(x, axis=tuple(range(1, x.ndim)))
