@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.leaf_norms import norms
 from dpjax.gradients._bookkeeping.leaf_sums import Entry, Kept, Pieces, Recomputed, into_table
 from dpjax.gradients._bookkeeping.trace import trace
@@ -67,11 +68,15 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
             totals[i] = Recomputed(i, scaled, leaves, each)
     # Masking non-finite examples costs a pass over all data, and few batches contain one.
     broken = ~jnp.all(jnp.isfinite(lengths))
-    parts = jax.lax.cond(
-        broken,
-        lambda: {i: total.sum_careful().astype(sums[i].dtype) for i, total in totals.items()},
-        lambda: {i: total.sum().astype(sums[i].dtype) for i, total in totals.items()},
-    )
+
+    def careful() -> dict[int, Array]:
+        return {i: total.sum_careful().astype(sums[i].dtype) for i, total in totals.items()}
+
+    def quick() -> dict[int, Array]:
+        return {i: total.sum().astype(sums[i].dtype) for i, total in totals.items()}
+
+    # Accelerators mask as they read, and would wait at a branch.
+    parts = jax.lax.cond(broken, careful, quick) if platforms.on_cpu() else careful()
     for i, part in parts.items():
         sums[i] = sums[i] + part
     return ClippedSum(
@@ -113,7 +118,10 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
 
 
 def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
-    """The number of convolutions whose kernel gradient is a product of patches."""
+    """The number of convolutions whose kernel gradient mixes no examples.
+
+    It is a product of patches, or on accelerators a convolution of finite numbers alone.
+    """
     # Operand 1 is the kernel. Other convolutions, such as of parameters alone, are not counted.
     sites = [site.equation for site in trace(loss, params, example).sites if site.operand == 1]
     convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import BLOCK, alike, choose, paired
 from dpjax.gradients._bookkeeping.leaf_sums import (
     Entry,
@@ -33,7 +34,7 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     instantiated,
     placed,
 )
-from dpjax.gradients._bookkeeping.outer_products import Outer, form_of, product
+from dpjax.gradients._bookkeeping.outer_products import Outer, convolves, form_of, product
 
 
 def norms(
@@ -46,6 +47,11 @@ def norms(
       entries: All its sites.
       leaves: All leaves, in full precision.
     """
+    if any(convolves(entry.site) for entry in entries):
+        # Non-finite numbers must not enter a convolution of all examples.
+        finite = _finite(entries)
+        kept = Pieces([instantiated(leaf, [e.wiped(finite) for e in entries], leaves)])
+        return jnp.where(finite, _square(kept.gradients[0]), jnp.nan), kept
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
     outers = alike([form for form in forms if form is not None])
@@ -61,7 +67,7 @@ def norms(
         place, gradients = placed(leaf, entries[0], forms[0], leaves)
         kept = Pieces(gradients, place)
     else:
-        kept = Pieces([instantiated(leaf, entries, forms, leaves)])
+        kept = Pieces([instantiated(leaf, entries, leaves)])
     squares = added([_square(x) for x in kept.gradients])
     if choice.keep:
         return squares, kept
@@ -167,6 +173,8 @@ def _dots(a: Array, b: Array) -> Array:
 
     The rounding error of one long sum grows with the number of terms; here with `_roundings`.
     """
+    if not platforms.on_cpu():
+        return product("bhsn,bhtn->bhst", a, b)
     blocks = paired(a.shape[-1])
 
     def split(x: Array) -> Array:
@@ -181,8 +189,17 @@ def _dots(a: Array, b: Array) -> Array:
 
 def _roundings(terms: int) -> int:
     """The number of roundings of a term in an inner product of this many terms."""
+    if not platforms.on_cpu():
+        return terms  # a matrix unit may add one term after the other
     # A term passes through one block and then through the levels of the pairwise sum.
     return min(terms, BLOCK) + round(math.log2(paired(terms)))
+
+
+def _finite(entries: Sequence[Entry]) -> Array:
+    """Which examples have finite data and cotangents at all of these sites."""
+    arrays = [x for entry in entries for x in (*entry.data, entry.cotangent)]
+    each = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in arrays]
+    return jnp.all(jnp.stack(each), axis=0)
 
 
 def _square(x: Array) -> Squares:

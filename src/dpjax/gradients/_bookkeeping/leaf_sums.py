@@ -17,8 +17,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dpjax import trees
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import entire
-from dpjax.gradients._bookkeeping.outer_products import Outer, form_of, product
+from dpjax.gradients._bookkeeping.outer_products import (
+    Outer,
+    convolves,
+    form_of,
+    precision_of,
+    product,
+)
 from dpjax.gradients._bookkeeping.sites import Site
 
 Squares = Float[Array, " batch"]
@@ -112,6 +119,10 @@ def weighted_sum(gradients: Array, factors: Squares) -> Array:
 
 def _careful_sum(gradients: Array, factors: Squares) -> Array:
     """As `weighted_sum`, but an example with factor 0 contributes exactly 0."""
+    if not platforms.on_cpu():
+        # Multiplied and reduced in float32 as the gradients are read; a matrix unit would round.
+        each = trees.expand(factors, gradients)
+        return jnp.sum(jnp.where(each != 0, each * gradients, 0), axis=0)
 
     # One example after the other: a product would need a masked copy of all gradients.
     def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
@@ -134,7 +145,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients, so only their
             # sum remains to be taken.
-            part = _ones_times(instantiated(leaf, [entry], [None], leaves))
+            part = _ones_times(instantiated(leaf, [entry], leaves))
         else:
             run = jax.vmap(entry.site.apply, (None, 0))
             part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
@@ -190,27 +201,51 @@ def placed(
     """Each example's gradient in the pieces of its form, and the map from pieces to the leaf."""
     assert form is not None
     pull = _pulled(leaf, leaves, entry.site.of)
-    gradients = [product("bhks,bhsd->bhkd", x, form.g) for x in form.x]
+    precision = precision_of(entry.site)
+    gradients = [product("bhks,bhsd->bhkd", x, form.g, precision) for x in form.x]
     return lambda parts: pull(form.joined(parts)), gradients
 
 
 def instantiated(
-    leaf: int, entries: Sequence[Entry], forms: Sequence[Outer | None], leaves: Sequence[Array]
+    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]
 ) -> Float[Array, "batch ..."]:
     """Each example's gradient of a leaf, from all its sites."""
 
-    def one(entry: Entry, form: Outer | None) -> Array:
+    def one(entry: Entry) -> Array:
+        form = form_of(*entry)
         if form is not None and not form.chosen:
             place, gradients = placed(leaf, entry, form, leaves)
             return jax.vmap(place)(gradients)
+        if convolves(entry.site):
+            return jax.vmap(_pulled(leaf, leaves, entry.site.of))(kernel_gradients(entry))
 
         def derivative(data: Sequence[Array], cotangent: Array) -> Array:
             return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
 
         return jax.vmap(derivative)(entry.data, entry.cotangent)
 
-    parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
-    return added(parts)
+    return added([one(entry) for entry in entries])
+
+
+def kernel_gradients(entry: Entry) -> Array:
+    """Each example's gradient of the kernel of a convolution, as one grouped convolution.
+
+    Unlike the product of patches it must not see a non-finite number: a compiler may multiply the
+    other examples by zeros and add them.
+    """
+    site, (images,) = entry.site, entry.data
+    parameters = {**site.equation.params, "preferred_element_type": entry.cotangent.dtype}
+
+    def one(images: Array, cotangent: Array) -> Array:
+        def of_kernel(kernel: Array) -> Array:
+            return site.equation.primitive.bind(images, kernel, **parameters)
+
+        return jax.vjp(of_kernel, jnp.zeros(site.shape, cotangent.dtype))[1](cotangent)[0]
+
+    for _ in site.stacks:
+        one = jax.vmap(one)
+    rounds = tuple(1 + i for i, sliced in enumerate(site.stacks) if not sliced)
+    return jnp.sum(jax.vmap(one)(images, entry.cotangent), axis=rounds)
 
 
 def _pulled(
@@ -228,6 +263,8 @@ def _pulled(
 
 def _ones_times(x: Array) -> Array:
     """The sum over the first axis, as a product: XLA's reduction over rows is slower on CPU."""
+    if not platforms.on_cpu():
+        return jnp.sum(x, axis=0)
     return product("b,b...->...", jnp.ones(len(x), x.dtype), x)
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.sites import Site
 
 
@@ -64,6 +65,8 @@ class Outer(NamedTuple):
 _PIECE = 256
 # Patches of larger kernels are written in a loop: unrolled, compilation takes minutes.
 _WRITTEN_OUT = 25
+
+HIGHEST = jax.lax.Precision.HIGHEST
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
@@ -152,7 +155,7 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
     p, (x,), lead = site.equation.params, data, 1 + len(site.stacks)
-    if site.operand != 1 or p["batch_group_count"] != 1 or cotangent.size == 0 or x.size == 0:
+    if not _of_kernel(site) or convolves(site) or cotangent.size == 0 or x.size == 0:
         return None
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     shape, _ = _view(site)
@@ -182,6 +185,20 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
     return Outer(tuple(map(piece, patches)), g, place, axes, copied=True)
+
+
+def convolves(site: Site) -> bool:
+    """Whether each example's kernel gradient is a convolution of its own, without patches.
+
+    On accelerators: patches are as many bytes as the kernel has entries for each pixel.
+    """
+    name = site.equation.primitive.name
+    return name == "conv_general_dilated" and _of_kernel(site) and not platforms.on_cpu()
+
+
+def _of_kernel(site: Site) -> bool:
+    """Whether the view at a convolution is its kernel, for one batch of images."""
+    return site.operand == 1 and site.equation.params["batch_group_count"] == 1
 
 
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:
@@ -310,6 +327,18 @@ def _axes(site: Site, *groups: Sequence[int]) -> Any:
     return (*rounds, *blocks), inputs, outputs
 
 
-def product(formula: str, a: Array, b: Array) -> Array:
-    """An `einsum` of two arrays at the highest precision."""
-    return jnp.einsum(formula, a, b, precision=jax.lax.Precision.HIGHEST)
+def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array:
+    """An `einsum` of two arrays, by default at the highest precision."""
+    return jnp.einsum(formula, a, b, precision=precision)
+
+
+def precision_of(site: Site) -> Any:
+    """The precision at which a gradient that is kept is formed: on accelerators the loss's own.
+
+    Its norm and its part of the sum are taken of the same numbers, however they were rounded.
+    """
+    given = site.equation.params.get("precision")
+    pair = given if isinstance(given, tuple) else (given, given)
+    # Other settings name a dtype of their own; a CPU takes the highest in the same time.
+    known = all(p is None or isinstance(p, jax.lax.Precision) for p in pair)
+    return HIGHEST if platforms.on_cpu() or not known or pair[0] != pair[1] else pair[0]
