@@ -17,6 +17,7 @@ from jax import lax
 from mutation import kills
 
 from dpjax import clipped_grad, clipping, gradients, losses, testing
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.ghost import backward
 from dpjax.gradients._xla_cpu.convolution import convolution
 
@@ -583,6 +584,13 @@ def test_ghost_is_the_definition(name):
 @pytest.mark.parametrize("name", CASES)
 def test_ghost_is_the_definition_in_one_group(name):
     assert_is_the_definition(name, lambda p: clipping.flat(0.2), 8)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", CASES)
+def test_the_forms_of_accelerators_are_the_definition(name):
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert_is_the_definition(name, lambda p: clipping.grouped(0.1, clipping.by_leaf(p)), 2)
 
 
 def test_one_row_by_a_number_is_a_row_of_a_table():

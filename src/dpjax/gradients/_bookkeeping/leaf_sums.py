@@ -21,7 +21,6 @@ from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import entire
 from dpjax.gradients._bookkeeping.outer_products import (
     Outer,
-    convolves,
     form_of,
     precision_of,
     product,
@@ -216,8 +215,6 @@ def instantiated(
         if form is not None and not form.chosen:
             place, gradients = placed(leaf, entry, form, leaves)
             return jax.vmap(place)(gradients)
-        if convolves(entry.site):
-            return jax.vmap(_pulled(leaf, leaves, entry.site.of))(kernel_gradients(entry))
 
         def derivative(data: Sequence[Array], cotangent: Array) -> Array:
             return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
@@ -225,27 +222,6 @@ def instantiated(
         return jax.vmap(derivative)(entry.data, entry.cotangent)
 
     return added([one(entry) for entry in entries])
-
-
-def kernel_gradients(entry: Entry) -> Array:
-    """Each example's gradient of the kernel of a convolution, as one grouped convolution.
-
-    Unlike the product of patches it must not see a non-finite number: a compiler may multiply the
-    other examples by zeros and add them.
-    """
-    site, (images,) = entry.site, entry.data
-    parameters = {**site.equation.params, "preferred_element_type": entry.cotangent.dtype}
-
-    def one(images: Array, cotangent: Array) -> Array:
-        def of_kernel(kernel: Array) -> Array:
-            return site.equation.primitive.bind(images, kernel, **parameters)
-
-        return jax.vjp(of_kernel, jnp.zeros(site.shape, cotangent.dtype))[1](cotangent)[0]
-
-    for _ in site.stacks:
-        one = jax.vmap(one)
-    rounds = tuple(1 + i for i, sliced in enumerate(site.stacks) if not sliced)
-    return jnp.sum(jax.vmap(one)(images, entry.cotangent), axis=rounds)
 
 
 def _pulled(

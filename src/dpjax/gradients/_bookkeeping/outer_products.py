@@ -63,7 +63,12 @@ class Outer(NamedTuple):
 # Patches are written for kernel entries with this many inputs together, each group with a product
 # of its own: as fast as all entries together, with less memory. One entry alone is a slow copy.
 _PIECE = 256
-# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes.
+# On accelerators entries of this many inputs are products of their own: a shifted image is read as
+# it lies, and no patches are written. For 32 channels a grouped convolution, as `jax.vmap` makes of
+# it, and whole patches take twice the cycles that the compiler of a TPU v5e expects.
+_SHIFTED = 32
+# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Accelerators
+# write them by a convolution.
 _WRITTEN_OUT = 25
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -155,7 +160,7 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
     p, (x,), lead = site.equation.params, data, 1 + len(site.stacks)
-    if not _of_kernel(site) or convolves(site) or cotangent.size == 0 or x.size == 0:
+    if site.operand != 1 or p["batch_group_count"] != 1 or cotangent.size == 0 or x.size == 0:
         return None
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     shape, _ = _view(site)
@@ -185,20 +190,6 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
     return Outer(tuple(map(piece, patches)), g, place, axes, copied=True)
-
-
-def convolves(site: Site) -> bool:
-    """Whether each example's kernel gradient is a convolution of its own, without patches.
-
-    On accelerators: patches are as many bytes as the kernel has entries for each pixel.
-    """
-    name = site.equation.primitive.name
-    return name == "conv_general_dilated" and _of_kernel(site) and not platforms.on_cpu()
-
-
-def _of_kernel(site: Site) -> bool:
-    """Whether the view at a convolution is its kernel, for one batch of images."""
-    return site.operand == 1 and site.equation.params["batch_group_count"] == 1
 
 
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:
@@ -234,12 +225,34 @@ def _patches(
         return jnp.moveaxis(x_seen, -1, 1)
 
     inputs = x.shape[-1] // p["feature_group_count"]
-    entries, few = list(itertools.product(*map(range, kernel))), -(-_PIECE // inputs)
+    least = _PIECE if platforms.on_cpu() else _SHIFTED
+    entries, few = list(itertools.product(*map(range, kernel))), -(-least // inputs)
+    if len(entries) > _WRITTEN_OUT and not platforms.on_cpu():
+        return [_convolved(x, kernel, strides, p["rhs_dilation"])]
     pieces = [entries[i : i + few] for i in range(0, len(entries), few)]
     if len(entries) > _WRITTEN_OUT:
         x, spread = jnp.moveaxis(x, -1, 1), np.array(p["rhs_dilation"])
         return [_in_turn(x, np.array(piece) * spread, places, strides) for piece in pieces]
     return [jnp.stack([seen(entry) for entry in piece], axis=1) for piece in pieces]
+
+
+def _convolved(
+    x: Array, kernel: Sequence[int], strides: Sequence[int], spreads: Sequence[int]
+) -> Array:
+    """Patches of channels-last images, written by a convolution with ones and zeros."""
+    lead, axes, channels = x.shape[:2], "XYZ"[: len(kernel)], x.shape[-1]
+    seen = jax.lax.conv_general_dilated_patches(
+        x.reshape(-1, *x.shape[2:]),
+        kernel,
+        strides,
+        "VALID",
+        rhs_dilation=spreads,
+        dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+        precision=HIGHEST,
+    )
+    seen = seen.reshape(*lead, *seen.shape[1:-1], channels, -1)
+    # [batch, entries, channels, images, places]
+    return jnp.moveaxis(seen, (-1, -2), (1, 2))
 
 
 def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
