@@ -345,9 +345,9 @@ def assert_ghost_agrees(loss, params, batch, rule=FLAT, **options):
     testing.assert_engines_agree(loss, rule, params, batch, engines=("ghost",), **options)
 
 
-def assert_is_the_definition(name, rule_of, microbatch_size):
+def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     loss, params, batch = CASES[name]()
-    options = {"microbatch_sizes": (microbatch_size,), "tolerance": 2e-5}
+    options = {"microbatch_sizes": (microbatch_size,), "tolerance": tolerance}
     mask = jnp.array([1, 1, 0, 1, 1])
     assert_ghost_agrees(loss, params, batch, rule_of(params), mask=mask, **options)
 
@@ -589,8 +589,12 @@ def test_ghost_is_the_definition_in_one_group(name):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 def test_the_forms_of_accelerators_are_the_definition(name):
+    # Norms of Gram matrices are rounded up by more where a matrix unit adds the terms.
     with platforms.traced_for(platforms.ACCELERATOR):
-        assert_is_the_definition(name, lambda p: clipping.grouped(0.1, clipping.by_leaf(p)), 2)
+        options = {"microbatch_size": 2, "tolerance": 5e-4}
+        assert_is_the_definition(
+            name, lambda p: clipping.grouped(0.1, clipping.by_leaf(p)), **options
+        )
 
 
 def test_one_row_by_a_number_is_a_row_of_a_table():

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from dpjax.gradients import platforms
@@ -225,6 +226,10 @@ def _patches(
         return jnp.moveaxis(x_seen, -1, 1)
 
     inputs = x.shape[-1] // p["feature_group_count"]
+    if not platforms.on_cpu():
+        # Batched products want channels in the lanes. XLA would shift in the layout of the
+        # convolution, which has the batch there, and transpose each shifted image.
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
     least = _PIECE if platforms.on_cpu() else _SHIFTED
     entries, few = list(itertools.product(*map(range, kernel))), -(-least // inputs)
     if len(entries) > _WRITTEN_OUT and not platforms.on_cpu():
