@@ -6,7 +6,7 @@
 PYTHON ?=
 ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead,
-# rounding, draws, meshes, pods, optimizers or large.
+# rounding, draws, meshes, pods, plans, devices, optimizers or large.
 BENCH ?= steps
 VENV := .venv
 PEERS := .venv-peers

@@ -6,12 +6,15 @@
   command   make bench BENCH=plans ARGS="--out experiments/results/plans.json"
   figures   experiments/results/plans.json; the table in docs/pages/speed.md (``--page``)
 
-W1 to W5 (`workloads`) and three large models are compiled as a plain step, a plain step with noise
+W1 to W5 (`workloads`) and four large models are compiled as a plain step, a plain step with noise
 ("noised": no private step can cost less), dpjax's engines, and jax_privacy. "expected" is the
 analysis of the compiler of a TPU, which counts the bodies of loops once and the passes of a product
 not at all; "cycles" is what its scheduler expects, with loops and passes. On an H100 "roofline" is
 the larger of FLOPs and bytes of the optimised program over the peaks of the device; XLA counts the
 body of a loop once there too, and not what libraries such as cuDNN compute.
+
+The last rows are the gradients of one matrix alone (examples x positions x inputs x outputs), in
+several forms and precisions (`plans_cases.form_of`).
 
 The environment is that of `pods`: ``python -m venv .venv-compilers``, then
 ``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs; for its
@@ -47,6 +50,12 @@ MODELS = {
     "Transformer": 64,
     "Transformer LoRA": 64,
 }
+# What each precision costs: the gradients of one matrix, in several forms.
+PRECISIONS = ("default", "high", "highest")
+FORMS = {
+    (8, 1024, 768, 768): [f"{form} {p}" for form in ("kept", "twice", "gram") for p in PRECISIONS],
+    (1024, 1, 784, 256): [f"sum {p}" for p in PRECISIONS],
+}
 
 
 def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -57,6 +66,10 @@ def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
             for step in STEPS:
                 task = {"model": model, "device": topology, "step": step, "batch_size": size}
                 yield f"{device}: {model}: {step}", task
+    for sizes, forms in ({} if smoke else FORMS).items():
+        for step in ("plain", *forms):
+            task = {"device": DEVICES["v5e"], "step": step, "sizes": sizes}
+            yield f"v5e: {' x '.join(map(str, sizes))}: {step}", task
 
 
 def plan(

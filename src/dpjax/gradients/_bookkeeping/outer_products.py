@@ -226,7 +226,7 @@ def _patches(
         return jnp.moveaxis(x_seen, -1, 1)
 
     inputs = x.shape[-1] // p["feature_group_count"]
-    if not platforms.on_cpu():
+    if not platforms.on_cpu() and x.shape[-1] >= _SHIFTED:
         # Batched products want channels in the lanes. XLA would shift in the layout of the
         # convolution, which has the batch there, and transpose each shifted image.
         x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
