@@ -316,6 +316,16 @@ def test_products_are_counted_with_the_trips_of_their_loops():
     found = pods_hlo.matmul_flop(program, {"data": 2}, dynamic=(3, 5))
     assert found == 3 * 2 * 2 * 4**3 / 2
 
+    def convolved(x, kernel):
+        return jax.lax.platform_dependent(
+            x,
+            cpu=lambda x: x,
+            default=lambda x: jax.lax.conv(x, kernel, (1, 1), "SAME"),
+        )
+
+    program = jax.make_jaxpr(convolved)(jnp.ones((1, 2, 5, 5)), jnp.ones((2, 2, 3, 3))).jaxpr
+    assert pods_hlo.matmul_flop(program, {}, (1, 1)) == 2 * (2 * 5 * 5) * (2 * 3 * 3)
+
 
 @pytest.mark.slow
 def test_steps_are_planned_or_said_what_is_needed(tmp_path):

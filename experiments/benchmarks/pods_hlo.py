@@ -155,7 +155,7 @@ def _bytes(shape: str, kind: str) -> int:
 
 
 def matmul_flop(jaxpr: Any, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> float:
-    """Floating-point operations of matrix products in one step, on one device.
+    """Floating-point operations of products and convolutions in one step, on one device.
 
     Args:
       jaxpr: The traced step.
@@ -170,8 +170,12 @@ def matmul_flop(jaxpr: Any, mesh: Mapping[str, int], dynamic: tuple[int, int]) -
             if name == "dot_general":
                 (contracted, _), _ = params["dimension_numbers"]
                 left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-                depth = math.prod(left[axis] for axis in contracted)
-                total += 2 * depth * math.prod(result) / devices
+                terms = math.prod(left[axis] for axis in contracted)
+                total += 2 * terms * math.prod(result) / devices
+            if name == "conv_general_dilated":
+                kernel, result = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+                terms = math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+                total += 2 * terms * math.prod(result) / devices
             times, among, below = 1, devices, depth
             if name == "scan":
                 times = params["length"]
@@ -182,7 +186,9 @@ def matmul_flop(jaxpr: Any, mesh: Mapping[str, int], dynamic: tuple[int, int]) -
                 split = set(params["newly_manual_axes"])
                 among = math.prod(n for axis, n in mesh.items() if axis not in split)
             inner = inner_programs(equation)
-            for each in inner[:1] if name == "cond" else inner:
+            # The last branch of a choice by platform is that of accelerators.
+            usual = slice(-1, None) if params.get("branches_platforms") else slice(1)
+            for each in inner[usual] if name == "cond" else inner:
                 total += times * walk(each, among, below)
         return total
 

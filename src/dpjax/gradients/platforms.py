@@ -38,7 +38,7 @@ def current() -> str:
 
 
 def on_cpu() -> bool:
-    """Whether decisions are those of a CPU."""
+    """Whether decisions are for a CPU."""
     return current() == "cpu"
 
 
