@@ -815,6 +815,9 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
     loss, w = pulled(lambda w, x: x @ w), jnp.zeros((30, 40))
     assert "dot_general" in gradients.explain(loss, w, (x, c))
     assert_stays_within(loss, w, (x[None], c[None]), 0.1, 10.0, 1e4)
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert "gram" in gradients.explain(loss, w, (x, c))
+        assert_stays_within(loss, w, (x[None], c[None]), 0.1, 10.0, 1e4)
 
 
 @pytest.mark.sample(1)

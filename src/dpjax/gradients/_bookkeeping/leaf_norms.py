@@ -62,7 +62,7 @@ def norms(
         place, gradients = placed(leaf, entries[0], forms[0], leaves)
         kept = Pieces(gradients, place)
     else:
-        kept = Pieces([instantiated(leaf, entries, leaves)])
+        kept = Pieces([instantiated(leaf, entries, forms, leaves)])
     squares = added([_square(x) for x in kept.gradients])
     if choice.keep:
         return squares, kept

@@ -144,7 +144,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients, so only their
             # sum remains to be taken.
-            part = _ones_times(instantiated(leaf, [entry], leaves))
+            part = _ones_times(instantiated(leaf, [entry], [None], leaves))
         else:
             run = jax.vmap(entry.site.apply, (None, 0))
             part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
@@ -206,12 +206,11 @@ def placed(
 
 
 def instantiated(
-    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]
+    leaf: int, entries: Sequence[Entry], forms: Sequence[Outer | None], leaves: Sequence[Array]
 ) -> Float[Array, "batch ..."]:
     """Each example's gradient of a leaf, from all its sites."""
 
-    def one(entry: Entry) -> Array:
-        form = form_of(*entry)
+    def one(entry: Entry, form: Outer | None) -> Array:
         if form is not None and not form.chosen:
             place, gradients = placed(leaf, entry, form, leaves)
             return jax.vmap(place)(gradients)
@@ -221,7 +220,8 @@ def instantiated(
 
         return jax.vmap(derivative)(entry.data, entry.cotangent)
 
-    return added([one(entry) for entry in entries])
+    parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
+    return added(parts)
 
 
 def _pulled(

@@ -245,7 +245,7 @@ def _convolved(
     x: Array, kernel: Sequence[int], strides: Sequence[int], spreads: Sequence[int]
 ) -> Array:
     """Patches of channels-last images, written by a convolution with ones and zeros."""
-    lead, axes, channels = x.shape[:2], "XYZ"[: len(kernel)], x.shape[-1]
+    lead, axes, channels = x.shape[:2], "STUVWXYZ"[: len(kernel)], x.shape[-1]
     seen = jax.lax.conv_general_dilated_patches(
         x.reshape(-1, *x.shape[2:]),
         kernel,
