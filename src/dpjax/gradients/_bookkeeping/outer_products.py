@@ -67,7 +67,7 @@ _PIECE = 256
 # On accelerators entries of this many inputs are products of their own: a shifted image is read as
 # it lies, and no patches are written. For 32 channels a grouped convolution, as `jax.vmap` makes of
 # it, and whole patches take twice the cycles that the compiler of a TPU v5e expects.
-_SHIFTED = 32
+_SHIFTED, _LANES = 32, 128
 # Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Accelerators
 # write them by a convolution.
 _WRITTEN_OUT = 25
@@ -226,9 +226,10 @@ def _patches(
         return jnp.moveaxis(x_seen, -1, 1)
 
     inputs = x.shape[-1] // p["feature_group_count"]
-    if not platforms.on_cpu() and x.shape[-1] >= _SHIFTED:
+    if not platforms.on_cpu() and x.shape[-1] >= _LANES:
         # Batched products want channels in the lanes. XLA would shift in the layout of the
-        # convolution, which has the batch there, and transpose each shifted image.
+        # convolution, which has the batch there, and transpose each shifted image. Fewer channels
+        # would leave lanes empty, which costs more than the transposes.
         x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
     least = _PIECE if platforms.on_cpu() else _SHIFTED
     entries, few = list(itertools.product(*map(range, kernel))), -(-least // inputs)
