@@ -391,7 +391,7 @@ def test_the_forms_of_one_gradient_are_one_sum():
 @pytest.mark.slow
 def test_steps_are_measured_on_the_device_that_is_found(tmp_path):
     path = tmp_path / "devices.json"
-    outcome = run("benchmarks/devices.py", "--smoke", "--out", path)
+    outcome = run("benchmarks/devices.py", "--smoke", "--steps=auto", "--out", path)
     found = json.loads(path.read_text())["models"]["W4"]
     assert (found["away"], found["norms"]) == (0, 0)  # from the CPU, on the CPU
     assert "| W4 | auto |" in outcome.stdout

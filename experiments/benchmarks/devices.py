@@ -62,10 +62,12 @@ def agreement(loss: Any, params: Any, batch: Any) -> dict[str, float]:
     }
 
 
-def measure(name: str, batch_size: int, rounds: int, seconds: float) -> dict[str, Any]:
+def measure(
+    name: str, chosen: list[str], batch_size: int, rounds: int, seconds: float
+) -> dict[str, Any]:
     """The steps of one workload, in turns."""
     loss, params, batch = problem(WORKLOADS[name]._replace(batch_size=batch_size))
-    there = [s for s in plans.STEPS if s != "jax_privacy" or importlib.util.find_spec(s)]
+    there = [s for s in chosen if s != "jax_privacy" or importlib.util.find_spec(s)]
     makes = {
         step: functools.partial(compiled, *gradient_of(step, loss, batch_size), params, batch)
         for step in there
@@ -126,7 +128,8 @@ def main(argv: list[str]) -> None:
     for name in asked.workloads or (["W4"] if asked.smoke else list(WORKLOADS)):
         size = 8 if asked.smoke else WORKLOADS[name].batch_size
         rounds = 2 if asked.smoke else asked.rounds
-        report["models"][name] = measure(name, size, rounds, asked.seconds)
+        chosen = reporting.chosen("steps", list(plans.STEPS), asked.steps, always=("plain",))
+        report["models"][name] = measure(name, chosen, size, rounds, asked.seconds)
         reporting.keep(report, asked.out)
     print(table(report, plan_report))
 
@@ -135,6 +138,7 @@ if __name__ == "__main__":
     # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_bool("smoke", False, "A batch of 8, two rounds: does it run?")
     flags.DEFINE_list("workloads", None, "Which; by default all, in a smoke run W4.")
+    flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
     flags.DEFINE_integer("rounds", 10, "How many turns each step takes.", lower_bound=1)
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
     flags.DEFINE_string("out", None, "JSON file for the figures.")

@@ -197,7 +197,7 @@ def plan(task: dict[str, Any]) -> dict[str, Any]:
         seconds = max(flop / H100_FLOP, held / H100_BYTES)
         return {**answer, "flop": flop, "bytes": held, "roofline_ms": 1e3 * seconds}
     cost = compiled.cost_analysis() or {}
-    seconds = cost.get("optimal_seconds", math.nan)
+    seconds = cost.get("optimal_seconds", 0.0)  # that of a CPU has none
     # The compiler subtracts a second for each operation that it cannot estimate.
     seconds -= math.floor(min(seconds, 0))
     return {
