@@ -274,6 +274,32 @@ def test_collectives_are_counted_with_the_trips_of_their_loops():
     assert found["cycles"] == 12 * 3 * 5 * 10
 
 
+GPU_HLO = """
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %inner = f32[8]{0} add(%p, %p)
+}
+
+%body (t: f32[8]) -> f32[8] {
+  %t = f32[8]{0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(%t), kind=kLoop, calls=%fused
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %dot = (f32[4]{0}, s8[16]{0}) custom-call(%x, %x), custom_call_target="cublas"
+  %part = f32[4]{0} get-tuple-element(%dot), index=0
+  ROOT %w = f32[8]{0} while(%x), condition=%c, body=%body, "known_trip_count":{"n":"3"}
+}
+"""
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_bytes_are_counted_by_kernels_and_trips():
+    import pods_hlo
+
+    assert pods_hlo.accessed(GPU_HLO, (1, 1)) == (16 + 16 + 2 * 32) + 3 * (32 + 32)
+
+
 @pytest.mark.usefixtures("benchmarks")
 def test_products_are_counted_with_the_trips_of_their_loops():
     import pods_hlo
@@ -289,6 +315,16 @@ def test_products_are_counted_with_the_trips_of_their_loops():
     # The first branch is that of a condition which does not hold.
     found = pods_hlo.matmul_flop(program, {"data": 2}, dynamic=(3, 5))
     assert found == 3 * 2 * 2 * 4**3 / 2
+
+    def convolved(x, kernel):
+        return jax.lax.platform_dependent(
+            x,
+            cpu=lambda x: x,
+            default=lambda x: jax.lax.conv(x, kernel, (1, 1), "SAME"),
+        )
+
+    program = jax.make_jaxpr(convolved)(jnp.ones((1, 2, 5, 5)), jnp.ones((2, 2, 3, 3))).jaxpr
+    assert pods_hlo.matmul_flop(program, {}, (1, 1)) == 2 * (2 * 5 * 5) * (2 * 3 * 3)
 
 
 @pytest.mark.slow
@@ -333,6 +369,59 @@ def test_the_table_of_strong_scaling_is_current():
     page = (EXPERIMENTS.parent / "docs" / "pages" / "scale.md").read_text()
     report = json.loads((EXPERIMENTS / "results" / "scaling.json").read_text())
     assert page == scaling.on_page(page, report)
+
+
+def test_steps_of_other_devices_are_planned_or_said_what_is_needed(tmp_path):
+    path, absent = tmp_path / "plans.json", tmp_path / "no-such-python"
+    some = [f"--plans=cpu: W4: {step}" for step in ("plain", "auto", "noised")]
+    run("benchmarks/plans.py", "--smoke", "--out", path, *some)
+    found = json.loads(path.read_text())["plans"]
+    assert list(found) == ["cpu: W4: plain", "cpu: W4: auto", "cpu: W4: noised"]
+    assert found["cpu: W4: auto"]["flop"] > found["cpu: W4: plain"]["flop"]
+    some = ["--plans=v5e: W4: plain", "--compiler_python", absent]
+    assert "no plan: there is no" in run("benchmarks/plans.py", *some).stdout
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_table_of_step_plans_is_current():
+    """``make bench BENCH=plans ARGS="--out ... --page docs/pages/speed.md"`` writes it."""
+    import plans
+
+    page = (plans.ROOT / "docs" / "pages" / "speed.md").read_text()
+    report = json.loads((EXPERIMENTS / "results" / "plans.json").read_text())
+    assert page == plans.on_page(page, report)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_forms_of_one_gradient_are_one_sum():
+    import plans_cases
+
+    shapes = plans_cases.form_of("plain", [3, 4, 5, 6])[1]
+    arrays = [jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(shapes)]
+    kept, twice, gram = (
+        plans_cases.form_of(f"{form} highest", [3, 4, 5, 6])[0](*arrays)
+        for form in ("kept", "twice", "gram")
+    )
+    assert jnp.allclose(kept, twice, atol=1e-5)
+    assert jnp.allclose(kept, gram, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_steps_are_measured_on_the_device_that_is_found(tmp_path):
+    path = tmp_path / "devices.json"
+    outcome = run("benchmarks/devices.py", "--smoke", "--steps=auto", "--out", path)
+    found = json.loads(path.read_text())["models"]["W4"]
+    assert (found["away"], found["norms"]) == (0, 0)  # from the CPU, on the CPU
+    assert "| W4 | auto |" in outcome.stdout
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_device_is_found_among_the_plans():
+    import devices
+
+    report = {"plans": {"v5e: W1: plain": {"expected_ms": 1}, "v5p: W1: plain": {}}}
+    assert devices.planned(report, "TPU v5 lite", "W1", "plain") == {"expected_ms": 1}
+    assert devices.planned(report, "NVIDIA H100 80GB HBM3", "W1", "plain") == {}
 
 
 @pytest.mark.slow

@@ -191,6 +191,12 @@ def program(task: dict[str, Any]) -> tuple[Any, PyTree, PyTree, Mesh, int]:
     return functools.partial(private_step, recipe), rows, state, mesh, rounds
 
 
+def too_large(error: Exception) -> str | None:
+    """How much memory a step needs of how much, where a compiler gave up for it."""
+    found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
+    return f"{found[1]} of {found[2]}" if found else None
+
+
 def plan(task: dict[str, Any]) -> dict[str, Any]:
     """What the compiler plans for one step."""
     step, rows, state, mesh, rounds = program(task)
@@ -212,11 +218,9 @@ def plan(task: dict[str, Any]) -> dict[str, Any]:
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        # The compiler gives up where the memory of a device is too small, and says by how much.
-        found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
-        if not found:
+        if not (found := too_large(error)):
             raise
-        return {**answer, "too_large": f"{found[1]} of {found[2]}"}
+        return {**answer, "too_large": found}
     answer["compile_s"] = time.perf_counter() - began
     memory, part = compiled.memory_analysis(), rows.sharding.shard_shape(rows.shape)
     data = math.prod(part) * rows.dtype.itemsize

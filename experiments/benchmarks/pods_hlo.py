@@ -20,6 +20,8 @@ import numpy as np
 from dpjax._jaxpr import inner_programs
 
 KINDS = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+# What moves no bytes.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 
 
@@ -62,6 +64,41 @@ def counted(text: str, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> dic
 
     walk(entry, 1, 0)
     return {"collectives": dict(collectives), "collective_bytes": dict(sent), "cycles": cycles}
+
+
+def accessed(text: str, dynamic: tuple[int, int]) -> int:
+    """Bytes that the kernels of one step read and write, if nothing stays in a cache.
+
+    Args:
+      text: The compiled program of a GPU.
+      dynamic: As for `counted`.
+    """
+    bodies, entry = _computations(text)
+
+    def walk(name: str, depth: int) -> int:
+        sizes, total = {}, 0
+        for line in bodies.get(name, ()):
+            found = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)", line)
+            if not found:
+                continue
+            out, shape, kind, operands = found.groups()
+            sizes[out] = _bytes(shape, kind)
+            if kind == "while":
+                condition = re.search(r"condition=%([\w.\-]+)", line)
+                known = _trips(line, bodies.get(condition[1], ()) if condition else ())
+                trips = known or dynamic[min(depth, 1)]
+                body = re.search(r"body=%([\w.\-]+)", line)
+                total += trips * walk(body[1], depth + (known is None)) if body else 0
+            elif kind in ("call", "conditional"):
+                within = r"(?:to_apply|branch_computations=\{|false_computation)=?%([\w.\-]+)"
+                inner = re.search(within, line)
+                total += walk(inner[1], depth) if inner else 0
+            elif kind not in _FREE:
+                read = re.findall(r"%([\w.\-]+)", operands)
+                total += sizes[out] + sum(sizes.get(operand, 0) for operand in read)
+        return total
+
+    return walk(entry, 0)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -118,7 +155,7 @@ def _bytes(shape: str, kind: str) -> int:
 
 
 def matmul_flop(jaxpr: Any, mesh: Mapping[str, int], dynamic: tuple[int, int]) -> float:
-    """Floating-point operations of matrix products in one step, on one device.
+    """Floating-point operations of products and convolutions in one step, on one device.
 
     Args:
       jaxpr: The traced step.
@@ -133,8 +170,12 @@ def matmul_flop(jaxpr: Any, mesh: Mapping[str, int], dynamic: tuple[int, int]) -
             if name == "dot_general":
                 (contracted, _), _ = params["dimension_numbers"]
                 left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-                depth = math.prod(left[axis] for axis in contracted)
-                total += 2 * depth * math.prod(result) / devices
+                terms = math.prod(left[axis] for axis in contracted)
+                total += 2 * terms * math.prod(result) / devices
+            if name == "conv_general_dilated":
+                kernel, result = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+                terms = math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+                total += 2 * terms * math.prod(result) / devices
             times, among, below = 1, devices, depth
             if name == "scan":
                 times = params["length"]
@@ -145,7 +186,9 @@ def matmul_flop(jaxpr: Any, mesh: Mapping[str, int], dynamic: tuple[int, int]) -
                 split = set(params["newly_manual_axes"])
                 among = math.prod(n for axis, n in mesh.items() if axis not in split)
             inner = inner_programs(equation)
-            for each in inner[:1] if name == "cond" else inner:
+            # The last branch of a choice by platform is that of accelerators.
+            usual = slice(-1, None) if params.get("branches_platforms") else slice(1)
+            for each in inner[usual] if name == "cond" else inner:
                 total += times * walk(each, among, below)
         return total
 

@@ -179,9 +179,7 @@ def strategy_rows() -> Iterator[str]:
 def correlated_rows() -> Iterator[str]:
     """Accuracy and error of three methods, one row per data set and epsilon."""
     rows = load("correlated")["rows"]
-    settings = dict.fromkeys(
-        re.fullmatch(r"(\w+) \w+ at epsilon (.+)", name).groups() for name in rows
-    )
+    settings = {tuple(re.split(r" \w+ at epsilon ", name)) for name in rows}
     for dataset, epsilon in sorted(settings, key=lambda pair: (pair[0], float(pair[1]))):
         cells = []
         for method in ("poisson", "banded", "buffered"):
@@ -190,6 +188,30 @@ def correlated_rows() -> Iterator[str]:
             accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
             cells += [accuracy, f"{found[0]['error']:.3g}" if found else ""]
         yield f"| {dataset} | {epsilon} | {' | '.join(cells)} |"
+
+
+def plan_rows() -> Iterator[str]:
+    """What compilers expect of a step on accelerators, a row for each device and model."""
+    plans = load("plans")["plans"]
+    for device, model in dict.fromkeys(tuple(name.split(": ")[:2]) for name in plans):
+        if model not in WORKLOADS:
+            continue
+        plain, *others = (
+            plans.get(f"{device}: {model}: {step}", {})
+            for step in ("plain", "auto", "vmap", "jax_privacy")
+        )
+        cells = [_planned(plain, {}), *(_planned(found, plain) for found in others)]
+        yield f"| {device} | {WORKLOADS[model]} | {' | '.join(cells)} |"
+
+
+def _planned(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """Milliseconds of a plan and millions of cycles; ratios to a plain step."""
+    cells = []
+    for key, unit in (("expected_ms", 1), ("roofline_ms", 1), ("cycles", 1e6)):
+        if key in found:
+            ratio = f" ({found[key] / plain[key]:.2f})" if key in plain else ""
+            cells.append(f"{found[key] / unit:.3g}{ratio}")
+    return "; ".join(cells) or "-"
 
 
 def audit_rows() -> Iterator[str]:
@@ -301,6 +323,15 @@ def page() -> str:
         "| model | parameters | plain | private | ratio | disagreement |",
         "|---|---|---|---|---|---|",
         *zoo_rows(),
+    ]
+    lines += ["", "## One step on an accelerator, as compilers plan it", ""]
+    lines += ["| device | | plain JAX | dpjax | `vmap` | jax_privacy |", "|---" * 6 + "|"]
+    lines += plan_rows()
+    lines += [
+        "",
+        "Plans and not measurements, by `make bench BENCH=plans`: milliseconds that the compiler",
+        "of a TPU expects from FLOPs and bytes, and millions of cycles that its scheduler expects;",
+        "for an H100, a roofline of FLOPs and bytes. In brackets, ratios to plain JAX.",
     ]
     audits = load("audits")
     above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())

@@ -11,6 +11,7 @@ computed). An engine means speed only: all engines give the same `ClippedSum`.
 | `engines.py` | the table of engines; ``ghost`` is the fast one |
 | `_bookkeeping/` | ``ghost``: norms and sums without per-example gradients; see `explain` |
 | `layout.py`, `batching.py` | how many examples are differentiated together, and on which devices |
+| `platforms.py` | for which kind of device a program is traced, which decides layouts and forms |
 | `nan_isolation.py`, `sharding_checks.py` | guards against wrong results of XLA |
 | `_xla_cpu/` | primitives that are slow on CPU, in a faster form |
 | `_estimated_norms/` | `dpjax.clipping.jl` |

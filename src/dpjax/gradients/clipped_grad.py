@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool
 from dpjax import trees
 from dpjax._foreign import arrays
 from dpjax._marks import mark
-from dpjax.gradients import complex_leaves
+from dpjax.gradients import complex_leaves, platforms
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
@@ -167,22 +167,27 @@ def clipped_grad(
         held = _held_weights(weights, size, rule.partition.size)
         # The layout needs an example. Without examples every engine returns zeros.
         name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
-        placed = layout(
-            traced,
-            params,
-            example,
-            size,
-            name,
-            microbatch_size=size if name == "vmap" else microbatch_size,
-            devices=devices,
-        )
-        run = microbatched(_engine(name, rule, key), placed.microbatch_size)
-        # Devices around microbatches: each device loops over its own share, and they meet once.
-        run = run if placed.shares == 1 else spread(run, placed)
         # In float32 or wider, whatever the parameters are: the sum must not lose what one example
         # adds.
         start = trees.zeros_wide(params) if start is None else start
-        found = run(traced, rule, params, Rows(batch, real, held), start)
+
+        def summed(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
+            placed = layout(
+                traced,
+                params,
+                example,
+                size,
+                name,
+                microbatch_size=size if name == "vmap" else microbatch_size,
+                devices=devices,
+            )
+            run = microbatched(_engine(name, rule, key), placed.microbatch_size)
+            # Devices around microbatches: each device loops over its own share, and they meet once.
+            run = run if placed.shares == 1 else spread(run, placed)
+            return run(traced, rule, params, rows, start)
+
+        with platforms.traced_for(devices):
+            found = platforms.each(summed, params, Rows(batch, real, held), key, start)
         return found._replace(value=mark(found.value, rule))
 
     return clipped

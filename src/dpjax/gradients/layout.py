@@ -2,11 +2,12 @@
 """Layout: how many examples to differentiate together, and on how many devices.
 
 The estimate reads shapes in the jaxpr of the loss. An engine that stores one gradient per example
-gets as many examples as fit a share of the memory. The book-keeping engine on a CPU balances two
-costs: working sets larger than the caches are slow, and every microbatch adds its sum to the
-total, which is a pass over all parameters.
+gets as many examples as fit a share of the memory, and so does every engine on an accelerator. The
+book-keeping engine on a CPU balances two costs: working sets larger than the caches are slow, and
+every microbatch adds its sum to the total, which is a pass over all parameters.
 
-The layout changes speed and memory, never a result.
+The layout changes speed and memory, never a result. It is that of the platform that the program is
+traced for (`platforms`), not of the machine that traces it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jax.sharding import Mesh
 
 from dpjax import meshes
 from dpjax._jaxpr import equations, evaluate, inner_programs
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Layout
@@ -83,13 +85,26 @@ def layout(
     """
     if batch_size == 0:
         return Layout(1)
+    with platforms.traced_for(devices):
+        return _layout(loss, params, example, batch_size, engine, microbatch_size, devices)
+
+
+def _layout(
+    loss: LossFn,
+    params: PyTree,
+    example: PyTree,
+    batch_size: int,
+    engine: str,
+    microbatch_size: int | None,
+    devices: int | Mesh | None,
+) -> Layout:
     together = microbatch_size or _together(loss, params, example, batch_size, engine)
     if isinstance(devices, Mesh):
         mesh = meshes.of(devices)
     else:
         # Under a mesh or inside a shard_map the user chooses the devices.
-        ours = jax.sharding.get_abstract_mesh().empty
-        several = ours and batch_size > together and jax.devices()[0].platform == "cpu"
+        ours = jax.sharding.get_abstract_mesh().empty and jax.devices()[0].platform == "cpu"
+        several = ours and batch_size > together and platforms.on_cpu()
         most = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
         mesh = meshes.of_host(devices or most)
     # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
@@ -98,7 +113,7 @@ def layout(
     axes = () if mesh is None else _batch_axes(mesh, program)
     shares = Layout(1, mesh, axes).shares
     # Host devices share the caches, so the estimate is for all of them together.
-    size = together // shares if _on_cpu() else min(together, -(-batch_size // shares))
+    size = together // shares if platforms.on_cpu() else min(together, -(-batch_size // shares))
     return Layout(microbatch_size or max(1, size), mesh, axes)
 
 
@@ -137,7 +152,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
         if sites := [site for site in found.sites if i in site.leaves]:
             numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites, i).numbers
     # Sites compute norms in float32: 4 bytes per number.
-    return _program_bytes(program, moving, fused=_on_cpu()) + 4 * numbers
+    return _program_bytes(program, moving, fused=platforms.on_cpu()) + 4 * numbers
 
 
 def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
@@ -162,18 +177,14 @@ def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) ->
 
 
 def _budget(params: PyTree, engine: str) -> int:
-    """Bytes that may be in flight on the default device."""
-    if _on_cpu() and engine in _GHOST:
+    """Bytes that may be in flight on one device."""
+    if platforms.on_cpu() and engine in _GHOST:
         return _CACHES + _PASSES * _bytes(jax.tree.leaves(params))
-    if _on_cpu():
+    if platforms.on_cpu():
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        total = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 * 2**30)
+        total = platforms.memory_limit()
     return int(_SHARE * total)
-
-
-def _on_cpu() -> bool:
-    return jax.devices()[0].platform == "cpu"
 
 
 def _bytes(arrays: Any) -> int:

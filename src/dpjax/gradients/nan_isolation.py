@@ -22,6 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from dpjax import trees
 from dpjax._jaxpr import equations
+from dpjax.gradients import platforms
 from dpjax.gradients.batching import Engine, Rows, microbatched
 from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -51,7 +52,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         if _mixes(lambda some: engine(loss, rule, params, some, start), rows):
             return alone(loss, rule, params, rows, start)
         together = engine(loss, rule, params, rows, start)
-        if jax.default_backend() == "cpu":
+        if platforms.on_cpu():
             return together
         # Other compilers were not tested, so a non-finite norm may have spread there.
         broken = ~jnp.all(jnp.isfinite(together.norms))

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dpjax import clipping, trees
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients._bookkeeping.trace import Traced
@@ -57,15 +58,20 @@ def plain_grad(
         size = trees.leading_size(batch)
         refuse_meshes(batch)
         example, traced = trees.one_row(batch), Traced(with_aux)
-        placed = layout(traced, params, example, size, devices=devices)
-        engine = microbatched(_unclipped, placed.microbatch_size)
-        engine = engine if placed.shares == 1 else spread(engine, placed)
-        # The private engine with weights 1: the benchmark then compares privacy and not two
-        # implementations.
-        rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
-        nothing = trees.zeros_wide(params)
-        summed = engine(traced, clipping.flat(jnp.inf), params, rows, nothing).value
-        return jax.tree.map(lambda x: x / size, summed)
+
+        def summed(params: PyTree, batch: PyTree) -> PyTree:
+            placed = layout(traced, params, example, size, devices=devices)
+            engine = microbatched(_unclipped, placed.microbatch_size)
+            engine = engine if placed.shares == 1 else spread(engine, placed)
+            # The private engine with weights 1: the benchmark then compares privacy and not two
+            # implementations.
+            rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
+            nothing = trees.zeros_wide(params)
+            return engine(traced, clipping.flat(jnp.inf), params, rows, nothing).value
+
+        with platforms.traced_for(devices):
+            found = platforms.each(summed, params, batch)
+        return jax.tree.map(lambda x: x / size, found)
 
     return gradient
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.outer_products import Outer, form_of
 from dpjax.gradients._bookkeeping.sites import Site
 
@@ -26,6 +27,10 @@ _TRAFFIC = 8
 # Inner products between positions are summed in blocks of this many terms, so that rounding errors
 # do not add up over all terms. One of their multiplications then costs as much as ten.
 BLOCK, _SLOWER = 16, 10
+# On accelerators, in multiplications of a matrix product of one pass: writing, squaring and scaling
+# one number; and one multiplication of a product at the highest precision, which takes six passes
+# on a TPU and more for small matrices. Read from expected cycles for TPU v5e (docs/pages/speed.md).
+_KEPT, _EXACT = 1250, 16
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
 _MANY = 6
 # VJPs of these primitives are elementwise, so they add no rounding error beyond the cotangent's.
@@ -86,6 +91,10 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     after = _TRAFFIC * leaf.size if rows or keep else again
     # The norm by inner products between positions; the sum needs the product again.
     gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
+    if not platforms.on_cpu():
+        # A kept gradient may be formed at the loss's own precision; a second product may not.
+        keep, instantiate, after = True, product + _KEPT * leaf.size, 0
+        gram, again = _EXACT * pairs * (width + depth), _EXACT * product
     # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
     # only if the view is an isometry.
     one_form = isometric and alike(outers) is not None

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.common import Common, divided, norms_with
 from dpjax.gradients._bookkeeping.leaf_sums import Entry, Kept, Pieces, Recomputed, into_table
 from dpjax.gradients._bookkeeping.trace import trace
@@ -73,11 +74,15 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
             totals[i] = Recomputed(i, scaled, leaves, each)
     # Masking non-finite examples costs a pass over all data, and few batches contain one.
     broken = ~jnp.all(jnp.isfinite(lengths))
-    parts = jax.lax.cond(
-        broken,
-        lambda: {i: total.sum_careful().astype(sums[i].dtype) for i, total in totals.items()},
-        lambda: {i: total.sum().astype(sums[i].dtype) for i, total in totals.items()},
-    )
+
+    def careful() -> dict[int, Array]:
+        return {i: total.sum_careful().astype(sums[i].dtype) for i, total in totals.items()}
+
+    def quick() -> dict[int, Array]:
+        return {i: total.sum().astype(sums[i].dtype) for i, total in totals.items()}
+
+    # Accelerators mask as they read, and would wait at a branch.
+    parts = jax.lax.cond(broken, careful, quick) if platforms.on_cpu() else careful()
     for i, part in parts.items():
         sums[i] = sums[i] + part
     for i, found in commons.items():

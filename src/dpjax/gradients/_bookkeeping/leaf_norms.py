@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import BLOCK, alike, choose, paired
 from dpjax.gradients._bookkeeping.leaf_sums import (
     Entry,
@@ -167,6 +168,8 @@ def _dots(a: Array, b: Array) -> Array:
 
     The rounding error of one long sum grows with the number of terms; here with `roundings`.
     """
+    if not platforms.on_cpu():
+        return product("bhsn,bhtn->bhst", a, b)
     blocks = paired(a.shape[-1])
 
     def split(x: Array) -> Array:
@@ -181,6 +184,9 @@ def _dots(a: Array, b: Array) -> Array:
 
 def roundings(terms: int) -> int:
     """The number of roundings of a term in an inner product of this many terms."""
+    if not platforms.on_cpu():
+        # A matrix unit may add one term after the other, and rounds each product of six passes.
+        return terms + 2
     # A term passes through one block and then through the levels of the pairwise sum.
     return min(terms, BLOCK) + round(math.log2(paired(terms)))
 

@@ -17,8 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dpjax import trees
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import entire
-from dpjax.gradients._bookkeeping.outer_products import Outer, form_of, product
+from dpjax.gradients._bookkeeping.outer_products import (
+    Outer,
+    form_of,
+    precision_of,
+    product,
+)
 from dpjax.gradients._bookkeeping.sites import Site
 
 Squares = Float[Array, " batch"]
@@ -112,6 +118,10 @@ def weighted_sum(gradients: Array, factors: Squares) -> Array:
 
 def _careful_sum(gradients: Array, factors: Squares) -> Array:
     """As `weighted_sum`, but an example with factor 0 contributes exactly 0."""
+    if not platforms.on_cpu():
+        # Multiplied and reduced in float32 as the gradients are read; a matrix unit would round.
+        each = trees.expand(factors, gradients)
+        return jnp.sum(jnp.where(each != 0, each * gradients, 0), axis=0)
 
     # One example after the other: a product would need a masked copy of all gradients.
     def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
@@ -190,7 +200,8 @@ def placed(
     """Each example's gradient in the pieces of its form, and the map from pieces to the leaf."""
     assert form is not None
     pull = _pulled(leaf, leaves, entry.site.of)
-    gradients = [product("bhks,bhsd->bhkd", x, form.g) for x in form.x]
+    precision = precision_of(entry.site)
+    gradients = [product("bhks,bhsd->bhkd", x, form.g, precision) for x in form.x]
     return lambda parts: pull(form.joined(parts)), gradients
 
 
@@ -228,6 +239,8 @@ def _pulled(
 
 def _ones_times(x: Array) -> Array:
     """The sum over the first axis, as a product: XLA's reduction over rows is slower on CPU."""
+    if not platforms.on_cpu():
+        return jnp.sum(x, axis=0)
     return product("b,b...->...", jnp.ones(len(x), x.dtype), x)
 
 

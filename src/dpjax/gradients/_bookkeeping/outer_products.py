@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.sites import Site
 
 
@@ -62,8 +64,15 @@ class Outer(NamedTuple):
 # Patches are written for kernel entries with this many inputs together, each group with a product
 # of its own: as fast as all entries together, with less memory. One entry alone is a slow copy.
 _PIECE = 256
-# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes.
+# On accelerators entries of this many inputs are products of their own: a shifted image is read as
+# it lies, and no patches are written. For 32 channels a grouped convolution, as `jax.vmap` makes of
+# it, and whole patches take twice the cycles that the compiler of a TPU v5e expects.
+_SHIFTED, _LANES = 32, 128
+# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Accelerators
+# write them by a convolution.
 _WRITTEN_OUT = 25
+
+HIGHEST = jax.lax.Precision.HIGHEST
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
@@ -267,12 +276,39 @@ def _patches(
         return jnp.moveaxis(x_seen, -1, 1)
 
     inputs = x.shape[-1] // p["feature_group_count"]
-    entries, few = list(itertools.product(*map(range, kernel))), -(-_PIECE // inputs)
+    if not platforms.on_cpu() and x.shape[-1] >= _LANES:
+        # Batched products want channels in the lanes. XLA would shift in the layout of the
+        # convolution, which has the batch there, and transpose each shifted image. Fewer channels
+        # would leave lanes empty, which costs more than the transposes.
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    least = _PIECE if platforms.on_cpu() else _SHIFTED
+    entries, few = list(itertools.product(*map(range, kernel))), -(-least // inputs)
+    if len(entries) > _WRITTEN_OUT and not platforms.on_cpu():
+        return [_convolved(x, kernel, strides, p["rhs_dilation"])]
     pieces = [entries[i : i + few] for i in range(0, len(entries), few)]
     if len(entries) > _WRITTEN_OUT:
         x, spread = jnp.moveaxis(x, -1, 1), np.array(p["rhs_dilation"])
         return [_in_turn(x, np.array(piece) * spread, places, strides) for piece in pieces]
     return [jnp.stack([seen(entry) for entry in piece], axis=1) for piece in pieces]
+
+
+def _convolved(
+    x: Array, kernel: Sequence[int], strides: Sequence[int], spreads: Sequence[int]
+) -> Array:
+    """Patches of channels-last images, written by a convolution with ones and zeros."""
+    lead, axes, channels = x.shape[:2], "STUVWXYZ"[: len(kernel)], x.shape[-1]
+    seen = jax.lax.conv_general_dilated_patches(
+        x.reshape(-1, *x.shape[2:]),
+        kernel,
+        strides,
+        "VALID",
+        rhs_dilation=spreads,
+        dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+        precision=HIGHEST,
+    )
+    seen = seen.reshape(*lead, *seen.shape[1:-1], channels, -1)
+    # [batch, entries, channels, images, places]
+    return jnp.moveaxis(seen, (-1, -2), (1, 2))
 
 
 def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
@@ -360,6 +396,18 @@ def _axes(site: Site, *groups: Sequence[int]) -> Any:
     return (*rounds, *blocks), inputs, outputs
 
 
-def product(formula: str, a: Array, b: Array) -> Array:
-    """An `einsum` of two arrays at the highest precision."""
-    return jnp.einsum(formula, a, b, precision=jax.lax.Precision.HIGHEST)
+def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array:
+    """An `einsum` of two arrays, by default at the highest precision."""
+    return jnp.einsum(formula, a, b, precision=precision)
+
+
+def precision_of(site: Site) -> Any:
+    """The precision at which a gradient that is kept is formed: on accelerators the loss's own.
+
+    Its norm and its part of the sum are taken of the same numbers, however they were rounded.
+    """
+    given = site.equation.params.get("precision")
+    pair = given if isinstance(given, tuple) else (given, given)
+    # Other settings name a dtype of their own; a CPU takes the highest in the same time.
+    known = all(p is None or isinstance(p, jax.lax.Precision) for p in pair)
+    return HIGHEST if platforms.on_cpu() or not known or pair[0] != pair[1] else pair[0]

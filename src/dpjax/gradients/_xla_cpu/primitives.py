@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from dpjax._jaxpr import bind
+from dpjax.gradients import platforms
 from dpjax.gradients._xla_cpu.convolution import convolution
 from dpjax.gradients._xla_cpu.max_pool import pool_max
 from dpjax.gradients._xla_cpu.tanh import tanh
@@ -43,6 +44,10 @@ FAST: dict[str, Callable[..., Array]] = {
 
 
 def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, by its row of `FAST` if it has one."""
-    fast = FAST.get(equation.primitive.name)
+    """Evaluates one equation, by its row of `FAST` if it has one.
+
+    On accelerators the compiler has better forms of all rows but ``pad``, which works around JAX.
+    """
+    name = equation.primitive.name
+    fast = FAST.get(name) if platforms.on_cpu() or name == "pad" else None
     return bind(equation, inputs) if fast is None else [fast(equation.params, *inputs)]

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compilers expect of one private step on one TPU or GPU that is not there.
+
+  result    a private step on v5e takes 1.6 to 6.3 times the cycles of a plain one (W1 to W5), where
+            `vmap` takes 4 to 119 times; the goal is 1.3. Plans, never measurements
+  hardware  none of the devices: compilers of TPU v5e, v5p, v6e (libtpu 0.0.52) and H100, JAX 0.10.2
+  command   make bench BENCH=plans ARGS="--out experiments/results/plans.json"
+  figures   experiments/results/plans.json; the table in docs/pages/speed.md (``--page``)
+
+W1 to W5 (`workloads`) and four large models are compiled as a plain step, a plain step with noise
+("noised": no private step can cost less), dpjax's engines, and jax_privacy. "expected" is the
+analysis of the compiler of a TPU, which counts the bodies of loops once and the passes of a product
+not at all; "cycles" is what its scheduler expects, with loops and passes. On an H100 "roofline" is
+the larger of FLOPs and bytes of the optimised program over the peaks of the device; XLA counts the
+body of a loop once there too, and not what libraries such as cuDNN compute.
+
+The last rows are the gradients of one matrix alone (examples x positions x inputs x outputs), in
+several forms and precisions (`plans_cases.form_of`).
+
+The environment is that of `pods`: ``python -m venv .venv-compilers``, then
+``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs; for its
+rows, ``jax-privacy`` as well. A plan takes minutes; ``--out`` is written after each, and a plan
+that it holds is not compiled again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import reporting
+import workers
+from absl import app, flags
+from pods import COMPILERS, ROOT, SETTINGS
+
+BEGIN, END = "<!-- step plans: begin -->\n", "<!-- step plans: end -->\n"
+STEPS = ("plain", "auto", "vmap", "jax_privacy", "noised")
+DEVICES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "h100:1"}
+MODELS = {
+    "W1": 256,
+    "W2": 256,
+    "W3": 1024,
+    "W4": 1024,
+    "W5": 64,
+    "WRN-16-4": 4096,
+    "ViT-S": 256,
+    "Transformer": 64,
+    "Transformer LoRA": 64,
+}
+# What each precision costs: the gradients of one matrix, in several forms.
+PRECISIONS = ("default", "high", "highest")
+FORMS = {
+    (8, 1024, 768, 768): [f"{form} {p}" for form in ("kept", "twice", "gram") for p in PRECISIONS],
+    (1024, 1, 784, 256): [f"sum {p}" for p in PRECISIONS],
+}
+
+
+def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and tasks of all plans."""
+    models = {"W4": 8} if smoke else MODELS
+    for device, topology in ({"cpu": "cpu:1"} if smoke else DEVICES).items():
+        for model, size in models.items():
+            for step in STEPS:
+                task = {"model": model, "device": topology, "step": step, "batch_size": size}
+                yield f"{device}: {model}: {step}", task
+    for sizes, forms in ({} if smoke else FORMS).items():
+        for step in ("plain", *forms):
+            task = {"device": DEVICES["v5e"], "step": step, "sizes": sizes}
+            yield f"v5e: {' x '.join(map(str, sizes))}: {step}", task
+
+
+def plan(
+    task: dict[str, Any], compiler_python: pathlib.Path, seconds: float | None = None
+) -> dict[str, Any]:
+    """What the compiler of the task's device plans, or why there is no plan."""
+    python = sys.executable if task["device"].startswith("cpu") else compiler_python
+    if not pathlib.Path(python).exists():
+        return {"refused": f"there is no {python}"}
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    # A process each: an abort of a compiler ends that plan alone.
+    worker = workers.Worker(python, "plans_cases.py", **{**SETTINGS, "PYTHONPATH": path})
+    answer = worker.ask(task, seconds)
+    worker.close()
+    return answer
+
+
+def shown(found: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """The cells of a plan, with ratios to the plan of the plain step."""
+    if "too_large" in found:
+        return [f"does not fit: {found['too_large']}", "", "", ""]
+
+    def cell(key: str, unit: float, form: str) -> str:
+        mine, other = found.get(key), plain.get(key)
+        if mine is None:
+            return "-"
+        ratio = f" ({mine / other:.2f})" if other and found is not plain else ""
+        return format(mine / unit, form) + ratio
+
+    time = "roofline_ms" if "roofline_ms" in found else "expected_ms"
+    return [
+        cell(time, 1, ".3f"),
+        cell("cycles", 1e6, ".3f"),
+        cell("temporary_bytes", 2**20, ",.1f"),
+        cell("bytes", 1e9, ".3f"),
+    ]
+
+
+def table(report: dict[str, Any]) -> str:
+    """The plans as a table in Markdown."""
+    rows = [
+        "| device | model | step | expected ms | Mcycles | temporaries, MiB | GB accessed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in report["plans"].items():
+        device, model, step = name.split(": ")
+        plain = report["plans"].get(f"{device}: {model}: plain", {})
+        cells = shown(found, found if step == "plain" else plain)
+        rows.append(f"| {device} | {model} | {step} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def on_page(page: str, report: dict[str, Any]) -> str:
+    """The page with this table between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + "\n" + table(report) + "\n" + END + rest.partition(END)[2]
+
+
+def main(argv: list[str]) -> None:
+    reporting.only_flags(argv)
+    asked = flags.FLAGS
+    out = pathlib.Path(asked.out) if asked.out else None
+    before = json.loads(out.read_text()) if out and out.exists() else {}
+    report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
+    report["plans"] = before.get("plans", {})
+    known, refused = dict(tasks(asked.smoke)), False
+    for name in reporting.chosen("plans", list(known), asked.plans):
+        found = report["plans"].get(name)
+        if found is None:
+            python = pathlib.Path(asked.compiler_python)
+            found = plan(known[name], python, asked.seconds or None)
+        if "refused" in found:
+            refused = True
+            print(f"{name:32} no plan: {found['refused']}", flush=True)
+            continue
+        report["plans"][name] = found
+        reporting.keep(report, asked.out)
+        print(f"{name:32} {'  '.join(shown(found, found))}", flush=True)
+    if refused:
+        print(
+            "plans: compilers of accelerators need an environment of their own. For TPUs:\n"
+            "  python -m venv .venv-compilers && .venv-compilers/bin/pip install . libtpu\n"
+            "for GPUs: . 'jax[cuda12]' in the last command; elsewhere: --compiler_python=PATH."
+        )
+    # In the order of the tasks, however often the file was continued.
+    report["plans"] = {name: report["plans"][name] for name in known if name in report["plans"]}
+    reporting.keep(report, asked.out)
+    if asked.page:
+        page = pathlib.Path(asked.page)
+        page.write_text(on_page(page.read_text(), report))
+
+
+if __name__ == "__main__":
+    # Not at the top: two imported experiments would both define --out.
+    flags.DEFINE_bool("smoke", False, "A small batch, compiled for this CPU: does it run?")
+    flags.DEFINE_string("out", None, "JSON file for the figures; its plans are kept.")
+    flags.DEFINE_string("page", None, "Markdown file whose table is written again.")
+    flags.DEFINE_multi_string("plans", None, "A plan, or the beginning of several names.")
+    flags.DEFINE_string("compiler_python", str(COMPILERS), "A Python that has the compilers.")
+    flags.DEFINE_float("seconds", 0, "Gives a plan up after this time; 0 waits.")
+    app.run(main)

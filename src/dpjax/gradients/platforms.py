@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Platforms: for which kind of device a program is traced, so that it gets that device's forms.
+
+Microbatches, forms of gradients and versions of primitives differ between a CPU and accelerators.
+JAX learns the platform late, when it lowers: a CPU machine can compile for a TPU. So a decision
+reads `on_cpu`, and what decides runs inside `each`, which traces a program for the CPU and one for
+accelerators and leaves the choice to the lowering, unless the platform is known already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+T = TypeVar("T")
+
+ACCELERATOR = "accelerator"
+"""Any platform but the CPU: TPUs and GPUs share their forms."""
+
+# The setting of the default device; pyright does not know its attribute.
+_DEVICE = "jax_default_device"
+
+_TRACED: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+
+
+def current() -> str:
+    """The platform that a program is traced for.
+
+    That of the mesh in force, else of the branch of `each` that is traced, else of the default
+    device.
+    """
+    return known() or _default()
+
+
+def on_cpu() -> bool:
+    """Whether decisions are for a CPU."""
+    return current() == "cpu"
+
+
+def known() -> str | None:
+    """The platform that is settled before lowering; None if lowering decides."""
+    # Inside a `shard_map` too, the mesh knows its kind of device.
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return _TRACED.get() if device is None else device.platform
+
+
+@contextlib.contextmanager
+def traced_for(devices: int | Mesh | str | None) -> Iterator[None]:
+    """Settles the platform of what is traced inside.
+
+    Args:
+      devices: A mesh, or the name of a platform. Without either nothing changes.
+    """
+    given = devices.devices.flat[0].platform if isinstance(devices, Mesh) else devices
+    token = _TRACED.set(given if isinstance(given, str) else _TRACED.get())
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
+
+
+def each(function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)``, with the decisions of the platform for which it is lowered.
+
+    Args:
+      function: Makes decisions by `on_cpu`. It is traced twice inside a `jax.jit` for which the
+        platform is unknown; only one program is lowered.
+      arguments: Trees of arrays.
+    """
+    if known() is not None:
+        return function(*arguments)
+
+    def under(platform: str) -> Callable[..., T]:
+        def traced(*arguments: Any) -> T:
+            with traced_for(platform):
+                return function(*arguments)
+
+        return traced
+
+    return jax.lax.platform_dependent(*arguments, cpu=under("cpu"), default=under(ACCELERATOR))
+
+
+def memory_limit() -> int:
+    """Bytes of memory of one accelerator; 16 GiB where none is here to be read."""
+    devices = jax.devices()
+    stats = None if devices[0].platform == "cpu" else devices[0].memory_stats()
+    return (stats or {}).get("bytes_limit", 16 * 2**30)
+
+
+def _default() -> str:
+    device = getattr(jax.config, _DEVICE)
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
