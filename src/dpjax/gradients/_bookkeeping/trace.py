@@ -218,6 +218,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
         child = Book(book.materialised, None if book.taps is None else book.taps[start:])
+        child.sizes = book.sizes
         outputs = _walk(p["jaxpr"], (), inputs, child)
         found[:] = child, outputs
         return plain(outputs), child.data
@@ -279,6 +280,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     """An equation whose inputs are all views has views as outputs."""
     name = equation.primitive.name
     outputs = bind(equation, [view.value for view in views])
+    if not outputs:  # an effect, such as a print
+        return outputs
     leaves, reads = union(view.leaves for view in views), union(view.reads for view in views)
     # The result still reads the leaves, but no gradient flows back to them.
     if name == "stop_gradient":
