@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strong scaling: one private step on one core, and on all of them.
 
-  result    W1, W2 and W4 on two cores: speedups of 1.80, 1.91 and 1.13 as one device, 1.88,
-            1.56 and 1.06 as two; W3 and W5 were not run
-  hardware  2 cores of an AMD EPYC that other programs kept busy, so these are no clean figures;
-            JAX 0.10.2; medians of 5 alternated rounds
-  command   make bench BENCH=scaling ARGS="--out FILE"
+  result    speedups on two cores, as two devices: 1.56, 1.87, 1.81, 1.34 and 1.59 for W1 to W5; as
+            one device: 1.06, 1.13, 1.07, 1.57 and 1.32
+  hardware  2 cores of an AMD EPYC, idle but for this; JAX 0.10.2; medians of 7 alternated rounds
+  command   make bench BENCH=scaling ARGS="--rounds 7 --out FILE"
   figures   experiments/results/scaling.json; the table in docs/pages/scale.md (``--page``)
 
 The step is that of `dpjax.dpsgd` (draw, clip, sum, noise, SGD) with batches of one size. ``one
