@@ -335,9 +335,13 @@ def test_wrong_chains_break_the_law(name):
         testing.assert_private(optax.chain(*links), PARAMS)
 
 
-@kills("testing.py", "if len(found) != steps:", "if False:", case="bare")
+@kills("testing.py", "if len(found) != len(draws):", "if False:", case="bare")
 @kills(
-    "testing.py", "if not abs(ratio - drawn) <= tolerance:", "if False:", case="trusted", slow=True
+    "testing.py",
+    "if not least - tolerance <= ratio <= drawn + tolerance:",
+    "if False:",
+    case="trusted",
+    slow=True,
 )
 @pytest.mark.parametrize("name", ["bare", "trusted"])
 def test_what_the_links_cannot_see_is_measured(name):

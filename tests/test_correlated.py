@@ -320,3 +320,19 @@ def test_replaced_strategies_keep_nothing_of_the_old_one():
         strategies.tree(6), strategies.cycles(3)
     )
     assert math.isfinite(other.epsilon(1e-3))
+
+
+@kills("testing.py", "ratio *= float(alone.column_norms()[step])", "pass", slow=True)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_users_chain_is_measured_over_the_run(name, monkeypatch):
+    def chain(*links):
+        link = noise.correlated(STRATEGIES[name], 1.3, RULE, key=jax.random.key(0))
+        return optax.chain(*links, dpjax.clip_and_sum(RULE), link, optax.adam(0.1))
+
+    dpjax.testing.assert_private(chain(), ZEROS)
+    with pytest.raises(dpjax.testing.LawBroken, match="at step 1"):
+        dpjax.testing.assert_private(chain(optax.trace(0.9)), ZEROS)
+    true = strategies.sensitivity
+    monkeypatch.setattr(strategies, "sensitivity", lambda *more: 0.9 * true(*more))
+    with pytest.raises(dpjax.testing.LawBroken, match=r"moves the release by 1\.1"):
+        dpjax.testing.assert_private(chain(), ZEROS)

@@ -94,8 +94,4 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
     if is_amplified(strategy, sampler):
         return sampler.event(multipliers)
     # The noise hides all steps of an example together: a run that stops early costs the same.
-    return (
-        accounting.gaussian(float(np.min(multipliers)), steps=1)
-        if len(multipliers)
-        else (accounting.compose())
-    )
+    return accounting.gaussian(float(np.min(multipliers))) if len(multipliers) else dp.NoOpDpEvent()

@@ -396,7 +396,8 @@ class Mechanism:
             each = self.deviations_on_sum(state.step)
             each = [each[group] for group in self.clipping.partition.assign(updates)]
             multiplier = effective(self.gradient_multiplier, state.step)
-            release = Release(updates, each, multiplier, (below, self.count_multiplier))
+            count = below, self.count_multiplier
+            release = Release(updates, each, multiplier, count, self.noise)
             seal_outside_jit(state.key, state.step, release, name)
             memory = getattr(state, "memory", ())
             mean, scale, memory = self.private_mean(

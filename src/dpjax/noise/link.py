@@ -130,7 +130,8 @@ def noise_link(
         sound = not_reset(state.key, key_of_zeros, name)
         deviations = [x * scale * sound for x in deviations]
         each = [deviations[group] for group in rule.partition.assign(updates)]
-        release = Release(updates, each, effective(noise_multiplier, state.step))
+        multiplier = effective(noise_multiplier, state.step)
+        release = Release(updates, each, multiplier, strategy=strategy)
         seal_outside_jit(state.key, state.step, release, name)
         noisy, memory = add_noise_of(
             strategy, state.memory, updates, rule.partition, deviations, state.key, state.step

@@ -99,6 +99,8 @@ class Release(NamedTuple):
     multiplier: Any
     """The effective multiplier that is accounted for this step."""
     more: Any = None
+    strategy: Any = None
+    """How the noise is correlated over the steps; None for white noise."""
 
 
 # What links release while `dpjax.testing` measures a chain. Then nothing is sealed, since a
