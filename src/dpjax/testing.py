@@ -221,11 +221,12 @@ def assert_private(
     """
     if canary is None:
         canary = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
-    # Correlated noise hides an example that takes part once, at the least.
-    alone = _releases(chain, params, canary, [1]).pop().strategy
-    draws = [int(step == 0) if alone else 1 - step % 2 for step in range(steps)]
-    with_it = _releases(chain, params, canary, draws)
-    without = _releases(chain, params, canary, [0] * steps)
+    draws = [1 - step % 2 for step in range(steps)]
+    without, with_it = (_releases(chain, params, canary, each) for each in ([0] * steps, draws))
+    if alone := without[0].strategy:
+        # Correlated noise hides an example that takes part once, at the least.
+        draws = [int(step == 0) for step in range(steps)]
+        with_it = _releases(chain, params, canary, draws)
     for step, (one, other, drawn) in enumerate(zip(with_it, without, draws, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
         with np.errstate(divide="ignore", invalid="ignore"):
