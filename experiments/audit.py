@@ -2,7 +2,8 @@
 """Audits a run: lower bounds on what an attacker can tell, beside the epsilon that it claims.
 
   result    the demo claims epsilon 3 and shows 0.87 to canaries, 0 to losses, and 0.665 of 0.671 in
-            one step; a step of 25 algorithms shows 97 % of its claim (adapted 92 %, jl 80 %)
+            one step; a step of 27 algorithms shows 97 % of its claim (adapted 92 %, jl 80 %;
+            banded noise 89 % and buffered 59 %, because a step is a part of what they hide)
   time      56 s for the demo, 698 s for all algorithms, on two CPU cores shared with other work
   command   python experiments/audit.py RUN [--out FOLDER]
             python experiments/audit.py --algorithms=all --out experiments/results
