@@ -329,9 +329,9 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 
     Example:
       >>> sampler = cyclic_poisson(examples=60_000, batch_size=500, cycle=16)
-      >>> sampler.event(np.ones(160))
-      SelfComposedDpEvent(event=PoissonSampledDpEvent(sampling_probability=0.13333333333333333, \
-event=GaussianDpEvent(noise_multiplier=1.0)), count=10)
+      >>> event = sampler.event(np.ones(160))
+      >>> event.count, round(event.event.sampling_probability, 4)
+      (10, 0.1333)
 
     References:
       Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta and Xu, "(Amplified) Banded Matrix

@@ -119,7 +119,7 @@ def _dot(a: Common, b: Common) -> Squares:
     both = {*a.axes, *b.axes}
     rest = tuple(axis for axis in range(a.gradient.ndim) if axis not in both)
     inner = jnp.sum(a.gradient * b.gradient, axis=rest, keepdims=True)
-    return _total(a.spread(a.scales) * b.spread(b.scales) * inner)
+    return _total(a.spread(a.scales) * b.spread(b.scales) * inner[None])
 
 
 def _cross(
