@@ -8,8 +8,9 @@ import pytest
 from jax import lax
 from mutation import kills
 
-from dpjax import clipped_grad, clipping, gradients
-from dpjax.gradients import platforms
+from dpjax import clipped_grad, clipping, gradients, testing
+from dpjax._jaxpr import equations
+from dpjax.gradients import platforms, sharding_checks
 from dpjax.gradients._bookkeeping import leaf_norms, leaf_sums, outer_products
 from dpjax.gradients._bookkeeping.trace import trace
 
@@ -125,7 +126,7 @@ def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():
             return jnp.sum(jnp.dot(x, w, precision=precision)), None
 
         (site,) = trace(loss, jnp.ones((3, 2)), jnp.ones((4, 3))).sites
-        return outer_products.precision_of(site)
+        return outer_products.precision_of(site.equation.params)
 
     assert found(None) is outer_products.HIGHEST
     with platforms.traced_for("tpu"):
@@ -133,3 +134,143 @@ def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():
         assert found("high") is lax.Precision.HIGH
         assert found("highest") is outer_products.HIGHEST
         assert found("BF16_BF16_F32_X3") is outer_products.HIGHEST
+
+
+def few_channels(w, x, **options):
+    options = {"window_strides": (1, 1), "dimension_numbers": ("NHWC", "HWIO", "NHWC"), **options}
+    y = lax.conv_general_dilated(x[None], w, padding="SAME", **options)
+    # A loss may hide what is not finite: the data are broken all the same.
+    return jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0)))
+
+
+SHAPES = {
+    "few channels": (few_channels, (3, 3, 4, 4), (5, 6, 6, 4)),
+    "depthwise": (
+        lambda w, x: few_channels(w, x, feature_group_count=4),
+        (6, 6, 1, 8),
+        (5, 6, 6, 4),
+    ),
+    "many entries": (few_channels, (6, 5, 32, 2), (5, 6, 6, 32)),
+}
+
+
+def drawn(shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def convolutions(clipped, *arguments):
+    """The convolutions of a program for accelerators that have examples as groups."""
+    with platforms.traced_for(platforms.ACCELERATOR):
+        program = jax.make_jaxpr(lambda *a: clipped(*a).value)(*arguments).jaxpr
+    found = [e for e in equations(program) if e.primitive.name == "conv_general_dilated"]
+    groups = ("feature_group_count", "batch_group_count")
+    return [e for e in found if any(e.params[name] % len(arguments[1]) == 0 for name in groups)]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As on a machine with a single accelerator."""
+    monkeypatch.setattr(outer_products, "may_be_split", lambda: False)
+
+
+@kills(
+    "gradients/_bookkeeping/outer_products.py",
+    "platforms.on_cpu() or may_be_split() or",
+    "platforms.on_cpu() or",
+)
+def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
+    """XLA partitions grouped convolutions wrongly."""
+    w, x = drawn((3, 3, 4, 4)), drawn((5, 6, 6, 4))
+    clipped = clipped_grad(few_channels, FLAT)
+    assert not convolutions(clipped, w, x)
+    monkeypatch.setattr(outer_products, "may_be_split", lambda: False)
+    assert len(convolutions(clipped, w, x)) == 1
+    # One position, or disjoint patches, are matrix products; 32 channels are shifted images; small
+    # patches are written.
+    for kernel, image, options in [
+        ((5, 5, 4, 4), (5, 3, 3, 4), {"window_strides": (4, 4)}),
+        ((2, 2, 9, 4), (5, 6, 6, 9), {"window_strides": (2, 2)}),
+        ((3, 3, 32, 4), (5, 6, 6, 32), {}),
+        ((3, 3, 3, 4), (5, 6, 6, 3), {}),
+    ]:
+        clipped = clipped_grad(lambda w, x, o=options: few_channels(w, x, **o), FLAT)
+        assert not convolutions(clipped, drawn(kernel), drawn(image))
+    assert "instantiate" in gradients.explain(few_channels, w, x[0])
+
+
+@kills(
+    "gradients/sharding_checks.py",
+    "mesh.size > 1 and set(mesh.manual_axes) != set(mesh.axis_names)",
+    "mesh.size > 1 and not mesh.manual_axes",
+)
+@kills("gradients/sharding_checks.py", ' or jax.default_backend() == "cpu"', "")
+def test_a_program_is_split_unless_one_device_is_sure_to_run_it(monkeypatch):
+    split = sharding_checks.may_be_split
+    # This CPU may compile for accelerators, of which nothing is known here.
+    assert split()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert not split()
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert split()
+    auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
+    for sizes, kinds, expected in [
+        ((1,), (auto,), False),
+        ((2,), (auto,), True),
+        ((2,), (manual,), False),
+        ((2, 2), (manual, auto), True),
+    ]:
+        mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)], axis_types=kinds)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert split() == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_examples_as_groups_are_the_definition(alone, name):
+    loss, kernel, images = SHAPES[name]
+    w, x = drawn(kernel), drawn(images)
+    clipped = clipped_grad(loss, FLAT)
+    assert convolutions(clipped, w, x)
+    with platforms.traced_for(platforms.ACCELERATOR):
+        testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
+        assert "derivative, kept" in gradients.explain(loss, w, x[0])
+
+
+@kills(
+    "gradients/_bookkeeping/leaf_sums.py",
+    "_, data, cotangent = entry.wiped(sound)",
+    "_, data, cotangent = entry",
+    case="few channels-nan",
+)
+@kills(
+    "gradients/_bookkeeping/leaf_sums.py",
+    "jnp.where(trees.expand(sound, found), found, jnp.nan)",
+    "found",
+)
+@pytest.mark.parametrize("pixel", [np.nan, np.inf, 3.4e38])
+@pytest.mark.parametrize("name", ["few channels", "depthwise"])
+def test_what_is_not_finite_stays_in_its_group(alone, name, pixel):
+    """Zeros between groups would spread it; 3.4e38 is infinite in bfloat16."""
+    loss, kernel, images = SHAPES[name]
+    # XLA on CPU has such zeros for float64.
+    with jax.enable_x64(True), platforms.traced_for(platforms.ACCELERATOR):
+        w, x = (drawn(shape).astype(jnp.float64) for shape in (kernel, images))
+        real = jnp.arange(images[0]) != 1
+        clipped = jax.jit(clipped_grad(loss, FLAT))
+        want, got = clipped(w, x, real), clipped(w, x.at[1, 3, 2, 0].set(pixel))
+    np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got.norms[real], want.norms[real], rtol=1e-6)
+    assert float(got.factors[1, 0]) == 0
+
+
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "None if found is None else (found, found)",
+    "(jax.lax.Precision.HIGHEST,) * 2",
+)
+def test_groups_take_the_precision_of_the_loss(alone):
+    w, x = drawn((3, 3, 4, 4)), drawn((5, 6, 6, 4))
+    for given in (None, lax.Precision.HIGH):
+        clipped = clipped_grad(lambda w, x, p=given: few_channels(w, x, precision=p), FLAT)
+        (found,) = convolutions(clipped, w, x)
+        assert found.params["precision"] in (given, (given, given))

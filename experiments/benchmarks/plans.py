@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What compilers expect of one private step on one TPU or GPU that is not there.
 
-  result    a private step on v5e takes 1.6 to 6.3 times the cycles of a plain one (W1 to W5), where
+  result    a private step on v5e takes 1.6 to 8.4 times the cycles of a plain one (W1 to W5), where
             `vmap` takes 4 to 119 times; the goal is 1.3. Plans, never measurements
   hardware  none of the devices: compilers of TPU v5e, v5p, v6e (libtpu 0.0.52) and H100, JAX 0.10.2
   command   make bench BENCH=plans ARGS="--out experiments/results/plans.json"

@@ -16,11 +16,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import large_cases
+import numpy as np
 import optax
 import pods_cases
 import pods_hlo
 import workers
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from workloads import CLASSES, SEED, WORKLOADS
 
 import dpjax
@@ -174,10 +175,13 @@ def plan(task: dict[str, Any]) -> dict[str, Any]:
     analysis of FLOPs and bytes, which counts the body of a loop once and takes a product of six
     passes for one of one; the second is what its scheduler expects, loop by loop.
     """
-    alone = SingleDeviceSharding(pods_cases.devices_of(task["device"])[0])
+    devices = pods_cases.devices_of(task["device"])
+    alone = SingleDeviceSharding(devices[0])
     step, arguments = step_of(task)
     began = time.perf_counter()
-    traced = jax.jit(step, in_shardings=alone, out_shardings=alone).trace(*arguments)
+    # A mesh of one device in force: otherwise this CPU might compile for several.
+    with jax.set_mesh(Mesh(np.array(devices[:1]), "one", axis_types=(AxisType.Auto,))):
+        traced = jax.jit(step, in_shardings=alone, out_shardings=alone).trace(*arguments)
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:

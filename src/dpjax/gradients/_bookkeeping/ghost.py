@@ -127,7 +127,10 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
 
 
 def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
-    """The number of convolutions whose kernel gradient is a product of patches."""
+    """The number of convolutions whose kernel gradients mix no examples.
+
+    They are products, or on accelerators grouped convolutions without what is not finite.
+    """
     # Operand 1 is the kernel. Other convolutions, such as of parameters alone, are not counted.
     sites = [site.equation for site in trace(loss, params, example).sites if site.operand == 1]
     convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]

@@ -9,6 +9,7 @@ a batch uses few of its rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -46,6 +47,13 @@ class Entry(NamedTuple):
     def scaled(self, factors: Squares) -> Entry:
         """Each example's cotangent times its factor."""
         return self._replace(cotangent=self.cotangent * trees.expand(factors, self.cotangent))
+
+    def sound(self) -> Array:
+        """For each example whether its data and its cotangent stay finite in a matrix unit."""
+        # Beyond 2**127 a float32 may round to an infinite bfloat16.
+        floats = [x for x in (*self.data, self.cotangent) if jnp.issubdtype(x.dtype, jnp.floating)]
+        each = [jnp.all(jnp.abs(x) <= 2.0**127, axis=tuple(range(1, x.ndim))) for x in floats]
+        return functools.reduce(jnp.logical_and, each)
 
     def wiped(self, keep: Array) -> Entry:
         """Data and cotangents with constants for the examples that are not to be kept."""
@@ -200,7 +208,7 @@ def placed(
     """Each example's gradient in the pieces of its form, and the map from pieces to the leaf."""
     assert form is not None
     pull = _pulled(leaf, leaves, entry.site.of)
-    precision = precision_of(entry.site)
+    precision = precision_of(entry.site.equation.params)
     gradients = [product("bhks,bhsd->bhkd", x, form.g, precision) for x in form.x]
     return lambda parts: pull(form.joined(parts)), gradients
 
@@ -218,7 +226,15 @@ def instantiated(
         def derivative(data: Sequence[Array], cotangent: Array) -> Array:
             return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
 
-        return jax.vmap(derivative)(entry.data, entry.cotangent)
+        each = jax.vmap(derivative)
+        if platforms.on_cpu() or entry.site.equation.primitive.name != "conv_general_dilated":
+            return each(entry.data, entry.cotangent)
+        # The examples become groups of one convolution. A compiler may fill up groups with zeros,
+        # and 0 * NaN would make a NaN of one example a NaN of all.
+        sound = entry.sound()
+        _, data, cotangent = entry.wiped(sound)
+        found = each(data, cotangent)
+        return jnp.where(trees.expand(sound, found), found, jnp.nan)
 
     parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
     return added(parts)

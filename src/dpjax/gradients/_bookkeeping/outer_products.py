@@ -26,6 +26,7 @@ from jaxtyping import Array
 
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.sites import Site
+from dpjax.gradients.sharding_checks import may_be_split
 
 
 class Outer(NamedTuple):
@@ -65,11 +66,12 @@ class Outer(NamedTuple):
 # of its own: as fast as all entries together, with less memory. One entry alone is a slow copy.
 _PIECE = 256
 # On accelerators entries of this many inputs are products of their own: a shifted image is read as
-# it lies, and no patches are written. For 32 channels a grouped convolution, as `jax.vmap` makes of
-# it, and whole patches take twice the cycles that the compiler of a TPU v5e expects.
+# it lies, and no patches are written. For fewer inputs the grouped convolution that `jax.vmap`
+# makes of the VJP takes a fifth of the time that the compiler of a TPU v5e expects of patches,
+# unless a whole patch has fewer numbers.
 _SHIFTED, _LANES = 32, 128
-# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Accelerators
-# write them by a convolution.
+# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Where an
+# accelerator needs them, a convolution writes them.
 _WRITTEN_OUT = 25
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -168,24 +170,25 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     out, channels, *space = numbers.rhs_spec
     # Rounds of a scan and the images of an example are folded into one axis, as the convolution
     # itself has it.
-    around = x.shape[:lead]
+    around, window = x.shape[:lead], [shape[a] for a in space]
     x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
     # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
+    if positions > 1 and _stays_convolution(p, window, shape[channels]):
+        return None
 
     def piece(seen: Array) -> Array:
         seen = seen.reshape(*around, seen.shape[1], groups, -1, positions)
         return jnp.moveaxis(seen, lead, lead + 1).reshape(*around, groups, -1, positions)
 
-    kernel = [shape[a] for a in space]
     if groups == 1 and set(p["window_strides"]) == {1} and max(p["lhs_dilation"]) > 1:
-        return _transposed(site, around, x, g, kernel)
-    patches = _patches(p, x, kernel, g.shape[2:-1])
+        return _transposed(site, around, x, g, window)
+    patches = _patches(p, x, window, g.shape[2:-1])
     g = jnp.moveaxis(g.reshape(*around, positions, groups, -1), -2, lead)
 
     def place(gradient: Array) -> Array:
-        kernel = gradient.reshape(groups, *(shape[a] for a in (*space, channels)), -1)
+        kernel = gradient.reshape(groups, *window, shape[channels], -1)
         # Output channels are counted group by group, so the axis of groups stands in front of the
         # channels within one.
         kernel = jnp.moveaxis(kernel, 0, -2)
@@ -243,6 +246,21 @@ def _transposed(
     return Outer((x,), g, place, None)
 
 
+def _stays_convolution(p: dict[str, Any], kernel: Sequence[int], inputs: int) -> bool:
+    """Whether kernel gradients are left to the VJP: under `jax.vmap` one grouped convolution."""
+    # XLA partitions such a convolution wrongly, so it has to be sure that it will not.
+    if platforms.on_cpu() or may_be_split() or _disjoint(p, kernel):
+        return False
+    # A patch of 3 x 3 x 3 numbers costs less than a group, by both estimates of the compiler.
+    small = inputs * math.prod(kernel) < _SHIFTED
+    return not small and (inputs < _SHIFTED or math.prod(kernel) > _WRITTEN_OUT)
+
+
+def _disjoint(p: dict[str, Any], kernel: Sequence[int]) -> bool:
+    """Whether no two patches overlap: then all of them are one view of the image."""
+    return tuple(p["window_strides"]) == tuple(kernel) and set(p["rhs_dilation"]) == {1}
+
+
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:
     image, channels, *space = spec
     return jnp.transpose(x, (0, *(1 + a for a in (image, *space, channels))))
@@ -263,7 +281,7 @@ def _patches(
     # Interior padding is the dilation of the input.
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges + [(0, 0, 0)])
     strides = p["window_strides"]
-    if tuple(strides) == tuple(kernel) and set(p["rhs_dilation"]) == {1}:
+    if _disjoint(p, kernel):
         return [_tiles(x, kernel, places)]
 
     def seen(entry: tuple[int, ...]) -> Array:
@@ -401,12 +419,12 @@ def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array
     return jnp.einsum(formula, a, b, precision=precision)
 
 
-def precision_of(site: Site) -> Any:
+def precision_of(parameters: dict[str, Any]) -> Any:
     """The precision at which a gradient that is kept is formed: on accelerators the loss's own.
 
     Its norm and its part of the sum are taken of the same numbers, however they were rounded.
     """
-    given = site.equation.params.get("precision")
+    given = parameters.get("precision")
     pair = given if isinstance(given, tuple) else (given, given)
     # Other settings name a dtype of their own; a CPU takes the highest in the same time.
     known = all(p is None or isinstance(p, jax.lax.Precision) for p in pair)

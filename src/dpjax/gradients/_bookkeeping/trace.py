@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax._jaxpr import bind, equations, evaluate, inner_programs
+from dpjax.gradients._bookkeeping.outer_products import precision_of
 from dpjax.gradients._bookkeeping.rewrites import rewritten
 from dpjax.gradients._bookkeeping.scan_trace import scan_sites
 from dpjax.gradients._bookkeeping.sites import (
@@ -428,7 +429,9 @@ def _narrow(x: Any) -> bool:
 def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:
     changed = dict(parameters)
     if "precision" in changed:
-        changed["precision"] = (jax.lax.Precision.HIGHEST,) * 2
+        # Read when a gradient is formed: what is formed here is kept, or summed as it is.
+        found = precision_of(parameters)
+        changed["precision"] = None if found is None else (found, found)
     if "preferred_element_type" in changed:
         changed["preferred_element_type"] = wide
     return changed
