@@ -451,7 +451,7 @@ def test_one_example_moves_a_long_sum_by_its_bound(path):
     assert abs(moved - 1) <= 2 * np.spacing(np.float32(rows.sum()))
 
 
-@kills("gradients/batching.py", "(a - (rounded - back)) + (b - back)", "0 * rounded")
+@kills("gradients/batching.py", "(a - (rounded - back)) + (b - back)", "0 * rounded", slow=True)
 @kills("gradients/batching.py", "return two_sum(rounded, low + error)", "return rounded, error")
 @kills(
     "gradients/batching.py",
@@ -461,7 +461,13 @@ def test_one_example_moves_a_long_sum_by_its_bound(path):
 @kills(
     "gradients/batching.py", "_rounded(lacks + (x - kept), ", "_rounded(lacks + 0 * x, ", case="3"
 )
-@kills("gradients/batching.py", "_rounded(lacks + (x - kept), ", "_rounded(x - kept, ", case="3")
+@kills(
+    "gradients/batching.py",
+    "_rounded(lacks + (x - kept), ",
+    "_rounded(x - kept, ",
+    case="3",
+    slow=True,
+)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     """The public size of a data set stands: a neighbour has a row that counts as nothing."""
@@ -532,7 +538,12 @@ def test_what_a_long_sum_rounds_away_meets_the_noise(kind):
     assert mean(data) - without == pytest.approx(1, abs=0.1)
 
 
-@kills("training/step.py", "mechanism.seal((total, lost), state", "mechanism.seal(total, state")
+@kills(
+    "training/step.py",
+    "mechanism.seal((total, lost), state",
+    "mechanism.seal(total, state",
+    slow=True,
+)
 def test_sums_that_differ_in_what_float32_loses_are_two_sums():
     """The noise would meet both of them, and the difference of two releases would have none."""
     data = np.zeros((64, 4), np.float32)

@@ -79,7 +79,10 @@ def test_one_example_moves_the_run_by_at_most_one_over_the_multiplier():
 
 
 @kills(
-    "mechanism/description.py", "return [deviation * self.strategy_sensitivity", "return [deviation"
+    "mechanism/description.py",
+    "return [deviation * self.strategy_sensitivity",
+    "return [deviation",
+    slow=True,
 )
 def test_dpsgd_runs_the_noise_of_its_mechanism():
     strategy, key = STRATEGIES["inverse"], jax.random.key(3)
@@ -186,7 +189,12 @@ class TestSamplers:
             rows[step, sampling.on_host(draw(key, step))] = True
         return rows
 
-    @kills("sampling.py", "here = _parts(key, examples, cycle) == step % cycle", "here = True")
+    @kills(
+        "sampling.py",
+        "here = _parts(key, examples, cycle) == step % cycle",
+        "here = True",
+        slow=True,
+    )
     def test_cyclic_poisson_leaves_a_cycle_between_participations(self):
         sampler = sampling.cyclic_poisson(600, 60, cycle=5)
         rows = self.drawn(sampler, 200, jax.random.key(0))
@@ -220,6 +228,7 @@ class TestSamplers:
         "sampling.py",
         "return np.minimum.reduceat(multipliers, starts)",
         "return multipliers[starts]",
+        slow=True,
     )
     def test_white_noise_costs_the_least_multiplier_of_a_cycle(self):
         event = sampling.cyclic_poisson(1000, 10, cycle=2).event(np.array([3.0, 1.0, 1.0, 2.0]))

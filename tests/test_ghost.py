@@ -755,6 +755,7 @@ def test_gradients_of_computed_kernels_are_not_kept(name, leaf, words):
     "gradients/_bookkeeping/common.py",
     "jnp.sqrt(jnp.maximum(total, 0) + doubt) + 4 * eps * lengths",
     "jnp.sqrt(jnp.maximum(total, 0))",
+    slow=True,
 )
 @pytest.mark.parametrize("bound", [1e-4, 1e-6])
 def test_parts_that_cancel_stay_within_the_bound(bound):
@@ -859,7 +860,11 @@ def test_ghost_is_the_definition_in_float64(name):
 
 @pytest.mark.sample(6)
 @kills(
-    "gradients/_xla_cpu/convolution.py", "range(count)", "reversed(range(count))", case="20-1-SAME"
+    "gradients/_xla_cpu/convolution.py",
+    "range(count)",
+    "reversed(range(count))",
+    case="20-1-SAME",
+    slow=True,
 )
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 2), (0, 3)), ((0, 0), (-1, -1))])
 @pytest.mark.parametrize("stride", [1, 2, 3])
@@ -1421,6 +1426,7 @@ REGIONS = {
     "else book.taps[start:])",
     "else book.taps)",
     case="two regions",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -1433,6 +1439,7 @@ REGIONS = {
     "[x._replace(value=value) if isinstance(x, View) else value for",
     "[value for",
     case="a view leaves",
+    slow=True,
 )
 @pytest.mark.parametrize("name", REGIONS)
 def test_what_a_rematerialised_region_holds_is_found(name):

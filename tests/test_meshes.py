@@ -33,7 +33,7 @@ KEY = jax.random.key(0)
 
 
 @kills("noise/normal.py", "z.imag, z.real)", "z.real, z.imag)")
-@kills("noise/normal.py", "start += math.prod(shape)", "start += 0")
+@kills("noise/normal.py", "start += math.prod(shape)", "start += 0", slow=True)
 @kills("noise/normal.py", "second = place >= half", "second = place > half")
 @pytest.mark.parametrize("shapes", [[(3, 5)], [(), (2, 1023), (1, 2, 3)], [(7, 600), (0, 4)]])
 def test_numbers_that_are_drawn_in_parts_are_those_that_are_drawn_whole(shapes):
@@ -47,7 +47,7 @@ def test_numbers_that_are_drawn_in_parts_are_those_that_are_drawn_whole(shapes):
         np.testing.assert_allclose(part.ravel(), expected, rtol=1e-6, atol=1e-7)
 
 
-@kills("noise/normal.py", "if count > 2**32:", "if False:")
+@kills("noise/normal.py", "if count > 2**32:", "if False:", slow=True)
 def test_no_leaf_is_so_large_that_its_noise_would_repeat():
     with pytest.raises(ValueError, match=r"at most 2\^32"):
         noise.normal.normal_in_parts(KEY, [(2**32 + 1, 0), (2**16 + 1, 2**16)])
@@ -63,9 +63,14 @@ def joined(totals, reach):
 
 
 @kills("gradients/batching.py", "kept = _rounded(x, unit)", "kept = x")
-@kills("gradients/batching.py", "- info.nmant)", "- info.nmant - 2)")
+@kills("gradients/batching.py", "- info.nmant)", "- info.nmant - 2)", slow=True)
 @kills("gradients/batching.py", "_unit(shares * unit, x.dtype))", "_unit(math.inf, x.dtype))")
-@kills("gradients/batching.py", "_unit(shares * unit, x.dtype))", "_unit(unit / 4, x.dtype))")
+@kills(
+    "gradients/batching.py",
+    "_unit(shares * unit, x.dtype))",
+    "_unit(unit / 4, x.dtype))",
+    slow=True,
+)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_no_order_of_devices_changes_a_bit_of_the_sum(parts):
     """Neither of the sum nor of what it lacks, and the seal reads both."""
@@ -93,7 +98,7 @@ def test_what_has_no_exact_multiples_is_added_as_it_is(reach):
     np.testing.assert_allclose(value + lost, block.sum(axis=0), rtol=1e-6)
 
 
-@kills("training/recipe.py", "2 * recipe.mechanism.sampling.usual_size", "usual_size")
+@kills("training/recipe.py", "2 * recipe.mechanism.sampling.usual_size", "usual_size", slow=True)
 @kills(
     "training/recipe.py",
     "[most * rule.bounds[group] for group in",
@@ -201,7 +206,7 @@ def test_a_users_own_splitting_stays():
     assert placed["key"].dtype == KEY.dtype
 
 
-@kills("meshes.py", "theirs[:, i] != theirs[0, i]", "theirs[:, i] != theirs[:, i]")
+@kills("meshes.py", "theirs[:, i] != theirs[0, i]", "theirs[:, i] != theirs[:, i]", slow=True)
 def test_processes_that_differ_are_refused_by_name(monkeypatch):
     """One of two processes has another key, as if each had drawn its own."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -244,7 +249,7 @@ def in_each_process(monkeypatch, make):
 
 
 @kills("meshes.py", "    if first_process():\n        try:", "    if True:\n        try:")
-@kills("meshes.py", "else np.zeros(size, np.uint8)", "else np.zeros(size + 1, np.uint8)")
+@kills("meshes.py", "else np.zeros(size, np.uint8)", "else np.zeros(size + 1, np.uint8)", slow=True)
 def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
     ran = []
 
@@ -258,7 +263,10 @@ def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
 
 @kills("meshes.py", "found = False, error", "found = True, error")
 @kills(
-    "meshes.py", "        raise value\n", "        raise value if first_process() else SystemExit\n"
+    "meshes.py",
+    "        raise value\n",
+    "        raise value if first_process() else SystemExit\n",
+    slow=True,
 )
 def test_an_error_of_the_first_process_is_raised_in_all(monkeypatch):
     def make():
@@ -342,7 +350,9 @@ def errors(folder, devices=8, **options):
     return json.loads(out.read_text())["largest_difference"]
 
 
-@pytest.mark.parametrize("loss", ["dense", "dense, banded noise"])
+@pytest.mark.parametrize(
+    "loss", [pytest.param("dense", marks=pytest.mark.slow), "dense, banded noise"]
+)
 def test_a_mesh_changes_no_parameter(tmp_path, loss):
     found = errors(tmp_path, 4, loss=loss, engines="auto", mesh="data:2,model:2")
     assert len(found) == 1

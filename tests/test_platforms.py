@@ -37,7 +37,7 @@ def lowered(step, platform):
 
 
 @kills("gradients/platforms.py", 'cpu=under("cpu")', "cpu=under(ACCELERATOR)")
-@kills("gradients/platforms.py", "default=under(ACCELERATOR)", 'default=under("cpu")')
+@kills("gradients/platforms.py", "default=under(ACCELERATOR)", 'default=under("cpu")', slow=True)
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 @pytest.mark.parametrize(
     "gradient",
@@ -177,6 +177,7 @@ def alone(monkeypatch):
     "gradients/_bookkeeping/outer_products.py",
     "platforms.on_cpu() or may_be_split() or",
     "platforms.on_cpu() or",
+    slow=True,
 )
 def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
     """XLA partitions grouped convolutions wrongly."""
@@ -203,7 +204,7 @@ def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
     "mesh.size > 1 and set(mesh.manual_axes) != set(mesh.axis_names)",
     "mesh.size > 1 and not mesh.manual_axes",
 )
-@kills("gradients/sharding_checks.py", ' or jax.default_backend() == "cpu"', "")
+@kills("gradients/sharding_checks.py", ' or jax.default_backend() == "cpu"', "", slow=True)
 def test_a_program_is_split_unless_one_device_is_sure_to_run_it(monkeypatch):
     split = sharding_checks.may_be_split
     # This CPU may compile for accelerators, of which nothing is known here.
@@ -246,6 +247,7 @@ def test_examples_as_groups_are_the_definition(alone, name):
     "gradients/_bookkeeping/leaf_sums.py",
     "jnp.where(trees.expand(sound, found), found, jnp.nan)",
     "found",
+    slow=True,
 )
 @pytest.mark.parametrize("pixel", [np.nan, np.inf, 3.4e38])
 @pytest.mark.parametrize("name", ["few channels", "depthwise"])
@@ -267,6 +269,7 @@ def test_what_is_not_finite_stays_in_its_group(alone, name, pixel):
     "gradients/_bookkeeping/trace.py",
     "None if found is None else (found, found)",
     "(jax.lax.Precision.HIGHEST,) * 2",
+    slow=True,
 )
 def test_groups_take_the_precision_of_the_loss(alone):
     w, x = drawn((3, 3, 4, 4)), drawn((5, 6, 6, 4))

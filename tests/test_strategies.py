@@ -81,13 +81,18 @@ def streamed(strategy, z, *, at=0):
     case="gap",
 )
 @kills(
-    "strategies/sensitivity.py", "np.abs(column)[::-1])[::-1]", "column[::-1])[::-1]", case="signs"
+    "strategies/sensitivity.py",
+    "np.abs(column)[::-1])[::-1]",
+    "column[::-1])[::-1]",
+    case="signs",
+    slow=True,
 )
 @kills(
     "strategies/sensitivity.py",
     "gram = np.abs(whole.T @ whole)",
     "gram = whole.T @ whole",
     case="signs-normalized",
+    slow=True,
 )
 @kills(
     "strategies/sensitivity.py",
@@ -100,22 +105,31 @@ def streamed(strategy, z, *, at=0):
     "np.maximum(np.arange(steps) + 1 - apart, 0)",
     "np.maximum(np.arange(steps) - apart, 0)",
     case="normalized",
+    slow=True,
 )
 @kills(
     "strategies/sensitivity.py",
     "for _ in range(participation.within(steps)):",
     "for _ in range(participation.within(steps) - 1):",
     case="normalized",
+    slow=True,
 )
 @kills(
     "strategies/sensitivity.py", "lag < apart, 0.0, gram", "lag <= apart, 0.0, gram", case="dense"
 )
-@kills("strategies/search.py", "    sums[most:] -= sums[:-most].copy()\n", "", case="square-root")
+@kills(
+    "strategies/search.py",
+    "    sums[most:] -= sums[:-most].copy()\n",
+    "",
+    case="square-root",
+    slow=True,
+)
 @kills(
     "strategies/search.py",
     "return sums.reshape(-1)[:steps]",
     "return shaped.reshape(-1)[:steps]",
     case="buffered",
+    slow=True,
 )
 @kills(
     "strategies/participation.py",
@@ -128,13 +142,21 @@ def streamed(strategy, z, *, at=0):
     "return np.ones(self.steps) if self.normalized else self._cut_squares()",
     "return self._cut_squares()",
     case="normalized",
+    slow=True,
 )
-@kills("strategies/tree.py", "float(self.remembers + 1))", "float(self.remembers))", case="tree")
+@kills(
+    "strategies/tree.py",
+    "float(self.remembers + 1))",
+    "float(self.remembers))",
+    case="tree",
+    slow=True,
+)
 @kills(
     "strategies/buffered.py",
     "        return np.concatenate([[1.0], np.array(self.scales) @ powers])",
     "        return np.concatenate([np.array(self.scales) @ powers, [0.0]])",
     case="buffered",
+    slow=True,
 )
 @CASES
 def test_no_pattern_moves_more_than_the_sensitivity(maker):
@@ -205,12 +227,14 @@ def test_a_sensitivity_is_rounded_up():
     "kept = streams.replaced(noises, found, step % size)",
     "kept = streams.replaced(noises, wide, step % size)",
     case="cut-root",
+    slow=True,
 )
 @kills(
     "strategies/toeplitz.py",
     "streams.replaced(normals, wide, step % size)",
     "streams.replaced(normals, found, step % size)",
     case="inverse",
+    slow=True,
 )
 @kills(
     "strategies/toeplitz.py",
@@ -223,12 +247,14 @@ def test_a_sensitivity_is_rounded_up():
     "found = found / self.values[0]",
     "found = found * 1.0",
     case="normalized",
+    slow=True,
 )
 @kills(
     "strategies/buffered.py",
     "return found, shrunk + found",
     "return found, shrunk + leaf",
     case="buffered",
+    slow=True,
 )
 @kills(
     "strategies/tree.py",
@@ -241,12 +267,14 @@ def test_a_sensitivity_is_rounded_up():
     "full[level], last[level] * (node + 1 == end)",
     "full[level], full[level]",
     case="tree",
+    slow=True,
 )
 @kills(
     "strategies/dense.py",
     "streams.replaced(normals, leaf, step)",
     "streams.replaced(normals, leaf, 0)",
     case="dense",
+    slow=True,
 )
 @CASES
 def test_the_stream_is_the_inverse_of_the_matrix(maker):
@@ -338,6 +366,7 @@ def test_memory_is_at_most_the_bands_or_buffers():
     "strategies/streams.py",
     "(step >= 0) & (step < steps), 1.0, jnp.nan",
     "(step >= 0) & (step < steps), 1.0, 1.0",
+    slow=True,
 )
 def test_a_step_after_the_run_has_no_noise():
     z = np.ones((1, 2), np.float32)
@@ -449,3 +478,9 @@ def test_arguments_of_another_kind_are_refused():
         sensitivity(np.eye(3), once())
     with pytest.raises(TypeError, match=r"strategies\.once\(\)"):
         sensitivity(strategies.white(3), 2)
+
+
+def test_a_long_tree_with_momentum_is_refused():
+    with pytest.raises(ValueError, match="at most 4096 with momentum"):
+        strategies.tree(steps=5_000).errors(momentum=0.9)
+    assert strategies.tree(steps=5_000).errors().mean > 1
