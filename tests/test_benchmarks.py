@@ -439,3 +439,12 @@ def test_the_zoo_runs_in_little(tmp_path):
     for name, found in json.loads(path.read_text())["models"].items():
         assert found["ratio"] > 0, name
         assert found["disagreement"] < 2e-5, name
+
+
+@pytest.mark.slow
+def test_strategies_are_searched_with_and_without_the_peer(tmp_path):
+    path = tmp_path / "strategies.json"
+    run("benchmarks/strategies.py", "--smoke", "--out", path)
+    rows = json.loads(path.read_text())["rows"].values()
+    assert len(rows) == 3
+    assert all(row["dpjax"]["error"] > 1 for row in rows)

@@ -936,3 +936,14 @@ def test_a_bound_above_its_claim_ends_with_status_1(imported, monkeypatch):
     monkeypatch.setattr(audit.audited_algorithms, "audits", lambda names: [])
     with pytest.raises(UsageError, match="expected all, or a part of: dpsgd, flat"):
         audit.main(["audit.py"])
+
+
+@pytest.mark.slow
+def test_correlated_noise_is_compared_with_fresh_noise(tmp_path):
+    path = tmp_path / "correlated.json"
+    run("correlated.py", "--smoke", "--out", path)
+    rows = json.loads(path.read_text())["rows"]
+    assert [name.split()[2] for name in rows] == ["poisson", "banded", "buffered"]
+    for (found,) in (seeds.values() for seeds in rows.values()):
+        assert found["epsilon"] <= 2
+        assert found["accuracy"] > 80
