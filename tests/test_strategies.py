@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correlated noise: sensitivities against all patterns, streams against matrices, errors."""
 
+import importlib
 import itertools
 import json
 
@@ -481,7 +482,8 @@ def test_arguments_of_another_kind_are_refused():
 
 
 def test_a_long_tree_with_momentum_is_refused(monkeypatch):
-    monkeypatch.setattr("dpjax.strategies.tree.LARGEST_MATRIX", 8)
+    room = importlib.import_module("dpjax.strategies.tree")  # the name is that of the function too
+    monkeypatch.setattr(room, "LARGEST_MATRIX", 8)
     with pytest.raises(ValueError, match="at most 8 with momentum"):
         strategies.tree(steps=9).errors(momentum=0.9)
     assert strategies.tree(steps=9).errors().mean > 1
