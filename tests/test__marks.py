@@ -335,7 +335,7 @@ def test_wrong_chains_break_the_law(name):
         testing.assert_private(optax.chain(*links), PARAMS)
 
 
-@kills("testing.py", "if len(found) != len(draws):", "if False:", case="bare")
+@kills("testing.py", "if len(found) != len(draws):", "if False:", case="bare", slow=True)
 @kills(
     "testing.py",
     "if not least - tolerance <= ratio <= drawn + tolerance:",
@@ -459,7 +459,11 @@ def test_one_example_moves_a_long_sum_by_its_bound(path):
     "value, lost = total.high, total.low  # ",
 )
 @kills(
-    "gradients/batching.py", "_rounded(lacks + (x - kept), ", "_rounded(lacks + 0 * x, ", case="3"
+    "gradients/batching.py",
+    "_rounded(lacks + (x - kept), ",
+    "_rounded(lacks + 0 * x, ",
+    case="3",
+    slow=True,
 )
 @kills(
     "gradients/batching.py",
@@ -503,7 +507,7 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     slow=True,
 )
 @kills("training/step.py", "data, seen, end_block)", "data, seen)", case="in memory")
-@kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed")
+@kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed", slow=True)
 @kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory", slow=True)
 @kills(
     "gradients/batching.py",

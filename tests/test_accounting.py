@@ -353,6 +353,7 @@ def test_neighbours(event, method, neighbours, expected):
     "accounting/rdp_accountant.py",
     "event.sample_size, _exchanged(inner)\n            )\n",
     "event.sample_size, _exchanged(inner)\n            )\n    return event\n",
+    slow=True,
 )
 @pytest.mark.parametrize(
     ("event", "method", "neighbours"),
@@ -746,6 +747,7 @@ def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours
     "accounting/pld.py",
     'np.searchsorted(multipliers, z, side="right") - 1',
     'np.minimum(np.searchsorted(multipliers, z, side="right"), len(multipliers) - 1)',
+    slow=True,
 )
 @settings(max_examples=20, deadline=None)
 @given(
@@ -831,7 +833,12 @@ def steps_within(method="rdp", **options):
 
 
 @kills("accounting/event_parts.py", "leaf.count, _COUNT, least=0", "leaf.count, _COUNT, least=-1")
-@kills("accounting/event_parts.py", 'check_rate(rate, "accounting: PoissonSampledDpEvent")', "pass")
+@kills(
+    "accounting/event_parts.py",
+    'check_rate(rate, "accounting: PoissonSampledDpEvent")',
+    "pass",
+    slow=True,
+)
 @pytest.mark.parametrize(
     ("call", "words"),
     [

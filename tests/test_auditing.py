@@ -256,13 +256,12 @@ def test_a_step_separates_as_its_mechanism_allows(name):
 
 
 def quiet_noise(monkeypatch):
-    add = dpjax.mechanism.description.add_noise_of
+    add = dpjax.mechanism.description.add_noise
 
-    def less(strategy, memory, total, partition, deviations, *more):
-        quiet = [0.9 * each for each in deviations]
-        return add(strategy, memory, total, partition, quiet, *more)
+    def less(total, partition, deviations, *more, **named):
+        return add(total, partition, [0.9 * each for each in deviations], *more, **named)
 
-    monkeypatch.setattr("dpjax.mechanism.description.add_noise_of", less)
+    monkeypatch.setattr("dpjax.mechanism.description.add_noise", less)
 
 
 def long_gradients(monkeypatch):
@@ -328,7 +327,12 @@ def test_few_projections_cost_more_than_is_claimed():
     assert 3.5 < sound.epsilon(1e-5) < sound.claimed_epsilon(1e-5) < broken.epsilon(1e-5)
 
 
-@kills("auditing/algorithm_step.py", "np.arange(keys) / keys - slack", "np.arange(keys) / keys")
+@kills(
+    "auditing/algorithm_step.py",
+    "np.arange(keys) / keys - slack",
+    "np.arange(keys) / keys",
+    slow=True,
+)
 @kills("auditing/algorithm_step.py", "self.projections * scales**2", "self.projections * scales")
 def test_chance_alone_refutes_no_estimated_norms():
     """Separations drawn from the law that is accounted; and from that of fewer projections."""
@@ -513,7 +517,12 @@ def test_losses_that_tell_nothing_refute_little():
     assert np.mean(np.array(found) > 0) < 0.15
 
 
-@kills("auditing/membership.py", "(1 - false[1], 1 - true[0])", "(1 - false[0], 1 - true[1])")
+@kills(
+    "auditing/membership.py",
+    "(1 - false[1], 1 - true[0])",
+    "(1 - false[0], 1 - true[1])",
+    slow=True,
+)
 def test_losses_of_randomized_response_refute_less_than_its_epsilon():
     """Members score 1 with three quarters, others with one: epsilon is ln 3."""
     draw = np.random.default_rng(1)
@@ -534,7 +543,7 @@ def test_delta_is_taken_off_the_true_positives():
     assert found[1].epsilon < found[0].epsilon
 
 
-@kills("auditing/membership.py", "right, count - right + 1", "right + 1, count - right")
+@kills("auditing/membership.py", "right, count - right + 1", "right + 1, count - right", slow=True)
 def test_no_error_at_all_is_bounded_by_the_number_of_rows():
     found = auditing.audit_membership(np.ones(200), np.zeros(200), delta=0.0, confidence=0.95)
     none = 1 - (0.05 / 4) ** (1 / 100)  # Clopper and Pearson, for none of 100

@@ -102,6 +102,7 @@ def test_compensated_sums_round_less_than_plain_ones(tmp_path):
         assert abs(case["compensated"]["removed"]) <= abs(case["plain"]["removed"]) + 1e-6
 
 
+@pytest.mark.slow
 def test_draws_of_small_and_large_data_sets_are_timed(tmp_path):
     path = tmp_path / "draws.json"
     run("benchmarks/draws.py", "--smoke", "--out", path)
@@ -371,6 +372,7 @@ def test_the_table_of_strong_scaling_is_current():
     assert page == scaling.on_page(page, report)
 
 
+@pytest.mark.slow
 def test_steps_of_other_devices_are_planned_or_said_what_is_needed(tmp_path):
     path, absent = tmp_path / "plans.json", tmp_path / "no-such-python"
     some = [f"--plans=cpu: W4: {step}" for step in ("plain", "auto", "noised")]

@@ -257,7 +257,9 @@ def test_balanced_groups_are_as_equal_as_they_can_be(seed):
         assert largest == best(0, groups)
 
 
-@kills("clipping/partitions.py", "leaf.size for leaf in", "max(1, leaf.size) for leaf in")
+@kills(
+    "clipping/partitions.py", "leaf.size for leaf in", "max(1, leaf.size) for leaf in", slow=True
+)
 def test_leaves_of_nothing_do_not_move_the_cut_of_a_batch():
     params = [jnp.zeros(1)] * 3 + [jnp.zeros(0)] * 6
     gradients = [jnp.zeros((100, *leaf.shape)) for leaf in params]
@@ -389,7 +391,12 @@ BATCH = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
 
 
 class TestClipAndSum:
-    @kills("clipping/application.py", "        _refuse_unbatched(updates, state.shapes)\n", "")
+    @kills(
+        "clipping/application.py",
+        "        _refuse_unbatched(updates, state.shapes)\n",
+        "",
+        slow=True,
+    )
     @pytest.mark.parametrize(
         "gradients",
         [

@@ -62,6 +62,7 @@ def test_the_link_adds_rows_of_the_inverse(name):
     np.testing.assert_allclose(seen, scale * strategy.inverse() @ white, rtol=1e-5, atol=1e-5)
 
 
+@kills("sampling.py", "strategies.cycles(bins)", "strategies.once()")
 def test_one_example_moves_the_run_by_at_most_one_over_the_multiplier():
     """For every participation that the sampler allows, at every sign, in the metric of the noise.
 
@@ -84,6 +85,7 @@ def test_one_example_moves_the_run_by_at_most_one_over_the_multiplier():
     "return [deviation",
     slow=True,
 )
+@kills("training/step.py", "memory=memory,\n    )", "memory=state.memory,\n    )", slow=True)
 def test_dpsgd_runs_the_noise_of_its_mechanism():
     strategy, key = STRATEGIES["inverse"], jax.random.key(3)
     planned = mechanism(noise=strategy, noise_multiplier=0.5)
@@ -124,6 +126,13 @@ def test_a_run_is_the_same_however_it_is_cut(tmp_path):
     assert card["mechanism"]["noise"]["kind"] == STRATEGIES["square root"].facts["kind"]
 
 
+@kills(
+    "mechanism/description.py",
+    "return mean, noise.GaussianState(state.key, state.step + 1, memory)",
+    "return mean, noise.GaussianState(state.key, state.step + 1, state.memory)",
+    case="inverse",
+    slow=True,
+)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_privatize_and_dpsgd_release_the_same(name):
     planned, key = mechanism(noise=STRATEGIES[name]), jax.random.key(11)
@@ -146,6 +155,13 @@ class TestEvents:
         assert planned.epsilon_of(planned.multipliers[:0], 1e-3) == 0
 
     @kills("mechanism/correlated.py", "strategy.bands <= cycle", "cycle > 1")
+    @kills("sampling.py", "strategies.cycles(cycle)", "strategies.once()", slow=True)
+    @kills(
+        "sampling.py",
+        "_gaussians(_least(multipliers, cycle), rate)",
+        "_gaussians(_least(multipliers, cycle), batch_size / examples)",
+        slow=True,
+    )
     def test_bands_beyond_the_cycle_are_not_amplified(self):
         batches = sampling.cyclic_poisson(1000, 10, cycle=4)
         amplified = strategies.square_root(steps=20, bands=4)
@@ -163,6 +179,12 @@ class TestEvents:
         for steps, cycles in ((1, 1), (4, 1), (5, 2), (20, 5)):
             want = accounting.subsampled_gaussian(1.0, 0.04, cycles)
             assert planned.event_of(planned.multipliers[:steps]) == want
+
+    @kills("mechanism/correlated.py", "np.min(multipliers)", "np.max(multipliers)", slow=True)
+    def test_an_earlier_run_costs_by_its_least_multiplier(self):
+        runs, batches = ((2.0, 1), (1.0, 5)), sampling.balls_in_bins(12, 4)
+        spent = Spent(sampling=batches, runs=runs, noise=STRATEGIES["tree"])
+        assert spent.event == accounting.gaussian(1.0)
 
     def test_calibration_meets_its_target(self):
         planned = mechanism().calibrate(2.0, 1e-3)
@@ -248,6 +270,33 @@ class TestSamplers:
             make()
 
 
+def test_a_stream_has_the_noise_of_data_in_memory():
+    """The host stands between its microbatches, and keeps the memory."""
+    rows = np.arange(12, dtype=np.float32)
+    stream = dpjax.data.Stream(range(12), example=lambda i: rows[i])
+    states = []
+    for data in (rows, stream):
+        algorithm = training.dpsgd(quadratic, optax.sgd(0.1), mechanism(), data)
+        states.append(algorithm.run(algorithm.init(jax.random.key(5), ZEROS), 6)[0])
+    memory, streamed = (flat(state.params) for state in states)
+    np.testing.assert_allclose(streamed, memory, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(*(flat(state.memory) for state in states), rtol=1e-6)
+
+
+def test_clients_have_the_noise_of_examples():
+    """A round of FedSGD without gradients moves by the rows of C^-1 Z alone."""
+    key, strategy = jax.random.key(4), STRATEGIES["square root"]
+    planned = mechanism(noise=strategy, unit="client")
+    clients = dpjax.federated.Clients.split(
+        np.ones(24, np.float32), np.repeat(np.arange(12), 2), 12
+    )
+    loss = lambda p, x: 0.0 * (jnp.sum(p["w"]) + jnp.sum(p["b"])) * x  # noqa: E731
+    algorithm = dpjax.federated.fedsgd(loss, optax.sgd(1.0), planned, clients)
+    state, _ = algorithm.run(algorithm.init(key, ZEROS), 6)
+    released = run(planned.privatize(key), 6)
+    np.testing.assert_allclose(flat(state.params), -released.sum(axis=0), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -282,6 +331,7 @@ def test_groups_have_noise_of_their_own_bounds():
 class TestDescription:
     """Statement, card and what later runs read from them."""
 
+    @kills("mechanism/description.py", "            noise=self.noise,\n", "", slow=True)
     def test_a_card_restores_what_was_spent(self):
         batches = sampling.cyclic_poisson(1000, 10, cycle=4)
         planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))

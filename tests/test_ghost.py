@@ -774,9 +774,7 @@ def test_parts_that_cancel_stay_within_the_bound(bound):
 
 
 @kills(
-    "gradients/_bookkeeping/common.py",
-    "jnp.where(kept, self.scales, 0)",
-    "self.scales",
+    "gradients/_bookkeeping/common.py", "jnp.where(kept, self.scales, 0)", "self.scales", slow=True
 )
 def test_a_common_gradient_times_nan_is_dropped():
     loss, params, batch = CASES["normalised columns that decay"]()
@@ -1433,6 +1431,7 @@ REGIONS = {
     "book.materialise([leaf], why)",
     "pass",
     case="a leaf meets the data",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",

@@ -577,11 +577,13 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     "gradients/complex_leaves.py",
     "jnp.stack([jnp.real(leaf), sign * jnp.imag(leaf)]",
     "jnp.stack([jnp.real(leaf), jnp.imag(leaf)]",
+    slow=True,
 )
 @kills(
     "gradients/clipped_grad.py",
     "complex_leaves.parts(params),",
     "complex_leaves.parts(params, -1),",
+    slow=True,
 )
 @pytest.mark.parametrize("engine", ["ghost", "vmap"])
 def test_a_complex_leaf_is_its_two_parts(engine):

@@ -70,7 +70,7 @@ def test_admitting_leaves_the_old_ledger_alone():
     assert (one.steps, two.steps) == (1, 2)
 
 
-@kills("ledger.py", "if done + steps > planned:", "if done + steps > planned + 1:")
+@kills("ledger.py", "if done + steps > planned:", "if done + steps > planned + 1:", slow=True)
 def test_the_step_after_the_last_is_refused():
     mechanism = make(steps=3)
     with pytest.raises(ledger.Refused, match="step 4 of 3 planned steps"):
@@ -78,7 +78,7 @@ def test_the_step_after_the_last_is_refused():
 
 
 @kills("ledger.py", "done + steps > fits:", "done + steps > fits + 1:")
-@kills("ledger.py", "cost <= budget.epsilon", "cost <= 1.001 * budget.epsilon")
+@kills("ledger.py", "cost <= budget.epsilon", "cost <= 1.001 * budget.epsilon", slow=True)
 @pytest.mark.promotes
 def test_the_step_that_would_pass_the_budget_is_refused_in_words():
     mechanism = make(lambda t: 1.0 + 0 * t, steps=1000)
@@ -123,6 +123,7 @@ OTHERS = {
     '"noise", "before")',
     '"noise")',
     case="without what was spent before",
+    slow=True,
 )
 @kills(
     "mechanism/card.py",
@@ -149,7 +150,7 @@ def test_a_ledger_has_no_cost_under_another_mechanism(name):
             ask()
 
 
-@kills("mechanism/card.py", '        "drawn by": mechanism.sampling.fingerprint,\n', "")
+@kills("mechanism/card.py", '        "drawn by": mechanism.sampling.fingerprint,\n', "", slow=True)
 def test_steps_are_of_the_bins_that_drew_them():
     """Samplers of one name and one price may draw others."""
     options = {"rates": [[0.1, 0.1]], "steps_per_row": 5, "batch_size": 2}
@@ -182,7 +183,7 @@ def test_no_step_is_taken_back(steps):
         ledger.admit(book, make(steps=5), steps=steps)
 
 
-@kills("accounting/methods.py", "proven=False", "proven=True")
+@kills("accounting/methods.py", "proven=False", "proven=True", slow=True)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -173,8 +173,8 @@ def test_delta_of_epsilon():
 
 @kills(
     "mechanism/description.py",
-    "            memory,\n            total,\n",
-    "            memory,\n            jax.tree.map(lambda x: x / self.batch_size**2, total),\n",
+    "            total,\n            partition,\n",
+    "            jax.tree.map(lambda x: x / self.batch_size**2, total),\n            partition,\n",
     slow=True,
 )
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
@@ -236,7 +236,12 @@ def test_an_infinite_bound_is_never_private():
     assert unbounded.epsilon_of(np.ones(10), 1e-5) == math.inf
 
 
-@kills("mechanism/description.py", "neighbours or self.sampling.neighbours", "sampling.neighbours")
+@kills(
+    "mechanism/description.py",
+    "neighbours or self.sampling.neighbours",
+    "sampling.neighbours",
+    slow=True,
+)
 def test_replace_one_is_asked_for_and_doubled():
     full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
     assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)
@@ -342,7 +347,13 @@ NO_RUNS = {
 }
 
 
-@kills("mechanism/spent.py", "0 and n >= 0 and n % 1", "0 and n % 1", case="less than no steps")
+@kills(
+    "mechanism/spent.py",
+    "0 and n >= 0 and n % 1",
+    "0 and n % 1",
+    case="less than no steps",
+    slow=True,
+)
 @pytest.mark.parametrize("case", NO_RUNS)
 def test_runs_are_pairs_of_a_multiplier_and_steps(case):
     with pytest.raises(ValueError, match=r"pairs \(noise multiplier, steps\)"):

@@ -34,7 +34,7 @@ KEY = jax.random.key(0)
 
 @kills("noise/normal.py", "z.imag, z.real)", "z.real, z.imag)")
 @kills("noise/normal.py", "start += math.prod(shape)", "start += 0", slow=True)
-@kills("noise/normal.py", "second = place >= half", "second = place > half")
+@kills("noise/normal.py", "second = place >= half", "second = place > half", slow=True)
 @pytest.mark.parametrize("shapes", [[(3, 5)], [(), (2, 1023), (1, 2, 3)], [(7, 600), (0, 4)]])
 def test_numbers_that_are_drawn_in_parts_are_those_that_are_drawn_whole(shapes):
     """Position by position, so a device needs no other device's numbers."""
@@ -64,7 +64,12 @@ def joined(totals, reach):
 
 @kills("gradients/batching.py", "kept = _rounded(x, unit)", "kept = x")
 @kills("gradients/batching.py", "- info.nmant)", "- info.nmant - 2)", slow=True)
-@kills("gradients/batching.py", "_unit(shares * unit, x.dtype))", "_unit(math.inf, x.dtype))")
+@kills(
+    "gradients/batching.py",
+    "_unit(shares * unit, x.dtype))",
+    "_unit(math.inf, x.dtype))",
+    slow=True,
+)
 @kills(
     "gradients/batching.py",
     "_unit(shares * unit, x.dtype))",
@@ -103,6 +108,7 @@ def test_what_has_no_exact_multiples_is_added_as_it_is(reach):
     "training/recipe.py",
     "[most * rule.bounds[group] for group in",
     "[most * rule.bounds[0] for group in",
+    slow=True,
 )
 def test_the_reach_of_a_leaf_is_that_of_its_own_group():
     """Twice a usual draw, each example at the bound of the group, in one coordinate."""
@@ -150,6 +156,7 @@ SHORT = ["--steps=2", "--batch_size=64", "--hidden=64", "--noise_multiplier=2", 
 SHORT += ["--evaluations=1", "--noreport"]
 
 
+@pytest.mark.slow
 def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
     found = []
     for name, flags in {"one": [], "two": ["--mesh=data:1,model:2"]}.items():
@@ -261,7 +268,7 @@ def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
     assert ran == [0]
 
 
-@kills("meshes.py", "found = False, error", "found = True, error")
+@kills("meshes.py", "found = False, error", "found = True, error", slow=True)
 @kills(
     "meshes.py",
     "        raise value\n",

@@ -55,7 +55,7 @@ def test_a_seal_differs_where_a_bit_does(other):
     assert np.all(np.asarray(jax.jit(seal)(TREE)) == np.asarray(seal(TREE)))
 
 
-@kills("trees.py", "math.prod(shape[axis + 1 :])", "math.prod(shape[axis:])")
+@kills("trees.py", "math.prod(shape[axis + 1 :])", "math.prod(shape[axis:])", slow=True)
 @pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 4)])
 def test_a_seal_in_parts_has_the_same_bits(shape):
     """A mesh that splits parameters makes another program, and a run resumes without it."""
@@ -290,6 +290,7 @@ def test_equal_programs_have_one_hash(name):
     "for v in (*equation.invars, *equation.outvars):",
     "for v in equation.outvars:",
     case="operands",
+    slow=True,
 )
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_other_programs_have_another_hash(name):

@@ -137,6 +137,7 @@ def streamed(strategy, z, *, at=0):
     "fit = -(-steps // self.separation)",
     "fit = steps // self.separation",
     case="buffered",
+    slow=True,
 )
 @kills(
     "strategies/toeplitz.py",
@@ -262,6 +263,7 @@ def test_a_sensitivity_is_rounded_up():
     "total = found + streams.weighted(full, sums)",
     "total = found",
     case="tree",
+    slow=True,
 )
 @kills(
     "strategies/tree.py",

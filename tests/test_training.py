@@ -289,7 +289,7 @@ def test_leaves_without_a_gradient_are_named(caplog):
 
 
 @kills("mechanism/check_sampler.py", "and not moved and not paid:", "and False:")
-@kills("mechanism/check_sampler.py", "and parts.precision >= 2", "")
+@kills("mechanism/check_sampler.py", "and parts.precision >= 2", "", slow=True)
 def test_a_draw_that_is_made_once_is_refused():
     """NumPy is asked when the step is compiled: all steps would see one batch."""
 
@@ -1144,7 +1144,7 @@ class TestAveraging:
         np.testing.assert_array_equal(one.params, two.params)
         assert training.averaged(two).shape == (3,)
 
-    @kills("training/averaging.py", "and not kept.weight > 0:", "and False:")
+    @kills("training/averaging.py", "and not kept.weight > 0:", "and False:", slow=True)
     def test_errors_teach(self):
         with pytest.raises(ValueError, match=r"in \[0, 1\)"):
             training.average_parameters(1.0)

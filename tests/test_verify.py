@@ -219,9 +219,14 @@ BATCHES = {
     "bins": sampling.balls_in_bins(1000, 100),
     "shuffled": sampling.shuffled(1000, 100),
     "full": sampling.full(1000),
+    "curriculum": sampling.curriculum(np.arange(1000), 100, public=True),
 }
 
 
+@kills("verify/correlated.py", "rows = own + ", "rows = own + 0 * ", case="tree", slow=True)
+@kills("sampling.py", "strategies.apart(1, -(-steps // epoch))", "strategies.cycles(epoch)")
+@kills("sampling.py", "strategies.apart(1),", "strategies.once(),", slow=True)
+@kills("sampling.py", "strategies.cycles(epoch),", "strategies.once(),", slow=True)
 @kills("verify/cards.py", "        require_hidden(spent)\n", "")
 @pytest.mark.parametrize("name", CORRELATED)
 def test_correlated_noise_is_recomputed_with_its_strategy(name):
@@ -238,6 +243,14 @@ def test_correlated_noise_is_recomputed_with_its_strategy(name):
         assert "one example moves" in words[0]
 
 
+@kills("verify/correlated.py", 'bands <= sampling["cycle"]', "True", slow=True)
+@kills("verify/cards.py", "[steps * rate for rate", "[rate for rate", slow=True)
+@kills(
+    "verify/cards.py",
+    "        return dp.ComposedDpEvent([*queries, *map(gaussian, each[:1])])",
+    "        pass",
+    slow=True,
+)
 def test_correlated_noise_is_not_cheaper_than_its_events():
     """Amplified only by cycles that are at least as long as there are bands."""
     batches, bands = BATCHES["cyclic"], strategies.square_root(steps=40, bands=5)
@@ -246,5 +259,11 @@ def test_correlated_noise_is_not_cheaper_than_its_events():
     assert verdicts(card)[0], verdicts(card)
     longer = [*card["mechanism"]["noise"]["values"], 0.1]
     assert not verdicts(changed(card, ["mechanism", "noise", "values"], longer))[0]
+    # Not amplified, the same claim is too small.
+    wide = mechanism(sampling=batches, noise=strategies.square_root(steps=40))
+    whole = json.loads(json.dumps(reports.card(wide, DELTA, methods=["rdp"])))
+    assert verdicts(whole)[0], verdicts(whole)
+    amplified = card["epsilon"]["rdp"]["value"]
+    assert not verdicts(changed(whole, ["epsilon", "rdp", "value"], amplified))[0]
     poisson = changed(card, ["mechanism", "sampling", "name"], "poisson")
     assert "no sensitivity" in verdicts(poisson)[1][0]

@@ -25,17 +25,14 @@ that it holds is not compiled again.
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+import compilers
 import reporting
-import workers
 from absl import app, flags
-from pods import COMPILERS, ROOT, SETTINGS
+from compilers import COMPILERS
 
 BEGIN, END = "<!-- step plans: begin -->\n", "<!-- step plans: end -->\n"
 STEPS = ("plain", "auto", "vmap", "jax_privacy", "noised")
@@ -73,19 +70,10 @@ def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"v5e: {' x '.join(map(str, sizes))}: {step}", task
 
 
-def plan(
-    task: dict[str, Any], compiler_python: pathlib.Path, seconds: float | None = None
-) -> dict[str, Any]:
+def plan(task: dict[str, Any], python: str, seconds: float | None = None) -> dict[str, Any]:
     """What the compiler of the task's device plans, or why there is no plan."""
-    python = sys.executable if task["device"].startswith("cpu") else compiler_python
-    if not pathlib.Path(python).exists():
-        return {"refused": f"there is no {python}"}
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    # A process each: an abort of a compiler ends that plan alone.
-    worker = workers.Worker(python, "plans_cases.py", **{**SETTINGS, "PYTHONPATH": path})
-    answer = worker.ask(task, seconds)
-    worker.close()
-    return answer
+    on_host = task["device"].startswith("cpu")
+    return compilers.answer("plans_cases.py", task, on_host, python, seconds)
 
 
 def shown(found: dict[str, Any], plain: dict[str, Any]) -> list[str]:
@@ -109,6 +97,12 @@ def shown(found: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     ]
 
 
+def show(name: str, found: dict[str, Any]) -> None:
+    """One line of a plan."""
+    refused = f"no plan: {found['refused']}" if "refused" in found else ""
+    print(f"{name:32} {refused or '  '.join(shown(found, found))}", flush=True)
+
+
 def table(report: dict[str, Any]) -> str:
     """The plans as a table in Markdown."""
     rows = [
@@ -125,39 +119,19 @@ def table(report: dict[str, Any]) -> str:
 
 def on_page(page: str, report: dict[str, Any]) -> str:
     """The page with this table between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + "\n" + table(report) + "\n" + END + rest.partition(END)[2]
+    return reporting.between(page, BEGIN, END, table(report))
 
 
 def main(argv: list[str]) -> None:
     reporting.only_flags(argv)
     asked = flags.FLAGS
-    out = pathlib.Path(asked.out) if asked.out else None
-    before = json.loads(out.read_text()) if out and out.exists() else {}
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
-    report["plans"] = before.get("plans", {})
-    known, refused = dict(tasks(asked.smoke)), False
-    for name in reporting.chosen("plans", list(known), asked.plans):
-        found = report["plans"].get(name)
-        if found is None:
-            python = pathlib.Path(asked.compiler_python)
-            found = plan(known[name], python, asked.seconds or None)
-        if "refused" in found:
-            refused = True
-            print(f"{name:32} no plan: {found['refused']}", flush=True)
-            continue
-        report["plans"][name] = found
-        reporting.keep(report, asked.out)
-        print(f"{name:32} {'  '.join(shown(found, found))}", flush=True)
-    if refused:
-        print(
-            "plans: compilers of accelerators need an environment of their own. For TPUs:\n"
-            "  python -m venv .venv-compilers && .venv-compilers/bin/pip install . libtpu\n"
-            "for GPUs: . 'jax[cuda12]' in the last command; elsewhere: --compiler_python=PATH."
-        )
-    # In the order of the tasks, however often the file was continued.
-    report["plans"] = {name: report["plans"][name] for name in known if name in report["plans"]}
-    reporting.keep(report, asked.out)
+    report["plans"] = compilers.kept(asked.out).get("plans", {})
+
+    def made(task: dict[str, Any]) -> dict[str, Any]:
+        return plan(task, asked.compiler_python, asked.seconds or None)
+
+    compilers.continued(report, dict(tasks(asked.smoke)), asked.plans, asked.out, made, show)
     if asked.page:
         page = pathlib.Path(asked.page)
         page.write_text(on_page(page.read_text(), report))

@@ -23,21 +23,18 @@ takes minutes; ``--out`` is written after each, and a plan that it holds is not 
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import compilers
 import reporting
-import workers
 from absl import app, flags
+from compilers import COMPILERS
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-COMPILERS = ROOT / ".venv-compilers" / "bin" / "python"
 BEGIN, END = "<!-- plans: begin -->\n", "<!-- plans: end -->\n"
 SHAPES = {
     "0.5M": {"vocabulary": 512, "length": 64, "width": 128, "depth": 2, "heads": 4},
@@ -54,14 +51,6 @@ LARGE = (
 )
 GROWING = (("v5e:1x2", 2), ("v5e:2x2", 4), ("v5e:4x4", 16), ("v5e:16x16", 256))
 PER_DEVICE = 16
-# The compiler of a TPU looks for the host of a TPU unless these are set.
-SETTINGS = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "JAX_PLATFORMS": "cpu",
-}
 
 
 def growing(chips: int) -> tuple[str, str]:
@@ -96,19 +85,12 @@ def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
             )
 
 
-def plan(task: dict[str, Any], compiler_python: pathlib.Path) -> dict[str, Any]:
+def plan(task: dict[str, Any], python: str) -> dict[str, Any]:
     """What the compiler of the task's devices plans, or why there is no plan."""
     name, _, count = task["devices"].partition(":")
-    # A process each: a compiler keeps what it took, and an abort of one ends that plan alone.
-    python, host = (sys.executable, count) if name == "cpu" else (compiler_python, "1")
-    if not pathlib.Path(python).exists():
-        return {"refused": f"there is no {python}"}
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    settings = {**SETTINGS, "PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": host}
-    worker = workers.Worker(python, "pods_cases.py", **settings)
-    answer = worker.ask(task)
-    worker.close()
-    return answer
+    host = count if name == "cpu" else "1"
+    more = {"JAX_NUM_CPU_DEVICES": host}
+    return compilers.answer("pods_cases.py", task, name == "cpu", python, **more)
 
 
 def show(name: str, found: dict[str, Any]) -> None:
@@ -236,8 +218,7 @@ def tables(report: dict[str, Any]) -> str:
 
 def on_page(page: str, report: dict[str, Any]) -> str:
     """The page with these tables between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + "\n" + tables(report) + "\n" + END + rest.partition(END)[2]
+    return reporting.between(page, BEGIN, END, tables(report))
 
 
 def _gib(count: int) -> str:
@@ -261,37 +242,18 @@ def _over(found: dict[str, Any], batch: bool) -> str:
 def main(argv: list[str]) -> None:
     reporting.only_flags(argv)
     asked = flags.FLAGS
-    out = pathlib.Path(asked.out) if asked.out else None
-    before = json.loads(out.read_text()) if out and out.exists() else {}
+    before = compilers.kept(asked.out)
     if asked.train:
         before["training"] = train(asked.train)
         reporting.keep(before, asked.out)
         return
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
-    report |= {key: before[key] for key in ("plans", "training") if key in before}
-    report.setdefault("plans", {})
-    known = dict(tasks(asked.smoke))
-    refused = False
-    for name in reporting.chosen("plans", list(known), asked.plans):
-        if name not in report["plans"]:
-            found = plan(known[name], pathlib.Path(asked.compiler_python))
-            if "refused" in found:
-                refused = True
-            else:
-                report["plans"][name] = found
-                reporting.keep(report, asked.out)
-            show(name, found)
-        else:
-            show(name, report["plans"][name])
-    if refused:
-        print(
-            "pods: compilers of accelerators need an environment of their own. For TPUs:\n"
-            "  python -m venv .venv-compilers && .venv-compilers/bin/pip install . libtpu\n"
-            "for GPUs: . 'jax[cuda12]' in the last command; elsewhere: --compiler_python=PATH."
-        )
-    # In the order of the tasks, however often the file was continued.
-    report["plans"] = {name: report["plans"][name] for name in known if name in report["plans"]}
-    reporting.keep(report, asked.out)
+    report |= {"plans": {}} | {key: before[key] for key in ("plans", "training") if key in before}
+
+    def made(task: dict[str, Any]) -> dict[str, Any]:
+        return plan(task, asked.compiler_python)
+
+    compilers.continued(report, dict(tasks(asked.smoke)), asked.plans, asked.out, made, show)
     if asked.page:
         page = pathlib.Path(asked.page)
         page.write_text(on_page(page.read_text(), report))

@@ -133,8 +133,7 @@ def table(report: dict[str, Any]) -> str:
 
 def on_page(page: str, report: dict[str, Any]) -> str:
     """The page with this table between its markers."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + "\n" + table(report) + "\n" + END + rest.partition(END)[2]
+    return reporting.between(page, BEGIN, END, table(report))
 
 
 def main(argv: list[str]) -> None:

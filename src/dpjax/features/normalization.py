@@ -243,4 +243,4 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     if not trees.seeded(key):
         sealed = seal((total, [jnp.float32(deviation) for deviation in deviations]))
         require_one_sum(stream, 0, sealed[None], "features.Normalization")
-    return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0))
+    return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0)[0])

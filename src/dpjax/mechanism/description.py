@@ -31,7 +31,7 @@ from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.correlated import check_strategy, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, Target, checked_queries, steps_event
-from dpjax.noise.link import add_noise_of, effective, is_zero, not_reset, one_run, start
+from dpjax.noise.link import add_noise, effective, is_zero, not_reset, one_run, start
 from dpjax.noise.seals import Release, seal, seal_outside_jit
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
@@ -504,16 +504,17 @@ class Mechanism:
                 f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned steps; the "
                 "accounting does not cover this step. Plan more steps in the Mechanism."
             )
-        noisy, memory = add_noise_of(
-            self.noise,
-            memory,
+        deviations, partition = self.deviations_on_sum(step), self.clipping.partition
+        noisy, memory = add_noise(
             total,
-            self.clipping.partition,
-            self.deviations_on_sum(step),
+            partition,
+            deviations,
             key,
             step,
-            lost,
-            in_parts,
+            self.noise,
+            memory,
+            lost=lost,
+            in_parts=in_parts,
         )
         # The divisor is the expected batch size, a public constant; the drawn size is private.
         # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.

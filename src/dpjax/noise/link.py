@@ -133,8 +133,8 @@ def noise_link(
         multiplier = effective(noise_multiplier, state.step)
         release = Release(updates, each, multiplier, strategy=strategy)
         seal_outside_jit(state.key, state.step, release, name)
-        noisy, memory = add_noise_of(
-            strategy, state.memory, updates, rule.partition, deviations, state.key, state.step
+        noisy, memory = add_noise(
+            updates, rule.partition, deviations, state.key, state.step, strategy, state.memory
         )
         return noisy, GaussianState(state.key, state.step + 1, memory)
 
@@ -213,9 +213,12 @@ def add_noise(
     deviations: Sequence[Any],
     key: Key,
     step: Any,
+    strategy: Strategy | None = None,
+    memory: PyTree = (),
+    *,
     lost: PyTree | None = None,
     in_parts: bool = False,
-) -> PyTree:
+) -> tuple[PyTree, PyTree]:
     """The sum plus the Gaussian noise of one step.
 
     Args:
@@ -224,37 +227,12 @@ def add_noise(
       deviations: The standard deviation of each group, from `standard_deviations`.
       key: The root key of the run.
       step: The number of the step.
+      strategy: How the noise of different steps is correlated; None for white noise.
+      memory: What the strategy remembers of earlier steps, from `start`.
       lost: What ``total`` lacks of the sum. It is far smaller than the last bits of a long sum,
         and meets the noise first, where it counts.
       in_parts: Whether a mesh splits the leaves. Then each device draws the numbers of its own
         part. The numbers are the same.
-    """
-    return add_noise_of(None, (), total, partition, deviations, key, step, lost, in_parts)[0]
-
-
-def add_noise_of(
-    strategy: Strategy | None,
-    memory: PyTree,
-    total: PyTree,
-    partition: Partition,
-    deviations: Sequence[Any],
-    key: Key,
-    step: Any,
-    lost: PyTree | None = None,
-    in_parts: bool = False,
-) -> tuple[PyTree, PyTree]:
-    """`add_noise`, with noise that a strategy correlates over the steps.
-
-    Args:
-      strategy: The strategy; None for white noise.
-      memory: What the strategy remembers of earlier steps.
-      total: As in `add_noise`, and so are all others.
-      partition: The groups of the leaves.
-      deviations: The standard deviation of each group.
-      key: The root key of the run.
-      step: The number of the step.
-      lost: What ``total`` lacks of the sum.
-      in_parts: Whether a mesh splits the leaves.
 
     Returns:
       The noisy sum, and the memory of the next step.
