@@ -348,7 +348,7 @@ def test_the_tables_of_plans_are_current():
     """``make bench BENCH=pods ARGS="--out ... --page docs/pages/scale.md"`` writes them."""
     import pods
 
-    page = (pods.ROOT / "docs" / "pages" / "scale.md").read_text()
+    page = (EXPERIMENTS.parent / "docs" / "pages" / "scale.md").read_text()
     report = json.loads((EXPERIMENTS / "results" / "pods.json").read_text())
     assert page == pods.on_page(page, report)
 
@@ -389,7 +389,7 @@ def test_the_table_of_step_plans_is_current():
     """``make bench BENCH=plans ARGS="--out ... --page docs/pages/speed.md"`` writes it."""
     import plans
 
-    page = (plans.ROOT / "docs" / "pages" / "speed.md").read_text()
+    page = (EXPERIMENTS.parent / "docs" / "pages" / "speed.md").read_text()
     report = json.loads((EXPERIMENTS / "results" / "plans.json").read_text())
     assert page == plans.on_page(page, report)
 

@@ -42,7 +42,7 @@ def answer(
 
     Args:
       worker: The file of the worker.
-      task: What it is asked.
+      task: The plan that the worker makes.
       on_host: Whether this Python compiles, for the CPU, and not the one that has the compilers.
       python: The Python that has the compilers.
       seconds: Gives the plan up after this time.
