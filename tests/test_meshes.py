@@ -81,7 +81,8 @@ def test_no_order_of_devices_changes_a_bit_of_the_sum(parts):
     """Neither of the sum nor of what it lacks, and the seal reads both."""
     sizes = [500, 10, 1e-5][:parts]
     draw = np.random.default_rng(1)
-    totals = batching.Total(*(draw.uniform(0, x, (16, 400)).astype(np.float32) for x in sizes))
+    block, *rest = (draw.uniform(0, x, (16, 400)).astype(np.float32) for x in sizes)
+    totals = batching.Total(block, *([x] for x in rest))
     found = joined(totals, 2**13)
     for order in range(3):
         places = np.random.default_rng(order).permutation(16)

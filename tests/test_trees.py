@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mutation import kills
 
 from dpjax import trees, types
 
@@ -59,3 +60,21 @@ def test_leading_size_teaches():
     for bad in ((jnp.zeros((3, 2)), jnp.zeros(4)), jnp.zeros(()), ()):
         with pytest.raises(ValueError, match="leading axis of one length"):
             trees.leading_size(bad)
+
+
+@kills("trees.py", "found[i] = piece", "found[places[0]] = piece")
+def test_what_was_packed_is_unpacked():
+    """Small leaves of a dtype are one array, wherever they stand; large ones stay as they are."""
+    large = jnp.ones((2**7, 2**7 + 1))
+    tree = {
+        "a": jnp.arange(6.0).reshape(2, 3),
+        "b": large,
+        "c": jnp.zeros((0, 4)),
+        "d": jnp.float32(7),
+        "e": jnp.arange(4, dtype=jnp.bfloat16),
+    }
+    arrays = trees.packed(tree)
+    assert [x.shape for x in arrays] == [(7,), large.shape, (4,)]
+    back = trees.unpacked(arrays, tree)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, tree)

@@ -29,6 +29,8 @@ __all__ = ["copy"]
 
 # Numbers per draw, 16 MiB: many small draws run, and above all compile, far more slowly.
 _TOGETHER = 2**22
+# Numbers of the largest leaf that is copied beside others.
+_SMALL = 2**14
 
 
 def wide(dtype: Any) -> jnp.dtype:
@@ -344,9 +346,48 @@ def _cut_from_one(
     **options: Any,
 ) -> list[Array]:
     """Arrays of these shapes, cut from one draw."""
+    return _cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
+
+
+def packed(tree: PyTree) -> list[Array]:
+    """The numbers of a tree in few arrays: all small leaves of a dtype are one flat array.
+
+    XLA on CPU takes some 10 ms to compile what is done to each leaf. Large leaves are as they are,
+    because a copy of them takes longer than it saves.
+    """
+    leaves = jax.tree.leaves(tree)
+    return [
+        jnp.concatenate([leaves[i].reshape(-1) for i in places])
+        if len(places) > 1
+        else leaves[places[0]]
+        for places in together(leaves)
+    ]
+
+
+def unpacked(arrays: Sequence[Array], like: PyTree) -> PyTree:
+    """The tree that `packed` has packed; ``like`` gives structure and shapes."""
+    leaves, structure = jax.tree.flatten(like)
+    found: list[Any] = list(leaves)
+    for array, places in zip(arrays, together(leaves), strict=True):
+        pieces = _cut(array, [jnp.shape(leaves[i]) for i in places])
+        for i, piece in zip(places, pieces, strict=True):
+            found[i] = piece
+    return structure.unflatten(found)
+
+
+def together(leaves: Sequence[Array]) -> list[list[int]]:
+    """Which leaves `packed` makes one array of, by their places in the tree."""
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        large = math.prod(jnp.shape(leaf)) > _SMALL
+        groups.setdefault(i if large else leaf.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Arrays of these shapes, cut from a flat one; an array that has the only shape is itself."""
     sizes = [math.prod(shape) for shape in shapes]
-    drawn = sample(key, (sum(sizes),), dtype, **options)
-    pieces = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
+    pieces = jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])
     return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dpjax import sampling, trees
+from dpjax import meshes, sampling, trees
 from dpjax.types import ClippedSum, Clipping, Draw, LossFn, PyTree
 
 S = TypeVar("S")
@@ -99,7 +99,7 @@ class Total(NamedTuple):
     block: PyTree
     """The microbatches since the last block ended, added in place."""
     high: PyTree | None = None
-    """All blocks that ended; None if draws rarely take more than one block."""
+    """All blocks that ended, as `_parts`; None if draws rarely take more than one block."""
     low: PyTree | None = None
     """What ``high`` lacks of their sum. Only noise may round it away."""
 
@@ -125,7 +125,10 @@ def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
     zeros = jax.tree.map(jnp.zeros_like, like)
     size = layout.microbatch_size
     short = examples <= layout.shares * size * microbatches_in_block(size)
-    return Total(zeros) if short else Total(zeros, zeros, zeros)
+    if short:
+        return Total(zeros)
+    parts = _parts(zeros, meshes.splits_parameters(layout.mesh))
+    return Total(zeros, parts, parts)
 
 
 def settled(total: Total) -> Total:
@@ -136,8 +139,8 @@ def settled(total: Total) -> Total:
     return Total(jax.tree.map(jnp.zeros_like, total.block), *parts)
 
 
-def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[PyTree, PyTree]:
-    """``high + low + more`` as two trees, to about 48 bits."""
+def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[list[Array], list[Array]]:
+    """``high + low + more`` as two sums, to about 48 bits; ``more`` gets packed as they are."""
 
     def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
         # Knuth's sum: the error is exact, whichever term is larger.
@@ -150,9 +153,25 @@ def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[PyTree, PyTre
         # A second sum keeps `low` below the last bit of `high`, where it rounds least.
         return two_sum(rounded, low + error)
 
-    leaves, structure = jax.tree.flatten(high)
-    pairs = [*map(each, leaves, jax.tree.leaves(low), jax.tree.leaves(more))]
-    return structure.unflatten(x for x, _ in pairs), structure.unflatten(x for _, x in pairs)
+    leaves = jax.tree.leaves(more)
+    pairs = map(each, high, low, leaves if len(high) == len(leaves) else trees.packed(leaves))
+    highs, lows = zip(*pairs, strict=True)
+    return list(highs), list(lows)
+
+
+def _parts(tree: PyTree, split: bool) -> list[Array]:
+    """The arrays of a `Total`: packed, so that it compiles in the time of few leaves.
+
+    Leaves of a model that is split would be gathered, so there each is an array.
+    """
+    return jax.tree.leaves(tree) if split else trees.packed(tree)
+
+
+def _whole(arrays: Sequence[Array], like: PyTree) -> PyTree:
+    """The tree that `_parts` took apart."""
+    leaves, structure = jax.tree.flatten(like)
+    same = len(arrays) == len(leaves)
+    return structure.unflatten(arrays) if same else trees.unpacked(arrays, like)
 
 
 def join(
@@ -188,7 +207,8 @@ def _joined(
     """`join`, of one share's total, which meets the others over the axes of the batch."""
     value, lost = total.block, None
     if total.high is not None:
-        value, lost = _add_exactly(total.high, total.low, total.block)
+        parts = _add_exactly(total.high, total.low, total.block)
+        value, lost = (_whole(part, total.block) for part in parts)
     if layout.shares == 1:
         return value, lost, more
     leaves, structure = jax.tree.flatten(value)
@@ -289,10 +309,12 @@ def microbatched(engine: Engine, size: int) -> Engine:
             return settled(total._replace(block=block)), parts
 
         zeros = jax.tree.map(jnp.zeros_like, start)
-        total = Total(start) if blocks == 1 else Total(zeros, start, zeros)
+        split = meshes.MODEL in jax.sharding.get_abstract_mesh().axis_names
+        first, none = _parts(start, split), _parts(zeros, split)
+        total = Total(start) if blocks == 1 else Total(zeros, first, none)
         folded = jax.tree.map(fold, _padded(rows, math.prod(shape)))
         (block, high, low), parts = jax.lax.scan(add_block, total, folded)
-        value = block if high is None else jax.tree.map(jnp.add, high, low)
+        value = block if high is None else _whole(jax.tree.map(jnp.add, high, low), start)
         return jax.tree.map(unfold, parts)._replace(value=value)
 
     return loop

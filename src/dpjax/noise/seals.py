@@ -46,17 +46,21 @@ def seal(tree: PyTree, in_parts: bool = False) -> UInt32[Array, "2"]:
     # Sums of integers are exact in every order, so a seal depends on the bits of the tree and not
     # on devices or compilers.
     totals = [jnp.zeros((), jnp.uint32)] * len(_MIXERS)
-    for number, leaf in enumerate(jax.tree.leaves(tree)):
-        words = jax.lax.bitcast_convert_type(leaf.astype(trees.wide(leaf.dtype)), jnp.uint32)
-        words = words if in_parts else words.reshape(-1)
-        # The place of a word counts: a sum that was permuted is another sum.
-        places = trees.places(words.shape, number)
-        for i, mixer in enumerate(_MIXERS):
-            mixed = (words ^ (places * jnp.uint32(_STRIDE))) * jnp.uint32(mixer)
-            mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(_STRIDE)
-            totals[i] = totals[i] * jnp.uint32(_STRIDE) + jnp.sum(
-                mixed ^ (mixed >> 13), dtype=jnp.uint32
-            )
+    leaves = jax.tree.leaves(trees.widened(tree))
+    for run in trees.together(leaves):
+        several = [leaves[i] for i in run]
+        start, found = 0, [jnp.zeros((), jnp.uint32)] * len(_MIXERS)
+        for array in several if in_parts else trees.packed(several):
+            words = jax.lax.bitcast_convert_type(array, jnp.uint32)
+            words = words if in_parts else words.reshape(-1)
+            # The place of a word counts: a sum that was permuted is another sum.
+            places = trees.places(words.shape, start)
+            start += words.size
+            for i, mixer in enumerate(_MIXERS):
+                mixed = (words ^ (places * jnp.uint32(_STRIDE))) * jnp.uint32(mixer)
+                mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(_STRIDE)
+                found[i] += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+        totals = [a * jnp.uint32(_STRIDE) + b for a, b in zip(totals, found, strict=True)]
     return jnp.stack(totals) | jnp.uint32(1)  # never 0
 
 

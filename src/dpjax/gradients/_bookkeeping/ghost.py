@@ -20,9 +20,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.common import Common, divided, norms_with
-from dpjax.gradients._bookkeeping.leaf_sums import Entry, Kept, Pieces, Recomputed, into_table
+from dpjax.gradients._bookkeeping.leaf_sums import (
+    Entry,
+    Kept,
+    Pieces,
+    Recomputed,
+    clipped_sums,
+    into_table,
+)
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Rows
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -69,22 +75,11 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         if pieces is not None:
             totals[i] = Kept(pieces, each)
         else:
-            # Before the `cond`: XLA can scale cotangents in place there, not in the branches.
             scaled = [entry.scaled(each) for entry in entries[i]]
-            totals[i] = Recomputed(i, scaled, leaves, each)
-    # Masking non-finite examples costs a pass over all data, and few batches contain one.
-    broken = ~jnp.all(jnp.isfinite(lengths))
-
-    def careful() -> dict[int, Array]:
-        return {i: total.sum_careful().astype(sums[i].dtype) for i, total in totals.items()}
-
-    def quick() -> dict[int, Array]:
-        return {i: total.sum().astype(sums[i].dtype) for i, total in totals.items()}
-
-    # Accelerators mask as they read, and would wait at a branch.
-    parts = jax.lax.cond(broken, careful, quick) if platforms.on_cpu() else careful()
-    for i, part in parts.items():
-        sums[i] = sums[i] + part
+            totals[i] = Recomputed(i, scaled, leaves)
+    sound = jnp.all(jnp.isfinite(lengths), axis=1)
+    for i, part in clipped_sums(totals, sound).items():
+        sums[i] = sums[i] + part.astype(sums[i].dtype)
     for i, found in commons.items():
         for one in found:
             sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)

@@ -2,20 +2,20 @@
 """Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
 
 Where per-example gradients of the leaf exist, `Kept` sums them. Elsewhere `Recomputed` forms the
-sum in one product from the data and scaled cotangents of each site. Both have a careful variant
-for batches in which some example is not finite. `into_table` updates a table in place if
-a batch uses few of its rows.
+sum in one product from the data and scaled cotangents of each site. `clipped_sums` takes both, and
+keeps out examples that are not finite. `into_table` updates a table in place if a batch uses few of
+its rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dpjax import trees
 from dpjax.gradients import platforms
@@ -45,8 +45,9 @@ class Entry(NamedTuple):
     cotangent: Array
 
     def scaled(self, factors: Squares) -> Entry:
-        """Each example's cotangent times its factor."""
-        return self._replace(cotangent=self.cotangent * trees.expand(factors, self.cotangent))
+        """Each example's cotangent times its factor; 0 for a factor of 0."""
+        each = trees.expand(factors, self.cotangent)
+        return self._replace(cotangent=jnp.where(each != 0, each * self.cotangent, 0))
 
     def sound(self) -> Array:
         """For each example whether its data and its cotangent stay finite in a matrix unit."""
@@ -75,22 +76,22 @@ class Pieces(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The clipped sum of a leaf from its per-example gradients."""
+    """The clipped sum of a leaf from its per-example gradients.
+
+    Kept gradients are summed by the numbers whose norm was taken: no second product rounds
+    differently.
+    """
 
     pieces: Pieces
     factors: Squares
 
-    def sum(self) -> Array:
-        """The sum; NaN if a gradient with factor 0 is not finite."""
-        # Kept gradients are summed by the numbers whose norm was taken: no second product rounds
-        # differently.
-        found = [weighted_sum(x, self.factors) for x in self.pieces.gradients]
-        return self.pieces.place(found)
+    def arrays(self) -> list[Array]:
+        """What the factors of the examples meet: if it is finite, a factor of 0 gives exactly 0."""
+        return list(self.pieces.gradients)
 
-    def sum_careful(self) -> Array:
-        """The sum, to which an example with factor 0 contributes exactly 0."""
-        found = [_careful_sum(x, self.factors) for x in self.pieces.gradients]
-        return self.pieces.place(found)
+    def sum(self, arrays: Sequence[Array]) -> Array:
+        """The sum, from these arrays in place of its own."""
+        return self.pieces.place([weighted_sum(x, self.factors) for x in arrays])
 
 
 class Recomputed(NamedTuple):
@@ -100,44 +101,61 @@ class Recomputed(NamedTuple):
       leaf: Which leaf.
       scaled: Its sites, with each example's cotangent times its factor.
       leaves: All leaves, in full precision.
-      factors: One for each example.
     """
 
     leaf: int
     scaled: Sequence[Entry]
     leaves: Sequence[Array]
-    factors: Squares
 
-    def sum(self) -> Array:
-        """The sum; NaN if data or cotangents of an example with factor 0 are not finite."""
-        return summed(self.leaf, self.scaled, self.leaves)
+    def arrays(self) -> list[Array]:
+        """What the scaled cotangents meet: if it is finite, a factor of 0 gives exactly 0."""
+        return [x for entry in self.scaled for x in entry.data]
 
-    def sum_careful(self) -> Array:
-        """The sum, to which an example with factor 0 contributes exactly 0."""
-        wiped = [entry.wiped(self.factors != 0) for entry in self.scaled]
-        return summed(self.leaf, wiped, self.leaves)
+    def sum(self, arrays: Sequence[Array]) -> Array:
+        """The sum, from these arrays in place of its own."""
+        rest = iter(arrays)
+        entries = [entry._replace(data=[next(rest) for _ in entry.data]) for entry in self.scaled]
+        return summed(self.leaf, entries, self.leaves)
+
+
+def clipped_sums(
+    totals: Mapping[int, Kept | Recomputed], sound: Bool[Array, " batch"]
+) -> dict[int, Array]:
+    """The clipped sum of each leaf; an example that is not sound contributes exactly 0.
+
+    Args:
+      totals: How each leaf is summed.
+      sound: Which examples are finite. The factors of all others are 0.
+    """
+    # One program for all batches: a second one for batches that are not sound, in a branch, took a
+    # quarter of the time to compile. What several leaves read is wiped once.
+    arrays = {id(x): x for total in totals.values() for x in total.arrays()}
+
+    def wiped(arrays: dict[int, Array]) -> dict[int, Array]:
+        # With a factor of 0 any finite data give 0. They are 1 because some sites divide by them.
+        return {name: _wiped(x, sound, 1) for name, x in arrays.items()}
+
+    if platforms.on_cpu():
+        # A pass over all data, which few batches need: a loop of no trip or one, in place.
+        state = jnp.all(sound), arrays
+        _, wiped_once = jax.lax.while_loop(
+            lambda state: ~state[0], lambda state: (jnp.ones((), bool), wiped(state[1])), state
+        )
+    else:  # accelerators mask as they read, and would wait at a loop
+        wiped_once = wiped(arrays)
+    return {
+        leaf: total.sum([wiped_once[id(x)] for x in total.arrays()])
+        for leaf, total in totals.items()
+    }
 
 
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
     """The sum of per-example gradients, each times its factor."""
-    # One product: XLA on CPU is much slower if it multiplies first and reduces afterwards.
-    return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
-
-
-def _careful_sum(gradients: Array, factors: Squares) -> Array:
-    """As `weighted_sum`, but an example with factor 0 contributes exactly 0."""
     if not platforms.on_cpu():
         # Multiplied and reduced in float32 as the gradients are read; a matrix unit would round.
-        each = trees.expand(factors, gradients)
-        return jnp.sum(jnp.where(each != 0, each * gradients, 0), axis=0)
-
-    # One example after the other: a product would need a masked copy of all gradients.
-    def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
-        factor, gradient = one
-        return total + jnp.where(factor != 0, factor * gradient, 0), None
-
-    start = jnp.zeros(gradients.shape[1:], jnp.result_type(factors, gradients))
-    return jax.lax.scan(add, start, (factors, gradients))[0]
+        return jnp.sum(trees.expand(factors, gradients) * gradients, axis=0)
+    # One product: XLA on CPU is much slower if it multiplies first and reduces afterwards.
+    return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
 
 
 def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Array:
