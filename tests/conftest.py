@@ -7,6 +7,9 @@ import os
 import pathlib
 import tempfile
 
+# One device unless a test asks for several, on every machine, and no message about it.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "1")
+
 import hypothesis
 import jax
 import pytest

@@ -153,6 +153,42 @@ def test_a_mesh_flag_that_is_none_is_an_error_of_usage():
         assert meshes.of() is None
 
 
+DEVICES = """
+import contextlib, sys, jax, jax.numpy as jnp
+from dpjax import gradients, meshes
+from dpjax.cli import mesh_flag
+
+meshes.os.cpu_count = lambda: 3
+binary = mesh_flag.mesh_in_force(None) if "binary" in sys.argv else contextlib.nullcontext()
+with binary:
+    loss = lambda w, x: (jnp.sum(jnp.tanh(x @ w)), None)
+    for _ in range(2):
+        chosen = gradients.layout(loss, jnp.zeros((64, 64)), jnp.zeros((999, 64)), 4096)
+print(jax.device_count(), chosen.shares)
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "chosen", "want", "said"),
+    [
+        ("library", "-1", "1 1", 1),
+        ("library", "1", "1 1", 0),
+        ("binary", "-1", "3 3", 0),
+        ("binary", "2", "2 2", 0),
+    ],
+)
+def test_binaries_use_the_cores_and_others_are_told_once(word, chosen, want, said):
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES, word],
+        env=environment() | {"JAX_NUM_CPU_DEVICES": chosen},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == want.split()
+    assert done.stderr.count("JAX_NUM_CPU_DEVICES=3") == said
+
+
 SHORT = ["--steps=2", "--batch_size=64", "--hidden=64", "--noise_multiplier=2", "--accountant=rdp"]
 SHORT += ["--evaluations=1", "--noreport"]
 

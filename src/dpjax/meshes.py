@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -59,6 +60,14 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
 def of_host(devices: int) -> Mesh | None:
     """This process's first devices, which split the batch; None for one device."""
     return Mesh(np.array(jax.local_devices()[:devices]), ("data",)) if devices > 1 else None
+
+
+def host_devices() -> int:
+    """How many devices a run on this machine's CPU should have: its cores, and at most four.
+
+    Several devices run microbatches in parallel, and each holds all data.
+    """
+    return min(4, os.cpu_count() or 1)
 
 
 def parse(text: str) -> Mesh:

@@ -14,14 +14,14 @@ from dpjax import meshes
 
 HELP = (
     "Axes of the devices and their sizes: data:4, or data:4,model:2. Axis model splits the "
-    "parameters, others the batch. On a CPU as many devices are made. By default one device, or "
-    "all host devices."
+    "parameters, others the batch. On a CPU as many devices are made; by default one for each "
+    "core, at most four."
 )
 
 
 @contextlib.contextmanager
 def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
-    """The mesh of the flag, for all that runs inside; without the flag nothing changes.
+    """The mesh of the flag, for all that runs inside; without the flag, devices for the cores.
 
     Args:
       text: The value of the flag, or None.
@@ -29,6 +29,10 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
         known, and then each process keeps the devices that it has.
     """
     if text is None:
+        # A choice of the user stands; and it is too late if JAX ran already.
+        if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
+            with contextlib.suppress(RuntimeError):
+                jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
     with contextlib.suppress(ValueError, RuntimeError):

@@ -12,6 +12,7 @@ traced for (`platforms`), not of the machine that traces it.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
@@ -105,6 +107,8 @@ def _layout(
         # Under a mesh or inside a shard_map the user chooses the devices.
         ours = jax.sharding.get_abstract_mesh().empty and jax.devices()[0].platform == "cpu"
         several = ours and batch_size > together and platforms.on_cpu()
+        if several and devices is None:
+            _tell_of_idle_cores()
         most = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
         mesh = meshes.of_host(devices or most)
     # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
@@ -115,6 +119,21 @@ def _layout(
     # Host devices share the caches, so the estimate is for all of them together.
     size = together // shares if platforms.on_cpu() else min(together, -(-batch_size // shares))
     return Layout(microbatch_size or max(1, size), mesh, axes)
+
+
+@functools.cache  # once a process
+def _tell_of_idle_cores() -> None:
+    """Says how to use all cores, unless the user has chosen the number of devices."""
+    number, chosen = meshes.host_devices(), getattr(jax.config, "jax_num_cpu_devices", -1)
+    if chosen < 0 and number > jax.local_device_count():
+        logging.warning(
+            "dpjax: JAX has one device for %d cores. Microbatches can run on %d devices: "
+            "steps of convolutional networks take about two thirds of the time. Set "
+            "JAX_NUM_CPU_DEVICES=%d before Python starts, or call "
+            "jax.config.update('jax_num_cpu_devices', %d) before the first array. With 1 this "
+            "message ends.",
+            *(os.cpu_count(), number, number, number),
+        )
 
 
 def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
