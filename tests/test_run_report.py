@@ -706,7 +706,7 @@ def notebook(monkeypatch):
 
     shell = types.ModuleType("IPython")
     shell.get_ipython, shell.version_info = object, (9, 0)
-    cell = types.SimpleNamespace(Image=lambda image: image, display=display)
+    cell = types.SimpleNamespace(Image=lambda image, width: image, display=display)
     monkeypatch.setitem(sys.modules, "IPython", shell)
     monkeypatch.setitem(sys.modules, "IPython.display", cell)
     return outputs

@@ -25,6 +25,8 @@ from dpjax.reports.style import WIDTH, canvas, style
 # What `fit` itself writes into a row; the other numbers are those of `evaluate`.
 _OF_FIT = {"step", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"}
 
+_PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
+
 
 def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
     """A figure of a run in a notebook, for ``dpjax.fit(..., progress=live_plot())``.
@@ -88,11 +90,12 @@ def _shown() -> Callable[[bytes], None]:
         )
     cell, handle = importlib.import_module("IPython.display"), None
 
-    def show(image: bytes) -> None:
+    def show(data: bytes) -> None:
         nonlocal handle
+        image = cell.Image(data, width=_PIXELS)
         if handle is None:
-            handle = cell.display(cell.Image(image), display_id=True)
+            handle = cell.display(image, display_id=True)
         else:
-            handle.update(cell.Image(image))
+            handle.update(image)
 
     return show
