@@ -812,6 +812,7 @@ def browse(profile, address, *flags):
     return outcome.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
 def test_a_browser_shows_the_page_without_complaint(whole, tmp_path):
     address = (whole / "report.html").as_uri()
