@@ -585,6 +585,7 @@ def test_figures_say_what_is_to_be_seen(draw, seen, whole):
     assert drawn(draw, load_run.read(whole))[1] == seen
 
 
+@kills("reports/curves.py", 'return f"{high} and less"', "pass", case="lowest", slow=True)
 @pytest.mark.parametrize(
     ("counts", "fullest", "named"),
     [
@@ -592,8 +593,8 @@ def test_figures_say_what_is_to_be_seen(draw, seen, whole):
         ([0, 1, 3], "4.6 and more", {" 4.6 and more"}),
         ([0, 3, 0], "0.22 to 4.6", set()),
     ],
+    ids=["lowest", "highest", "between"],
 )
-@kills("reports/curves.py", 'return f"{high} and less"', "pass", case="counts0-0.22", slow=True)
 def test_bins_without_an_end_say_so(counts, fullest, named, tmp_path):
     histogram = {"private": {"norm_histogram": counts}}
     run = load_run.read(write(tmp_path, [row(1, **histogram), row(2, **histogram)], card=None))
@@ -722,14 +723,15 @@ def test_a_live_plot_replaces_its_figure(notebook):
     assert all(image.startswith(b"\x89PNG") for image in images)
 
 
+@kills("reports/live.py", 'PRIVATE if hidden else ""', '""', case="named", slow=True)
 @pytest.mark.parametrize(
     ("names", "labels", "note"),
     [
         ((), ["accuracy", "nll"], ""),
         (("accuracy", "private/loss"), ["accuracy", "private/loss"], figures.PRIVATE),
     ],
+    ids=["released", "named"],
 )
-@kills("reports/live.py", 'PRIVATE if hidden else ""', '""', case="names1-labels1", slow=True)
 def test_a_live_plot_shows_private_numbers_when_they_are_named(
     names, labels, note, notebook, monkeypatch
 ):

@@ -19,7 +19,7 @@ _REPR = reprlib.Repr()
 _REPR.maxother = 400  # a mechanism within an algorithm is not cut
 _REPR.maxtuple = 4
 
-_CELL = 'style="text-align:left;vertical-align:top"'
+_CELL = 'style="text-align:left;vertical-align:top;padding-right:1.2em"'
 
 
 def short(thing: Any, *names: str) -> str:
