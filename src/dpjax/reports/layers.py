@@ -45,6 +45,9 @@ def gradients(figure: Figure, run: Run) -> str:
             name = str(names[group]) if group < len(names) else f"group {group}"
             # Cut to the width of the histogram; the end of a path names the layer.
             axes.set_title(name if len(name) <= 26 else f"…{name[-25:]}", parse_math=False)
+            low, high = axes.get_xlim()
+            if high > 10 * low:  # the powers of ten have labels, and others would overlap
+                axes.xaxis.set_minor_formatter("")
     figure.supxlabel("gradient norm of an example", fontsize=8.5, color=PALETTE["muted"])
     figure.supylabel("examples", fontsize=8.5, color=PALETTE["muted"])
     if shown == 1:

@@ -125,7 +125,11 @@ class Run(NamedTuple):
         deltas = {
             f" at delta {upwards(row['delta'], '.3g')}" for row in self.rows if "delta" in row
         }
-        methods = {f" by {row['method']}" for row in self.rows if "method" in row}
+        methods = {
+            f" by {row['method']}{' (an estimate)' * bool(row.get('estimate'))}"
+            for row in self.rows
+            if "method" in row
+        }
         return ",".join(" or".join(sorted(each)) for each in (deltas, methods) if each)
 
     @property

@@ -151,7 +151,7 @@ th,td{padding:.22rem 1.2rem .22rem 0;vertical-align:baseline;border-bottom:1px s
 .flags th,.flags td{border:0;padding-right:.6rem;font-size:.78rem}
 .flags th{flex:0 0 10rem}
 .grid th[scope=col]{white-space:nowrap}
-.grid th[scope=row]{color:var(--ink)}
+.grid th[scope=row]{color:var(--ink);min-width:9rem}
 .grid td{font-variant-numeric:tabular-nums;white-space:nowrap}
 .aside{color:var(--muted);font-size:.94rem;max-width:46rem;margin:1rem 0 0}
 h2+.row{margin-top:1.6rem}
