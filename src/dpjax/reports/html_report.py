@@ -29,8 +29,8 @@ _SEEN_BY = (
 )
 
 _PARAMETERS = (
-    "Predictions, and norms at the end, are {}, which params.msgpack holds. Losses, norms and "
-    "clipping over time are of the examples and parameters of the steps."
+    "Test results, and norms at the end, are {}, which params.msgpack holds. Training losses, "
+    "norms and clipping over time are at the parameters of the steps, before any average."
 )
 
 
