@@ -84,7 +84,7 @@ def style() -> Iterator[None]:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            "reports: figures are drawn with Matplotlib, which is not installed. "
+            "reports.report: figures are drawn with Matplotlib, which is not installed. "
             "Install it: pip install matplotlib."
         ) from error
     with matplotlib.rc_context():
