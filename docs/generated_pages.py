@@ -7,6 +7,7 @@ the papers are drawn from the committed results, in 20 seconds.
 """
 
 import ast
+import base64
 import json
 import pathlib
 import sys
@@ -29,8 +30,10 @@ def on_files(files, config):
         page = f"# `dpjax.{room}`\n\n::: dpjax.{room}\n    options:\n      members: {names}\n"
         files.append(File.generated(config, f"reference/{room}.md", content=page))
     for path in sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb")):
-        page = notebook_page(json.loads(path.read_text()))
+        page, pictures = notebook_page(path.stem, json.loads(path.read_text()))
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=picture))
     sys.path[:0] = [str(ROOT / "experiments"), str(ROOT / "experiments" / "papers")]
     import figures
 
@@ -58,9 +61,9 @@ def exported(source):
     return []
 
 
-def notebook_page(notebook):
-    """A notebook as Markdown: text, code, and what the code printed."""
-    parts = []
+def notebook_page(stem, notebook):
+    """A notebook as Markdown (text, code, and what the code shows), and its images by name."""
+    parts, pictures = [], {}
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -68,7 +71,13 @@ def notebook_page(notebook):
             continue
         parts.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
-            printed = output.get("text") or output.get("data", {}).get("text/plain", [])
-            if printed:
-                parts.append(f"```text\n{''.join(printed).rstrip()}\n```")
-    return "\n\n".join(parts) + "\n"
+            shown = {"text/plain": output.get("text", []), **output.get("data", {})}
+            if "image/png" in shown:
+                name = f"{stem}-{len(pictures)}.png"
+                pictures[name] = base64.b64decode(shown["image/png"])
+                parts.append(f"![What the cell draws]({name})")
+            elif "text/html" in shown:
+                parts.append(f"<div>{''.join(shown['text/html'])}</div>")
+            else:
+                parts.append(f"```text\n{''.join(shown['text/plain']).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n", pictures

@@ -136,7 +136,6 @@ Privacy statement
   clipping      flat, 1 group: one example moves the sum by at most 1
   noise         multiplier 1.1 x sensitivity, on the sum
                 = standard deviation 0.004297 on the mean
-                unless a bound schedule or a total of weights scales sum and noise alike
   steps         14,063
   delta         1e-05
 

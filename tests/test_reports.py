@@ -4,11 +4,14 @@
 import dataclasses
 import json
 import math
+import re
 import sys
+import xml.etree.ElementTree as ET
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from html_pages import text
 from mutation import kills
 from small_mechanisms import mechanism_with
 
@@ -222,18 +225,45 @@ def test_a_schedule_is_described():
     assert "5 to 1 (5 values, by a schedule)" in words
 
 
-@kills(
-    "reports/statement.py",
-    "may scale both.\n        if mechanism.adaptive is None:",
-    "may scale both.\n        if False:",
-    slow=True,
+def test_what_scales_the_noise_beside_the_mechanism_is_said_of_its_run_alone():
+    small = make(sampling=sampling.poisson(1000, 10), noise_multiplier=2.0, steps=5)
+    assert "alike" not in dpjax.statement(small, 1e-5)
+    words = dpjax.statement(small, 1e-5, scaled_by="a bound schedule")
+    assert (
+        "on the mean\n                before a bound schedule, which scales sum and noise alike\n"
+    ) in words
+
+
+@kills("reports/statement.py", "if len(ran) < mechanism.steps:", "if False:", slow=True)
+def test_the_statement_of_a_run_that_stopped_early_says_what_a_choice_costs():
+    mechanism = make(steps=10)
+    chosen = "if results chose where to stop, all planned steps count"
+    for ran in (4, 10):
+        book = ledger.admit(ledger.empty(), mechanism, steps=ran)
+        assert (chosen in dpjax.statement(mechanism, 1e-5, ledger=book)) == (ran < 10)
+    assert chosen not in dpjax.statement(mechanism, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        make(steps=5),
+        make(steps=5, noise_multiplier=0.0),
+        make(steps=5, sampling=sampling.shuffled(60_000, 256)),
+        make(steps=5, unit="client", adaptive=clipping.Quantile(count_multiplier=9)),
+    ],
+    ids=["proved", "bare", "as if Poisson", "adapted"],
 )
-def test_what_may_scale_the_noise_unknown_to_the_mechanism_is_said():
-    small = {"sampling": sampling.poisson(1000, 10), "noise_multiplier": 2.0, "steps": 5}
-    unless = "on the mean\n                unless a bound schedule or a total of weights scales"
-    assert unless in dpjax.statement(make(**small), 1e-5)
-    adapted = dpjax.statement(make(**small, adaptive=clipping.Quantile(count_multiplier=9)), 1e-5)
-    assert "unless" not in adapted, "an adapted bound takes neither, and says 'at first'"
+def test_a_notebook_shows_all_words_of_a_statement_and_no_others(mechanism):
+    words = dpjax.statement(mechanism, 1e-5, ledger=ledger.empty(), seed=3)
+    shown = text(ET.fromstring(f"<div>{words._repr_html_()}</div>"))
+    bare = re.sub(r"^  - ", "", words, flags=re.MULTILINE).replace("References", FOLDED)
+    assert "".join(shown.split()) == "".join(bare.split())
+    assert repr(words) == words
+    assert json.loads(json.dumps(words)) == words
+
+
+FOLDED = "References, as BibTeX"
 
 
 def of_groups(*multipliers, **options):

@@ -2,6 +2,7 @@
 """The page of a run: every figure, its badge, and the errors for damaged files."""
 
 import ast
+import html
 import json
 import math
 import pathlib
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 import warnings
 import xml.etree.ElementTree as ET
 
@@ -202,7 +204,7 @@ def test_numbers_of_the_header(whole):
     for words in (
         "mlp on digits & <i>more</i>",
         "(2.25, 10−5)-differentially private, with 80.0 % test accuracy.",
-        "epsilon2.25by pld; 2.5 by rdp",
+        "epsilon2.25by pld; 2.50 by rdp",
         "steps10",
         "examples per second12,300",
         "time1 min 15 s",
@@ -287,7 +289,7 @@ def test_text_from_outside_is_escaped(whole):
     assert "<i>more" not in raw
     assert "&lt;script&gt;" in raw
     assert [text(cell) for cell in tree.iter("td")].count(EVIL) == 1
-    assert "(2.25, 1e-05) <private>" in text(tree.find(".//pre"))
+    assert "(2.25, 1e-05) <private>" in text(tree.find(".//div[@class='plate']"))
     assert "@misc{x&y}" in text(tree.find(".//details"))
     assert "<b>$first$" in [text(node) for node in tree.iter("text")]
     assert text(tree.find(".//title")) == "mlp on digits & <i>more</i>"
@@ -448,7 +450,7 @@ def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
     ):
         assert words in left_out, words
     assert left_out.count("(") == len(ALL) - 1
-    assert "epsilon1by the log" in text(tree.find(".//header"))
+    assert "epsilon1.00by the log" in text(tree.find(".//header"))
     assert "There is no statement.txt" in text(tree)
 
 
@@ -553,7 +555,8 @@ def test_clients_are_not_called_examples(tmp_path):
     assert "examples per second" not in page
 
 
-ABOVE = "of the examples were above the bound at the end"
+ABOVE = "of the examples drawn after step 9 were above the bound"
+SAMPLE = "Of 4 training examples at the released parameters, 50% of the norms are above the bound"
 
 
 @pytest.mark.parametrize(
@@ -565,8 +568,11 @@ ABOVE = "of the examples were above the bound at the end"
         (curves.noise, "From 2 to 1.5, over 10 steps."),
         (curves.clipping, f"75 % {ABOVE}; the cosine was 0.90."),
         (curves.norms, "1.5 at the end."),
-        (curves.shades, "The fullest bin at the end is 0.22 to 4.6 bounds."),
-        (layers.gradients, "Of 4 examples, 50% of the norms are above; median 0.625."),
+        (curves.shades, "In bounds, the fullest bin at the end is 0.22 to 4.6."),
+        (
+            layers.gradients,
+            f"{SAMPLE}; median 0.625. The first bin also holds the 1 norms below it.",
+        ),
         (layers.weights, "The largest is 3, of <b>$first$."),
         (layers.activations, "The largest is 4, of second."),
         (predictions.classes, "Lowest: class 2, 50.0 % of 4 examples."),
@@ -577,6 +583,47 @@ ABOVE = "of the examples were above the bound at the end"
 )
 def test_figures_say_what_is_to_be_seen(draw, seen, whole):
     assert drawn(draw, load_run.read(whole))[1] == seen
+
+
+@kills("reports/curves.py", 'return f"{high} and less"', "pass", case="lowest", slow=True)
+@pytest.mark.parametrize(
+    ("counts", "fullest", "named"),
+    [
+        ([6, 1, 3], "0.22 and less", {" 0.22 and less", " 4.6 and more"}),
+        ([0, 1, 3], "4.6 and more", {" 4.6 and more"}),
+        ([0, 3, 0], "0.22 to 4.6", set()),
+    ],
+    ids=["lowest", "highest", "between"],
+)
+def test_bins_without_an_end_say_so(counts, fullest, named, tmp_path):
+    histogram = {"private": {"norm_histogram": counts}}
+    run = load_run.read(write(tmp_path, [row(1, **histogram), row(2, **histogram)], card=None))
+    figure, seen = drawn(curves.shades, run)
+    assert seen == f"In bounds, the fullest bin at the end is {fullest}."
+    assert {words.get_text() for words in figure.axes[0].texts} == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "label"),
+    [
+        ({}, "epsilon spent at delta 1e-05"),
+        ({"method": "pld"}, "epsilon spent at delta 1e-05, by pld"),
+        (
+            {"method": "gdp", "estimate": True},
+            "epsilon spent at delta 1e-05, by gdp (an estimate)",
+        ),
+    ],
+    ids=["a log of an earlier version", "of this one", "an estimate"],
+)
+def test_an_axis_of_epsilon_names_delta_and_accountant(changes, label, tmp_path):
+    run = load_run.read(write(tmp_path, [row(1, **changes), row(2, **changes)]))
+    for draw in (curves.accuracy, curves.test_loss, curves.training_loss):
+        assert drawn(draw, run)[0].axes[0].get_xlabel() == label
+
+
+def test_figures_say_which_parameters_they_are_of(tmp_path):
+    write(tmp_path, parameters=np.array("averaged"))
+    assert "at the averaged parameters" in drawn(layers.gradients, load_run.read(tmp_path))[1]
 
 
 def test_the_noise_is_drawn_step_by_step(whole):
@@ -639,9 +686,9 @@ def test_small_numbers_are_powers():
     assert page.power(0.01) == "0.01"
 
 
-def test_without_matplotlib_the_extra_is_named(whole, monkeypatch):
+def test_without_matplotlib_the_package_is_named(whole, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'dpjax[plots]'")):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         reports.report(whole)
 
 
@@ -650,6 +697,67 @@ def test_pyplot_and_its_windows_are_never_touched():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
             assert not any("pyplot" in name for name in [*names, getattr(node, "module", "") or ""])
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """What a notebook would show: a list for each output, with its images in order."""
+    outputs = []
+
+    def display(image, display_id):
+        assert display_id is True
+        outputs.append([image])
+        return types.SimpleNamespace(update=outputs[-1].append)
+
+    shell = types.ModuleType("IPython")
+    shell.get_ipython, shell.version_info = object, (9, 0)
+    cell = types.SimpleNamespace(Image=lambda image, width: image, display=display)
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython.display", cell)
+    return outputs
+
+
+def test_a_live_plot_replaces_its_figure(notebook):
+    rows = [row(step, method="pld") for step in (1, 2)]
+    plot = reports.live_plot("accuracy")
+    for count in (1, 2):
+        plot(rows[:count])
+    (images,) = notebook
+    assert len(set(images)) == 2
+    assert all(image.startswith(b"\x89PNG") for image in images)
+
+
+@kills("reports/live.py", 'PRIVATE if hidden else ""', '""', case="named", slow=True)
+@pytest.mark.parametrize(
+    ("names", "labels", "note"),
+    [
+        ((), ["accuracy", "nll"], ""),
+        (("accuracy", "private/loss"), ["accuracy", "private/loss"], figures.PRIVATE),
+    ],
+    ids=["released", "named"],
+)
+def test_a_live_plot_shows_private_numbers_when_they_are_named(
+    names, labels, note, notebook, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr("dpjax.reports.live.png", lambda *given: seen.append(given) or b"")
+    rows = [row(step, method="pld", bound=1.0, stop=0.0) for step in (1, 2)]
+    reports.live_plot(*names)(rows)
+    ((figure, warning),) = seen
+    assert [axes.get_ylabel() for axes in figure.axes] == labels
+    assert {axes.get_xlabel() for axes in figure.axes} == {"epsilon spent at delta 1e-05, by pld"}
+    assert warning == note
+
+
+def test_a_live_plot_needs_a_notebook_and_a_number(notebook, monkeypatch):
+    with pytest.raises(ValueError, match=r"Return one from fit\(evaluate=...\)"):
+        reports.live_plot()([{"step": 1, "epsilon": 1.0, "private": {"loss": 1.0}}])
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
+    with pytest.raises(RuntimeError, match="In a script, use fit"):
+        reports.live_plot()
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    with pytest.raises(RuntimeError, match="In a script, use fit"):
+        reports.live_plot()
 
 
 @pytest.mark.slow
@@ -680,36 +788,79 @@ def test_a_real_run_can_be_looked_at(tmp_path):
     proved = mechanism.epsilon(DELTA, "pld")
     assert f"({upwards(proved)}, 10−5)-differentially private" in text(tree.find(".//header"))
     assert len(history) == 3
-    assert "hyper-parameters" in text(tree.find(".//pre"))
+    assert "hyper-parameters" in text(tree.find(".//ul"))
+
+
+def test_no_part_of_the_page_is_wider_than_a_phone(whole):
+    """As far as the style sheet says: figures scale, text wraps, wide tables scroll inside."""
+    raw = (whole / "report.html").read_text()
+    sheet = raw[raw.index("<style>") : raw.index("</style>")]
+    # Tables of a comparison alone are as wide as they need to be.
+    assert re.findall(r"([^{}]*)\{[^}]*min-width:", sheet) == ["\n.grid th[scope=row]"]
+    assert re.search(r"\bsvg\{[^}]*width:100%", sheet)
+    assert re.search(r"\bpre\{[^}]*white-space:pre-wrap;overflow-wrap:anywhere", sheet)
+    assert re.search(r"\.plate\{overflow-x:auto", sheet)
+    for image in parsed(whole / "report.html").iter("svg"):
+        assert not {"width", "height"} & set(image.attrib), "the view box alone has a size"
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
 
 
+def browse(profile, address, *flags):
+    """What a browser without a window prints about a page."""
+    common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    common += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={profile}"]
+    outcome = subprocess.run(
+        [BROWSER, *common, *flags, address], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "CONSOLE" not in outcome.stderr
+    return outcome.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
 def test_a_browser_shows_the_page_without_complaint(whole, tmp_path):
-    def open_page(*flags):
-        common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        common += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={tmp_path / 'profile'}"]
-        address = (whole / "report.html").as_uri()
-        outcome = subprocess.run(
-            [BROWSER, *common, *flags, address],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert "CONSOLE" not in outcome.stderr
-        return outcome.stdout
-
-    shown = open_page("--dump-dom")
+    address = (whole / "report.html").as_uri()
+    shown = browse(tmp_path / "profile", address, "--dump-dom")
     for name in ALL:
         assert f'id="{name}"' in shown
     picture = tmp_path / "page.png"
-    open_page("--window-size=1000,2400", f"--screenshot={picture}")
+    browse(tmp_path / "profile", address, "--window-size=1000,2400", f"--screenshot={picture}")
     pixels = matplotlib.image.imread(picture)[..., :3]
     paper = matplotlib.colors.to_rgb(style.PALETTE["paper"])
     np.testing.assert_allclose(pixels[0, 0], paper, atol=0.01)
     blue = matplotlib.colors.to_rgb(style.PALETTE["blue"])
     assert np.any(np.all(np.abs(pixels - blue) < 0.02, axis=-1)), "a figure has its color"
+
+
+# Reads the page in a frame of some width: what sticks out of it, and the smallest text of a figure.
+MEASURE = """<script>
+onload = () => {
+  const frame = document.querySelector("iframe"), page = frame.contentDocument;
+  const out = [...page.body.querySelectorAll("*:not(svg *)")]
+    .filter(e => e.getBoundingClientRect().right > frame.clientWidth + 1)
+    .map(e => e.tagName);
+  const text = [...page.querySelectorAll("svg text")]
+    .map(e => [e.getScreenCTM(), parseFloat(getComputedStyle(e).fontSize)])
+    .map(([to, size]) => Math.hypot(to.a, to.b) * size);  // axis labels are turned
+  document.title = JSON.stringify([page.documentElement.scrollWidth, out, Math.min(...text)]);
+}
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [400, 768, 1280])
+def test_nothing_sticks_out_at_any_width(width, whole, tmp_path):
+    inner = html.escape((whole / "report.html").read_text())
+    frame = f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{inner}"></iframe>'
+    around = tmp_path / "around.html"
+    around.write_text(f"<!DOCTYPE html><title></title>{MEASURE}{frame}")
+    shown = browse(tmp_path / "profile", around.as_uri(), "--dump-dom", "--window-size=1400,1000")
+    found = re.search("<title>(.*?)</title>", shown)
+    assert found is not None
+    wide, out, smallest = json.loads(html.unescape(found[1]))
+    assert (wide, out) == (width, [])
+    assert smallest >= 6.9, "pixels, of the numbers in the cells"

@@ -205,6 +205,69 @@ def test_a_run_whose_configuration_holds_nan_resumes(tmp_path):
     assert state.ledger.steps == 2
 
 
+def until(step):
+    """An evaluation that stops the run at a step, and counts its calls."""
+
+    def evaluate(state):
+        evaluate.calls += 1
+        return {"half": 0.5, "stop": state.ledger.steps >= step}
+
+    evaluate.calls = 0
+    return evaluate
+
+
+@kills("training/fit.py", "while run.done < end and not ended:", "while run.done < end:")
+@kills("training/fit.py", "now=ended or run.done == end", "now=run.done == end")
+@kills("training/fit.py", "last = ended or run.done == end", "last = run.done == end", slow=True)
+def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
+    evaluate, options = until(8), {"evaluate_every": 2, "directory": tmp_path}
+    algorithm = make()
+    state, rows = fit(algorithm, evaluate=evaluate, **options)
+    assert (state.ledger.steps, evaluate.calls) == (8, 4)
+    assert [(row["step"], row["stop"]) for row in rows] == [(2, 0), (4, 0), (6, 0), (8, 1)]
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card == json.loads(
+        json.dumps(dpjax.reports.card(algorithm.mechanism, 1e-5, ledger=state.ledger))
+    ), "the card of a last row has all methods"
+    assert rows[-1]["epsilon"] == algorithm.mechanism.epsilon_of(np.ones(8), 1e-5)
+    again, same = fit(algorithm, evaluate=evaluate, **options)
+    np.testing.assert_array_equal(again.params, state.params)
+    assert same == rows
+    assert evaluate.calls == 4, "a run that was stopped is over"
+
+
+@kills("training/runner.py", 'last.get("step") == self.done and bool', "bool")
+def test_a_run_that_was_stopped_goes_further_in_another_folder_alone(tmp_path):
+    algorithm = make()
+    state, _ = fit(algorithm, evaluate=until(4), evaluate_every=2, directory=tmp_path / "one")
+    further, _ = fit(algorithm, state, evaluate=until(20), directory=tmp_path / "two")
+    whole, _ = fit(make())
+    np.testing.assert_array_equal(further.params, whole.params)
+    ahead, _ = algorithm.step(state)
+    beyond, _ = fit(algorithm, ahead, steps=1, directory=tmp_path / "one")
+    assert beyond.ledger.steps == 6, "the row that stopped it is of an earlier step"
+
+
+@kills("training/fit.py", "progress(run.rows)", "progress([row])", slow=True)
+def test_a_function_that_shows_progress_gets_the_rows_and_the_terminal_none(capsys):
+    seen = []
+    algorithm = make(steps=6)
+    show = lambda rows: seen.append([row["step"] for row in rows])  # noqa: E731
+    dpjax.fit(algorithm, start(algorithm), evaluate_every=2, progress=show)
+    assert seen == [[2], [2, 4], [2, 4, 6]]
+    assert "step" not in capsys.readouterr().err
+
+
+def test_the_statement_in_a_folder_says_what_scales_its_noise(tmp_path):
+    for name, options, said in (
+        ("fixed", {}, False),
+        ("scheduled", {"bound_schedule": lambda step: 1.0 + 0 * step}, True),
+    ):
+        fit(make(steps=2, **options), directory=tmp_path / name)
+        words = (tmp_path / name / "statement.txt").read_text()
+        assert ("before a bound schedule, which scales sum and noise alike" in words) == said
+
+
 def test_steps_and_ledger_count_alike():
     algorithm = make()
 

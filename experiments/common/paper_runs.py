@@ -44,7 +44,7 @@ PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is
 DELTA = 1e-5
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
 _STARTED = time.monotonic()
-_LEFT_OUT = {"examples_per_second", "delta", "private"}
+_LEFT_OUT = {"examples_per_second", "delta", "method", "private"}
 
 Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
 

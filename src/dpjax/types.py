@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
+from dpjax._display import short, table
+
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
@@ -57,6 +59,8 @@ NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 # Norm floor. Entries below about 1e-19 underflow to 0 when squared; a billion of them contribute
 # far less than this to a norm.
 _LEAST = 1e-12
+
+_SHOWN = 8  # groups of a rule that a notebook shows
 
 
 class Neighbours(enum.StrEnum):
@@ -106,6 +110,9 @@ class Partition:
         assign = self.assign.assign if isinstance(self.assign, _Assigned) else self.assign
         # Wrapped here and not where it is used: no caller can forget the check.
         object.__setattr__(self, "assign", _Assigned(assign, self.names))
+
+    def __repr__(self) -> str:
+        return short(self, "names")
 
     @property
     def size(self) -> int:
@@ -209,6 +216,17 @@ class Clipping:
         # would not hold.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
         object.__setattr__(self, "factors", _Held(self.bounds, wish, self.name))
+
+    def __repr__(self) -> str:
+        return short(self, "name", "bounds")
+
+    def _repr_html_(self) -> str:
+        named = zip(self.partition.names, self.bounds, strict=True)
+        bounds = [(f"bound of {name}", f"{bound:.4g}") for name, bound in named]
+        # A rule of a hundred layers has a hundred bounds; the first ones show what they are.
+        more = [("", f"and {len(bounds) - _SHOWN} more groups")] if len(bounds) > _SHOWN else []
+        moved = ("sensitivity", f"{self.sensitivity:.4g}")
+        return table(f"Clipping: {self.name}", [moved, *bounds[:_SHOWN], *more])
 
     @property
     def sensitivity(self) -> float:
@@ -314,6 +332,18 @@ class Sampler:
     fingerprint: str | None = None
     participation: Callable[[int], Any] | None = None
 
+    def __repr__(self) -> str:
+        return short(self, "name", "examples", "batch_size")
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "examples": f"{self.examples:,}",
+            "expected batch size": f"{self.batch_size:g}",
+            "neighbours": self.neighbours.value,
+            "claim": self.claim,
+        }
+        return table(f"Sampler: {self.name}", rows.items())
+
     @property
     def sampling_rate(self) -> float:
         """The fraction of the data that a batch is expected to hold."""
@@ -411,6 +441,14 @@ class Algorithm:
     ``numerics``; see `dpjax.training.run_folder`."""
     released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     """What of a state is released beside its params, and worth a place in the log."""
+
+    def __repr__(self) -> str:
+        return short(self, "mechanism", "budget")
+
+    def _repr_html_(self) -> str:
+        # A plan of the user's own has no table.
+        planned = getattr(self.mechanism, "_repr_html_", str)()
+        return table("Algorithm", [("budget", repr(self.budget))]) + planned
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         """Yields ``init`` and ``step``."""

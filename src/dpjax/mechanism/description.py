@@ -25,6 +25,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt32
 
 from dpjax import accounting, checks, clipping, noise, trees
+from dpjax._display import brief, short, table
 from dpjax._marks import require_clipped_sum
 from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
@@ -139,6 +140,28 @@ class Mechanism:
             check_strategy(self)
         if self.adaptive is not None:
             check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
+
+    def __repr__(self) -> str:
+        return short(self, "sampling", "clipping", "noise_multiplier", "steps", *self._options)
+
+    def _repr_html_(self) -> str:
+        sampling, rule, unit = self.sampling, self.clipping, self.unit
+        rows = {
+            "unit": f"one {unit}; {self.relation.value} neighbours",
+            "sampling": f"{sampling.name}: {self.batch_size:g} of {sampling.examples:,} {unit}s",
+            "clipping": f"{rule.name}: sensitivity {rule.sensitivity:.4g}",
+            "noise multiplier": brief(self.noise_multiplier),
+            "steps": f"{self.steps:,}",
+        }
+        said = {"unit", "neighbours"}  # in the first row
+        rows |= {name: brief(getattr(self, name)) for name in self._options if name not in said}
+        return table("Mechanism", rows.items())
+
+    @property
+    def _options(self) -> list[str]:
+        """The fields with a default that this mechanism does not have."""
+        optional = [f for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING]
+        return [f.name for f in optional if getattr(self, f.name) != f.default]
 
     @property
     def relation(self) -> Neighbours:

@@ -32,6 +32,10 @@ class Planned:
     schedule: optax.Schedule
     table: bytes
 
+    def __repr__(self) -> str:
+        ends = [f"{value:.4g}" for value in (*self.values[:1], *self.values[-1:])]
+        return f"<schedule from {' to '.join(ends)}>"
+
     @property
     def values(self) -> Float[np.ndarray, " steps"]:
         """The multiplier of each planned step."""

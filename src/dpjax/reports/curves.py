@@ -8,6 +8,7 @@ several groups, the line is their mean and the band their range.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ _COLUMNS = 60  # a column of `shades` would otherwise be thinner than a pixel
 def accuracy(figure: Figure, run: Run) -> str:
     """Test accuracy against the epsilon spent."""
     y = 100 * run.series("accuracy")
-    _against_epsilon(figure, run, y, "test accuracy (%)", "blue")
+    against_epsilon(figure.subplots(), run, y, "test accuracy (%)", "blue")
     return f"{_last(y):.1f} % at the end, {np.nanmax(y):.1f} % at best."
 
 
@@ -40,14 +41,14 @@ def test_loss(figure: Figure, run: Run) -> str:
         y = run.series("nll")
     except Missing:
         y = run.series("test_loss")
-    _against_epsilon(figure, run, y, "mean loss of test examples", "blue")
+    against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
     return f"{_last(y):.3g} at the end, {np.nanmin(y):.3g} at best."
 
 
 def training_loss(figure: Figure, run: Run) -> str:
     """The mean loss of the drawn examples against the epsilon spent."""
     y = run.series("private", "loss")
-    _against_epsilon(figure, run, y, "mean loss of drawn examples", "clay")
+    against_epsilon(figure.subplots(), run, y, "mean loss of drawn examples", "clay")
     return f"{_last(y):.3g} at the end."
 
 
@@ -72,9 +73,12 @@ def noise(figure: Figure, run: Run) -> str:
 def clipping(figure: Figure, run: Run) -> str:
     """The fraction of clipped examples, and how far clipping turned their mean gradient."""
     cut = run.series("private", "clipped")
+    since = 0 if len(run.rows) < 2 else run.rows[-2]["step"]
     axes = panel(figure, "step", "")
     band(axes, _steps(run), cut, "blue", "fraction above the bound")
-    seen = f"{100 * _last(cut):.0f} % of the examples were above the bound at the end"
+    seen = (
+        f"{100 * _last(cut):.0f} % of the examples drawn after step {since:,} were above the bound"
+    )
     lowest = 0.0
     try:
         turned = run.series("private", "cosine")
@@ -128,8 +132,14 @@ def shades(figure: Figure, run: Run) -> str:
     axes.set(xlim=(0, ends[-1]), ylim=(edges[low] / 2, 2 * edges[high]), yscale="log")
     axes.axhline(1, color=PALETTE["clay"], linewidth=1.2, linestyle="--")
     axes.grid(visible=False)
-    fullest = int(share[-1].argmax())
-    return f"The fullest bin at the end is {edges[fullest]:.2g} to {edges[fullest + 1]:.2g} bounds."
+    # The bin at an end holds all norms beyond it, which its place on the axis does not say.
+    for at in {0, len(edges) - 2} & set(seen.tolist()):
+        middle, words = math.sqrt(edges[at] * edges[at + 1]), {"va": "center", "fontsize": 7.5}
+        axes.annotate(
+            f" {_name(edges, at)}", (1, middle), xycoords=("axes fraction", "data"), **words
+        )
+    fullest = _name(edges, int(share[-1].argmax()))
+    return f"In bounds, the fullest bin at the end is {fullest}."
 
 
 def norm_counts(
@@ -158,13 +168,21 @@ def _edges(bins: int) -> np.ndarray:
     return np.geomspace(1e-2, 1e2, bins + 1)
 
 
-def _against_epsilon(figure: Figure, run: Run, y: np.ndarray, name: str, color: str) -> None:
+def _name(edges: np.ndarray, at: int) -> str:
+    """A bin of `norm_counts` in words: the outer ones have no end."""
+    low, high = f"{edges[at]:.2g}", f"{edges[at + 1]:.2g}"
+    if at == 0:
+        return f"{high} and less"
+    return f"{low} and more" if at == len(edges) - 2 else f"{low} to {high}"
+
+
+def against_epsilon(axes: Axes, run: Run, y: np.ndarray, name: str, color: str) -> None:
     """One number per evaluation against epsilon; against steps if epsilon is not finite."""
     try:
-        x, label = run.series("epsilon")[:, 0], "epsilon spent"
+        x, label = run.series("epsilon")[:, 0], f"epsilon spent{run.stated}"
     except Missing:
         x, label = _steps(run), "step (epsilon is not finite)"
-    axes = panel(figure, label, name)
+    axes.set(xlabel=label, ylabel=name)
     band(axes, x, y, color, **DOTS)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from dpjax.reports import curves, layers, predictions
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.load_run import Run
-from dpjax.reports.style import canvas, style
+from dpjax.reports.style import WIDTH, canvas, style
 
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
@@ -55,7 +55,7 @@ def draw(plot: Plot, run: Run) -> Drawn:
     """
     badge = plot.badge(run)
     with style():
-        figure = canvas()
+        figure = canvas(WIDTH, 2.9)
         seen = plot.draw(figure, run)
         image = svg(figure, plot.name, f"{plot.title}. {seen}")
         return Drawn(plot, badge, seen, image, png(figure, "" if badge == RELEASED else badge))
@@ -117,31 +117,31 @@ PLOTS = (
         "clipping",
         "What clipping does",
         "If the fraction is near 1, nearly every gradient is clipped to the bound. The cosine says "
-        "how far clipping turned the mean gradient: 1 is not at all.",
+        "how far clipping turned the mean gradient of a sample: 1 is not at all.",
         curves.clipping,
         _private,
     ),
     Plot(
         "norms",
         "Gradient norms over time",
-        "The mean norm of the examples' gradients before clipping. A bound far below it distorts "
-        "the direction of the sum; a bound far above it adds more noise than necessary.",
+        "The mean norm of the drawn examples' gradients before clipping. A bound far below it "
+        "distorts the direction of the sum; a bound far above it adds more noise than necessary.",
         curves.norms,
         _private,
     ),
     Plot(
         "shades",
         "Histograms of norms over time",
-        "Each column is a histogram of gradient norms between two evaluations; the stronger "
-        "the shade, the more examples.",
+        "Each column is an evaluation: a histogram of the gradient norms of a sample of training "
+        "examples, at the parameters of that step. The stronger the shade, the more examples.",
         curves.shades,
         _private,
     ),
     Plot(
         "gradients",
         "Gradient norms at the end",
-        "The gradient norms of single examples in the trained model, on a logarithmic axis. "
-        "Gradients to the right of the bound are clipped to it.",
+        "The gradient norms of single training examples in the trained model, on a logarithmic "
+        "axis. Gradients to the right of the bound are clipped to it.",
         layers.gradients,
         _private,
     ),

@@ -17,14 +17,20 @@ from typing import Any
 from dpjax.accounting.rounding import upwards
 from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
 from dpjax.reports.load_run import Missing, Run, read
-from dpjax.reports.page import badge, page, power, section, table
+from dpjax.reports.page import badge, page, power, section, table, three_digits
 from dpjax.reports.statement import seed_notice
+from dpjax.reports.statement_html import as_html
 
 _SEEN_BY = (
     "Figures with the badge “released” are computed from what the mechanism released and from test "
     "examples; the guarantee does not cover test examples. All other figures show private training "
     "data without noise, or with noise that anyone can subtract, so only people who may see the "
     "data may see this page. To publish, take single figures from the folder figures."
+)
+
+_PARAMETERS = (
+    "Test results, and norms at the end, are {}, which params.msgpack holds. Training losses, "
+    "norms and clipping over time are at the parameters of the steps, before any average."
 )
 
 
@@ -60,7 +66,13 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     for plot, _ in absent:  # an earlier page may have written it, perhaps from other data
         (folder / f"{plot.name}.png").unlink(missing_ok=True)
     path = run.path / "report.html"
-    body = [*_header(run), *_promise(run), *_figures(figures), *_made_with(run), *_left_out(absent)]
+    body = [
+        *_header(run),
+        *_promise(run),
+        *_figures(run, figures),
+        *_made_with(run),
+        *_left_out(absent),
+    ]
     # Figures first, page last: a page never names an image that is not there yet.
     path.write_text(page(_name(run), body), encoding="utf-8")
     path.chmod(0o600)
@@ -97,9 +109,9 @@ def _header(run: Run) -> Iterator[str]:
             "when it ends.</p>"
         )
     (best, _), *others = run.epsilons.items()
-    bounds = [f"by {best}", *(f"{upwards(value, '.3g')} by {name}" for name, value in others)]
+    bounds = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
     numbers = [
-        ("epsilon", upwards(epsilon, ".3g"), "; ".join(bounds)),
+        ("epsilon", three_digits(epsilon), "; ".join(bounds)),
         ("delta", power(run.delta), ""),
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
@@ -128,28 +140,19 @@ def _verdict(run: Run, epsilon: float, accuracy: str) -> str:
 
 def _promise(run: Run) -> Iterator[str]:
     yield "<h2>What is promised</h2>"
-    words, _, references = (run.statement or "").partition("\nReferences\n")
-    words = words.removeprefix("Privacy statement").strip("\n")
-    plate = (
-        f"<pre>{escape(words)}</pre>"
-        if words
-        else f"<p>{str(run.missing('statement.txt')).capitalize()}.</p>"
-    )
-    if references.strip():
-        plate += (
-            "<details><summary>References, as BibTeX</summary>"
-            f"<pre>{escape(references.strip())}</pre></details>"
-        )
+    missing = f"<p>{str(run.missing('statement.txt')).capitalize()}.</p>"
     note = (
         "<h3>Privacy statement</h3><p>Who is protected, how, how much, and what is not covered. "
-        "Publish it with the model.</p>"
+        "Publish it with the model: statement.txt.</p>"
     )
-    yield section(note, plate)
+    yield section(note, missing if run.statement is None else as_html(run.statement))
 
 
-def _figures(figures: Iterable[Drawn]) -> Iterator[str]:
+def _figures(run: Run, figures: Iterable[Drawn]) -> Iterator[str]:
     yield "<h2>What happened</h2>"
     yield f'<p class="aside">{_SEEN_BY}</p>'
+    if run.evaluation is not None or run.diagnostics is not None:
+        yield f'<p class="aside">{_PARAMETERS.format(run.measured_at)}</p>'
     for number, figure in enumerate(figures, start=1):
         plot = figure.plot
         note = (

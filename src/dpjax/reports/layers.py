@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dpjax.reports.load_run import Missing, Run
-from dpjax.reports.style import PALETTE, legend, panel
+from dpjax.reports.style import PALETTE, WIDTH, legend, panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,22 +33,26 @@ def gradients(figure: Figure, run: Run) -> str:
     # Three histograms side by side are the most that a column of text can hold.
     columns = min(shown, 3)
     rows = -(-shown // columns)
-    figure.set_size_inches(6.4, 3.1 if rows == 1 else 1.7 * rows)
+    figure.set_size_inches(WIDTH, 2.9 if rows == 1 else 1.6 * rows)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[shown:]:
         axes.set_axis_off()
     names = run.mechanism.get("clipping", {}).get("groups", [])
+    below = 0
     for group, axes in enumerate(grid[:shown]):
-        _histogram(axes, norms[:, group], bounds[group])
+        below += _histogram(axes, norms[:, group], bounds[group])
         if shown > 1:
             name = str(names[group]) if group < len(names) else f"group {group}"
             # Cut to the width of the histogram; the end of a path names the layer.
             axes.set_title(name if len(name) <= 26 else f"…{name[-25:]}", parse_math=False)
+            low, high = axes.get_xlim()
+            if high > 10 * low:  # the powers of ten have labels, and others would overlap
+                axes.xaxis.set_minor_formatter("")
     figure.supxlabel("gradient norm of an example", fontsize=8.5, color=PALETTE["muted"])
     figure.supylabel("examples", fontsize=8.5, color=PALETTE["muted"])
     if shown == 1:
         legend(grid[0])
-    return _cut(norms, bounds, shown)
+    return _cut(norms, bounds, shown, below, run.measured_at)
 
 
 def weights(figure: Figure, run: Run) -> str:
@@ -65,27 +69,36 @@ def activations(figure: Figure, run: Run) -> str:
     return _largest(names, values)
 
 
-def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
-    """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
+def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> int:
+    """Counts on a logarithmic axis, because a few gradients are often a hundred times longer.
+
+    Returns how many norms are below the axis; the first bin holds them too.
+    """
     norms = norms[np.isfinite(norms)]
     top = float(norms.max(initial=0)) or 1.0
     # The axis begins just below the smallest positive norm, but spans a few decades at most.
     low = max(float(norms.min(initial=top, where=norms > 0)) / 1.1, top * _DECADES)
     edges = np.geomspace(low, 1.1 * top, 41)
-    counts, _ = np.histogram(np.maximum(norms, low), edges)  # zeros are in the first bin
+    counts, _ = np.histogram(np.maximum(norms, low), edges)
     axes.stairs(counts, edges, fill=True, color=PALETTE["blue"], alpha=0.55)
     axes.set_xscale("log")
     if low * _DECADES < bound < top / _DECADES:  # else it would squeeze the histogram
         axes.axvline(bound, color=PALETTE["clay"], linestyle="--", label=f"bound {bound:.3g}")
+    return int(np.sum(norms < low))
 
 
-def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int) -> str:
+def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int, below: int, at: str) -> str:
     """A sentence: what the histograms show, and what they leave out."""
     # Norms that are not finite are counted in words, since no bin can hold them.
     finite = np.isfinite(norms)
     above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
     middle = np.median(norms[finite]) if finite.any() else np.nan
-    words = f"Of {len(norms):,} examples, {above:.0%} of the norms are above; median {middle:.3g}."
+    words = (
+        f"Of {len(norms):,} training examples {at}, {above:.0%} of the norms are above the bound; "
+        f"median {middle:.3g}."
+    )
+    if below:
+        words += f" The first bin also holds the {below:,} norms below it."
     if not finite.all():
         words += f" {np.sum(~finite):,} norms are not finite, and are not drawn."
     if shown < norms.shape[1]:
@@ -105,7 +118,7 @@ def _lollipops(
     figure: Figure, names: list[str], values: np.ndarray, label: str, color: str
 ) -> None:
     """A line and a dot for each layer, the first layer at the top."""
-    figure.set_size_inches(6.4, 0.9 + 0.22 * max(3, len(names)))
+    figure.set_size_inches(WIDTH, 0.9 + 0.22 * max(3, len(names)))
     axes, rows = panel(figure, label, ""), np.arange(len(names))
     axes.hlines(rows, 0, values, color=PALETTE[color], linewidth=1.6)
     axes.plot(values, rows, "o", color=PALETTE[color], markersize=5)

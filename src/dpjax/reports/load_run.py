@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dpjax import accounting
+from dpjax.accounting.rounding import upwards
 from dpjax.data.files import plain_arrays
 from dpjax.mechanism.card import check_format
 
@@ -43,12 +44,12 @@ class Run(NamedTuple):
 
     path: pathlib.Path
     rows: list[dict[str, Any]]
-    identity: dict[str, Any] | None
-    card: dict[str, Any] | None
-    statement: str | None
-    config: dict[str, Any] | None
-    evaluation: Mapping[str, np.ndarray] | None
-    diagnostics: Mapping[str, np.ndarray] | None
+    identity: dict[str, Any] | None = None
+    card: dict[str, Any] | None = None
+    statement: str | None = None
+    config: dict[str, Any] | None = None
+    evaluation: Mapping[str, np.ndarray] | None = None
+    diagnostics: Mapping[str, np.ndarray] | None = None
     foreign: str = ""
 
     def series(self, *names: str) -> Float[np.ndarray, "rows width"]:
@@ -104,7 +105,8 @@ class Run(NamedTuple):
             # An estimate in the log is no bound, so the page must not print it as one.
             if self.rows[-1].get("estimate"):
                 return {"any method": math.inf}
-            return {"the log": math.inf if last is None else float(last)}
+            method = self.rows[-1].get("method", "the log")
+            return {method: math.inf if last is None else float(last)}
         values = {
             method: float(claim["value"])
             for method, claim in self.card["epsilon"].items()
@@ -113,6 +115,28 @@ class Run(NamedTuple):
         # Ties go to the method that this version knows, whose words can be printed.
         best_first = sorted(values, key=lambda m: (values[m], m not in accounting.METHODS))
         return {method: values[method] for method in best_first} or {"any method": math.inf}
+
+    @property
+    def stated(self) -> str:
+        """At which delta and by which accountant the log states epsilon, for labels of axes.
+
+        Logs of earlier versions do not name the accountant.
+        """
+        deltas = {
+            f" at delta {upwards(row['delta'], '.3g')}" for row in self.rows if "delta" in row
+        }
+        methods = {
+            f" by {row['method']}{' (an estimate)' * bool(row.get('estimate'))}"
+            for row in self.rows
+            if "method" in row
+        }
+        return ",".join(" or".join(sorted(each)) for each in (deltas, methods) if each)
+
+    @property
+    def measured_at(self) -> str:
+        """The parameters that ``evaluation.npz`` and ``diagnostics.npz`` are of, in words."""
+        averaged = str((self.diagnostics or {}).get("parameters")) == "averaged"
+        return "at the averaged parameters" if averaged else "at the released parameters"
 
     @property
     def delta(self) -> float:
@@ -140,7 +164,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
     # not stand on this run's page.
     if card is not None and (why := _foreign(path, card, identity or {}, int(rows[-1]["step"]))):
-        return Run(path, rows, identity, None, None, None, None, None, why)
+        return Run(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
         plain_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")

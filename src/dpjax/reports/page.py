@@ -94,6 +94,11 @@ def power(number: float) -> str:
     return tens if mantissa == "1" else f"{mantissa} × {tens}"
 
 
+def three_digits(claim: float) -> str:
+    """A claim, rounded up, with all of its three digits: ``3.00`` and not ``3``."""
+    return f"{float(upwards(claim, '.3g')):#.3g}".rstrip(".")
+
+
 _STYLE = """\
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);
@@ -122,7 +127,7 @@ sup{font-size:.68em;line-height:0}
 .open{color:var(--green);border-color:color-mix(in srgb,var(--green) 40%,transparent)}
 .private{color:var(--clay);border-color:color-mix(in srgb,var(--clay) 50%,transparent);
   background:color-mix(in srgb,var(--clay) 9%,transparent)}
-svg{display:block;width:100%;height:auto}
+svg{display:block;width:100%;max-width:36rem;height:auto}
 svg *{stroke-linejoin:round;stroke-linecap:butt}
 svg [id*=PatchCollection]{shape-rendering:crispEdges}
 svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif!important}
@@ -130,24 +135,29 @@ pre,td,code{font:.8rem/1.6 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mo
 pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
 details{margin-top:1rem}
 summary{cursor:pointer;color:var(--muted);font-size:.94rem;margin-bottom:.6rem}
+.plate{overflow-x:auto}
+.plate ul{margin:0;padding-left:1.2rem;font-size:.94rem}
 table{border-collapse:collapse;width:100%}
 th{font-weight:400;text-align:left;color:var(--muted);font-size:.9rem}
 th,td{padding:.22rem 1.2rem .22rem 0;vertical-align:baseline;border-bottom:1px solid var(--rule);
   overflow-wrap:anywhere}
 .facts th{width:11rem}
+.said{margin:0 0 1.2rem;font-size:.94rem}
+.said th{width:7rem}
+.said td{font:inherit}
 .flags{display:block;columns:2;column-gap:2.5rem}
 .flags tbody{display:block}
 .flags tr{display:flex;break-inside:avoid;border-bottom:1px solid var(--rule)}
 .flags th,.flags td{border:0;padding-right:.6rem;font-size:.78rem}
 .flags th{flex:0 0 10rem}
 .grid th[scope=col]{white-space:nowrap}
-.grid th[scope=row]{color:var(--ink)}
+.grid th[scope=row]{color:var(--ink);min-width:9rem}
 .grid td{font-variant-numeric:tabular-nums;white-space:nowrap}
 .aside{color:var(--muted);font-size:.94rem;max-width:46rem;margin:1rem 0 0}
 h2+.row{margin-top:1.6rem}
 @media (max-width:56rem){main{padding:2rem 1.1rem 4rem}
   .row{grid-template-columns:minmax(0,1fr)} h1{font-size:1.8rem} .flags{columns:1}
-  .plate{overflow-x:auto} .plate svg{min-width:28rem} .plate pre{white-space:pre}}
+  }
 @media print{main{max-width:none;padding:0} .row{break-inside:avoid}
   .row{grid-template-columns:minmax(0,1fr)}}
 """

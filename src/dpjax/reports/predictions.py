@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from dpjax import metrics
 from dpjax.reports.load_run import Missing, Run
-from dpjax.reports.style import PALETTE, legend, panel
+from dpjax.reports.style import PALETTE, WIDTH, legend, panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,8 +52,8 @@ def confusion(figure: Figure, run: Run) -> str:
     counts = np.asarray(metrics.confusion(*_predictions(run)))
     size = len(counts)
     part = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    figure.set_size_inches(6.4, 5.2)
-    axes = panel(figure, "predicted class", "right class")
+    figure.set_size_inches(WIDTH, 4.6)
+    axes = panel(figure, "predicted class", "true class")
     look = {"facecolor": PALETTE["blue"], "linewidth": 0}
     cells = [
         # An opacity at which even a small fraction stays visible.
@@ -87,7 +87,7 @@ def calibration(figure: Figure, run: Run) -> str:
     counts, confidence, right = (np.asarray(column) for column in table)
     # An empty bin has no accuracy, and a dot at 0 would claim one.
     filled = counts > 0
-    figure.set_size_inches(6.4, 4.4)
+    figure.set_size_inches(WIDTH, 4.0)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
     above.vlines(confidence[filled], confidence[filled], right[filled], color=PALETTE["blue"])

@@ -22,6 +22,7 @@ from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.reports.epsilons import epsilons, multipliers
 from dpjax.reports.references import references
+from dpjax.reports.statement_html import Statement
 from dpjax.types import Neighbours, Sampler
 
 _NEIGHBOURS = {
@@ -53,7 +54,8 @@ def statement(
     ledger: Ledger | None = None,
     seed: int | None = None,
     methods: Sequence[str] | None = None,
-) -> str:
+    scaled_by: str | None = None,
+) -> Statement:
     """The privacy statement of a computation, in words.
 
     Args:
@@ -62,9 +64,11 @@ def statement(
       ledger: The steps that ran; by default all planned steps.
       seed: The fixed seed of the run, if it had one instead of a secret key.
       methods: The `dpjax.accounting` methods that state epsilon; by default all.
+      scaled_by: What multiplies sum and noise alike beside the mechanism, for example
+        ``"a bound schedule"`` of `dpjax.dpsgd`. `dpjax.fit` gives it for the run in a folder.
 
     Returns:
-      A text to print, and to publish with the model.
+      A text to print, and to publish with the model; a notebook shows it as a table.
 
     Example:
       >>> import dpjax
@@ -88,7 +92,7 @@ def statement(
         "",
         *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger)),
         "",
-        *_facts(mechanism, ran, ledger, delta),
+        *_facts(mechanism, ran, ledger, delta, scaled_by),
         "",
         *_figures(mechanism, ran, found, delta),
         "",
@@ -98,7 +102,7 @@ def statement(
         "References",
         *references(mechanism, found),
     ]
-    return "\n".join(lines)
+    return Statement("\n".join(lines))
 
 
 def _verdict(
@@ -198,7 +202,11 @@ def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
 
 
 def _facts(
-    mechanism: Mechanism, ran: np.ndarray, ledger: Ledger | None, delta: float
+    mechanism: Mechanism,
+    ran: np.ndarray,
+    ledger: Ledger | None,
+    delta: float,
+    scaled_by: str | None,
 ) -> Iterator[str]:
     sampling, rule = mechanism.sampling, mechanism.clipping
     # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
@@ -219,7 +227,7 @@ def _facts(
         share = f"{mechanism.adaptive.target:g} of the norms are below"
         yield f"                adapted: it follows the length that {share},"
         yield f"                by a noised count of {unit}s at every step"
-    yield from _noise(mechanism, ran)
+    yield from _noise(mechanism, ran, scaled_by)
     if mechanism.preparation:
         each = ", ".join(f"{multiplier:.4g}" for multiplier in mechanism.preparation)
         yield "  preparation   Gaussian queries on all the data before the first step, with"
@@ -234,6 +242,10 @@ def _facts(
         )
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {len(ran):,}{planned}"
+    # A number of steps that follows from released results is a function of the whole plan: the
+    # epsilon of the plan holds for it, and that of the steps alone is not proved.
+    if len(ran) < mechanism.steps:
+        yield "                if results chose where to stop, all planned steps count"
     yield f"  delta         {upwards(delta, '.6g')}"
 
 
@@ -255,7 +267,7 @@ def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
         yield f"                counted: rate {_range(counted)}"
 
 
-def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
+def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iterator[str]:
     """The noise of steps with these multipliers: on the sum, then on the mean."""
     groups = mechanism.gradient_multiplier
     # Multipliers of groups are relative to each group's bound, so the sensitivity of the whole has
@@ -285,12 +297,8 @@ def _noise(mechanism: Mechanism, ran: np.ndarray) -> Iterator[str]:
         start = ", at first" * bool(mechanism.adaptive)
         fresh = ", before it is correlated" * bool(mechanism.noise)
         yield f"                = standard deviation {each} on the mean{start}{fresh}"
-        # Arguments of the training loop, which a mechanism does not hold, may scale both.
-        if mechanism.adaptive is None:
-            yield (
-                "                unless a bound schedule or a total of weights "
-                "scales sum and noise alike"
-            )
+        if scaled_by is not None:
+            yield f"                before {scaled_by}, which scales sum and noise alike"
 
 
 def _words(mechanism: Mechanism) -> str:

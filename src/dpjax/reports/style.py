@@ -45,6 +45,8 @@ DARK = {
 }
 SERIES = ("blue", "clay", "green", "violet", "ochre", "teal")
 
+WIDTH = 5.4  # inches; at this width the text is 8 pixels high on a screen of 400
+
 DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "markeredgecolor": PALETTE["paper"]}
 
 _INK, _MUTED, _RULE, _PAPER = (PALETTE[name] for name in ("ink", "muted", "rule", "paper"))
@@ -83,7 +85,7 @@ def style() -> Iterator[None]:
     except ImportError as error:
         raise ImportError(
             "reports.report: figures are drawn with Matplotlib, which is not installed. "
-            "Install the extra: pip install 'dpjax[plots]'."
+            "Install it: pip install matplotlib."
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

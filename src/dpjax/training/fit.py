@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -32,6 +32,7 @@ from dpjax.training.signals import Stop
 from dpjax.types import Algorithm
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
+Show = Callable[[Sequence[Mapping[str, Any]]], object]
 
 _SAVE = 300.0  # seconds between checkpoints
 
@@ -48,7 +49,7 @@ def fit(
     directory: str | os.PathLike[str] | None = None,
     configuration: Mapping[str, Any] | None = None,
     save_every: int | None = None,
-    progress: bool = True,
+    progress: bool | Show = True,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Runs an algorithm, and resumes an interrupted run.
 
@@ -58,7 +59,8 @@ def fit(
       steps: How many more steps; by default all that are planned.
       evaluate: ``state -> {name: number}``, for example the accuracy on test data. Numbers that
         depend on private data go under ``{"private": {name: number}}``. The next steps reuse the
-        buffers of the state: copy what you keep.
+        buffers of the state: copy what you keep. With ``"stop": True`` among the numbers the run
+        ends after this row.
       evaluate_every: Steps between evaluations; by default a twentieth of the run.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
         ``mechanism.target``, or 1e-5.
@@ -72,7 +74,8 @@ def fit(
         refuses another one. Loss, optimizer, weights and data need no name here: `fit` compares
         the program of a step and the data.
       save_every: Steps between checkpoints; by default about five minutes.
-      progress: Whether to show a live line.
+      progress: Whether to show a live line; or a function that gets the rows of the log after each
+        evaluation instead, as `dpjax.reports.live_plot` makes one.
 
     Returns:
       The last state, and the rows of the log. ``row["private"]`` was computed from private
@@ -89,7 +92,7 @@ def fit(
     | holds this run, under other numerics | logged; refused if released steps would change |
     | holds released steps of another loss, optimizer, rate or data | refused |
     | holds a run that began with other parameters | refused |
-    | holds this run, finished | returns its last state and rows |
+    | holds this run, finished or stopped by `evaluate` | returns its last state and rows |
     | holds this run, further than ``steps`` | refused |
     | is on a full disk | logged; the run continues, and tries the next checkpoint |
 
@@ -98,6 +101,35 @@ def fit(
 
     Privacy:
       Checkpoints hold the root key: never release them.
+
+      Card and statement count the steps that ran, so a run that stops early costs less if the time
+      to stop was fixed without its results. If `evaluate` chose it by what was released (the
+      parameters, and their accuracy on data that no step draws), the epsilon of all planned steps
+      holds, and stopping costs nothing beyond it. A choice by the training data themselves, such as
+      their loss or ``info``, is a release without noise, which no epsilon covers.
+
+    Example:
+      Stops when the accuracy has not improved in five evaluations. A resumed run begins with an
+      empty list: keep what must last in a file.
+
+      >>> import dpjax, jax.numpy as jnp, optax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.full(examples=3),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=1.0,
+      ...     steps=100,
+      ... )
+      >>> loss = lambda params, x: (params["w"] - x) ** 2
+      >>> algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, jnp.arange(3.0))
+      >>> seen = []
+      >>> def evaluate(state):
+      ...     accuracy = 0.5  # of the model with state.params, on held-out data
+      ...     seen.append(accuracy)
+      ...     return {"accuracy": accuracy, "stop": max(seen[-5:]) <= max(seen[:-5], default=0)}
+      >>> state = algorithm.init(dpjax.noise.secret_key(), {"w": jnp.zeros(())})
+      >>> state, rows = fit(algorithm, state, evaluate=evaluate, evaluate_every=2, progress=False)
+      >>> state.ledger.steps
+      12
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(
@@ -154,10 +186,12 @@ def fit(
         most = planned
         if budget is not None and (budget.delta, budget.method) == (delta, method):
             most = budget.epsilon
-        shown = progress and meshes.first_process()
+        first = meshes.first_process()
+        shown = first and bool(progress) and not callable(progress)
         show = Progress(run.done, end, most, unit=mechanism.unit, enabled=shown)
         stack.callback(show.close)
-        while run.done < end:
+        ended = run.stopped
+        while run.done < end and not ended:
             to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
             run.advance(min(end - run.done, to_row, to_save))
             show.tick(run.done)
@@ -169,6 +203,7 @@ def fit(
                     "step": run.done,
                     "epsilon": epsilon,
                     "delta": delta,
+                    "method": method,
                     **({} if accounting.METHODS[method].proven else {"estimate": True}),
                     **numbers(algorithm.released(run.state)),
                     f"{mechanism.unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
@@ -180,11 +215,15 @@ def fit(
                     row |= _evaluated(evaluate(run.state), row)
                 # The row is on disk before the line is printed: what a user saw is in the log.
                 show.line(run.done, run.add(row))
+                if first and callable(progress):
+                    progress(run.rows)
+                # Processes may measure different numbers, and all of them stop at one step.
+                ended = meshes.from_first(lambda: run.stopped)
                 if folder is not None:
-                    last = run.done == end
-                    leave(folder.path, mechanism, run.state, delta, method, last=last)
+                    last = ended or run.done == end
+                    leave(folder, mechanism, run.state, delta, method, last=last)
             if folder is not None:
-                _save(run, save_every, now=run.done == end or stopped)
+                _save(run, save_every, now=ended or run.done == end or stopped)
             if stopped:
                 stop.leave()
         return run.state, run.rows

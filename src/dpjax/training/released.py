@@ -8,7 +8,7 @@ stopped leaves them too. All three are of the same step.
 from __future__ import annotations
 
 import json
-import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,11 @@ from absl import logging
 
 from dpjax import meshes, reports, trees
 from dpjax.mechanism import Mechanism
-from dpjax.training.run_folder import replace
+from dpjax.training.run_folder import Folder, replace
 
 
 def leave(
-    folder: pathlib.Path, mechanism: Any, state: Any, delta: float, method: str, *, last: bool
+    folder: Folder, mechanism: Any, state: Any, delta: float, method: str, *, last: bool
 ) -> None:
     """Writes card, statement and parameters of a state into a run's folder.
 
@@ -35,19 +35,30 @@ def leave(
     params = jax.tree.map(trees.on_host, state.params)
     if not meshes.first_process():
         return
+    path = folder.path
     try:
         if isinstance(mechanism, Mechanism):
             # Loss distributions of many different steps take seconds: the last card has them.
             methods = None if last else ("rdp", "rdp-classic", method)
             facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
             card = reports.card(mechanism, delta, **facts)
+            facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
             words = reports.statement(mechanism, delta, **facts)
-            replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
-            replace(folder / "statement.txt", words + "\n", public=True)
-        replace(folder / "params.msgpack", serialized(params), public=True)
+            replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
+            replace(path / "statement.txt", words + "\n", public=True)
+        replace(path / "params.msgpack", serialized(params), public=True)
     except OSError as error:
         # As with the log: a full disk does not end a run, and the next row tries again.
-        logging.error("fit: %s has no card of this step (%s); the run continues.", folder, error)
+        logging.error("fit: %s has no card of this step (%s); the run continues.", path, error)
+
+
+def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
+    """What this run multiplies sum and noise by, which its mechanism does not say."""
+    if identity.get("bound schedule") is not None:
+        return "a bound schedule"
+    clients = mechanism.sampling.examples
+    total = identity.get("weights", {}).get("total", clients)
+    return None if total == clients else "the total of weights"
 
 
 def serialized(params: Any) -> bytes:

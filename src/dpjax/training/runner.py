@@ -55,6 +55,12 @@ class Run:
         """How many steps ran."""
         return self.state.ledger.steps
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the evaluation after the last step ended the run."""
+        last = self.rows[-1] if self.rows else {}
+        return last.get("step") == self.done and bool(last.get("stop"))
+
     def _take_up(self, folder: Folder) -> None:
         """Resumes from the last checkpoint, or writes the first."""
         found = folder.checkpoints.latest(like=self.state)

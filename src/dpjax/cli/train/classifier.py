@@ -89,6 +89,7 @@ class Evaluation:
         except ValueError:  # a linear model has no pre-activations
             hidden = {}
         found = {
+            "parameters": "averaged",
             "weight_names": list(weights),
             "weight_norms": list(weights.values()),
             "activation_names": list(hidden),

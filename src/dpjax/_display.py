@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How objects of dpjax look in a terminal and in a notebook.
+
+The dataclasses of dpjax hold functions, and a generated `__repr__` prints their addresses. `short`
+is one line with the fields that a reader chose. `table` is HTML for `_repr_html_`, which notebooks
+show; its styles are inline because a notebook has no style sheet for it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+__all__ = ["brief", "short", "table"]
+
+_REPR = reprlib.Repr()
+_REPR.maxother = 400  # a mechanism within an algorithm is not cut
+_REPR.maxtuple = 4
+
+_CELL = 'style="text-align:left;vertical-align:top;padding-right:1.2em"'
+
+
+def short(thing: Any, *names: str) -> str:
+    """A line with these fields: ``Name(field=value, ...)``; long tuples are cut."""
+    fields = (f"{name}={brief(getattr(thing, name))}" for name in names)
+    return f"{type(thing).__name__}({', '.join(fields)})"
+
+
+def brief(value: Any) -> str:
+    """A `repr` of limited length."""
+    return _REPR.repr(value)
+
+
+def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A table of names and values, which are escaped; a line break in a value stays one."""
+    lines = "".join(
+        f'<tr><th scope="row" {_CELL}>{escape(name)}</th>'
+        f"<td {_CELL}>{escape(value).replace(chr(10), '<br/>')}</td></tr>"
+        for name, value in rows
+    )
+    head = f"<p><strong>{escape(title)}</strong></p>\n" if title else ""
+    return f'{head}<table class="said"><tbody>{lines}</tbody></table>'

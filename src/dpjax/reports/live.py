@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A figure in a notebook that grows while `dpjax.fit` runs.
+
+Each evaluation replaces the figure, so a cell has one output however long the run is. It shows
+what was released unless the caller names private numbers, because outputs are saved and shared
+with the notebook.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpjax.reports.curves import against_epsilon
+from dpjax.reports.figure_output import png
+from dpjax.reports.figures import PRIVATE
+from dpjax.reports.load_run import Run
+from dpjax.reports.style import WIDTH, canvas, style
+
+# What `fit` itself writes into a row; `evaluate` returns the other numbers.
+_OF_FIT = {"step", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"}
+
+_PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
+
+
+def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
+    """A figure of a run in a notebook, for ``dpjax.fit(..., progress=live_plot())``.
+
+    Args:
+      names: The numbers of the log to draw against epsilon; by default all that ``evaluate``
+        returns. ``"private/loss"`` is the loss of the drawn examples.
+
+    Returns:
+      A function of the rows of the log, which draws them.
+
+    Raises:
+      RuntimeError: No notebook runs here, so no figure could be seen.
+
+    Privacy:
+      Numbers under ``private/`` are computed without noise, and the figure then says so. A notebook
+      keeps its figures: remove this one before you publish the notebook.
+    """
+    show = _shown()
+    with style():  # without Matplotlib this raises, before any step runs
+        pass
+
+    def plot(rows: Sequence[Mapping[str, Any]]) -> None:
+        drawn = names or _evaluated(rows[-1])
+        if not drawn:
+            raise ValueError(
+                "reports.live_plot: the log has no number to draw. Return one from "
+                "fit(evaluate=...), such as {'accuracy': 0.9}, or name one: "
+                "live_plot('private/loss')."
+            )
+        show(_figure([dict(row) for row in rows], drawn))
+
+    return plot
+
+
+def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
+    """The rows as PNG: a panel for each number, one above the other."""
+    run = Run(pathlib.Path(), rows)
+    hidden = any(name.startswith("private/") for name in names)
+    with style():
+        figure = canvas(WIDTH, 0.5 + 1.9 * len(names))
+        for axes, name in zip(np.ravel(figure.subplots(len(names))), names, strict=True):
+            color = "clay" if name.startswith("private/") else "blue"
+            against_epsilon(axes, run, run.series(*name.split("/")), name, color)
+        return png(figure, PRIVATE if hidden else "")
+
+
+def _evaluated(row: Mapping[str, Any]) -> list[str]:
+    kept = (name for name in row if name not in _OF_FIT and not name.endswith("_per_second"))
+    return [name for name in kept if isinstance(row[name], float)]
+
+
+def _shown() -> Callable[[bytes], None]:
+    """Shows an image as the output of a cell; later ones take its place."""
+    # A kernel has imported IPython before the first cell runs; nothing is installed for a script.
+    shell = sys.modules.get("IPython")
+    if shell is None or shell.get_ipython() is None:
+        raise RuntimeError(
+            "reports.live_plot: expected to run in a notebook, and there is none. In a script, use "
+            "fit(progress=True), and reports.report(directory) for the figures."
+        )
+    cell, handle = importlib.import_module("IPython.display"), None
+
+    def show(data: bytes) -> None:
+        nonlocal handle
+        image = cell.Image(data, width=_PIXELS)
+        if handle is None:
+            handle = cell.display(image, display_id=True)
+        else:
+            handle.update(image)
+
+    return show
