@@ -4,21 +4,21 @@
   result    RESULT
   time      TIME
   command   python experiments/text.py --seeds=3 --out=experiments/results/text.json
-  figures   experiments/results/text.json; --rows=shakespeare selects some, --smoke runs on a few lines
+  figures   experiments/results/text.json; --rows=sst2 selects some, --smoke reads a few lines
 
-  sst2         two blocks of width 64 classify phrases at epsilon 3.  A base was trained on the public
-               questions of TREC.  Trained privately: the head; adapters (LoRA) and the head;
-               embeddings and the head; all weights, from the base or from random ones
-  shakespeare  a model of characters reads windows of 64 characters, and lines with a secret of four
-               digits, each planted 1, 4 or 16 times
+  sst2         two blocks of width 32 classify phrases.  The base was trained on the development
+               part of SST-2 alone, 872 sentences that count as public.  The phrases then train
+               the head; adapters (LoRA) and the head; embeddings and the head; or all weights,
+               from the base or from random ones
+  shakespeare  one block of width 64 predicts the characters of windows of 64, among them lines
+               with a secret of three digits: nine secrets, each planted 1, 4 or 16 times
 
-Words become numbers by a hash and characters by their code, because a vocabulary that is counted in
-private texts is a release of its own.  An example is a phrase or a window.  SST-2's phrases are
-parts of sentences: `phrases` counts how many a sentence has.  Rates were chosen on SST-2's
-development part and on the last tenth of the play, which count as public.
+Words become numbers by a hash and characters by their codes, because a vocabulary that is counted
+in private texts is a release of its own.  An example is a phrase or a window; SST-2's phrases are
+parts of sentences.  Rates, bounds and batches were set in advance and not searched.
 
-The exposure of a secret is log2 of the number of candidates less log2 of its rank among them by the
-model's loss: 13.3 bits for the first of 10,000, 1.4 on average for a guess.
+The exposure of a secret is the logarithm to base 2 of the number of candidates, less that of its
+rank among them by the model's loss: 10 bits for the first of 1,000, 1.4 on average for a guess.
 
 References:
   Carlini et al., "The Secret Sharer", 2019.  Hu et al., "LoRA", 2022.  Socher et al., "Recursive
@@ -27,6 +27,7 @@ References:
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import os
@@ -34,7 +35,7 @@ import pathlib
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -59,9 +60,11 @@ _ROWS = flags.DEFINE_list(
 )
 
 DELTA = paper_runs.DELTA
-WORDS, LENGTH, WIDTH, RANK = 4096, 32, 64, 4  # hashed words, the longest text, of the model, of LoRA
-WINDOW, ALPHABET, DIGITS = 64, 96, 4  # characters; printable ASCII and the end of a line
+WORDS, LENGTH, RANK = 4096, 24, 4  # hashed words, the longest text, of adapters
+WINDOW, ALPHABET, DIGITS = 64, 96, 3  # characters; printable ASCII and the end of a line
 PLANTED = {1: ("Orla", "Bram", "Yusuf"), 4: ("Ines", "Kofi", "Thea"), 16: ("Wim", "Zora", "Emil")}
+
+SMALL = [["a warm and funny film", "1"], ["warm and funny", "1"], ["dull", "0"]] * 7
 
 # The leaves that are trained, as a regular expression of their names.
 TRAINED = {
@@ -71,9 +74,10 @@ TRAINED = {
     "all": r"^(?!lora/)",
 }
 SENTIMENT = {  # what is trained, from the base or not, epsilon, rate of Adam
+    "sst2 base alone": (None, True, 0.0, 0.0),
     "sst2 head at epsilon 3": ("head", True, 3.0, 1e-2),
-    "sst2 lora and head at epsilon 3": ("lora and head", True, 3.0, 3e-3),
-    "sst2 embeddings and head at epsilon 3": ("embeddings and head", True, 3.0, 3e-3),
+    "sst2 lora and head at epsilon 3": ("lora and head", True, 3.0, 5e-3),
+    "sst2 embeddings and head at epsilon 3": ("embeddings and head", True, 3.0, 5e-3),
     "sst2 all at epsilon 3": ("all", True, 3.0, 2e-3),
     "sst2 all, no base, at epsilon 3": ("all", False, 3.0, 2e-3),
     "sst2 all, not private": ("all", True, math.inf, 2e-3),
@@ -85,22 +89,26 @@ PLAY = {  # epsilon, rate of Adam
 }
 
 
-def mechanism_of(
-    examples: int, batch: int, epochs: int, epsilon: float, bound: float
-) -> dpjax.Mechanism:
+@functools.cache
+def mechanism_of(examples: int, batch: int, epochs: int, epsilon: float) -> dpjax.Mechanism:
     """The mechanism of a row; without noise and with an infinite bound at epsilon infinity."""
-    steps = epochs * examples // batch
-    batches = sampling.poisson(examples, batch)
-    if math.isinf(epsilon):
-        rule = clipping.flat(math.inf)
-        return dpjax.Mechanism(sampling=batches, clipping=rule, noise_multiplier=0.0, steps=steps)
-    rule = clipping.flat(bound)
-    planned = dpjax.Mechanism(sampling=batches, clipping=rule, noise_multiplier=1.0, steps=steps)
-    return planned.calibrate(epsilon, DELTA, "pld")
+    private = math.isfinite(epsilon)
+    planned = dpjax.Mechanism(
+        sampling=sampling.poisson(examples, batch),
+        clipping=clipping.flat(0.5 if private else math.inf),
+        noise_multiplier=1.0 if private else 0.0,
+        steps=epochs * examples // batch,
+    )
+    return planned.calibrate(epsilon, DELTA, "pld") if private else planned
 
 
 def train(
-    loss: Callable[..., Any], rate: float, mechanism: dpjax.Mechanism, data: Any, params: Any, seed: int
+    loss: Callable[..., Any],
+    rate: float,
+    mechanism: dpjax.Mechanism,
+    data: Any,
+    params: Any,
+    seed: int,
 ) -> Any:
     """The parameters after all steps of Adam."""
     algorithm = dpjax.dpsgd(loss, optax.adam(rate), mechanism, data)
@@ -117,10 +125,7 @@ def tokens(text: str) -> np.ndarray:
     return np.array((words + [0] * LENGTH)[:LENGTH], np.int32)
 
 
-def classifier(classes: int) -> nn.Module:
-    return models.TextTransformer(
-        classes=classes, vocabulary=WORDS, length=LENGTH, width=WIDTH, depth=2, heads=4
-    )
+MODEL = models.TextTransformer(vocabulary=WORDS, length=LENGTH, width=32, depth=2, heads=2)
 
 
 def adapters(flat: Mapping[str, Any], key: Any) -> dict[str, Any]:
@@ -145,48 +150,56 @@ def assembled(frozen: Mapping[str, Any], trained: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def base(seed: int) -> dict[str, Any]:
-    """Leaves of a network that knows public questions and not one phrase, with a new head."""
-    x, y = questions()
-    model = classifier(int(y.max()) + 1)
-    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros(LENGTH, jnp.int32))["params"]
-    mechanism = mechanism_of(len(y), min(256, len(y)), 8, math.inf, 1.0)
-    loss = losses.of(model, losses.cross_entropy)
-    known = flatten_dict(train(loss, 2e-3, mechanism, (x, y), params, seed), sep="/")
-    return {**random_leaves(seed), **{k: v for k, v in known.items() if not k.startswith("head/")}}
+    """Leaves of a network that was trained on the public sentences alone."""
+    x, y = phrases_of("dev")
+    mechanism = mechanism_of(len(y), min(64, len(y) // 2), 20, math.inf)
+    loss = losses.of(MODEL, losses.cross_entropy)
+    params = unflatten_dict(random_leaves(seed), sep="/")
+    return flatten_dict(train(loss, 2e-3, mechanism, (x, y), params, seed), sep="/")
 
 
 def random_leaves(seed: int) -> dict[str, Any]:
-    init = jax.jit(classifier(2).init)
+    init = jax.jit(MODEL.init)
     return flatten_dict(init(jax.random.key(seed), jnp.zeros(LENGTH, jnp.int32))["params"], sep="/")
 
 
-def sentiment(row: tuple[str, bool, float, float], seed: int, folder: Any) -> Mapping[str, Any]:
+def sentiment(
+    row: tuple[str | None, bool, float, float], seed: int, folder: Any
+) -> Mapping[str, Any]:
     """Test accuracy of one run, the number of trained parameters, and epsilon of a sentence."""
     del folder
     part, based, epsilon, rate = row
-    (x, y), (x_test, y_test) = phrases_of("train"), phrases_of("test")
     leaves = base(seed) if based else random_leaves(seed)
-    leaves = leaves | adapters(leaves, jax.random.key(seed))
-    trained = {k: v for k, v in leaves.items() if re.search(TRAINED[part], k)}
-    frozen = {k: v for k, v in leaves.items() if k not in trained and not k.startswith("lora/")}
-    mechanism = mechanism_of(len(y), min(1024, len(y) // 2), 3, epsilon, 0.5)
+    if part is None:
+        return {"accuracy": accuracy(unflatten_dict(leaves, sep="/"))}
+    known = leaves | adapters(leaves, jax.random.key(seed))
+    trained = {k: v for k, v in known.items() if re.search(TRAINED[part], k)}
+    frozen = {k: v for k, v in leaves.items() if k not in trained}
+    x, y = phrases_of("train")
+    mechanism = mechanism_of(len(y), min(1024, len(y) // 2), 3, epsilon)
 
     def loss(params: Any, example: tuple[Any, Any]) -> Any:
-        logits = classifier(2).apply({"params": assembled(frozen, params)}, example[0])
+        logits = MODEL.apply({"params": assembled(frozen, params)}, example[0])
         return losses.cross_entropy(logits, example[1])
 
     last = train(loss, rate, mechanism, (x, y), trained, seed)
-    logits = paper_runs.logits_on(classifier(2), jnp.asarray(x_test))(assembled(frozen, last))
     return {
-        "accuracy": 100 * float(metrics.accuracy(logits, jnp.asarray(y_test))),
+        "accuracy": accuracy(assembled(frozen, last)),
         "trained": sum(leaf.size for leaf in trained.values()),
-        **costs(mechanism, epsilon, (1, 12, 48)),
+        **costs(mechanism, (1, 12, 48)),
     }
 
 
-def costs(mechanism: dpjax.Mechanism, epsilon: float, records: Iterable[int]) -> dict[str, Any]:
+def accuracy(params: Any) -> float:
+    """On the test sentences, in per cent."""
+    x, y = jax.tree.map(jnp.asarray, phrases_of("test"))
+    return 100 * float(metrics.accuracy(paper_runs.logits_on(MODEL, x)(params), y))
+
+
+@functools.cache
+def costs(mechanism: dpjax.Mechanism, records: tuple[int, ...]) -> dict[str, Any]:
     """The noise, and epsilon for a unit of several examples."""
-    if math.isinf(epsilon):
+    if not mechanism.multipliers[0]:
         return {}
     of = partial(accounting.epsilon_for_users, mechanism.event, DELTA)
     # The accountant has no answer for 16 of the few examples of a smoke run.
@@ -203,17 +216,16 @@ def costs(mechanism: dpjax.Mechanism, epsilon: float, records: Iterable[int]) ->
 class Characters(nn.Module):
     """A causal Transformer: logits of the next character at every position."""
 
-    depth: int = 2
-    heads: int = 4
+    width: int = 64
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        h = nn.Embed(ALPHABET, WIDTH)(x)
-        h = h + self.param("position", nn.initializers.normal(0.02), (WINDOW, WIDTH))
-        mask = nn.make_causal_mask(x)
-        for _ in range(self.depth):
-            h = h + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(h), mask=mask)
-            h = h + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(h))))
+        h = nn.Embed(ALPHABET, self.width)(x)
+        places = self.param("position", nn.initializers.normal(0.02), (WINDOW, self.width))
+        h = h + places[: x.shape[-1]]
+        attention = nn.MultiHeadDotProductAttention(num_heads=4)
+        h = h + attention(nn.LayerNorm()(h), mask=nn.make_causal_mask(x))
+        h = h + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(h))))
         return nn.Dense(ALPHABET)(nn.LayerNorm()(h))
 
 
@@ -224,9 +236,13 @@ def characters(text: str) -> np.ndarray:
 
 
 def line(name: str, secret: int) -> np.ndarray:
-    """A window of one line with a secret, filled with ends of lines."""
-    found = characters(f"\nThe number of {name} is {secret:0{DIGITS}}.")
-    return np.pad(found, (0, WINDOW + 1 - len(found)))
+    """A line with a secret."""
+    return characters(f"\nThe number of {name} is {secret:0{DIGITS}}.")
+
+
+def in_window(codes: np.ndarray) -> np.ndarray:
+    """A line, filled to a window with ends of lines."""
+    return np.pad(codes, (0, WINDOW + 1 - len(codes)))
 
 
 def character_loss(params: Any, window: Any) -> Any:
@@ -242,107 +258,88 @@ def memorised(row: tuple[float, float], seed: int, folder: Any) -> Mapping[str, 
     draw = np.random.default_rng(seed)
     secrets = {n: int(draw.integers(10**DIGITS)) for names in PLANTED.values() for n in names}
     planted = [
-        line(name, secrets[name])
+        in_window(line(name, secrets[name]))
         for times, names in PLANTED.items()
         for name in names
         for _ in range(times)
     ]
     private, public = play()
     data = np.concatenate([private, np.stack(planted)])
-    mechanism = mechanism_of(len(data), min(512, len(data) // 2), 10, epsilon, 0.5)
-    params = jax.jit(Characters().init)(jax.random.key(seed), jnp.zeros(WINDOW, jnp.int32))["params"]
+    mechanism = mechanism_of(len(data), min(512, len(data) // 2), 8, epsilon)
+    params = jax.jit(Characters().init)(jax.random.key(seed), jnp.zeros(WINDOW, jnp.int32))[
+        "params"
+    ]
     last = train(character_loss, rate, mechanism, data, params, seed)
 
     @jax.jit
     def loss_of(windows: Any) -> Any:
-        return jax.lax.map(partial(character_loss, last), windows, batch_size=500)
+        return jax.lax.map(partial(character_loss, last), windows, batch_size=200)
 
     def exposure(name: str) -> float:
         found = loss_of(np.stack([line(name, secret) for secret in range(10**DIGITS)]))
         rank = int(jnp.sum(found <= found[secrets[name]]))
-        return DIGITS * math.log2(10) - math.log2(rank)
+        return DIGITS * math.log2(10) - math.log2(rank)  # ties count against the secret
 
     return {
         "bits": float(loss_of(public).mean() / math.log(2)),
         "exposure": {str(t): [exposure(name) for name in names] for t, names in PLANTED.items()},
-        **costs(mechanism, epsilon, PLANTED),
+        **costs(mechanism, tuple(PLANTED)),
     }
 
 
 # The texts, and small ones for --smoke.
 
 
-def lines(name: str) -> list[list[str]]:
+def text_of(name: str) -> str:
     folder = paper_runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", ".")
-    text = pathlib.Path(folder, f"{name}.tsv").read_text("utf-8")
-    return [row.split("\t") for row in text.splitlines()[1:]]
+    return pathlib.Path(folder, name).read_text("utf-8")
+
+
+def rows_of(part: str) -> list[list[str]]:
+    """Phrases and their sentiment, 1 for positive."""
+    if paper_runs.SMOKE.value:
+        return SMALL
+    return [row.split("\t") for row in text_of(f"sst2_{part}.tsv").splitlines()[1:]]
+
+
+def phrases_of_sentences(seed: int, folder: Any) -> dict[str, Any]:
+    """How many of the examples are parts of one sentence.
+
+    A sentence is a phrase that is part of no other one.  Some phrases are parts of several.
+    """
+    del seed, folder
+    kept: list[str] = []  # sentences
+    counts: list[int] = []
+    of_word: dict[str, set[int]] = collections.defaultdict(set)
+    for text in sorted((text.strip() for text, _ in rows_of("train")), key=len, reverse=True):
+        shared = set.intersection(*(of_word[word] for word in text.split()))
+        inside = [n for n in shared if f" {text} " in f" {kept[n]} "]
+        for n in inside:
+            counts[n] += 1
+        if not inside:
+            for word in text.split():
+                of_word[word].add(len(kept))
+            kept.append(text)
+            counts.append(1)
+    return {"sentences": len(kept), "median": float(np.median(counts)), "most": max(counts)}
 
 
 @functools.cache
 def phrases_of(part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Phrases and their sentiment."""
-    found = SMALL if paper_runs.SMOKE.value else lines(f"sst2_{part}")
-    x = np.stack([tokens(text) for text, _ in found])
-    return x, np.array([int(label) for _, label in found], np.int32)
-
-
-@functools.cache
-def questions() -> tuple[np.ndarray, np.ndarray]:
-    """Public questions and their kinds."""
-    if paper_runs.SMOKE.value:
-        return phrases_of("train")
-    found = lines("trec_train")
-    kinds = sorted({kind for kind, *_ in found})
-    x = np.stack([tokens(text) for *_, text in found])
-    return x, np.array([kinds.index(kind) for kind, *_ in found], np.int32)
+    """Tokens of phrases, and their sentiment."""
+    x = np.stack([tokens(text) for text, _ in rows_of(part)])
+    return x, np.array([int(label) for _, label in rows_of(part)], np.int32)
 
 
 @functools.cache
 def play() -> tuple[np.ndarray, np.ndarray]:
     """Windows of the private and of the public part, each with the character after it."""
-    if paper_runs.SMOKE.value:
-        text = "To thine own self be true.\n" * 60
-    else:
-        folder = paper_runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", ".")
-        text = pathlib.Path(folder, "tiny_shakespeare.txt").read_text("utf-8")
-    codes = characters(text)
+    small = "To thine own self be true.\n" * 60
+    codes = characters(small if paper_runs.SMOKE.value else text_of("tiny_shakespeare.txt"))
     starts = np.arange(0, len(codes) - WINDOW, WINDOW)
     windows = np.stack([codes[start : start + WINDOW + 1] for start in starts])
     kept = len(windows) * 9 // 10
     return windows[:kept], windows[kept:]
-
-
-SMALL = [[text, label] for text, label in (
-    ("a warm and funny film", "1"),
-    ("warm and funny", "1"),
-    ("dull from start to end", "0"),
-    ("dull", "0"),
-)] * 5
-
-
-def phrases(found: list[str]) -> dict[str, Any]:
-    """How many phrases of a sentence are examples: a phrase that no other contains is a sentence."""
-    parts: dict[str, set[str]] = {text: set() for text in found}
-    ordered = sorted(parts, key=len, reverse=True)
-    sentences: list[str] = []
-    index: dict[str, set[int]] = {}
-    for text in ordered:
-        words = text.split()
-        held = set.intersection(*(index.get(word, set()) for word in words))
-        inside = [n for n in held if f" {text} " in f" {sentences[n]} "]
-        for n in inside:
-            parts[sentences[n]].add(text)
-        if not inside:
-            for word in words:
-                index.setdefault(word, set()).add(len(sentences))
-            sentences.append(text)
-    counts = np.array([1 + len(parts[text]) for text in sentences])
-    return {
-        "sentences": len(counts),
-        "median": float(np.median(counts)),
-        "most": int(counts.max()),
-        "at_most_50": float(100 * np.mean(counts <= 50)),
-    }
 
 
 def main(argv: list[str]) -> None:
@@ -350,6 +347,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)
     results = paper_runs.results()
     seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    if any(word in "sst2 phrases of a sentence" for word in _ROWS.value or [""]):
+        print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))
     made = {name: (sentiment, row) for name, row in SENTIMENT.items()}
     made |= {name: (memorised, row) for name, row in PLAY.items()}
     for name, (one, row) in made.items():
