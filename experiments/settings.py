@@ -47,7 +47,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 class Setting(NamedTuple):
-    """One run; the defaults are those that the other rows change."""
+    """One run; the other rows change one or two of the defaults."""
 
     rate: float = 0.4
     momentum: float = 0.9
@@ -184,22 +184,22 @@ PAPERS: dict[str, list[tuple[str, str, str]]] = {
         ("CIFAR-10, the same, not private", "finetuning", "cifar10 linear not private"),
     ],
     "rate of a paper": [
-        ("MNIST, rate 0.0707", "liu2021", "mnist flat, 1324 steps"),
+        ("MNIST, rate 0.05", "liu2021", "mnist flat, 1324 steps"),
         ("MNIST, rate 0.1414", "liu2021", "mnist flat, rate 0.1414, 1324 steps"),
         ("MNIST, rate 0.5", "liu2021", "mnist flat, rate 0.5, 1324 steps"),
     ],
     "rules": [
         ("bound 1", "bu2023", "mnist small R"),
-        ("bound 200, smaller rate", "bu2023", "mnist large R"),
+        ("bound 200, rate by as much smaller", "bu2023", "mnist large R"),
         ("automatic", "bu2023", "mnist automatic"),
         ("a bound for each layer", "bu2023", "algorithms SGD, layerwise"),
-        ("flat, as many steps as the row above", "bu2023", "algorithms SGD, flat, small R"),
+        ("flat, for layers", "bu2023", "algorithms SGD, flat, small R"),
         (
             "8 groups, noise for all of them",
             "liu2021",
             "mnist full, 8 groups, rate 0.5, 1324 steps",
         ),
-        ("flat, as many steps as the row above", "liu2021", "mnist flat, rate 0.5, 1324 steps"),
+        ("flat, for 8 groups", "liu2021", "mnist flat, rate 0.5, 1324 steps"),
     ],
     "noise": [
         ("falling", "an2021", "exponential-down"),
