@@ -31,10 +31,15 @@ ABOVE = [
     ("optimizers", "SGD", "heavy ball"),
     ("rate", "rate 0.4", "rate 0.04"),
     ("rate", "rate 0.04", "rate 0.004"),
-    ("rate", "rate 0.4", "rate 40"),
+    ("rate", "rate 0.4", "rate 4"),
+    ("rate", "rate 4", "rate 40"),
+    ("bound", "bound 0.5, rate 0.4", "bound 50, rate 0.004"),
 ]
 # Where it says that two lines are level, their ranges overlap.
 LEVEL = [
+    ("batch", "898 batches of 64", "56 batches of 1024"),
+    ("bound", "bound 0.05, rate 4", "bound 0.5, rate 0.4"),
+    ("bound", "bound 5, rate 0.04", "bound 0.5, rate 0.4"),
     ("features", "CIFAR-10, the same at epsilon 3", "CIFAR-10, the same, not private"),
     ("rules", "automatic", "bound 1"),
     ("rules", "a bound for each layer", "flat, for layers"),
