@@ -26,6 +26,8 @@ ABOVE = [
     ("rules", "bound 1", "bound 200, rate by as much smaller"),
     ("rules", "flat, for 8 groups", "8 groups, noise for all of them"),
     ("noise", "falling", "rising"),
+    ("group norm", "with group normalisation", "convolutions"),
+    ("augmentation", "the image", "4 shifted views"),
     ("activations", "MNIST, tanh", "MNIST, ReLU"),
     ("activations", "FashionMNIST, tanh", "FashionMNIST, ReLU"),
     ("optimizers", "SGD", "heavy ball"),
@@ -37,6 +39,7 @@ ABOVE = [
 ]
 # Where it says that two lines are level, their ranges overlap.
 LEVEL = [
+    ("average", "average over about 20 steps", "last parameters"),
     ("batch", "898 batches of 64", "56 batches of 1024"),
     ("bound", "bound 0.05, rate 4", "bound 0.5, rate 0.4"),
     ("bound", "bound 5, rate 0.04", "bound 0.5, rate 0.4"),
@@ -78,6 +81,13 @@ def test_the_figures_of_the_tutorial_are_current():
     rows = json.loads((RESULTS / "text.json").read_text())["rows"]
     with run_binary.importing() as import_binary:
         assert import_binary("text").with_tables(TEXT.read_text(), rows) == TEXT.read_text()
+    of = {row: [run.get("accuracy") for run in runs.values()] for row, runs in rows.items()}
+    base, parts = of["sst2 base alone"], ("head", "lora and head", "embeddings and head", "all")
+    head, lora, embeddings, everything = (of[f"sst2 {part} at epsilon 3"] for part in parts)
+    assert min(embeddings) > max(everything) > max(head + lora)
+    assert min(head + lora) < max(base), "they stay where the base stands"
+    first, _, last = rows["shakespeare at epsilon 2"]["0"]["epsilon_of"].values()
+    assert first <= 2 < 60 < last, "nothing is promised for 16 copies"
 
 
 @pytest.mark.slow
