@@ -2,6 +2,7 @@
 """The guide to settings and the tutorial on text say what the committed results say."""
 
 import json
+import statistics
 
 import pytest
 import run_binary
@@ -36,9 +37,11 @@ ABOVE = [
     ("rate", "rate 0.4", "rate 4"),
     ("rate", "rate 4", "rate 40"),
     ("bound", "bound 0.5, rate 0.4", "bound 50, rate 0.004"),
+    ("steps", "112 steps", "28 steps"),
 ]
 # Where it says that two lines are level, their ranges overlap.
 LEVEL = [
+    ("steps", "448 steps", "112 steps"),
     ("average", "average over about 20 steps", "last parameters"),
     ("batch", "898 batches of 64", "56 batches of 1024"),
     ("bound", "bound 0.05, rate 4", "bound 0.5, rate 0.4"),
@@ -50,7 +53,7 @@ LEVEL = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def settings():
     with run_binary.importing() as import_binary:
         yield import_binary("settings")
@@ -74,6 +77,14 @@ def test_what_the_guide_says_in_words_is_so(settings):
     for name, one, other in LEVEL:
         one, other = found[name, one], found[name, other]
         assert max(min(one), min(other)) <= min(max(one), max(other)), (name, one, other)
+    epsilons = [float(line.epsilon) for line in settings.lines()["epsilons"]]
+    means = [statistics.mean(line.accuracies) for line in settings.lines()["epsilons"]]
+    assert epsilons[1] < 0.4 * epsilons[0]
+    assert epsilons[4] > 0.7 * epsilons[3]
+    assert means[0] - means[1] < 0.5 < 1.5 < means[3] - means[4]
+    for name in ("MNIST", "FashionMNIST"):
+        tanh, relu = (found["activations", f"{name}, {kind}"] for kind in ("tanh", "ReLU"))
+        assert statistics.mean(tanh) > statistics.mean(relu) + 1
 
 
 def test_the_figures_of_the_tutorial_are_current():
