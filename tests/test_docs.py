@@ -35,8 +35,17 @@ def run(page, blocks):
     exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": page.stem})
 
 
+# Pages that train half a dozen models, each of another program: most of the time is compilation.
+LONG = {"your_model.md", "your_data.md", "text.md"}
+SLOW = [pytest.mark.slow]
+CASES = [
+    pytest.param(page, id=str(page.relative_to(PAGES)), marks=SLOW * (page.name in LONG))
+    for page in WITH_CODE
+]
+
+
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(PAGES)))
+@pytest.mark.parametrize("page", CASES)
 def test_the_code_of_a_page_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page, [block for block in blocks_of(page) if other_of(block) is None])
