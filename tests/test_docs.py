@@ -17,8 +17,8 @@ PAGES = ROOT / "docs" / "pages"
 WITH_CODE = sorted(p for p in PAGES.rglob("*.md") if "```python" in p.read_text())
 
 
-# Libraries of users that dpjax does not need, and so may be missing where the tests run. Data sets
-# of the last are downloaded.
+# Libraries of users that dpjax does not need, and so may be missing where the tests run. The last
+# one downloads its data sets.
 OTHERS = ("haiku", "torch", "grain", "datasets", "pandas", "tensorflow_datasets")
 
 
@@ -35,16 +35,15 @@ def run(page, blocks):
     exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": page.stem})
 
 
-# Pages that train half a dozen models, each of another program: most of the time is compilation.
-LONG = {"your_model.md", "your_data.md", "text.md"}
+# `make test` runs these pages; most of the time of the others is compilation.
+QUICK = {"concepts.md", "tf_privacy.md", "own_loop.md"}
 SLOW = [pytest.mark.slow]
 CASES = [
-    pytest.param(page, id=str(page.relative_to(PAGES)), marks=SLOW * (page.name in LONG))
+    pytest.param(page, id=str(page.relative_to(PAGES)), marks=SLOW * (page.name not in QUICK))
     for page in WITH_CODE
 ]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("page", CASES)
 def test_the_code_of_a_page_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
