@@ -6,6 +6,7 @@ import pathlib
 import re
 import types
 
+import numpy as np
 import pytest
 import run_binary
 
@@ -16,11 +17,56 @@ PAGES = ROOT / "docs" / "pages"
 WITH_CODE = sorted(p for p in PAGES.rglob("*.md") if "```python" in p.read_text())
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(PAGES)))
-def test_the_code_of_a_page_runs(page, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+# Libraries of users that dpjax does not need, and so may be missing where the tests run. The last
+# one downloads its data sets.
+OTHERS = ("haiku", "torch", "grain", "datasets", "pandas", "tensorflow_datasets")
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def other_of(block):
+    """The library, of those above, that a block imports."""
+    return next((name for name in OTHERS if re.search(rf"^import {name}\b", block, re.M)), None)
+
+
+def run(page, blocks):
     exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": page.stem})
+
+
+# `make test` runs these pages; most of the time of the others is compilation.
+QUICK = {"concepts.md", "tf_privacy.md", "own_loop.md"}
+SLOW = [pytest.mark.slow]
+CASES = [
+    pytest.param(page, id=str(page.relative_to(PAGES)), marks=SLOW * (page.name not in QUICK))
+    for page in WITH_CODE
+]
+
+
+@pytest.mark.parametrize("page", CASES)
+def test_the_code_of_a_page_runs(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(page, [block for block in blocks_of(page) if other_of(block) is None])
+
+
+WITH_OTHERS = [(p, b) for p in WITH_CODE for b in blocks_of(p) if other_of(b)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the libraries' own warnings are not ours
+@pytest.mark.parametrize(("page", "block"), WITH_OTHERS, ids=[other_of(b) for _, b in WITH_OTHERS])
+def test_the_code_of_another_library_runs(page, block, tmp_path, monkeypatch):
+    library = pytest.importorskip(other_of(block), reason="optional; the block runs where it is")
+    if library.__name__ == "tensorflow_datasets":
+        records = [{"image": np.zeros((28, 28, 1), "uint8"), "label": i % 10} for i in range(200)]
+        monkeypatch.setattr(library, "data_source", lambda name, split: records)
+    monkeypatch.chdir(tmp_path)
+    run(page, [blocks_of(page)[0], block])
+
+
+def test_a_page_for_each_library():
+    assert {other_of(block) for _, block in WITH_OTHERS} == set(OTHERS)
 
 
 def test_every_public_name_is_documented_in_the_reference():

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guide to settings and the tutorial on text say what the committed results say."""
+
+import json
+import statistics
+
+import pytest
+import run_binary
+from test_docs import PAGES, ROOT
+
+RESULTS = ROOT / "experiments" / "results"
+SETTINGS, TEXT = PAGES / "settings.md", PAGES / "tutorials" / "text.md"
+
+# What the guide says in words: all seeds of one line of a table are above all seeds of another.
+ABOVE = [
+    ("features", "MNIST, a linear model on wavelets", "MNIST, a CNN on pixels"),
+    ("features", "FashionMNIST, a linear model on wavelets", "FashionMNIST, a CNN on pixels"),
+    (
+        "features",
+        "CIFAR-10, a linear model on EfficientNet",
+        "CIFAR-10, a linear model on wavelets",
+    ),
+    ("epsilons", "noise multiplier 1", "noise multiplier 2"),
+    ("epsilons", "noise multiplier 4", "noise multiplier 5"),
+    ("rate of a paper", "MNIST, rate 0.1414", "MNIST, rate 0.05"),
+    ("rate of a paper", "MNIST, rate 0.5", "MNIST, rate 0.1414"),
+    ("rules", "bound 1", "bound 200, rate by as much smaller"),
+    ("rules", "flat, for 8 groups", "8 groups, noise for all of them"),
+    ("noise", "falling", "rising"),
+    ("group norm", "with group normalisation", "convolutions"),
+    ("augmentation", "the image", "4 shifted views"),
+    ("activations", "MNIST, tanh", "MNIST, ReLU"),
+    ("activations", "FashionMNIST, tanh", "FashionMNIST, ReLU"),
+    ("optimizers", "SGD", "heavy ball"),
+    ("rate", "rate 0.4", "rate 0.04"),
+    ("rate", "rate 0.04", "rate 0.004"),
+    ("rate", "rate 0.4", "rate 4"),
+    ("rate", "rate 4", "rate 40"),
+    ("bound", "bound 0.5, rate 0.4", "bound 50, rate 0.004"),
+    ("steps", "112 steps", "28 steps"),
+]
+# Where it says that two lines are level, their ranges overlap.
+LEVEL = [
+    ("steps", "448 steps", "112 steps"),
+    ("average", "average over about 20 steps", "last parameters"),
+    ("batch", "898 batches of 64", "56 batches of 1024"),
+    ("bound", "bound 0.05, rate 4", "bound 0.5, rate 0.4"),
+    ("bound", "bound 5, rate 0.04", "bound 0.5, rate 0.4"),
+    ("features", "CIFAR-10, the same at epsilon 3", "CIFAR-10, the same, not private"),
+    ("rules", "automatic", "bound 1"),
+    ("rules", "a bound for each layer", "flat, for layers"),
+    ("noise", "constant, at an epsilon as large", "falling"),
+]
+
+
+@pytest.fixture
+def settings():
+    with run_binary.importing() as import_binary:
+        yield import_binary("settings")
+
+
+def test_the_tables_of_the_guide_are_current(settings):
+    """``python experiments/settings.py --page docs/pages/settings.md`` writes them."""
+    page = SETTINGS.read_text()
+    assert settings.with_tables(page) == page
+    assert page.count(": begin -->") == len(settings.lines())
+
+
+def test_what_the_guide_says_in_words_is_so(settings):
+    found = {
+        (name, line.label): line.accuracies
+        for name, lines in settings.lines().items()
+        for line in lines
+    }
+    for name, better, worse in ABOVE:
+        assert min(found[name, better]) > max(found[name, worse]), (name, better, worse)
+    for name, one, other in LEVEL:
+        one, other = found[name, one], found[name, other]
+        assert max(min(one), min(other)) <= min(max(one), max(other)), (name, one, other)
+    epsilons = [float(line.epsilon) for line in settings.lines()["epsilons"]]
+    means = [statistics.mean(line.accuracies) for line in settings.lines()["epsilons"]]
+    assert epsilons[1] < 0.4 * epsilons[0]
+    assert epsilons[4] > 0.7 * epsilons[3]
+    assert means[0] - means[1] < 0.5 < 1.5 < means[3] - means[4]
+    for name in ("MNIST", "FashionMNIST"):
+        tanh, relu = (found["activations", f"{name}, {kind}"] for kind in ("tanh", "ReLU"))
+        assert statistics.mean(tanh) > statistics.mean(relu) + 1
+
+
+def test_the_figures_of_the_tutorial_are_current():
+    """``python experiments/text.py --page docs/pages/tutorials/text.md`` writes them."""
+    rows = json.loads((RESULTS / "text.json").read_text())["rows"]
+    with run_binary.importing() as import_binary:
+        assert import_binary("text").with_tables(TEXT.read_text(), rows) == TEXT.read_text()
+    of = {row: [run.get("accuracy") for run in runs.values()] for row, runs in rows.items()}
+    base, parts = of["sst2 base alone"], ("head", "lora and head", "embeddings and head", "all")
+    head, lora, embeddings, everything = (of[f"sst2 {part} at epsilon 3"] for part in parts)
+    assert min(embeddings) > max(everything) > max(head + lora)
+    assert min(head + lora) < max(base), "they stay where the base stands"
+    first, _, last = rows["shakespeare at epsilon 2"]["0"]["epsilon_of"].values()
+    assert first <= 2 < 60 < last, "nothing is promised for 16 copies"
+
+
+@pytest.mark.slow
+def test_the_settings_run(tmp_path):
+    run_binary.run("settings.py", "--smoke", "--rows=augmentation", "--out", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {"smoke: digits views 4", "smoke: digits defaults"} < set(rows)
+    assert all(run["0"]["epsilon"] <= 3 for run in rows.values())
+
+
+@pytest.mark.slow
+def test_the_texts_run(tmp_path):
+    flags = ["--smoke", "--rows=phrases,lora,shakespeare not", "--out", tmp_path / "out.json"]
+    run_binary.run("text.py", *flags)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    of = {name: run["0"] for name, run in rows.items()}
+    counts = of["smoke: sst2 phrases of a sentence"]
+    assert (counts["sentences"], counts["most"]) == (2, 14), "two phrases, each seven times"
+    lora = of["smoke: sst2 lora and head at epsilon 3"]
+    assert lora["trained"] == 2 * 2 * 4 * 32 + 66, "two kernels of rank 4, and the head"
+    assert lora["accuracy"] > 60
+    exposure = of["smoke: shakespeare not private"]["exposure"]
+    assert sum(exposure["16"]) > sum(exposure["1"]), "what is planted more often is known better"
