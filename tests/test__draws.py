@@ -172,7 +172,7 @@ def test_a_large_draw_is_folded_whole():
     assert int(draw.size) > 200
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["poisson", "fixed", "shuffled"])
 def test_wide_integers_change_no_draw(name):
     for examples in (10**6, 10**12):

@@ -347,6 +347,7 @@ def tuned(binary, small, part):
     return binary.Tuned(network, params, lambda x: x, binary.PARTS[part])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("part", "trained"), [("bias-only", 11), ("lora", 6), ("full", 22)])
 def test_a_part_of_the_network_is_trained(part, trained, binary, small):
     leaves = tuned(binary, small, part).init(None, None)["params"]
@@ -378,6 +379,7 @@ def test_features_are_scaled_example_by_example(binary, rng):
     assert not binary.scaled(np.ones((1, 7), np.float32)).any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("examples", "epsilon", "row"),
     [(50_000, 1.0, "cifar10 linear"), (67_349, 3.0, "sst2 linear"), (67_349, 1.0, "sst2 lora")],

@@ -719,6 +719,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
 )
 @kills("gradients/_bookkeeping/leaf_sums.py", ".scaled(factors).", ".", case="embedding", slow=True)
 @kills("gradients/_bookkeeping/leaf_sums.py", "(-1)].add", "(-1)].set", case="embedding", slow=True)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", CASES)
 def test_ghost_is_the_definition(name):
     """By leaf: every norm of every leaf, and so every sum."""
@@ -773,6 +774,7 @@ def test_parts_that_cancel_stay_within_the_bound(bound):
         assert np.linalg.norm(np.float64(found.value)) <= bound * (1 + 1e-5)
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/common.py", "jnp.where(kept, self.scales, 0)", "self.scales", slow=True
 )
@@ -784,7 +786,7 @@ def test_a_common_gradient_times_nan_is_dropped():
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(found.value))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CASES)
 def test_the_forms_of_accelerators_are_the_definition(name):
     # Norms of Gram matrices are rounded up by more where a matrix unit adds the terms.

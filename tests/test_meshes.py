@@ -340,6 +340,7 @@ def alone(tmp_path_factory):
     return processes.run(tmp_path_factory.mktemp("alone") / "run", 1)[0]
 
 
+@pytest.mark.slow
 @kills("training/streaming.py", "where[self.places] = np.arange(len(self.places))", "", slow=True)
 def test_a_run_whose_process_is_killed_resumes_in_all_of_them(tmp_path, alone):
     started = processes.start(tmp_path / "run", 2, stream=True, dies=8)
@@ -395,7 +396,7 @@ def errors(folder, devices=8, **options):
 
 
 @pytest.mark.parametrize(
-    "loss", [pytest.param("dense", marks=pytest.mark.slow), "dense, banded noise"]
+    "loss", ["dense", pytest.param("dense, banded noise", marks=pytest.mark.slow)]
 )
 def test_a_mesh_changes_no_parameter(tmp_path, loss):
     found = errors(tmp_path, 4, loss=loss, engines="auto", mesh="data:2,model:2")
