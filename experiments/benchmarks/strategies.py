@@ -5,9 +5,10 @@
   figures   experiments/results/strategies.json
 
 Banded Toeplitz, buffered Toeplitz and dense strategies for prefix sums, for one participation and
-for participations a separation apart.  Both sides search for the least mean error; a figure is the
-root of the mean variance times the sensitivity.  The peer's functions rate the peer's matrices.
-Each search runs once, imports excluded: results of both libraries are cached by settings.
+for several: at least a separation apart, or for dense strategies exactly that far apart.  Both
+sides search for the least mean error; a figure is the root of the mean variance times the
+sensitivity.  The peer's functions rate the peer's matrices.  Each search runs once, imports
+excluded: results of both libraries are cached by settings.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ TASKS = [
     ("banded", 1_000, 16, None, 1),
     ("banded", 10_000, 64, None, 1),
     ("banded", 100_000, 64, None, 1),
+    ("banded", 1_000, 16, 100, 10),
     ("buffered", 1_000, 4, None, 1),
+    ("buffered", 10_000, 4, None, 1),
     ("buffered", 100_000, 4, None, 1),
     ("buffered", 1_000, 2, 100, 10),
     ("dense", 128, None, None, 1),
     ("dense", 512, None, None, 1),
+    ("dense", 2_000, None, None, 1),
+    ("dense", 128, None, 32, 4),
+    ("dense", 512, None, 64, 8),
 ]
-SMOKE = [("banded", 20, 4, None, 1), ("buffered", 20, 2, 5, 4), ("dense", 8, None, None, 1)]
+SMOKE = [("banded", 20, 4, None, 1), ("buffered", 20, 2, 5, 4), ("dense", 8, None, 4, 2)]
 
 
 def ours(task: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +49,8 @@ def ours(task: dict[str, Any]) -> dict[str, Any]:
     if task["separation"] is None:
         participation = strategies.once()
     else:
-        participation = strategies.apart(task["separation"], task["most"])
+        several = strategies.cycles if task["family"] == "dense" else strategies.apart
+        participation = several(task["separation"], task["most"])
     make = {
         "banded": lambda: strategies.banded(steps, size, participation, normalized=False),
         "buffered": lambda: strategies.buffered(steps, size, participation),
@@ -61,14 +68,14 @@ def peers(task: dict[str, Any]) -> dict[str, Any]:
 
     jax.config.update("jax_enable_x64", True)
     import jax.numpy as jnp
-    from jax_privacy.matrix_factorization import buffered_toeplitz, dense, toeplitz
+    from jax_privacy.matrix_factorization import buffered_toeplitz, dense, sensitivity, toeplitz
 
     steps, size, most = task["steps"], task["size"], task["most"]
     started = time.perf_counter()
     if task["family"] == "dense":
-        matrix = dense.optimize(steps).block_until_ready()
+        matrix = dense.optimize(steps, epochs=most).block_until_ready()
         seconds = time.perf_counter() - started
-        squared = jnp.max(jnp.sum(matrix**2, axis=0))
+        squared = sensitivity.fixed_epoch_sensitivity(matrix, most) ** 2
         variances = dense.per_query_error(strategy_matrix=matrix)
     else:
         if task["family"] == "banded":
