@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting import gdp, random_projections, rdp_accountant
+from dpjax.accounting import allocation, gdp, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation, split
 
 
@@ -158,7 +158,7 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
       >>> accounting.tightest(accounting.subsampled_gaussian(1.1, sampling_rate=0.01, steps=100))
       'pld'
     """
-    parts = split(event)
+    parts = allocation.known_bins(split(event))
     if not parts.private or parts.empty:
         return "rdp"
     try:
