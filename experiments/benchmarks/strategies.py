@@ -13,6 +13,7 @@ excluded: results of both libraries are cached by settings.
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 import time
@@ -112,6 +113,8 @@ def main(argv: list[str]) -> None:
     asked = flags.FLAGS
     report = reporting.begin(("numpy", "scipy", "jax"), smoke=asked.smoke, seconds=asked.seconds)
     report["rows"] = {}
+    if asked.rows and asked.out and pathlib.Path(asked.out).exists():
+        report["rows"] = json.loads(pathlib.Path(asked.out).read_text())["rows"]
     here = pathlib.Path(__file__).name
     interpreters = {"dpjax": sys.executable, "jax_privacy": asked.peers_python}
     if not pathlib.Path(asked.peers_python).exists():
@@ -120,13 +123,15 @@ def main(argv: list[str]) -> None:
     alive: dict[str, workers.Worker] = {}
     keys = ("family", "steps", "size", "separation", "most")
     for values in SMOKE if asked.smoke else TASKS:
-        task = dict(zip(keys, values, strict=True))
+        task: dict[str, Any] = dict(zip(keys, values, strict=True))
+        if asked.rows and named(task) not in asked.rows:
+            continue
         row = report["rows"][named(task)] = {}
         for who, python in interpreters.items():
             if who not in alive:
                 alive[who] = workers.Worker(python, here, who)
                 alive[who].ask({"prepare": True})
-            row[who] = alive[who].ask(task, asked.seconds)
+            row[who] = alive[who].ask(task, asked.seconds if who == "jax_privacy" else None)
             if "refused" in row[who]:
                 alive.pop(who).close()
         cells = [
@@ -143,8 +148,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """What a process of one library answers."""
     search = {"dpjax": ours, "jax_privacy": peers}[sys.argv[1]]
     if "prepare" in question:
-        names = ("family", "steps", "size", "separation", "most")
-        search(dict(zip(names, ("buffered", 4, 1, None, 1), strict=True)))
+        first = {"family": "buffered", "steps": 4, "size": 1, "separation": None, "most": 1}
+        search(first)
         return {}
     return search(question)
 
@@ -154,7 +159,8 @@ if __name__ == "__main__":
         workers.serve(answer)
     else:
         flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
-        flags.DEFINE_float("seconds", 600.0, "A search that needs longer is stopped.", 0.1)
+        flags.DEFINE_float("seconds", 600.0, "A peer's search that is longer is stopped.", 0.1)
+        flags.DEFINE_multi_string("rows", None, "Which, as printed; others are kept from --out.")
         flags.DEFINE_bool("smoke", False, "Short runs: does it run?")
         flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each row.")
         app.run(main)

@@ -102,6 +102,7 @@ def epsilon(
       | without replacement | "rdp" with "replace-one" only |
       | best of several runs (`RepeatAndSelectDpEvent`) | "rdp" only |
       | norms from random projections | "pld" only |
+      | random bins under correlated noise | "pld" is the least of "rdp" and of known bins |
 
     Example:
       >>> from dpjax import accounting

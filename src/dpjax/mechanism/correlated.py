@@ -3,7 +3,8 @@
 
 Released are rows of $G + z C^{-1} Z$, which follow from $C G + z Z$. So a run is one Gaussian
 mechanism on $C G$, however later gradients follow from earlier releases. One example moves $C G$
-by the columns of the steps that it is in, and those are known from the sampler.
+by the columns of the steps that it is in. Those are known from the sampler, or, of a random bin, up
+to the bin.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | Non
         return None
     bins = participation_of(strategy, sampler).separation
     found = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
-    # Beyond one half the bound saves less than a tenth of the noise, and soon nothing.
-    return tuple(found.tolist()) if np.mean(found) <= 0.5 else None
+    # Where batches share more, the bound saves a twentieth of the noise at most, and soon nothing.
+    return tuple(found.tolist()) if np.mean(found) <= 0.75 else None
 
 
 def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarray) -> dp.DpEvent:

@@ -127,7 +127,7 @@ def saved(
     moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])
     shared = moves @ moves.T / float(noise["sensitivity"]) ** 2
     shared = np.sort(shared, axis=1).max(axis=0)  # at least the sorted entries of every row
-    if np.mean(shared) > 0.5:  # the card does not count what is saved here
+    if np.mean(shared) > 0.75:  # the card does not count what is saved here
         return 0 * plain
     # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
     odds, shared = (1 + bins / 2**32) / bins, shared / multiplier**2
