@@ -110,6 +110,33 @@ def test_no_gradients_move_a_run_by_more_than_its_overlaps(name):
             assert exact <= float(divergence(scaled, np.array([float(order)]))[0]) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("order", [2, 3, 6])
+def test_gradients_that_follow_earlier_releases_gain_nothing(order):
+    """Three rows on a grid: later gradients have the sign that the first release suggests."""
+    matrix = np.array([[1.0, 0, 0], [0.5, 1, 0], [0.25, 0.5, 1]])
+    multiplier, x = 1.2, np.arange(-9.8, 10, 0.4)
+    rows = np.stack(np.meshgrid(x, x, x, indexing="ij"))
+    base = np.exp(-(rows**2).sum(axis=0) / 2) * (0.4 / math.sqrt(2 * math.pi)) ** 3
+    bins = [np.array([0, 2]), np.array([1])]
+    moves = np.stack([matrix[:, steps].sum(axis=1) for steps in bins], axis=1)
+    largest = float((moves**2).sum(axis=0).max())
+    shared = np.sort(moves.T @ moves, axis=1)[:, ::-1].max(axis=0) / largest
+    bound = divergence(Allocated(multiplier, tuple(shared.tolist())), np.array([float(order)]))[0]
+    scale = multiplier * math.sqrt(largest)
+    for suggest in (lambda y: 1.0 + 0 * y, np.sign, lambda y: np.where(y > 0.5, 1.0, -1.0)):
+        first, second = suggest(rows[0]), suggest(rows[0] - rows[1])
+        gradients = np.stack([np.ones(base.shape), first, second])
+        ratio = np.zeros(base.shape)
+        for steps in bins:
+            own = np.zeros((3, 1, 1, 1))
+            own[steps] = 1.0
+            mean = np.tensordot(matrix, own * gradients, axes=1) / scale
+            ratio += np.exp((mean * rows - mean**2 / 2).sum(axis=0)) / len(bins)
+        assert (base * ratio).sum() == pytest.approx(1, abs=1e-3), "a density"
+        for power in (order, 1 - order):
+            assert math.log((base * ratio**power).sum()) / (order - 1) <= bound * (1 + 1e-3)
+
+
 @kills("accounting/allocation.py", "np.maximum(leaves, joins)", "leaves")
 @kills("accounting/allocation.py", "(orders - 1) * shared.mean()", "0 * shared.mean()")
 def test_an_example_that_joins_is_bounded_too():

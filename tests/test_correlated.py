@@ -339,6 +339,7 @@ class TestDescription:
         (spent,) = spent_of(json.loads(json.dumps(planned.facts)), 20)
         assert isinstance(spent, Spent)
         assert spent.event == planned.event
+        assert spent.noise == planned.noise
         later = mechanism_with(1000, 10, before=[spent], steps=3)
         assert later.prepared == planned.event
         assert json.loads(json.dumps(later.facts)) == later.facts

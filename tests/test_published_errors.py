@@ -111,7 +111,13 @@ def row(figure, here):
     return f"| {figure.words} | {printed} | {here:.{3 if figure.most else 4}f} | {figure.source} |"
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.words)
+@pytest.mark.parametrize(
+    "figure",
+    [
+        pytest.param(each, id=each.words, marks=pytest.mark.slow if "000,000" in each.words else ())
+        for each in FIGURES
+    ],
+)
 def test_printed_errors_are_met(figure):
     here = figure.here()
     assert row(figure, here) in PAGE.read_text(), row(figure, here)
@@ -152,7 +158,7 @@ def test_the_least_mean_error_approaches_its_limit():
         strategies.dense(steps).errors().mean - math.log(steps) / math.pi for steps in (16, 64, 128)
     ]
     assert constants == sorted(constants, reverse=True)
-    assert 0.701 <= constants[-1] <= 0.748 + 0.02
+    assert constants[-1] == pytest.approx(0.767, abs=5e-4)
     # Their explicit factorisation has both limits, 0.748 of the mean and 0.846 of the largest.
     errors = strategies.toeplitz(4_000, square_root(4_000), normalized=True).errors()
     assert errors.mean - math.log(4_000) / math.pi == pytest.approx(0.748, abs=0.035)

@@ -35,6 +35,7 @@ References:
   allocation", 2026: $A_\alpha$ for correlated noise.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -42,6 +43,7 @@ from scipy.special import logsumexp
 
 from dpjax.accounting.event_parts import Parts
 from dpjax.accounting.events import AllocatedGaussianDpEvent
+from dpjax.accounting.rdp_divergence import ORDERS
 
 # A bin is 32 random bits modulo the number of bins, so its probability is at most 2^-32 more than
 # one over the number.
@@ -68,6 +70,12 @@ def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarra
     joins = (shared.max() + (orders - 1) * shared.mean() * math.exp(above)) / 2
     # Given its bin, the example is hidden by the whole Gaussian.
     return np.minimum(np.maximum(leaves, joins), orders * precision / 2)
+
+
+@functools.lru_cache(maxsize=64)
+def curve(event: AllocatedGaussianDpEvent) -> np.ndarray:
+    """The divergence on `ORDERS`, which a ledger needs again at every step."""
+    return divergence(event, ORDERS)
 
 
 def known_bins(parts: Parts) -> Parts:

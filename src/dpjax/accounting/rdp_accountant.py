@@ -111,7 +111,7 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
     """The library's divergence of an event that is not ours."""
     swap = neighbours == "replace-one"
     if isinstance(event, AllocatedGaussianDpEvent):
-        return allocation.divergence(event, ORDERS)
+        return allocation.curve(event)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent) and not swap:
         raise ValueError(
             "accounting: sampling without replacement keeps the size of the batch fixed, so "

@@ -119,16 +119,15 @@ def saved(
     none is at most $\prod_j \max_a E_b e^{j K_{ab}}$ for a whole order (Hölder), and that of none
     against the mixture is at most a Gaussian's (Jensen).
     """
-    plain = orders / (2 * multiplier**2)
     if sampling["name"] != "balls_in_bins" or int(noise["steps"]) > LARGEST or multiplier <= 0:
-        return 0 * plain
+        return 0 * orders
     bins = int(sampling["examples"] // sampling["batch_size"])
     sizes = np.abs(strategy(noise))
     moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])
     shared = moves @ moves.T / float(noise["sensitivity"]) ** 2
     shared = np.sort(shared, axis=1).max(axis=0)  # at least the sorted entries of every row
     if np.mean(shared) > 0.75:  # the card does not count what is saved here
-        return 0 * plain
+        return 0 * orders
     # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
     odds, shared = (1 + bins / 2**32) / bins, shared / multiplier**2
     whole, log_moment = [0.0], 0.0
@@ -138,7 +137,7 @@ def saved(
         whole.append(log_moment)
     leaves = np.interp(orders, 1 + np.arange(len(whole)), whole) / (orders - 1)
     joins = (shared[-1] + (orders - 1) * odds * shared.sum()) / 2
-    return np.minimum(np.maximum(leaves, joins) - plain, 0.0)
+    return np.minimum(np.maximum(leaves, joins) - orders / (2 * multiplier**2), 0.0)
 
 
 def first_column(noise: dict[str, Any]) -> np.ndarray:
