@@ -8,7 +8,8 @@ Banded Toeplitz, buffered Toeplitz and dense strategies for prefix sums, for one
 for several: at least a separation apart, or for dense strategies exactly that far apart.  Both
 sides search for the least mean error; a figure is the root of the mean variance times the
 sensitivity.  The peer's functions rate the peer's matrices.  Each search runs once, imports
-excluded: results of both libraries are cached by settings.
+excluded: results of both libraries are cached by settings.  NumPy has one thread; JAX, which the
+peer uses, has all cores.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def main(argv: list[str]) -> None:
         row = report["rows"][named(task)] = {}
         for who, python in interpreters.items():
             if who not in alive:
-                alive[who] = workers.Worker(python, here, who)
+                # On cores that others use too, OpenBLAS's threads mostly wait for each other.
+                alive[who] = workers.Worker(python, here, who, OPENBLAS_NUM_THREADS="1")
                 alive[who].ask({"prepare": True})
             row[who] = alive[who].ask(task, asked.seconds if who == "jax_privacy" else None)
             if "refused" in row[who]:
