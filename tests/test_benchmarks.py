@@ -450,3 +450,6 @@ def test_strategies_are_searched_with_and_without_the_peer(tmp_path):
     rows = json.loads(path.read_text())["rows"].values()
     assert len(rows) == 3
     assert all(row["dpjax"]["error"] > 1 for row in rows)
+    row = "dense, 8 steps, 2 steps 4 apart"
+    run("benchmarks/strategies.py", "--smoke", "--rows", row, "--out", path)
+    assert len(json.loads(path.read_text())["rows"]) == 3, "other rows are kept"

@@ -425,6 +425,20 @@ def test_a_search_meets_the_optimum_of_few_coefficients():
     assert found.errors().mean <= grid * (1 + 1e-9)
 
 
+def test_dense_cycles_have_other_norms_in_other_epochs():
+    steps, part = 24, cycles(6)
+    strategy = strategies.dense(steps, part)
+    sums = (strategy.column_norms() ** 2).reshape(4, 6).sum(axis=0)
+    np.testing.assert_allclose(sums, 4, rtol=1e-6)
+    equal = strategies.dense(steps, cycles(6, most=3)).column_norms()
+    np.testing.assert_allclose(equal, 1, rtol=1e-6)
+    found, rng = strategy.errors(part).mean, np.random.default_rng(0)
+    for _ in range(20):
+        scales = np.exp(0.05 * rng.normal(size=steps))
+        other = Strategy(name="near", form=packed(strategy.matrix() * scales))
+        assert found < other.errors(part).mean
+
+
 def test_long_runs_take_no_matrix():
     steps = 100_000
     strategy = strategies.banded_inverse_square_root(steps, 16)

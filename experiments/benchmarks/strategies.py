@@ -5,13 +5,16 @@
   figures   experiments/results/strategies.json
 
 Banded Toeplitz, buffered Toeplitz and dense strategies for prefix sums, for one participation and
-for participations a separation apart.  Both sides search for the least mean error; a figure is the
-root of the mean variance times the sensitivity.  The peer's functions rate the peer's matrices.
-Each search runs once, imports excluded: results of both libraries are cached by settings.
+for several: at least a separation apart, or for dense strategies exactly that far apart.  Both
+sides search for the least mean error; a figure is the root of the mean variance times the
+sensitivity.  The peer's functions rate the peer's matrices.  Each search runs once, imports
+excluded: results of both libraries are cached by settings.  NumPy has one thread; JAX, which the
+peer uses, has all cores.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 import time
@@ -26,13 +29,18 @@ TASKS = [
     ("banded", 1_000, 16, None, 1),
     ("banded", 10_000, 64, None, 1),
     ("banded", 100_000, 64, None, 1),
+    ("banded", 1_000, 16, 100, 10),
     ("buffered", 1_000, 4, None, 1),
+    ("buffered", 10_000, 4, None, 1),
     ("buffered", 100_000, 4, None, 1),
     ("buffered", 1_000, 2, 100, 10),
     ("dense", 128, None, None, 1),
     ("dense", 512, None, None, 1),
+    ("dense", 2_000, None, None, 1),
+    ("dense", 128, None, 32, 4),
+    ("dense", 512, None, 64, 8),
 ]
-SMOKE = [("banded", 20, 4, None, 1), ("buffered", 20, 2, 5, 4), ("dense", 8, None, None, 1)]
+SMOKE = [("banded", 20, 4, None, 1), ("buffered", 20, 2, 5, 4), ("dense", 8, None, 4, 2)]
 
 
 def ours(task: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +51,8 @@ def ours(task: dict[str, Any]) -> dict[str, Any]:
     if task["separation"] is None:
         participation = strategies.once()
     else:
-        participation = strategies.apart(task["separation"], task["most"])
+        several = strategies.cycles if task["family"] == "dense" else strategies.apart
+        participation = several(task["separation"], task["most"])
     make = {
         "banded": lambda: strategies.banded(steps, size, participation, normalized=False),
         "buffered": lambda: strategies.buffered(steps, size, participation),
@@ -61,14 +70,14 @@ def peers(task: dict[str, Any]) -> dict[str, Any]:
 
     jax.config.update("jax_enable_x64", True)
     import jax.numpy as jnp
-    from jax_privacy.matrix_factorization import buffered_toeplitz, dense, toeplitz
+    from jax_privacy.matrix_factorization import buffered_toeplitz, dense, sensitivity, toeplitz
 
     steps, size, most = task["steps"], task["size"], task["most"]
     started = time.perf_counter()
     if task["family"] == "dense":
-        matrix = dense.optimize(steps).block_until_ready()
+        matrix = dense.optimize(steps, epochs=most).block_until_ready()
         seconds = time.perf_counter() - started
-        squared = jnp.max(jnp.sum(matrix**2, axis=0))
+        squared = sensitivity.fixed_epoch_sensitivity(matrix, most) ** 2
         variances = dense.per_query_error(strategy_matrix=matrix)
     else:
         if task["family"] == "banded":
@@ -105,6 +114,8 @@ def main(argv: list[str]) -> None:
     asked = flags.FLAGS
     report = reporting.begin(("numpy", "scipy", "jax"), smoke=asked.smoke, seconds=asked.seconds)
     report["rows"] = {}
+    if asked.rows and asked.out and pathlib.Path(asked.out).exists():
+        report["rows"] = json.loads(pathlib.Path(asked.out).read_text())["rows"]
     here = pathlib.Path(__file__).name
     interpreters = {"dpjax": sys.executable, "jax_privacy": asked.peers_python}
     if not pathlib.Path(asked.peers_python).exists():
@@ -113,13 +124,16 @@ def main(argv: list[str]) -> None:
     alive: dict[str, workers.Worker] = {}
     keys = ("family", "steps", "size", "separation", "most")
     for values in SMOKE if asked.smoke else TASKS:
-        task = dict(zip(keys, values, strict=True))
+        task: dict[str, Any] = dict(zip(keys, values, strict=True))
+        if asked.rows and named(task) not in asked.rows:
+            continue
         row = report["rows"][named(task)] = {}
         for who, python in interpreters.items():
             if who not in alive:
-                alive[who] = workers.Worker(python, here, who)
+                # On cores that others use too, OpenBLAS's threads mostly wait for each other.
+                alive[who] = workers.Worker(python, here, who, OPENBLAS_NUM_THREADS="1")
                 alive[who].ask({"prepare": True})
-            row[who] = alive[who].ask(task, asked.seconds)
+            row[who] = alive[who].ask(task, asked.seconds if who == "jax_privacy" else None)
             if "refused" in row[who]:
                 alive.pop(who).close()
         cells = [
@@ -136,8 +150,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """What a process of one library answers."""
     search = {"dpjax": ours, "jax_privacy": peers}[sys.argv[1]]
     if "prepare" in question:
-        names = ("family", "steps", "size", "separation", "most")
-        search(dict(zip(names, ("buffered", 4, 1, None, 1), strict=True)))
+        first = {"family": "buffered", "steps": 4, "size": 1, "separation": None, "most": 1}
+        search(first)
         return {}
     return search(question)
 
@@ -147,7 +161,8 @@ if __name__ == "__main__":
         workers.serve(answer)
     else:
         flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
-        flags.DEFINE_float("seconds", 600.0, "A search that needs longer is stopped.", 0.1)
+        flags.DEFINE_float("seconds", 600.0, "A peer's search that is longer is stopped.", 0.1)
+        flags.DEFINE_multi_string("rows", None, "Which, as printed; others are kept from --out.")
         flags.DEFINE_bool("smoke", False, "Short runs: does it run?")
         flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each row.")
         app.run(main)

@@ -164,7 +164,7 @@ def step_rows() -> Iterator[str]:
 
 
 def strategy_rows() -> Iterator[str]:
-    """Error and seconds of both libraries, one row per search."""
+    """Error, seconds and their ratio of both libraries, one row per search."""
     for name, row in load("strategies")["rows"].items():
         cells = []
         for who in ("dpjax", "jax_privacy"):
@@ -173,6 +173,12 @@ def strategy_rows() -> Iterator[str]:
             cells += (
                 [stopped, ""] if stopped else [f"{found['error']:.5f}", f"{found['seconds']:.2f}"]
             )
+        peer = row["jax_privacy"]
+        # A search that was stopped, "> 300 s", would have taken longer.
+        taken = peer["seconds"] if "seconds" in peer else float(peer["refused"].split()[1])
+        ratio = taken / row["dpjax"]["seconds"]
+        said = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}"
+        cells.append(f"{'> ' * ('seconds' not in peer)}{said}")
         yield f"| {name} | {' | '.join(cells)} |"
 
 
@@ -304,11 +310,12 @@ def page() -> str:
         "",
         "## Strategies of correlated noise",
         "",
-        "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, on a",
-        "machine that other programs shared, by `make bench-peers BENCH=strategies`.",
+        "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, one",
+        "after the other on two cores that a dozen other programs shared: ratios mean more than",
+        "seconds. Some searches of jax_privacy were stopped. `make bench-peers BENCH=strategies`.",
         "",
-        "| | dpjax | s | jax_privacy | s |",
-        "|---|---|---|---|---|",
+        "| | dpjax | s | jax_privacy | s | ratio |",
+        "|---|---|---|---|---|---|",
         *strategy_rows(),
     ]
     ratios = [found["ratio"] for found in load("zoo")["models"].values()]

@@ -386,7 +386,8 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     Privacy:
       With add-or-remove neighbours, proved without amplification: one Gaussian an epoch, with the
       epoch's smallest multiplier. An example's batch is drawn independently of all others, and
-      the event holds for each batch that it can be in.
+      the event holds for each batch that it can be in. With a strategy, `strategies.white`
+      included, the event also counts that the batch is unknown, where batches overlap little.
 
     Example:
       >>> balls_in_bins(examples=60_000, batch_size=500).event(np.ones(240))
@@ -409,7 +410,7 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
         capacity=examples,
         draw=draw,
         event=lambda multipliers: _gaussians(_least(multipliers, bins), 1.0),
-        claim="one random batch of the epoch for each example; no amplification is counted",
+        claim="one random batch of the epoch for each example, the same in every epoch",
         participation=lambda steps: strategies.cycles(bins),
     )
 
@@ -599,8 +600,8 @@ def _epochs(
 
 def _parts(key: Key, examples: int, parts: int) -> Array:
     """The part of each example, the same at every step of a run."""
-    # By a word of its own, so that no example moves another one to a different part. How uniform
-    # the parts are matters to batch sizes alone: the events hold for each part.
+    # By a word of its own, so that no example moves another one to a different part. A part is at
+    # most 2^-32 likelier than one over their number, which `accounting.allocation` counts.
     return jax.random.bits(trees.step_key(key, Purpose.PARTS, 0), (examples,), jnp.uint32) % parts
 
 

@@ -16,10 +16,12 @@ leaves). `neighbours="replace-one"` doubles the sensitivity, and this room alone
 | `methods`, `search` | the table of methods; calibration |
 | `selection`, `user_level` | the best of several runs; users with several examples |
 | `filters`, `random_projections` | noise that depends on releases; `clipping.jl` |
+| `allocation` | random bins hidden by correlated noise |
 """
 
 from dpjax.accounting.event_parts import NEIGHBOURS
 from dpjax.accounting.events import (
+    AllocatedGaussianDpEvent,
     compose,
     effective_multiplier,
     gaussian,
@@ -40,6 +42,7 @@ __all__ = [
     "METHODS",
     "NEIGHBOURS",
     "ORDERS",
+    "AllocatedGaussianDpEvent",
     "Estimate",
     "Filter",
     "Method",

@@ -17,7 +17,7 @@ from dp_accounting import DpEvent, NeighboringRelation
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 
 from dpjax import checks
-from dpjax.accounting.events import BARE, check_rate
+from dpjax.accounting.events import BARE, AllocatedGaussianDpEvent, check_rate
 
 NEIGHBOURS: dict[str, NeighboringRelation] = {
     "add-or-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -130,7 +130,10 @@ def split(event: DpEvent) -> Parts:
                     # amplification.
                     key = (float(rate), below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
-            case dp_accounting.LaplaceDpEvent(noise_multiplier=b) if not b > BARE:
+            case (
+                dp_accounting.LaplaceDpEvent(noise_multiplier=b)
+                | AllocatedGaussianDpEvent(noise_multiplier=b)
+            ) if not b > BARE:
                 private = private and count == 0
             case (
                 dp_accounting.SampledWithoutReplacementDpEvent(event=inner)

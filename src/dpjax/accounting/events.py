@@ -8,6 +8,7 @@ are joined by `effective_multiplier` before the sampling is applied. The other o
 much. Multipliers are relative to the add-or-remove sensitivity.
 """
 
+import dataclasses
 import math
 
 import dp_accounting
@@ -18,6 +19,20 @@ from numpy.typing import ArrayLike
 from dpjax import checks
 
 BARE = 1e-100  # a multiplier so small that its square underflows hides nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class AllocatedGaussianDpEvent(DpEvent):
+    """One Gaussian on all steps of a run, in which each example has the steps of one random bin.
+
+    Attributes:
+      noise_multiplier: relative to the most that an example moves the run, whichever its bin.
+      overlaps: one number for each bin, which bound how much the moves of two bins have in common;
+        `dpjax.accounting.allocation` says how.
+    """
+
+    noise_multiplier: float
+    overlaps: tuple[float, ...]
 
 
 def _check_multiplier(value: float, who: str) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting import gdp, random_projections, rdp_accountant
+from dpjax.accounting import allocation, gdp, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation, split
 
 
@@ -102,6 +102,7 @@ def epsilon(
       | without replacement | "rdp" with "replace-one" only |
       | best of several runs (`RepeatAndSelectDpEvent`) | "rdp" only |
       | norms from random projections | "pld" only |
+      | random bins under correlated noise | "pld" is the least of "rdp" and of known bins |
 
     Example:
       >>> from dpjax import accounting
@@ -158,7 +159,7 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
       >>> accounting.tightest(accounting.subsampled_gaussian(1.1, sampling_rate=0.01, steps=100))
       'pld'
     """
-    parts = split(event)
+    parts = allocation.known_bins(split(event))
     if not parts.private or parts.empty:
         return "rdp"
     try:

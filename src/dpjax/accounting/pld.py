@@ -22,7 +22,7 @@ from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy.special import logsumexp
 
-from dpjax.accounting import gdp, rdp_accountant
+from dpjax.accounting import allocation, gdp, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
@@ -47,6 +47,7 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       | more than 64 distinct steps | multipliers rounded down onto 64 levels, geometric |
       | losses that span more than 400 | a coarser grid than 1e-4, still pessimistic |
       | mixtures of Gaussians | a grid of 1e-3, or coarser |
+      | random allocation | RDP's answer, or that of a known bin |
       | RDP epsilon beyond about 5000 | RDP's answer is returned |
 
     Example:
@@ -65,6 +66,8 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     # RDP bounds the same quantity, so the minimum of both is proven, and grids that rounding makes
     # coarse cannot return more than RDP does.
     proven = _or_infinity(rdp_accountant.rdp_epsilon, parts, delta, neighbours)
+    if (plain := allocation.known_bins(parts)) != parts:
+        return min(proven, pld_epsilon(plain, delta, neighbours))
     if _hint(parts, neighbours) > _FAR:
         return min(
             proven, _or_infinity(rdp_accountant.rdp_epsilon, _unamplified(parts), delta, neighbours)
@@ -79,6 +82,8 @@ def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
     if not parts.sampled and not parts.foreign:
         return float(gdp.clt_delta(parts, epsilon, neighbours))
     proven = _or_infinity(rdp_accountant.rdp_delta, parts, epsilon, neighbours)
+    if (plain := allocation.known_bins(parts)) != parts:
+        return min(1.0, proven, pld_delta(plain, epsilon, neighbours))
     if _hint(parts, neighbours) > _FAR:
         plain = _or_infinity(rdp_accountant.rdp_delta, _unamplified(parts), epsilon, neighbours)
         return min(1.0, proven, plain)

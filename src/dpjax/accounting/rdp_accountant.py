@@ -19,7 +19,9 @@ from dp_accounting import DpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as library
 
+from dpjax.accounting import allocation
 from dpjax.accounting.event_parts import Parts, relation
+from dpjax.accounting.events import AllocatedGaussianDpEvent
 from dpjax.accounting.rdp_divergence import CLASSIC, ORDERS, curves
 
 
@@ -81,6 +83,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
     | sampled without replacement | refused | the library's bound at z / 2 |
     | Laplace | the library's bound at b | at b / 2 |
     | best of several runs | the library's bound | of runs whose own noise is halved |
+    | random allocation | as `allocation` proves | multiplier z / 2, as if the bin were known |
     | randomized response | zero-out alone | the library's own, made for it |
     | other kinds | the library's own | refused |
     """
@@ -92,6 +95,8 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
             "Use method='pld', or neighbours='add-or-remove', which is what Poisson sampling is "
             "made for."
         )
+    # An example and its replacement are in the same bin: given the bin, a plain Gaussian.
+    parts = allocation.known_bins(parts) if swap else parts
     # The divergence of a Gaussian of signal 1 / m is order / (2 m^2), without sampling exactly.
     divergence = ORDERS * parts.precision / 2 * (4 if swap else 1)
     if parts.sampled:
@@ -105,6 +110,8 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
 def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
     """The library's divergence of an event that is not ours."""
     swap = neighbours == "replace-one"
+    if isinstance(event, AllocatedGaussianDpEvent):
+        return allocation.curve(event)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent) and not swap:
         raise ValueError(
             "accounting: sampling without replacement keeps the size of the batch fixed, so "

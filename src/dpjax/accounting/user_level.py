@@ -14,6 +14,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 from dpjax import checks
+from dpjax.accounting.allocation import known_bins
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import compose, gaussian
 from dpjax.accounting.methods import epsilon
@@ -56,7 +57,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
     records = checks.whole("accounting.for_groups", "records", records, hint)
     if records == 1:
         return event
-    parts = split(event)
+    parts = known_bins(split(event))
     if parts.foreign:
         raise ValueError(
             "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "

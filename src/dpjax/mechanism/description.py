@@ -71,7 +71,8 @@ class Mechanism:
         fresh noise at every step. ``noise_multiplier`` is then a number, or one per group, for the
         whole run: it is relative to what one example moves in all steps that the sampler lets it
         be in. `dpjax.sampling.cyclic_poisson` with at most as many bands as parts is amplified,
-        and its multiplier is relative to one participation.
+        and its multiplier is relative to one participation. With `dpjax.sampling.balls_in_bins`
+        it is counted that an example's batch is unknown, where batches overlap little.
       target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
         and `dpjax.fit` take delta and method from it.
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Dense strategies: the lower-triangular matrix of least error, for short runs.
 
-The variance depends on $X = C^T C$ alone, $\mathrm{tr}(W X^{-1} W^T)$, and is convex in it. The
-constraint is a diagonal of ones, and zeros wherever one example can have both steps, so that their
-columns are orthogonal and the sensitivity is the root of the number of its steps.
+The variance depends on $X = C^T C$ alone, $\mathrm{tr}(W X^{-1} W^T)$, and is convex in it. X has
+zeros wherever one example can have both steps, so that their columns are orthogonal and the squared
+sensitivity is a sum of diagonal entries: each is 1, or in cycles the entries of one example have
+their number as sum.
 """
 
 from __future__ import annotations
@@ -146,8 +147,9 @@ def dense(
        X_{ij} = 0 \text{ where one example can have both steps} $$
 
     For one participation this is the optimum over all matrices. For cycles the zeros are at
-    multiples of the separation, and for separated steps at all distances from it on, which makes C
-    banded (BandMF); the zeros are a restriction that loses little.
+    multiples of the separation, and the diagonal entries of an example's steps only have their
+    number as sum. For separated steps the zeros are at all distances from the separation on, which
+    makes C banded (BandMF). The zeros are a restriction that loses little.
 
     Args:
       steps: The number of steps T of the run. The stream remembers as many arrays.
@@ -188,13 +190,17 @@ def _searched(steps: int, participation: Participation, of: Workload) -> Dense:
     else:
         bands = min(participation.separation, steps)
         begin = banded(steps, bands, participation, momentum=of.momentum).matrix()
-        found = descent.masked(gram, _free(steps, participation), begin.T @ begin)
+        # An example with all steps of its cycle counts by the sum of their squared norms alone.
+        whole = participation.even and participation.within(steps) == -(-steps // bands)
+        cycle = bands if whole else None
+        found = descent.masked(gram, _free(steps, participation), begin.T @ begin, cycle)
     # X = U U^T with an upper triangle: the factor of the matrix in reverse, in reverse.
     factor = np.linalg.cholesky(found[::-1, ::-1])[::-1, ::-1].T
-    # Rounding leaves traces where orthogonal columns must not overlap.
     if participation.within(steps) > 1 and not participation.even:
+        # Rounding leaves traces where orthogonal columns must not overlap.
         factor = np.triu(np.tril(factor), 1 - participation.separation)
-    return packed(factor / np.linalg.norm(factor, axis=0))
+        factor = factor / np.linalg.norm(factor, axis=0)
+    return packed(factor)
 
 
 def _free(steps: int, participation: Participation) -> Bool[np.ndarray, "steps steps"]:

@@ -2,8 +2,8 @@
 r"""Descent: L-BFGS for all searches, and the convex one behind dense strategies.
 
 $\min_X \mathrm{tr}(G X^{-1})$ with $X_{ii} = 1$: for a full X the optimum is a fixed point of a
-known map. With zeros at given places the search is L-BFGS on the other entries, where a step that
-leaves the positive definite matrices is halved.
+known map. With zeros at given places, or given sums of diagonal entries, the search is L-BFGS on
+the other entries, where a step that leaves the positive definite matrices is halved.
 """
 
 from __future__ import annotations
@@ -45,19 +45,28 @@ def fixed_point(gram: Matrix, tolerance: float = 1e-5, most: int = 100) -> Matri
     return found
 
 
-def masked(gram: Matrix, free: Bool[np.ndarray, "steps steps"], begin: Matrix) -> Matrix:
-    """The X of least trace with zeros.
+def masked(
+    gram: Matrix, free: Bool[np.ndarray, "steps steps"], begin: Matrix, cycle: int | None = None
+) -> Matrix:
+    r"""The X of least trace with zeros.
 
     Args:
       gram: G, positive definite.
       free: Which entries of X may differ from 0, symmetric.
       begin: A positive definite X with these zeros and a diagonal of ones.
+      cycle: None for a diagonal of ones. Otherwise one example has every ``cycle``-th step, and the
+        diagonal entries of its steps have the same sum for all first steps.
     """
+    steps = len(gram)
     rows, columns = np.nonzero(np.tril(free, -1))
+    group = np.arange(steps) % (steps if cycle is None else cycle)
+    total = np.max(np.bincount(group))
 
     def filled(x: np.ndarray) -> Matrix:
-        whole = np.eye(len(gram))
-        whole[rows, columns] = whole[columns, rows] = x
+        # The diagonal of a group is a softmax, as large as its largest group allows.
+        weights = np.exp(x[rows.size :])
+        whole = np.diag(total * weights / np.bincount(group, weights)[group])
+        whole[rows, columns] = whole[columns, rows] = x[: rows.size]
         return whole
 
     def objective(x: np.ndarray) -> Valued:
@@ -69,9 +78,15 @@ def masked(gram: Matrix, free: Bool[np.ndarray, "steps steps"], begin: Matrix) -
         inverse = np.linalg.inv(whole)
         solved = gram @ inverse
         trace = float(np.trace(solved))
-        return math.log(trace), -2 * (inverse @ solved)[rows, columns] / trace
+        slopes = -(inverse @ solved) / trace
+        diagonal = np.diag(whole)
+        moves = diagonal * np.diag(slopes)
+        moves = moves - diagonal * np.bincount(group, moves)[group] / total
+        return math.log(trace), np.concatenate([2 * slopes[rows, columns], moves])
 
-    return filled(minimum(objective, begin[rows, columns], tolerance=1e-6))
+    scale = np.sqrt(np.diag(filled(np.zeros(rows.size + steps))))
+    scaled = (begin * np.outer(scale, scale))[rows, columns]
+    return filled(minimum(objective, np.append(scaled, np.zeros(steps)), tolerance=1e-6))
 
 
 def minimum(

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dp_accounting as dp
+import numpy as np
 from absl import logging
 
-from dpjax.verify.correlated import Unreadable, is_amplified, sensitivity
+from dpjax.verify.correlated import Unreadable, is_amplified, saved, sensitivity
 
 FORMAT = 2  # of the description that dpjax.mechanism.card documents
 CARD = "mechanism steps claim delta epsilon not_private seed_published versions"
@@ -321,6 +322,19 @@ def spent_event(spent: dict[str, Any], multipliers: list[float], halve: bool) ->
     return dp.ComposedDpEvent([*queries, *steps])
 
 
+def less_by_bins(card: dict[str, Any], orders: np.ndarray) -> np.ndarray:
+    """What random bins take from the divergences of the events, which leave the bins out."""
+    mechanism, total = card["mechanism"], 0 * orders
+    if mechanism["neighbours"] == "replace-one":
+        return total
+    ran = [*mechanism["before"], *[mechanism] * bool(card["steps"])]
+    for spent in ran:
+        multipliers = each_multiplier(spent)
+        if spent["noise"] is not None and multipliers:
+            total = total + saved(spent["noise"], spent["sampling"], multipliers[0], orders)
+    return total
+
+
 def epoch(sampling: dict[str, Any]) -> int:
     """In how many steps in turn an example is at most once."""
     if sampling["name"] == "cyclic_poisson":
@@ -363,10 +377,15 @@ def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
         accountant = dp.pld.PLDAccountant(relation)
         accountant.compose(event)
         epsilon = float(accountant.get_epsilon(card["delta"]))
+        if np.any(less_by_bins(card, np.array([2.0]))):  # dp-accounting has no such distribution
+            epsilon = min(epsilon, recompute(card, "rdp")[0])
         return epsilon, epsilon
     accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
     accountant.compose(event)
-    epsilon, order = accountant.get_epsilon_and_optimal_order(card["delta"])
+    orders = np.asarray(accountant.orders)
+    divergences = accountant.rdp + less_by_bins(card, orders)
+    found = orders.tolist(), divergences.tolist()
+    epsilon, order = dp.rdp.compute_epsilon(*found, card["delta"])
     if not order > 1:
         return float(epsilon), float(epsilon)
     # At one order, the classic conversion lacks these two terms of the improved one.

@@ -86,22 +86,58 @@ def largest(noise: dict[str, Any], most: int, apart: int, *, even: bool) -> floa
 
 def products(noise: dict[str, Any]) -> np.ndarray:
     """X: the products of all pairs of columns."""
-    steps = int(noise["steps"])
     if noise["kind"] == "tree":  # how many nodes of a binary tree are above both
-        places = np.arange(steps)
-        levels = range((steps - 1).bit_length() + 1)
+        places = np.arange(int(noise["steps"]))
+        levels = range((len(places) - 1).bit_length() + 1)
         return np.sum([np.equal.outer(places >> n, places >> n) for n in levels], axis=0) * 1.0
-    if noise["kind"] == "dense":
-        flat = np.frombuffer(base64.b64decode(noise["rows"]), "<f4").astype(np.float64)
-        matrix = np.zeros((steps, steps))
-        matrix[np.tril_indices(steps)] = flat
-        return matrix.T @ matrix
-    column = first_column(noise)
-    lag = np.arange(steps)[:, None] - np.arange(steps)
-    matrix = np.where(lag >= 0, column[np.maximum(lag, 0)], 0.0)
-    if noise.get("normalized"):
-        matrix = matrix / np.linalg.norm(matrix, axis=0)
+    matrix = strategy(noise)
     return matrix.T @ matrix
+
+
+def strategy(noise: dict[str, Any]) -> np.ndarray:
+    """C itself."""
+    steps, kind = int(noise["steps"]), noise["kind"]
+    if kind == "tree":  # the lower triangle of this product: a Cholesky factor from the last step
+        return np.linalg.cholesky(products(noise)[::-1, ::-1])[::-1, ::-1].T
+    matrix = np.zeros((steps, steps))
+    if kind == "dense":
+        matrix[np.tril_indices(steps)] = np.frombuffer(base64.b64decode(noise["rows"]), "<f4")
+        return matrix
+    column = first_column(noise)
+    for step in range(steps):
+        matrix[step:, step] = column[: steps - step]
+    return matrix / np.linalg.norm(matrix, axis=0) if noise.get("normalized") else matrix
+
+
+def saved(
+    noise: dict[str, Any], sampling: dict[str, Any], multiplier: float, orders: np.ndarray
+) -> np.ndarray:
+    r"""How far the divergence is below that of a Gaussian, as an example hides among random bins.
+
+    An example in bin b moves row t of $C G$ by at most $m_{tb}$, the sum of $|C_{ts}|$ over the
+    steps of the bin. With $K = M^T M$ over the variance, the moment of the mixture of bins against
+    none is at most $\prod_j \max_a E_b e^{j K_{ab}}$ for a whole order (Hölder), and that of none
+    against the mixture is at most a Gaussian's (Jensen).
+    """
+    if sampling["name"] != "balls_in_bins" or int(noise["steps"]) > LARGEST or multiplier <= 0:
+        return 0 * orders
+    bins = int(sampling["examples"] // sampling["batch_size"])
+    sizes = np.abs(strategy(noise))
+    moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])
+    shared = moves @ moves.T / float(noise["sensitivity"]) ** 2
+    shared = np.sort(shared, axis=1).max(axis=0)  # at least the sorted entries of every row
+    if np.mean(shared) > 0.75:  # the card does not count what is saved here
+        return 0 * orders
+    # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
+    odds, shared = (1 + bins / 2**32) / bins, shared / multiplier**2
+    whole, log_moment = [0.0], 0.0
+    for j in range(1, math.ceil(max(orders))):
+        top = j * shared[-1]
+        log_moment += top + math.log(odds * np.exp(j * shared - top).sum())
+        whole.append(log_moment)
+    leaves = np.interp(orders, 1 + np.arange(len(whole)), whole) / (orders - 1)
+    joins = (shared[-1] + (orders - 1) * odds * shared.sum()) / 2
+    return np.minimum(np.maximum(leaves, joins) - orders / (2 * multiplier**2), 0.0)
 
 
 def first_column(noise: dict[str, Any]) -> np.ndarray:

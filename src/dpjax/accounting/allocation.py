@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Random allocation: an example is in the steps of one random bin, hidden by one Gaussian.
+
+Let P be a run with one example more than Q. In the coordinates $C Y$ of the released rows $Y$ the
+noise is $\mathcal{N}(0, \sigma^2 I)$. If the example is in bin b, the mean of row t moves by a
+vector $\mu_{tb}$ that depends on earlier rows. Relative to the bound it is no longer than
+$m_{tb} = \sum_{s \in b} |C_{ts}|$. Write $K = M^T M / \sigma^2$ with $M = (m_{tb})$, and $L_b$ for
+the likelihood ratio of bin b to Q, so that $P / Q = \sum_b p_b L_b$. Bins of other examples are
+independent of b: the bounds below hold given these, and so in all, as both moments are jointly
+convex in P and Q.
+
+**The example leaves.** For a whole order $\alpha$, $\mathbb{E}_Q (P / Q)^\alpha$ is the mean of
+$\mathbb{E}_Q \prod_i L_{b_i}$ over independent bins $b_1, \dots, b_\alpha$. Given the rows before
+it, row t contributes $\exp(\sum_{i<j} \langle \mu_{t b_i}, \mu_{t b_j} \rangle / \sigma^2)$, which
+is at most the constant $\exp(\sum_{i<j} m_{t b_i} m_{t b_j} / \sigma^2)$: first the last row, then
+the row before it, down to the first. The moment is therefore at most
+$A_\alpha = \mathbb{E} \exp \sum_{i<j} K_{b_i b_j}$. The last bin $b_\alpha$ is in $\alpha - 1$
+factors, and Hölder's inequality over it, given the other bins, yields
+
+$$ A_\alpha \le A_{\alpha - 1} \max_a \mathbb{E}_b\, e^{(\alpha - 1) K_{ab}}, \qquad
+   \log A_\alpha \le \sum_{j=1}^{\alpha - 1} \log \max_a \mathbb{E}_b\, e^{j K_{ab}} . $$
+
+**The example joins.** $P / Q \ge \prod_b L_b^{p_b}$, as the logarithm is concave. A power of this
+product is one Gaussian moment, row by row as above:
+
+$$ \mathbb{E}_P (Q / P)^\alpha = \mathbb{E}_Q (P / Q)^{1 - \alpha} \le \exp \tfrac{\alpha - 1}{2}
+   \big( \mathbb{E}_b K_{bb} + (\alpha - 1)\, \mathbb{E}_{ab} K_{ab} \big) . $$
+
+An event holds one number for each bin, $u_1 \ge u_2 \ge \dots$, which are at least the sorted
+entries of every row of $\sigma^2 K$. A mean over b is then at most the mean over u.
+
+References:
+  Feldman and Shenfeld, "Privacy amplification by random allocation", 2025: independent noise.
+  Schuchardt and Kalinin, "Sampling-free privacy accounting for matrix mechanisms under random
+  allocation", 2026: $A_\alpha$ for correlated noise.
+"""
+
+import functools
+import math
+
+import numpy as np
+from scipy.special import logsumexp
+
+from dpjax.accounting.event_parts import Parts
+from dpjax.accounting.events import AllocatedGaussianDpEvent
+from dpjax.accounting.rdp_divergence import ORDERS
+
+# A bin is 32 random bits modulo the number of bins, so its probability is at most 2^-32 more than
+# one over the number.
+_WORD = 2.0**-32
+
+
+def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarray:
+    """Rényi divergence for an example that joins or leaves, `[orders]`.
+
+    Example:
+      >>> event = AllocatedGaussianDpEvent(1.0, (1.0,) + 9 * (0.0,))
+      >>> divergence(event, np.array([2.0, 3.0])).round(3)
+      array([0.55 , 0.6  ])
+    """
+    precision = event.noise_multiplier**-2
+    shared = np.asarray(event.overlaps) * precision
+    above = math.log1p(shared.size * _WORD)
+    steps = np.arange(1, math.ceil(orders.max()))
+    sums = np.asarray(logsumexp(np.multiply.outer(steps, shared), axis=1))
+    rises = sums - math.log(shared.size) + above
+    # log A is convex in the order: between whole orders it is below the chord.
+    log_a = np.interp(orders, np.arange(steps.size + 1) + 1, np.append(0.0, np.cumsum(rises)))
+    leaves = log_a / (orders - 1)
+    joins = (shared.max() + (orders - 1) * shared.mean() * math.exp(above)) / 2
+    # Given its bin, the example is hidden by the whole Gaussian.
+    return np.minimum(np.maximum(leaves, joins), orders * precision / 2)
+
+
+@functools.lru_cache(maxsize=64)
+def curve(event: AllocatedGaussianDpEvent) -> np.ndarray:
+    """The divergence on `ORDERS`, which a ledger needs again at every step."""
+    return divergence(event, ORDERS)
+
+
+def known_bins(parts: Parts) -> Parts:
+    """The parts as if every bin were known: plain Gaussians, which cost no less."""
+    rest, precisions = {}, [parts.precision]
+    for text, (event, count) in parts.foreign.items():
+        if isinstance(event, AllocatedGaussianDpEvent):
+            precisions.append(count / event.noise_multiplier**2)
+        else:
+            rest[text] = event, count
+    return parts._replace(foreign=rest, precision=math.fsum(precisions))

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random bins under correlated noise: the bound against exact divergences, and where it is used."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from mutation import kills
+from small_mechanisms import mechanism_with
+
+from dpjax import accounting, reports, sampling, strategies, verify
+from dpjax.accounting import AllocatedGaussianDpEvent as Allocated
+from dpjax.accounting.allocation import divergence
+from dpjax.mechanism import correlated
+from dpjax.strategies.allocation import overlaps
+
+DELTA = 1e-4
+STRATEGIES = {
+    "white": strategies.white(12),
+    "two bands": strategies.toeplitz(12, [1.0, 0.5]),
+    "signs": strategies.toeplitz(12, [1.0, -0.5, 0.25]),
+    "inverse": strategies.banded_inverse_square_root(12, bands=3),
+    "tree": strategies.tree(12),
+    "dense": strategies.dense(12),
+}
+
+
+def mechanism(strategy, *, bins=6, **options):
+    batches = options.pop("sampling", None) or sampling.balls_in_bins(120, 120 // bins)
+    return mechanism_with(
+        120, 20, sampling=batches, noise=strategy, steps=strategy.steps, **options
+    )
+
+
+def moved(strategy, bins, gradients):
+    """How far the mean of each row moves for each bin, ``[bins, steps, coordinates]``."""
+    here = np.arange(strategy.steps) % bins
+    return np.stack(
+        [strategy.matrix() @ (gradients * (here == b)[:, None]) for b in range(bins)]
+    ).reshape(bins, -1)
+
+
+def leaving(means, variance, order):
+    """The exact divergence of a mixture of Gaussians from the one at zero; whole orders."""
+    products = means @ means.T / variance
+    tuples = np.array(list(itertools.product(range(len(means)), repeat=order)))
+    exponents = sum(
+        products[tuples[:, i], tuples[:, j]] for i, j in itertools.combinations(range(order), 2)
+    )
+    return np.log(np.mean(np.exp(exponents))) / (order - 1)
+
+
+def by_quadrature(means, order):
+    """Exact divergences of two bins in both directions, on a grid; means ``[2, 2]``, variance 1."""
+    x = np.arange(-16, 16, 0.1)
+    grid = np.stack(np.meshgrid(x, x, indexing="ij"), axis=-1)
+    base = -np.sum(grid**2, axis=-1) / 2 - math.log(2 * math.pi) + 2 * math.log(0.1)
+    ratio = np.logaddexp(*(grid @ m - m @ m / 2 for m in means)) - math.log(2)
+    return [np.log(np.exp(base + n * ratio).sum()) / (order - 1) for n in (order, 1 - order)]
+
+
+@kills("accounting/allocation.py", "np.maximum(leaves, joins)", "joins", case="2-0.0-0.5")
+@kills("accounting/allocation.py", "np.cumsum(rises)", "rises", case="5-0.0-0.5")
+@kills("accounting/allocation.py", "steps = np.arange(1, ", "steps = np.arange(0, ")
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("multiplier", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("order", [1.5, 2, 3.7, 5])
+def test_no_divergence_of_two_bins_is_above_the_bound(order, shared, multiplier):
+    means = np.array([[1.0, 0.0], [shared, math.sqrt(1 - shared**2)]]) / multiplier
+    bound = float(divergence(Allocated(multiplier, (1.0, shared)), np.array([order]))[0])
+    exact = by_quadrature(means, order)
+    assert max(exact) <= bound * (1 + 1e-6)
+    assert bound <= order / (2 * multiplier**2)
+    if order == 2:  # Hoelder's inequality over one factor loses nothing
+        joins = (1 + (1 + shared) / 2) / (2 * multiplier**2)
+        assert bound == pytest.approx(max(exact[0], joins), rel=1e-6)
+
+
+@kills("strategies/allocation.py", "np.abs(strategy.matrix())", "strategy.matrix()", case="signs")
+@kills("strategies/allocation.py", ".max(axis=0)", ".min(axis=0)", case="dense")
+@kills("strategies/allocation.py", "[:, first::bins].sum(axis=1)", "[:, first]", case="white")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_gradients_move_a_run_by_more_than_its_overlaps(name):
+    """Exact moments of any gradients within the bound, adversarial and random."""
+    strategy, bins, rng = STRATEGIES[name], 3, np.random.default_rng(1)
+    event = Allocated(1.3, tuple(overlaps(strategy, bins).tolist()))
+    signs = np.sign(strategy.matrix()[-1])[:, None]
+    steps = strategy.steps
+    for gradients in (
+        np.ones((steps, 1)),
+        signs + (signs == 0),
+        (-1.0) ** np.arange(steps)[:, None],
+        *(g / np.linalg.norm(g, axis=1, keepdims=True) for g in rng.normal(size=(20, steps, 2))),
+    ):
+        means = moved(strategy, bins, gradients)
+        for order in (2, 3, 4):
+            bound = float(divergence(event, np.array([float(order)]))[0])
+            plain = event.overlaps[0] * order / (2 * 1.3**2)
+            # The example's own multiplier: `overlaps` are in bounds, and not in sensitivities.
+            exact = leaving(means, 1.3**2, order)
+            assert exact <= max(bound, plain) * (1 + 1e-9)
+            scaled = Allocated(
+                1.3 / event.overlaps[0] ** 0.5,
+                tuple(u / event.overlaps[0] for u in event.overlaps),
+            )
+            assert exact <= float(divergence(scaled, np.array([float(order)]))[0]) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("order", [2, 3, 6])
+def test_gradients_that_follow_earlier_releases_gain_nothing(order):
+    """Three rows on a grid: later gradients have the sign that the first release suggests."""
+    matrix = np.array([[1.0, 0, 0], [0.5, 1, 0], [0.25, 0.5, 1]])
+    multiplier, x = 1.2, np.arange(-9.8, 10, 0.4)
+    rows = np.stack(np.meshgrid(x, x, x, indexing="ij"))
+    base = np.exp(-(rows**2).sum(axis=0) / 2) * (0.4 / math.sqrt(2 * math.pi)) ** 3
+    bins = [np.array([0, 2]), np.array([1])]
+    moves = np.stack([matrix[:, steps].sum(axis=1) for steps in bins], axis=1)
+    largest = float((moves**2).sum(axis=0).max())
+    shared = np.sort(moves.T @ moves, axis=1)[:, ::-1].max(axis=0) / largest
+    bound = divergence(Allocated(multiplier, tuple(shared.tolist())), np.array([float(order)]))[0]
+    scale = multiplier * math.sqrt(largest)
+    for suggest in (lambda y: 1.0 + 0 * y, np.sign, lambda y: np.where(y > 0.5, 1.0, -1.0)):
+        first, second = suggest(rows[0]), suggest(rows[0] - rows[1])
+        gradients = np.stack([np.ones(base.shape), first, second])
+        ratio = np.zeros(base.shape)
+        for steps in bins:
+            own = np.zeros((3, 1, 1, 1))
+            own[steps] = 1.0
+            mean = np.tensordot(matrix, own * gradients, axes=1) / scale
+            ratio += np.exp((mean * rows - mean**2 / 2).sum(axis=0)) / len(bins)
+        assert (base * ratio).sum() == pytest.approx(1, abs=1e-3), "a density"
+        for power in (order, 1 - order):
+            assert math.log((base * ratio**power).sum()) / (order - 1) <= bound * (1 + 1e-3)
+
+
+@kills("accounting/allocation.py", "np.maximum(leaves, joins)", "leaves")
+@kills("accounting/allocation.py", "(orders - 1) * shared.mean()", "0 * shared.mean()")
+def test_an_example_that_joins_is_bounded_too():
+    """By the Gaussian moment of the geometric mean of the likelihood ratios, row by row."""
+    found = divergence(Allocated(2.0, (1.0, 0.3, 0.2)), np.array([1.01, 1.5]))
+    joins = (1 + np.array([0.01, 0.5]) * 0.5) / 2 / 4
+    assert np.all(found >= joins * (1 - 1e-12))
+    # Of almost equal bins all orders are as for one.
+    same = divergence(Allocated(2.0, (1.0, 1.0, 1.0)), accounting.ORDERS)
+    np.testing.assert_allclose(same, accounting.ORDERS / 8, rtol=1e-9)
+
+
+def test_the_bound_is_monotone():
+    orders = accounting.ORDERS
+    few, many = (Allocated(1.0, (1.0, *(n * [0.1]))) for n in (9, 99))
+    assert np.all(divergence(many, orders) <= divergence(few, orders))
+    noisy = dataclasses.replace(few, noise_multiplier=1.1)
+    assert np.all(divergence(noisy, orders) <= divergence(few, orders))
+    apart = Allocated(1.0, (1.0, *(9 * [0.0])))
+    assert np.all(divergence(apart, orders) <= divergence(few, orders))
+    assert np.all(np.diff(divergence(few, orders)) >= 0), "a divergence rises with its order"
+
+
+@kills("accounting/allocation.py", "math.log(shared.size) + above", "math.log(shared.size)")
+def test_bins_of_a_random_word_are_not_quite_uniform():
+    """A bin can hold one word of 2^32 more than its share."""
+    bins, precision = 1024, 25.0
+    found = divergence(Allocated(0.2, (1.0, *[0.0] * (bins - 1))), np.array([2.0]))[0]
+    likeliest = 1 / bins + 2.0**-32
+    assert found >= math.log1p(likeliest * math.expm1(precision)) * (1 - 1e-12)
+
+
+def test_a_simulated_attack_is_within_the_bound():
+    """Likelihood ratios of the exact law: no smaller delta is true than the one measured."""
+    strategy, bins, multiplier = STRATEGIES["two bands"], 6, 1.5
+    scale = strategies.sensitivity(strategy, strategies.cycles(bins))
+    means = moved(strategy, bins, np.ones((12, 1))) / scale / multiplier
+    rng, n = np.random.default_rng(5), 200_000
+    noise = rng.normal(size=(n, 12))
+    own = np.sum(means**2, axis=1) / 2
+    there = noise + means[rng.integers(0, bins, n)]
+    gone, new = (np.log(np.mean(np.exp(x @ means.T - own), axis=1)) for x in (there, noise))
+    event = mechanism(strategy, noise_multiplier=multiplier).event
+    for epsilon in (0.5, 1.0):
+        bound = accounting.delta(event, epsilon)
+        for losses in (gone, -new):
+            each = np.maximum(0, -np.expm1(epsilon - losses))
+            assert each.mean() - 5 * each.std() / math.sqrt(n) <= bound
+    # The bound is of use: the run without its bins costs more at the same delta.
+    plain = accounting.epsilon(accounting.gaussian(multiplier), DELTA, "pld")
+    assert accounting.epsilon(event, DELTA) < 0.9 * plain
+
+
+@kills("mechanism/correlated.py", 'sampler.name != "balls_in_bins" or ', "")
+@kills("mechanism/correlated.py", "sensitivity_of(strategy, sampler) ** 2", "4", slow=True)
+def test_bins_alone_are_amplified_and_where_they_differ():
+    white = strategies.white(12)
+    planned = mechanism(white, noise_multiplier=1.2)
+    assert isinstance(planned.event, Allocated)
+    np.testing.assert_allclose(planned.event.overlaps, [1, 0, 0, 0, 0, 0], atol=1e-8)
+    assert planned.event_of(planned.multipliers[:1]) == planned.event, "a prefix costs the same"
+    assert planned.epsilon_of(planned.multipliers[:0], DELTA) == 0
+    for sampler in (
+        sampling.shuffled(120, 20),
+        sampling.curriculum(np.arange(120), 20, public=True),
+        sampling.full(120),
+    ):
+        fixed = mechanism(white, sampling=sampler, noise_multiplier=1.2)
+        assert fixed.event == accounting.gaussian(1.2)
+    # Columns that reach over the epoch hide nothing of the bin.
+    wide = mechanism(strategies.toeplitz(12, np.ones(12)), noise_multiplier=1.2)
+    assert wide.event == accounting.gaussian(1.2)
+
+
+def test_long_runs_are_not_amplified(monkeypatch):
+    monkeypatch.setattr(correlated, "LARGEST_MATRIX", 11)
+    long = mechanism(strategies.toeplitz(12, [1.0, 0.125]), noise_multiplier=1.25)
+    assert long.event == accounting.gaussian(1.25)
+
+
+@kills(
+    "accounting/allocation.py", "count / event.noise_multiplier**2", "event.noise_multiplier**-2"
+)
+def test_other_relations_and_methods_take_the_bin_as_known():
+    event = mechanism(STRATEGIES["two bands"], noise_multiplier=2.0).event
+    twice = accounting.compose(event, event)
+    plain = accounting.gaussian(2.0, 2)
+    for method in ("rdp", "rdp-classic", "pld"):
+        exchanged = accounting.epsilon(twice, DELTA, method, "replace-one")
+        assert exchanged == accounting.epsilon(plain, DELTA, method, "replace-one")
+    assert accounting.epsilon(twice, DELTA, "pld") <= accounting.epsilon(twice, DELTA, "rdp")
+    large = 0.4  # where every bin is found
+    loud = dataclasses.replace(event, noise_multiplier=large)
+    assert accounting.epsilon(loud, DELTA, "pld") <= accounting.epsilon(
+        accounting.gaussian(large), DELTA, "pld"
+    )
+    assert accounting.delta(event, 1.0, "pld") <= accounting.delta(event, 1.0)
+    assert accounting.for_groups(event, 2) == accounting.gaussian(1.0)
+    assert accounting.tightest(event) == "pld"
+    bare = dataclasses.replace(event, noise_multiplier=0.0)
+    assert accounting.epsilon(bare, DELTA) == math.inf
+    with pytest.raises(ValueError, match="Gaussians only"):
+        accounting.epsilon(event, DELTA, "gdp")
+
+
+@kills(
+    "verify/correlated.py",
+    "sizes = np.abs(strategy(noise))",
+    "sizes = strategy(noise)",
+    case="signs",
+)
+@kills(
+    "verify/correlated.py", "np.sort(shared, axis=1).max(axis=0)", "shared[-1] * 0 + shared.min()"
+)
+@kills(
+    "verify/cards.py", "accountant.rdp + less_by_bins(card, orders)", "accountant.rdp", slow=True
+)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_verify_finds_what_bins_save(name):
+    """The claim of a card is recomputed from the strategy and the number of bins on it."""
+    for neighbours in (None, "replace-one"):
+        planned = mechanism(STRATEGIES[name], noise_multiplier=3.0, neighbours=neighbours)
+        for methods in (["rdp"], ["pld"], ["rdp", "pld", "rdp-classic"]):
+            card = json.loads(json.dumps(reports.card(planned, DELTA, methods=methods)))
+            assert all(good for good, _ in verify.findings(card)), list(verify.findings(card))
+            for claim in card["epsilon"].values():
+                claim["value"] *= 0.97
+            assert not all(good for good, _ in verify.findings(card))
+
+
+def test_verify_counts_bins_of_earlier_runs():
+    first = mechanism(STRATEGIES["two bands"], noise_multiplier=3.0)
+    then = mechanism_with(120, 20, before=[first.spent(first.multipliers)], steps=4)
+    card = json.loads(json.dumps(reports.card(then, DELTA, methods=["rdp"])))
+    assert all(good for good, _ in verify.findings(card)), list(verify.findings(card))
+    shuffled = json.loads(json.dumps(card))
+    shuffled["mechanism"]["before"][0]["sampling"]["name"] = "full"
+    with pytest.raises(verify.Unreadable, match="moves a run"):
+        list(verify.findings(shuffled))
