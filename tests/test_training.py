@@ -533,17 +533,26 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
             return True
 
     show = Progress(0, 10, 2.0, stream=Terminal())
+    show.begin()
+    assert "compiling" in show.stream.getvalue()
     show.tick(5)
+    assert show.rate() == 0, "compilation is no throughput"
     private = {"private": {"loss": 0.3}}
-    show.line(5, {"epsilon": 0.991, "accuracy": 0.5, "examples_per_second": 10.0, **private})
+    show.line(
+        5, {"epsilon": 0.991, "accuracy": 0.5, "nll": 0.7, "examples_per_second": 10.0, **private}
+    )
     show.shown -= 1
+    show.begin()
     show.tick(6)
+    assert show.rate() > 0
     show.close()
     text = show.stream.getvalue()
     assert text.count("\n") == 1
-    assert text.count("\r") == 2
-    assert "step 6/10  epsilon 1.00 of 2.00  loss 0.300  accuracy 0.500  0:00:00 left" in text
-    assert "\u2501" * 6 + "\u2500" * 4 in text
+    assert text.count("\r") == 4
+    assert "step 5/10  epsilon 1.00 of 2.00  accuracy 0.500  loss 0.300  10 examples/s" in text
+    assert text.count("left") == 1, "before two dispatches it would be a guess about compilation"
+    assert "step 6/10  0:00:00 left  epsilon 1.00 of 2.00  accuracy 0.500  loss 0.300" in text
+    assert "\u2501" * 5 + "\u2500" * 3 in text
     assert all(len(line.strip()) < 100 for line in text.replace("\x1b[K", "").split("\r"))
 
 

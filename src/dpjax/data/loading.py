@@ -138,7 +138,8 @@ def _source(name: str, asked: str) -> Source:
     if name not in SOURCES:
         raise ValueError(
             f"data.{asked}({name!r}): no such data set; expected one of {', '.join(NAMES)}. "
-            "Data of your own needs no name: functions that take a data set take arrays too."
+            "Data of your own need no name: data.load_file reads an .npz or .csv, and functions "
+            "that take a data set take arrays too."
         )
     return SOURCES[name]
 

@@ -156,9 +156,12 @@ def fit(
             most = budget.epsilon
         shown = progress and meshes.first_process()
         show = Progress(run.done, end, most, unit=mechanism.unit, enabled=shown)
+        if begin < run.done < end:
+            show.say(f"The run in {directory} resumes at step {run.done:,} of {end:,}.")
         stack.callback(show.close)
         while run.done < end:
             to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
+            show.begin()
             run.advance(min(end - run.done, to_row, to_save))
             show.tick(run.done)
             # A signal to one process stops all of them at the same step.
@@ -171,8 +174,9 @@ def fit(
                     "delta": delta,
                     **({} if accounting.METHODS[method].proven else {"estimate": True}),
                     **numbers(algorithm.released(run.state)),
-                    f"{mechanism.unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
+                if speed := show.rate():
+                    row[f"{mechanism.unit}s_per_second"] = speed * mechanism.batch_size
                 # Before `evaluate` or a file gets the parameters: what happens with them is out of
                 # reach, so the step counts as released.
                 run.mark()
@@ -186,7 +190,11 @@ def fit(
             if folder is not None:
                 _save(run, save_every, now=run.done == end or stopped)
             if stopped:
-                stop.leave()
+                kept = f"saved in {directory}" if folder else "not saved, for want of a directory"
+                stop.leave(
+                    f"stopped at step {run.done:,} of {end:,}, {kept}."
+                    + " The same command resumes the run." * (folder is not None)
+                )
         return run.state, run.rows
 
 

@@ -30,6 +30,7 @@ from dpjax import (
     training,
 )
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.train import names, own_model
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
 
@@ -85,6 +86,8 @@ def build_loss(given: flags.FlagValues) -> losses.ExampleLoss:
 
 def build_model(given: flags.FlagValues, classes: int) -> Any:
     """The network, a Linen module."""
+    if names.is_own(given.model):
+        return build_own_model(given, classes)
     if given.model.startswith("scatter") and given.features != "scattering":
         raise app.UsageError(
             f"--model={given.model} reads wavelet features, and --features={given.features} "
@@ -96,6 +99,20 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
     if given.model == "mlp":
         options["features"] = tuple(map(int, given.hidden))
     return models.by_name(given.model, classes, **options)
+
+
+def build_own_model(given: flags.FlagValues, classes: int) -> Any:
+    """A model of the user's, from ``--model=module:name``."""
+    for name in ("hidden", "activation", "torch_init"):
+        if given[name].present:
+            raise app.UsageError(
+                f"--model={given.model} --{name}={given[name].value}: this flag is for models of "
+                "dpjax. Pass it to yours by --model_options=name=value."
+            )
+    try:
+        return own_model.build(given.model, classes, read_options(given.model_options))
+    except ValueError as error:
+        raise app.UsageError(f"--model={given.model}: {error}") from error
 
 
 def steps_per_epoch(given: flags.FlagValues, examples: int) -> int:
