@@ -21,7 +21,7 @@ def switch_on() -> None:
 
     `JAX_ENABLE_COMPILATION_CACHE=false` switches the cache off.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = pathlib.Path(home, "dpjax", _processor())

@@ -24,7 +24,7 @@ _FORMAT = (
 
 
 def load_file(path: str | os.PathLike[str], classes: int | None = None) -> Dataset[Split]:
-    """Loads a data set of your own from a file.
+    r"""Loads a data set of your own from a file.
 
     | file | content |
     |---|---|
@@ -51,8 +51,8 @@ def load_file(path: str | os.PathLike[str], classes: int | None = None) -> Datas
     Example:
       >>> import pathlib, tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "flowers.csv")
-      >>> rows = "".join(f"{i},{i % 3},{'rose' if i % 2 else 'iris'}\\n" for i in range(10))
-      >>> _ = path.write_text("width,length,label\\n" + rows)
+      >>> rows = "".join(f"{i},{i % 3},{'rose' if i % 2 else 'iris'}\n" for i in range(10))
+      >>> _ = path.write_text("width,length,label\n" + rows)
       >>> flowers = load_file(path)
       >>> flowers.train[0].shape, flowers.test[1].shape, flowers.classes
       ((8, 2), (2,), 2)
@@ -192,7 +192,7 @@ def _numbered(
     count = found if classes is None else classes
     if joined.min() < 0 or found > count or found > len(joined) // 2:
         raise ValueError(
-            f"{call}: labels from {joined.min()} to {joined.max()} of {len(joined)} examples. "
+            f"{call}: labels from {joined.min():g} to {joined.max():g} of {len(joined)} examples. "
             f"Expected {'0 and above' if classes is None else f'0 to {classes - 1}'}, and far "
             "fewer classes than examples. Usually the column is a number of a row, or a quantity."
         )

@@ -83,7 +83,7 @@ def style() -> Iterator[None]:
     except ImportError as error:
         raise ImportError(
             "reports.report: figures are drawn with Matplotlib, which is not installed. "
-            "Install the extra: pip install 'dpjax[plots]'."
+            "Install it: pip install matplotlib."
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

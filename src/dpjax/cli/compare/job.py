@@ -62,6 +62,7 @@ def configuration(run: Run) -> dict[str, Any] | None:
 
 
 def label_of(run: Run, varied: list[str]) -> str:
+    """The name of a group: its values of the flags that vary."""
     settings = configuration(run)
     if settings is None or not varied:
         return run.path.resolve().name
@@ -186,6 +187,8 @@ def price(runs: list[Run]) -> str:
         return "One of these runs is not private, so neither are all of them together."
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     return (
+        "To choose among runs by looking at private data, be it a part held out of them, has a "
+        "cost of its own, which no number here includes. "
         f"All {len(runs)} together, trained on the same data for the same neighbours, cost at most "
         f"epsilon {upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}."
     )
@@ -194,12 +197,12 @@ def price(runs: list[Run]) -> str:
 def body_of(
     groups: list[Group], image: str, absent: list[str], words: str, notices: list[str]
 ) -> Iterator[str]:
+    """The page's body."""
     count = sum(len(group.runs) for group in groups)
     yield f'<header><p class="kicker">{count} runs of dpjax</p><h1>Runs compared</h1>'
     yield (
-        '<p class="notice">Each epsilon is the price of one run alone. To choose among runs by '
-        "looking at private data, be it a part held out of them, has a cost of its own, which no "
-        f"number here includes. {escape(notices[0])}</p>"
+        '<p class="notice">Each epsilon below is the price of one run alone. '
+        f"{escape(notices[0]).replace(chr(10), '<br>')}</p>"
     )
     yield from (f'<p class="notice">{escape(notice)}</p>' for notice in notices[1:])
     yield "</header>"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages of the runs that the command line names."""
+"""Writes the pages of the runs that the command line names, each in its own folder."""
 
 from __future__ import annotations
 

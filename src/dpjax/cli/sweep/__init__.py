@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with many settings, and computes the privacy cost of the search itself.
+r"""Trains with many settings, and computes the privacy cost of the search itself.
 
 Examples:
-  dpjax sweep --grid="learning_rate=0.2,0.4;bound=0.5,1" --seeds=3 --jobs=2 \\
+  dpjax sweep --grid="learning_rate=0.2,0.4;bound=0.5,1" --seeds=3 --jobs=2 \
     --fixed="dataset=digits;epochs=5" --out=runs/sweep
   dpjax sweep --ranges="learning_rate=log:0.05:1;bound=0.25,0.5,1" --random=10
 
@@ -37,10 +37,12 @@ _tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
 _tried.whole(
     "seed", None, "Seed of the draws, and of the first run; makes noise reproducible and public."
 )
+_FREE = ["activation", "average", "bound", "floor", "hidden", "learning_rate", "loss"]
+_FREE += ["loss_options", "model", "model_options", "momentum", "optimizer", "rate_per_512"]
+_FREE += ["torch_init", "warmup_steps"]
 _tried.several(
     "free",
-    "activation,average,bound,floor,hidden,learning_rate,loss,loss_options,model,model_options,"
-    "momentum,optimizer,rate_per_512,torch_init,warmup_steps".split(","),
+    _FREE,
     "Flags that change no run's cost; with --random_runs all values of other flags must run.",
 )
 

@@ -112,5 +112,6 @@ def _start(
 
 
 def last_line(folder: pathlib.Path) -> str:
+    """The last line that the command in a folder printed."""
     lines = (folder / "output.txt").read_text(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")

@@ -38,6 +38,7 @@ class Price(NamedTuple):
 
 
 def card_of(folder: pathlib.Path) -> dict[str, Any]:
+    """The privacy card of a finished run."""
     path = folder / "privacy.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))

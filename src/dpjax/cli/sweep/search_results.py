@@ -58,6 +58,7 @@ def number(value: float | None) -> float | str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """The results as lines of text."""
     lines = [f"{'test accuracy':>17}  {'runs':>4}  {'epsilon':>7}  settings"]
     for row in rows:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"

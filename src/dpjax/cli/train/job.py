@@ -104,7 +104,8 @@ def plan(given: flags.FlagValues) -> Plan:
         lambda: run_files.released(pathlib.Path(given.continue_from))
     )
     shape = partial(inputs.input_shape, given, dataset)
-    rehearse(shape, model, loss, mechanism, earlier, epochs=per_epoch is not None)
+    sizes = {"classes": dataset.classes, "epochs": per_epoch is not None}
+    rehearse(shape, model, loss, mechanism, earlier, **sizes)
     method = build.accountant(given, mechanism)
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=method

@@ -50,7 +50,8 @@ def check_model(model: str) -> bool:
     """Refuses a model that is neither a name nor of the form ``module:name``."""
     if is_own(model):
         module, _, name = model.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), name]):
+        named = all(part.isidentifier() for part in [*module.split("."), name])
+        if not named or module.endswith(".py"):
             raise flags.ValidationError(
                 "expected the names of a module and of a Flax module or function in it, such as "
                 "networks:CNN for class CNN in networks.py. Usually the file was named, with .py."
