@@ -524,7 +524,7 @@ def test_what_cannot_be_streamed_is_answered_with_what_to_do(monkeypatch):
 
 @pytest.mark.usefixtures("without_tfds")
 def test_a_stream_by_name_needs_tfds_or_a_file(tmp_path):
-    with pytest.raises(ImportError, match=r"stream.*found no .*mnist\.npz.*dpjax\[tfds\]"):
+    with pytest.raises(ImportError, match=r"stream.*found no .*mnist\.npz.*pip install tensor"):
         data.stream("mnist", data_dir=tmp_path)
     saved(tmp_path)
     streamed, loaded = (ask("mnist", data_dir=tmp_path) for ask in (data.stream, data.load))

@@ -72,8 +72,8 @@ def load_file(path: str | os.PathLike[str], classes: int | None = None) -> Datas
     train, test = parts
     if train[0].shape[1:] != test[0].shape[1:]:
         raise ValueError(
-            f"{call}: examples of the train part have shape {train[0].shape[1:]}, those of the "
-            f"test part {test[0].shape[1:]}; expected one shape."
+            f"{call}: examples of the train part have shape {train[0].shape[1:]}, examples of "
+            f"the test part {test[0].shape[1:]}; expected one shape."
         )
     note = "(a fifth held out for the test)" if len(inputs) == 1 else ""
     return Dataset(path.stem, train, test, count, note)

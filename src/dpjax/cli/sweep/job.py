@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search: draws its runs, trains those that are missing, ranks them and adds up their cost."""
+"""The search: draws its runs, trains the missing ones, ranks them and adds up their cost."""
 
 from __future__ import annotations
 
