@@ -40,7 +40,8 @@ if "fails" in given and given["x"] == given["fails"] and not os.path.exists(give
     sys.exit("the data have a hole")
 sampling = {"name": "poisson", "examples": 100, "batch_size": 10}
 facts = {"format": 2, "unit": "example", "neighbours": "add-or-remove", "sampling": sampling}
-facts |= {"noise": None, "preparation": [], "projections": None, "clipping": {"bounds": [1.0]}, "before": []}
+facts |= {"preparation": [], "projections": None, "clipping": {"bounds": [1.0]}, "before": []}
+facts |= {"noise": None}
 epsilon = {"rdp": {"value": 4 / z, "proven": True}}
 card = {"mechanism": {**facts, "multiplier_and_steps": [[z, 50]]}, "steps": 50, "delta": 1e-5}
 card["epsilon"] = epsilon
