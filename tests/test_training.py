@@ -288,6 +288,38 @@ def test_leaves_without_a_gradient_are_named(caplog):
     assert "1 of 2 leaves have no gradient (b)" in caplog.text
 
 
+def test_leaves_that_an_optimizer_never_moves_are_named(caplog):
+    params = {name: jnp.ones(3) for name in ("body", "head")}
+    kinds = {"body": "frozen", "head": "trained"}
+    rules = {"frozen": optax.set_to_zero(), "trained": optax.adam(0.1)}
+    loss = lambda p, x: jnp.sum((p["head"] * p["body"] * x) ** 2)  # noqa: E731
+
+    def told(optimizer):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            make(optimizer=optimizer, loss=loss).init(dpjax.noise.secret_key(), params)
+        return caplog.text
+
+    assert "never moves 1 of 2 leaves (body)" in told(optax.multi_transform(rules, kinds))
+    assert "(body)" in told(optax.masked(optax.set_to_zero(), {"body": True, "head": False}))
+    assert not told(optax.adam(0.1))
+
+
+def test_batch_normalisation_of_one_example_is_named(caplog):
+    params = {"BatchNorm_0": {"scale": jnp.ones(3)}, "Dense_0": {"kernel": jnp.ones(3)}}
+    loss = lambda p, x: p["BatchNorm_0"]["scale"] @ (x * p["Dense_0"]["kernel"])  # noqa: E731
+    with caplog.at_level("WARNING"):
+        make(loss=loss).init(dpjax.noise.secret_key(), params)
+    assert "BatchNorm_0/scale belong to a batch normalisation" in caplog.text
+
+
+def test_parameters_that_are_not_finite_are_not_blamed_on_the_data(caplog):
+    with caplog.at_level("WARNING"):
+        algorithm = make()
+        fit(algorithm, algorithm.init(dpjax.noise.secret_key(), jnp.full(3, jnp.nan)))
+    assert "the parameters are not finite" in caplog.text
+
+
 @kills("mechanism/check_sampler.py", "and not moved and not paid:", "and False:")
 @kills("mechanism/check_sampler.py", "and parts.precision >= 2", "", slow=True)
 def test_a_draw_that_is_made_once_is_refused():
@@ -322,6 +354,7 @@ def test_one_public_batch_for_ever_is_sound_where_it_is_paid_for():
         (42, jnp.zeros(3), "Usually a bare seed was passed"),
         (jax.random.key(0), {"w": 1.0}, "leaf w is float"),
         (jax.random.key(0), {"w": jnp.zeros(3), "n": jnp.arange(3)}, "leaf n is int32"),
+        (jax.random.key(0), {"w": jnp.tanh}, "leaf w is a function.*eqx.partition"),
     ],
 )
 def test_keys_and_parameters_that_cannot_be_trained_are_refused(key, params, message):
@@ -472,6 +505,10 @@ def test_a_loss_that_fails_is_reported_with_its_arguments():
         start(algorithm_with(loss=lambda w, x, y: w @ x - y))
     note = "dpjax called loss(params, example), where example is float32[3]"
     assert note in raised.value.__notes__[-1]
+    for loss in (lambda w, x: w @ x if x[0] > 0 else w @ w, lambda w, x: jnp.sum(w * np.sin(x))):
+        with pytest.raises(TypeError) as raised:
+            start(algorithm_with(loss=loss))
+        assert "write jnp.where" in raised.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5])
@@ -960,6 +997,7 @@ def test_a_noise_multiplier_of_a_thousand_wrecks_training():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (jnp.ones((0, 3)), "the data hold no examples"),
         (jnp.ones((49, 3)), "the data hold 49 examples, the mechanism's sampler 50"),
         ((jnp.ones((50, 3)), jnp.ones(())), "leading axis"),
         (Stream(np.ones((49, 3))), "the data hold 49 examples"),
