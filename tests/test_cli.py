@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from absl import app, flags
 
+import dpjax
 from dpjax import cli, data, models, schedules
 from dpjax.cli import compilation_cache
 from dpjax.cli.train import FLAGS, build, job, names
@@ -67,6 +68,11 @@ def test_the_console_script_and_the_module_are_the_command():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"dpjax": "dpjax.cli:main"}
     assert python("-m", "dpjax", "--version") == f"dpjax {project['version']}\n"
+
+
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert dpjax.__version__ == project["version"]
 
 
 def test_what_another_subcommand_needs_is_not_imported():
