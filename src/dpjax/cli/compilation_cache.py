@@ -31,8 +31,7 @@ def switch_on() -> None:
     except OSError:  # no home, or one that cannot be written: compile as without a cache
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # Half of a run's time to the first step is spent on programs that compile in less than the
-    # second from which JAX keeps them.
+    # JAX keeps programs that took a second to compile; a small run has many shorter ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -351,14 +351,14 @@ def tell_of_idle(loss: ClosedJaxpr, params: PyTree) -> None:
 
 
 def tell_of_batch_norm(params: PyTree) -> None:
-    """Warns about batch normalisation, whose statistics would be those of a single example."""
+    """Warns about batch normalisation, which would normalise an example by itself alone."""
     named = [name for name in trees.leaf_names(params) if _BATCH_NORM.search(name)]
     if named:
         logging.warning(
             "dpsgd: %s belong to a batch normalisation, by their names. A private loss sees one "
-            "example, whose statistics are itself: what is normalised by them is zero, and no "
-            "layer below learns. Use group or layer normalisation. If the statistics are fixed "
-            "(use_running_average=True), all is well.",
+            "example and has its statistics alone: behind a dense layer all values become zero, "
+            "and no layer below learns. Use group or layer normalisation. If the statistics are "
+            "fixed (use_running_average=True), all is well.",
             _few(named),
         )
 
