@@ -42,9 +42,9 @@ class Progress:
         # A live line overwrites itself; in a file or a pipe every update would stay.
         self.live = enabled and self.stream.isatty()
         self.step, self.shown, self.began = begin, 0.0, 0.0
-        # When the last dispatch ended, None before the first has; and steps per second, smoothed.
+        # When the last dispatch ended, None before the first has; and seconds a step, by how many.
         self.last: float | None = None
-        self.speed = 0.0
+        self.pace, self.ticks = 0.0, 0
         # Since the last row, in dispatches alone: neither compilation nor evaluations.
         self.steps, self.seconds = 0, 0.0
         self.pieces: list[str] = []
@@ -65,9 +65,10 @@ class Progress:
         now, more = time.monotonic(), step - self.step
         if self.last is not None:
             self.steps, self.seconds = self.steps + more, self.seconds + now - self.began
-            fresh = more / max(1e-9, now - self.last)
-            # Smoothed, so that the remaining time does not jump with each evaluation.
-            self.speed = 0.9 * self.speed + 0.1 * fresh if self.speed else fresh
+            # With the time of evaluations: a mean, and later one in which the past fades.
+            self.ticks += 1
+            share = max(0.1, 1 / self.ticks)
+            self.pace += share * ((now - self.last) / max(1, more) - self.pace)
         self.step, self.last = step, now
         if self.live and now - self.shown > 0.2:
             self._draw()
@@ -100,8 +101,8 @@ class Progress:
     def _draw(self) -> None:
         self.shown = time.monotonic()
         pieces = [f"step {self.step:,}/{self.end:,}"]
-        if self.speed:
-            left = datetime.timedelta(seconds=round((self.end - self.step) / self.speed))
+        if self.ticks:
+            left = datetime.timedelta(seconds=round((self.end - self.step) * self.pace))
             pieces.append(f"{left} left")
         pieces += self.pieces
         if self.live:
