@@ -207,6 +207,12 @@ def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
         planned("--dataset=words.csv")
     with pytest.raises(app.UsageError, match="number of classes"):
         planned("--dataset=digits", "--classes=10")
+    with pytest.raises(app.UsageError, match=r"--continue_from=none: .*found no run\.json"):
+        planned("--continue_from=none")
+    with pytest.raises(app.UsageError, match=r"--model=mlp: .*expected one of elu"):
+        planned("--activation=foo")
+    with pytest.raises(app.UsageError, match=r"--out=words\.csv.*a file has its name"):
+        job.prepare(pathlib.Path("words.csv"), False)
 
 
 def test_a_missing_matplotlib_is_found_before_training(workshop, monkeypatch):

@@ -25,6 +25,7 @@ from dpjax import accounting
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.sweep import FLAGS, search_cost, search_space
 from dpjax.cli.sweep.job import command as command_of
+from dpjax.cli.sweep.job import require_flags
 
 STAND_IN = """
 import json, os, pathlib, sys, time
@@ -133,6 +134,21 @@ def test_a_run_is_a_command_without_a_report_of_its_own():
     assert command_of(given, trial, "a") == [*train, "--bound=1", "--seed=3"]
     given(["sweep", "--noreports", "--binary=mine.py"])
     assert command_of(given, trial, "a")[1:] == ["mine.py", "--out=a", "--bound=1", "--seed=3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"boun": "1"}, "Did you mean: bound"), ({"bound": "a"}, "the run bound=a,repeat=0")],
+)
+def test_a_setting_that_no_run_takes_is_refused_before_the_first(settings, words):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep"])
+    right = search_space.Trial({"bound": "1"}, None, 0)
+    require_flags(given, [right])
+    with pytest.raises(app.UsageError, match=words):
+        require_flags(given, [right, search_space.Trial(settings, None, 0)])
+    given(["sweep", "--binary=mine.py"])
+    require_flags(given, [search_space.Trial(settings, None, 0)])
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from absl import app, flags
 from dpjax import accounting, noise
 from dpjax.cli.compare.job import compare
 from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
+from dpjax.cli.train import FLAGS as TRAIN
 from dpjax.reports.load_run import read
 from dpjax.training.signals import Stop
 
@@ -78,7 +80,9 @@ def planned(
     """The runs in the folder's plan; draws and writes a plan if there is none."""
     path, now = folder / "sweep.json", settings(given)
     if not path.exists():
-        plan = {"search": now, "trials": search_space.stored(draw(given, candidates))}
+        drawn = draw(given, candidates)
+        require_flags(given, drawn)  # before the plan binds this folder to them
+        plan = {"search": now, "trials": search_space.stored(drawn)}
         partial_file = path.with_suffix(".part")
         partial_file.touch(mode=0o600)
         partial_file.write_text(json.dumps(plan, indent=2) + "\n")
@@ -102,6 +106,16 @@ def command(given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.
     seed = {} if trial.seed is None else {"seed": trial.seed}
     words = {"out": folder, **quiet, **fixed, **trial.settings, **seed}
     return [sys.executable, *program, *(f"--{name}={value}" for name, value in words.items())]
+
+
+def require_flags(given: flags.FlagValues, trials: Iterable[search_space.Trial]) -> None:
+    """Refuses settings that `dpjax train` would refuse, before the first run."""
+    for trial in trials if given.binary is None else ():
+        _, _, _, *words = command(given, trial, pathlib.Path(trial.name))
+        try:
+            copy.deepcopy(TRAIN)(words)
+        except flags.Error as error:
+            raise app.UsageError(f"the run {trial.name}: {error}") from error
 
 
 def run_missing(given: flags.FlagValues, trials: dict[pathlib.Path, search_space.Trial]) -> int:

@@ -94,11 +94,14 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
             "gives it images. Add --features=scattering, or take --model=tempered_cnn."
         )
     options = {"torch_init": given.torch_init, **read_options(given.model_options)}
-    if given.activation is not None:
-        options["activation"] = activations.by_name(given.activation)
-    if given.model == "mlp":
-        options["features"] = tuple(map(int, given.hidden))
-    return models.by_name(given.model, classes, **options)
+    try:
+        if given.activation is not None:
+            options["activation"] = activations.by_name(given.activation)
+        if given.model == "mlp":
+            options["features"] = tuple(map(int, given.hidden))
+        return models.by_name(given.model, classes, **options)
+    except ValueError as error:
+        raise app.UsageError(f"--model={given.model}: {error}") from error
 
 
 def build_own_model(given: flags.FlagValues, classes: int) -> Any:
@@ -138,7 +141,10 @@ def build_mechanism(
     batches = build_sampler(given, examples)
     before: tuple[Any, ...] = ()
     if given.continue_from is not None:
-        before = meshes.from_first(lambda: training.earlier(given.continue_from))
+        try:
+            before = meshes.from_first(lambda: training.earlier(given.continue_from))
+        except FileNotFoundError as error:
+            raise app.UsageError(f"--continue_from={given.continue_from}: {error}") from error
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=getattr(clipping, given.clipping)(given.bound, **options),

@@ -188,7 +188,13 @@ def prepare(folder: pathlib.Path, overwrite: bool) -> None:
     if overwrite:
         training.forget(folder)
         run_files.clear(folder, inputs.MOMENTS)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise app.UsageError(
+            f"--out={folder}: this folder cannot be made ({error}). Usually a file has its name, "
+            "or the folder above it cannot be written."
+        ) from error
 
 
 def report(
