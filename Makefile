@@ -115,12 +115,13 @@ fi
 endef
 
 # Installs a file in an empty environment, and runs tests/installed.py in an empty folder: without
-# the optional packages, and with them. CONSTRAINTS= holds other versions to account.
+# the optional packages, and with them. `make dist PYTHON=/path/to/python3.13 CONSTRAINTS=FILE` does
+# so with another Python and other versions.
 CONSTRAINTS ?= .ci/lock.txt
 define try
 set -e; \
 work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
-$(PY) -m venv "$$work/env"; mkdir "$$work/empty"; \
+$(or $(PYTHON),$(PY)) -m venv "$$work/env"; mkdir "$$work/empty"; \
 pip() { "$$work/env/bin/python" -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) "$$@"; }; \
 try() { (cd "$$work/empty" && "$$work/env/bin/python" -I "$(CURDIR)/tests/installed.py"); }; \
 for file in $(1); do \
