@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import run_binary
 from absl import app
+from mutation import kills
 from small_mechanisms import mechanism_with
 
 from dpjax import accounting
@@ -300,6 +301,9 @@ def card(z=2.0, delta=1e-5, **changes):
     return {"mechanism": mechanism.facts, "steps": 50, "delta": delta}
 
 
+@kills("cli/sweep/search_cost.py", 'min(card["delta"]', 'max(card["delta"]', slow=True)
+@kills("cli/sweep/search_cost.py", "one = max(", "one = min(")
+@kills("cli/sweep/search_cost.py", "compose(*spent, *others)", "compose(*spent)")
 def test_the_dearest_run_and_all_of_them_and_the_smallest_delta():
     cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
     cards = [card(4.0), card(2.0, delta=1e-6), card(4.0)]
