@@ -228,7 +228,7 @@ def report(
         print(f"To look at: {reports.report(folder)}")
     print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
     print(f"Files in {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())))
-    print(f"Recompute epsilon: python -m dpjax.verify {folder}")
+    print(f"Recompute epsilon: dpjax verify {folder}")
 
 
 def require_one_of_each(given: flags.FlagValues) -> None:
