@@ -93,7 +93,7 @@ def test_a_killed_binary_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
             time.sleep(0.01)
         process.kill()
     assert process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "params.msgpack").exists()
+    assert not (tmp_path / "killed" / "config.json").exists()
     for name in ("killed", "whole"):
         run("train.py", "--out", tmp_path / name, *flags)
     rows = [
