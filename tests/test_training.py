@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import signal
 import subprocess
 import sys
 
@@ -203,6 +204,21 @@ def test_a_run_whose_configuration_holds_nan_resumes(tmp_path):
     fit(algorithm, steps=1, **options)
     state, _ = fit(algorithm, **options)
     assert state.ledger.steps == 2
+
+
+def test_an_interrupt_and_a_resumed_run_are_a_sentence_each(tmp_path, capsys):
+    def interrupt(state):
+        if state.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return {}
+
+    algorithm = make(steps=3)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2 of 3, not saved"):
+        fit(algorithm, evaluate=interrupt, evaluate_every=1)
+    with pytest.raises(KeyboardInterrupt, match=r"of 3, saved in .*The same command resumes"):
+        fit(algorithm, evaluate=interrupt, evaluate_every=1, directory=tmp_path)
+    dpjax.fit(algorithm, start(algorithm), directory=tmp_path)
+    assert "resumes at step 2 of 3." in capsys.readouterr().err
 
 
 def test_steps_and_ledger_count_alike():

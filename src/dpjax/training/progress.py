@@ -42,7 +42,8 @@ class Progress:
         # A live line overwrites itself; in a file or a pipe every update would stay.
         self.live = enabled and self.stream.isatty()
         self.step, self.shown, self.began = begin, 0.0, 0.0
-        # When the last dispatch ended, None before the first has; and seconds a step, by how many.
+        # When the last dispatch ended, None before the first has; and the mean time of a step, over
+        # how many dispatches.
         self.last: float | None = None
         self.pace, self.ticks = 0.0, 0
         # Since the last row, in dispatches alone: neither compilation nor evaluations.

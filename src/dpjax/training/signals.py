@@ -42,7 +42,7 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.signal is not None:
-            self.leave("a second signal ended it within a step.")
+            self.leave("a second signal ended the run within a step.")
         # Noted only: the run saves after the current step. A second signal ends the process
         # immediately, for a step that hangs.
         self.signal = number

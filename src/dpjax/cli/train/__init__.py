@@ -14,8 +14,8 @@ The output folder receives `report.html` (figures, each with a note on who may s
 `metrics.jsonl` (a line per evaluation), `params.msgpack` (Flax; may be released),
 `privacy.json` (from which `dpjax verify` recomputes epsilon), `statement.txt`, and
 `checkpoints` (secret: they hold the key).  `run.json`, `furthest`, `seals` and `lock` say which run
-is there, which steps it released, and that no second process trains in it.  The same command resumes
-a run that was killed.
+is there, which steps it released, and that no second process trains in it.  The same command
+resumes a run that was killed.
 
 Compiled programs stay in ~/.cache/dpjax, where the next run finds them: JAX_COMPILATION_CACHE_DIR
 names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps none.
