@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all format lint types docs bench bench-peers clean rebuild
+.PHONY: help demo test test-all format lint types docs dist bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -44,6 +44,13 @@ types: $(VENV)/ready-dev ## check types
 docs: $(VENV)/ready-docs ## build the documentation in build/docs; a warning fails it
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f docs/mkdocs.yml
 	@echo "dpjax: open build/docs/index.html"
+
+dist: $(VENV)/ready-run ## build wheel and sdist, and try both in empty environments
+	@$(PIP) install -q build
+	@rm -rf dist
+	$(PY) -m build -q --outdir dist
+	@$(call try,dist/*.whl)
+	@$(call try,dist/*.tar.gz)
 
 bench: $(VENV)/ready-run ## time a training step, or with BENCH= another benchmark
 	$(PY) experiments/benchmarks/$(BENCH).py $(ARGS)
@@ -105,6 +112,23 @@ if [ -n "$(BROKEN)" ] || [ ! -x $(PY) ]; then \
   echo "dpjax: creating $(VENV) with $$python"; \
   rm -rf $(VENV); "$$python" -m venv $(VENV); \
 fi
+endef
+
+# Installs a file in an empty environment, and runs tests/installed.py in an empty folder: without
+# the optional packages, and with them. `make dist PYTHON=/path/to/python3.13 CONSTRAINTS=FILE` does
+# so with another Python and other versions.
+CONSTRAINTS ?= .ci/lock.txt
+define try
+set -e; \
+work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
+$(or $(PYTHON),$(PY)) -m venv "$$work/env"; mkdir "$$work/empty"; \
+pip() { "$$work/env/bin/python" -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) "$$@"; }; \
+try() { (cd "$$work/empty" && "$$work/env/bin/python" -I "$(CURDIR)/tests/installed.py"); }; \
+for file in $(1); do \
+  echo "dpjax: trying $$file in an empty environment"; \
+  pip "$$file"; try; \
+  pip scikit-learn pillow matplotlib; rm -rf "$$work/empty"/*; try; \
+done
 endef
 
 # Takes the first Python that is new enough and can make environments; else says what was found.

@@ -85,4 +85,7 @@ def _run(command, folder):
     for stream, name in enumerate(Outcome._fields, 1):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
     sys.argv, sys.path[0] = command, os.path.dirname(command[0])
-    runpy.run_path(command[0], run_name="__main__")
+    if command[0].endswith("/dpjax"):  # the console command
+        importlib.import_module("dpjax.cli").main(command[1:])
+    else:
+        runpy.run_path(command[0], run_name="__main__")

@@ -703,6 +703,11 @@ def test_calibrate_inverts_epsilon(z, q, n):
         assert found == pytest.approx(z, rel=1e-5)
 
 
+def test_without_noise_there_is_nothing_to_calibrate():
+    with pytest.raises(ValueError, match=r"noise_multiplier=0\.0"):
+        accounting.calibrate(lambda z: steps((0.1, z, 5)), math.inf, 1e-5)
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.floats(0.5, 10.0), st.integers(1, 50), st.floats(1e-8, 1e-2))
 def test_closed_form_without_sampling(z, n, delta):

@@ -5,6 +5,7 @@ import ast
 import importlib
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -165,3 +166,9 @@ def test_each_room_has_its_tests():
     here = pathlib.Path(__file__).parent
     for name in FLOORS.keys() - {"__main__"}:
         assert (here / f"test_{name}.py").exists(), f"tests/test_{name}.py is missing"
+
+
+def test_no_message_installs_this_project_from_an_index():
+    """The name may be anybody's there; a message names the package that is missing."""
+    for path in ROOT.rglob("*.py"):
+        assert not re.search(r"pip install '?dpjax", path.read_text()), path

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command: its overview, its version, its subcommands and what it refuses."""
 
+import copy
 import importlib
+import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 
+import jax
+import numpy as np
 import pytest
-from absl import flags
+from absl import app, flags
 
-from dpjax import cli
+import dpjax
+from dpjax import cli, data, models, schedules
+from dpjax.cli import compilation_cache
+from dpjax.cli.train import FLAGS, build, job, names
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -34,8 +44,11 @@ def test_the_help_of_a_subcommand_lists_its_flags(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
     cli.main(["train", "--help"])
     listed = capsys.readouterr().out
-    for words in ("dpjax train --out=runs/demo", "--target_epsilon:", "--[no]report:"):
+    for words in ("dpjax train --out=runs/demo", "--target_epsilon\n", "--[no]report\n"):
         assert words in listed
+    groups = [line for line in listed.splitlines() if line.endswith(":") and line[:1].isupper()]
+    titles = ["Data", "Model and loss", "Privacy", "Optimization", "Output", "Machine"]
+    assert [f"{title}:" for title in titles] == groups[-6:]
 
 
 def test_an_unknown_subcommand_is_refused_with_those_there_are():
@@ -57,6 +70,204 @@ def test_the_console_script_and_the_module_are_the_command():
     assert python("-m", "dpjax", "--version") == f"dpjax {project['version']}\n"
 
 
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert dpjax.__version__ == project["version"]
+
+
 def test_what_another_subcommand_needs_is_not_imported():
     words = "import sys, dpjax.cli; print([m for m in sys.modules if m in ('jax', 'dpjax.data')])"
     assert python("-c", words) == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["trian"], "Usually the word is misspelt: dpjax train"),
+        (["train", "--dataset=mnits"], "Did you mean mnist?"),
+        (["train", "--dataset=no.csv"], "there is no such file"),
+        (["train", "--model=mpl"], "Did you mean mlp?"),
+        (["train", "--model=nets.py:CNN"], "Usually the file was named"),
+        (["train", "--loss=hinge"], "value should be one of"),
+        (["train", "--stpes=3"], "Did you mean: steps"),
+        (["train", "steps=3"], "begin with two dashes"),
+        (["sweep", "--gird=a=1"], "Did you mean: grid"),
+        (["compare", "--uot=page.html"], "Did you mean: out"),
+        (["audit", "--stpes=3"], "Did you mean: steps"),
+        (["report", "--out=a"], "Unknown command line flag 'out'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_in_the_flags_is_answered_before_jax_is_imported(words, answer, monkeypatch):
+    """In a process in which an import of JAX fails."""
+    program = "import sys; sys.modules['jax'] = None; import dpjax.cli; dpjax.cli.main()"
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert answer in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "verify"])
+def test_each_subcommand_describes_itself(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    cli.main([name, "--help"])
+    assert f"dpjax {name}" in capsys.readouterr().out
+
+
+def test_names_of_flags_are_those_of_the_tables():
+    assert names.DATASETS == data.NAMES
+    assert names.MODELS == models.NAMES
+    assert tuple(build.LOSSES) == names.LOSSES
+    assert tuple(build.OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(schedules.CURRICULA) == names.CURRICULA
+
+
+MODULE = """
+import flax.linen as nn
+
+class Net(nn.Module):
+    classes: int
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.classes)(nn.tanh(nn.Dense(self.width)(x.ravel())))
+
+made = Net(3)
+
+def make(classes, width=2):
+    return Net(classes, width)
+
+def number(classes):
+    return classes
+
+def plain(params, x):
+    return x
+
+class Batch(nn.Module):
+    classes: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(nn.Dense(self.classes)(x))
+"""
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    """A folder with a module and data of the user, in which commands run."""
+    name = f"nets_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    x, y = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 3
+    np.savez(tmp_path / "my.npz", x=x + 2 * y[:, None], y=y)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    return name
+
+
+def planned(*words):
+    given = copy.deepcopy(FLAGS)
+    few = ["--dataset=my.npz", "--batch_size=20", "--steps=4", "--noise_multiplier=1"]
+    given(["train", *few, "--noreport", *words])
+    return job.plan(given)
+
+
+def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
+    assert planned(f"--model={workshop}:made").model.width == 4
+    assert planned(f"--model={workshop}:Net", "--model_options=width=7").model.width == 7
+    plan = planned(f"--model={workshop}:make")
+    assert (plan.model.classes, plan.model.width, plan.dataset.classes) == (3, 2, 3)
+    assert planned(f"--model={workshop}:make", "--classes=5").model.classes == 5
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "answer"),
+    [
+        ("none_of_these:Net", [], "cannot be imported from"),
+        ("{}:Nte", [], "it has Batch, Net, made, make, number, plain"),
+        ("{}:Net", ["--model_options=depth=2"], "takes classes, width, .*not depth"),
+        ("{}:made", ["--model_options=width=2"], "takes no options"),
+        ("{}:number", [], "makes a int; expected a Flax module"),
+        ("{}:plain", [], "missing 2 required positional arguments"),
+        ("{}:Net", ["--hidden=3"], "--model_options=name=value"),
+        ("{}:made", ["--classes=4"], "expected 4 numbers, one a class"),
+        ("{}:Batch", [], "batch_stats"),
+        ("mlp", ["--stream"], "expected one of the two"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_answered(workshop, model, more, answer):
+    with pytest.raises(app.UsageError, match=rf"(?s){answer}"):
+        planned(f"--model={model.format(workshop)}", *more)
+
+
+def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
+    (tmp_path / "words.csv").write_text("a,b\nx,1\n")
+    with pytest.raises(app.UsageError, match="expected numbers in every column"):
+        planned("--dataset=words.csv")
+    with pytest.raises(app.UsageError, match="number of classes"):
+        planned("--dataset=digits", "--classes=10")
+    with pytest.raises(app.UsageError, match=r"--continue_from=none: .*found no run\.json"):
+        planned("--continue_from=none")
+    with pytest.raises(app.UsageError, match=r"--model=mlp: .*expected one of elu"):
+        planned("--activation=foo")
+    with pytest.raises(app.UsageError, match=r"--out=words\.csv.*a file has its name"):
+        job.prepare(pathlib.Path("words.csv"), False)
+
+
+def test_a_missing_matplotlib_is_found_before_training(workshop, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    with pytest.raises(app.UsageError, match="or give --noreport"):
+        planned("--report")
+
+
+@pytest.fixture
+def no_cache():
+    """Without the compilation cache that tests share."""
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in settings}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_stay_on_the_disk(no_cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation_cache.switch_on()
+    (folder,) = (tmp_path / "dpjax").iterdir()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.stat().st_mode & 0o077 == 0, "programs may hold data as constants"
+    jax.config.update("jax_compilation_cache_dir", "chosen")
+    compilation_cache.switch_on()
+    assert jax.config.jax_compilation_cache_dir == "chosen"
+
+
+def test_without_a_home_nothing_is_kept(no_cache, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    compilation_cache.switch_on()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.slow
+def test_a_run_of_the_users_is_stopped_in_one_sentence_and_resumed_in_another(workshop, tmp_path):
+    command = [sys.executable, "-m", "dpjax", "train", "--dataset=my.npz", "--out=run"]
+    command += [f"--model={workshop}:Net", "--batch_size=20", "--noreport", "--seed=1"]
+    command += ["--steps=60000", "--evaluations=600", "--noise_multiplier=300"]
+    log = tmp_path / "run" / "metrics.jsonl"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    for expected in ("", "The run in run resumes at step"):
+        rows = log.read_text().count("\n") if log.exists() else 0
+        child = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        while not (log.exists() and log.read_text().count("\n") > rows):
+            assert child.poll() is None
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        said = child.communicate(timeout=120)[1]
+        assert child.returncode == 130
+        assert "Traceback" not in said
+        assert "of 60,000, saved in run. The same command resumes the run." in said
+        assert expected in said
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["--dataset"] == "my.npz"

@@ -7,6 +7,10 @@ import pytest
 import run_binary
 from html_pages import parsed, text
 
+from dpjax.cli.compare.job import Group
+from dpjax.cli.compare.job import curve as curve_of
+from dpjax.reports.load_run import Missing, read
+
 EVIL = "<b>$x$</b>"
 
 
@@ -140,40 +144,24 @@ def test_a_page_is_not_replaced_by_its_own_figure(tmp_path):
     assert [*tmp_path.iterdir()] == [run]
 
 
-CURVES = """
-import json, pathlib, sys
-sys.path.insert(0, sys.argv[1])
-import compare
-
-for paths in json.loads(sys.argv[2]):
-    group = compare.Group("some", [compare.read(pathlib.Path(path)) for path in paths])
-    try:
-        epsilon, accuracy = compare.curve(group)
-        print(json.dumps([epsilon.tolist(), accuracy.round(6).tolist()]))
-    except compare.Missing as missing:
-        print(json.dumps(str(missing)))
-"""
-
-
-@pytest.mark.slow
 def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     def logged(epsilons):
         path = tmp_path / str(len(list(tmp_path.iterdir())))
         path.mkdir()
         log(path, epsilons, [i / 10 for i in range(1, len(epsilons) + 1)])
-        return str(path)
+        return path
 
-    inf, script = float("inf"), tmp_path / "curves.py"
-    groups = [[[1.0, 2.0, inf]], [[1.0, inf], [2.0, 3.0]], [[1.0, 4.0], [2.0, 3.0]]]
-    groups += [[[1.0, inf], [None, 3.0]]]
-    paths = json.dumps([[logged(epsilons) for epsilons in group] for group in groups])
-    script.write_text(CURVES)
-    lines = run_binary.run(script, run_binary.EXPERIMENTS, paths).stdout.splitlines()
-    one, two, both, none = map(json.loads, lines)
-    assert one == [[1, 2], [[10], [20]]]
-    assert two == [[2], [[10, 10]]], "what one run paid without end is not what the other paid"
-    assert both == [[2, 4], [[10, 10], [20, 20]]]
-    assert "at no step" in none
+    def curve(*runs):
+        group = Group("some", [read(logged(epsilons), arrays=False) for epsilons in runs])
+        return [values.round(6).tolist() for values in curve_of(group)]
+
+    inf = float("inf")
+    assert curve([1.0, 2.0, inf]) == [[1, 2], [[10], [20]]]
+    found = curve([1.0, inf], [2.0, 3.0])
+    assert found == [[2], [[10, 10]]], "what one run paid without end is not what the other paid"
+    assert curve([1.0, 4.0], [2.0, 3.0]) == [[2, 4], [[10, 10], [20, 20]]]
+    with pytest.raises(Missing, match="at no step"):
+        curve([1.0, inf], [None, 3.0])
 
 
 @pytest.mark.slow

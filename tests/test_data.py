@@ -214,7 +214,9 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 @pytest.mark.usefixtures("without_tfds")
 @pytest.mark.parametrize("name", data.NAMES[1:])
 def test_a_missing_file_is_answered_with_what_to_do(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR.*dpjax\[tfds\]") as error:
+    with pytest.raises(
+        FileNotFoundError, match=r"DPJAX_DATA_DIR.*pip install tensorflow-"
+    ) as error:
         data.load(name, data_dir=tmp_path)
     assert str(tmp_path) in str(error.value)
     with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR"):
@@ -228,17 +230,17 @@ def no_jpegs():
 
 
 @pytest.mark.parametrize(("name", "package"), [("digits", "sklearn"), ("cifar10", "PIL")])
-def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, name, package):
+def test_a_missing_package_is_answered_with_its_name(tmp_path, monkeypatch, name, package):
     real = builtins.__import__
 
-    def refuse(module, *rest):
+    def refuse(module, *rest, **named):
         if module.split(".")[0] == package:
             raise ImportError(module)
-        return real(module, *rest)
+        return real(module, *rest, **named)
 
     np.savez(tmp_path / "cifar10.npz", **no_jpegs())
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"dpjax\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install (scikit-learn|pillow)"):
         data.load(name, data_dir=tmp_path)
 
 
@@ -522,7 +524,7 @@ def test_what_cannot_be_streamed_is_answered_with_what_to_do(monkeypatch):
 
 @pytest.mark.usefixtures("without_tfds")
 def test_a_stream_by_name_needs_tfds_or_a_file(tmp_path):
-    with pytest.raises(ImportError, match=r"stream.*found no .*mnist\.npz.*dpjax\[tfds\]"):
+    with pytest.raises(ImportError, match=r"stream.*found no .*mnist\.npz.*pip install tensor"):
         data.stream("mnist", data_dir=tmp_path)
     saved(tmp_path)
     streamed, loaded = (ask("mnist", data_dir=tmp_path) for ask in (data.stream, data.load))
@@ -719,3 +721,87 @@ def test_real_images_without_loss():
     mean = loaded.train[0].mean(axis=(0, 1, 2), dtype=np.float64)
     np.testing.assert_allclose(mean, [0.4914, 0.4822, 0.4465], atol=1e-4)
     assert loaded.note == "111 of the images are lossy copies"
+
+
+def own(tmp_path, content, name="own.csv"):
+    """A file of the user with a text, or with arrays."""
+    path = tmp_path / name
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        np.savez(path.with_suffix(".npz"), **content)
+        path = path.with_suffix(".npz")
+    return data.load_file(path)
+
+
+ROWS = "".join(f"{i};{i % 3};{'ab'[i % 2]}\n" for i in range(20))
+X, Y = RNG.normal(size=(10, 4)), np.arange(10) % 2
+
+
+class TestOwnFiles:
+    def test_a_table_takes_its_label_by_name_or_from_the_last_column(self, tmp_path):
+        last = own(tmp_path, "width;length;kind\n" + ROWS)
+        assert own(tmp_path, "width;label;kind\n" + ROWS.translate({97: 49, 98: 48})).classes == 3
+        assert last.classes == 2
+        assert last.train[0].shape == (16, 2)
+        assert last.train[0].dtype == np.float32
+        x, y = (np.concatenate(parts) for parts in zip(last.train, last.test, strict=True))
+        assert np.array_equal(x[:, 0] % 2, y), "words are numbered in alphabetical order"
+
+    def test_parts_are_taken_as_they_are(self, tmp_path):
+        images = RNG.integers(0, 256, (6, 5, 5), np.uint8)
+        parts = {"x_train": images[:4], "y_train": [[0], [1], [2], [0]]}
+        found = own(tmp_path, {**parts, "x_test": images[4:], "y_test": [1.0, 2.0]})
+        assert np.array_equal(found.train[0], images[:4, ..., None].astype(np.float32) / 255)
+        assert found.test[1].tolist() == [1, 2]
+        assert (found.classes, found.note) == (3, "")
+        assert found.train[1].dtype == np.int32
+
+    def test_without_a_test_part_a_fifth_is_held_out(self, tmp_path):
+        found = own(tmp_path, {"x": X, "y": Y})
+        assert (len(found.train[1]), len(found.test[1])) == (8, 2)
+        assert "held out" in found.note
+        tokens = own(tmp_path, {"x": np.arange(20).reshape(10, 2), "y": Y})
+        assert tokens.train[0].dtype == np.int32
+        path = tmp_path / "own.npz"
+        assert data.load_file(path, classes=5).classes == 5
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            ("1,2\n3,4\n", "the names of the columns"),
+            ("a\n1\n", "at least two columns"),
+            ("a,b\n1,2,3\n", "line 2 has 3 columns"),
+            ("a,b,label\n1,x,0\n2,3,1\n", "column 'b' has 'x' in its row 1"),
+            ("a,b,label\n1,,0\n2,3,1\n", "column 'b' has '' in its row 1"),
+            ("a,b\n", "0 examples in one part"),
+            ("a,b\n" + "1,0.5\n" * 9, "which is not classified"),
+            ("a,b\n" + "".join(f"1,{i}\n" for i in range(9)), "far fewer classes"),
+            ("a,b\n" + "1,-1\n" * 9, "labels from -1 to -1"),
+            ("a,b\n" + "nan,1\n" * 9, "NaN or infinite"),
+            ({"images": X, "y": Y}, "the file holds images, y"),
+            ({"x": X, "y": np.eye(10)}, "argmax"),
+            ({"x": X, "y": Y[:9]}, "one label for each"),
+            ({"x": X[:, 0], "y": Y}, r"x\[:, None\]"),
+            ({"x": X.astype(str), "y": Y}, "inputs are of type <U"),
+            ({"x": np.full((10, 2), 2**40), "y": Y}, "more than 32 bits"),
+            ({"x_train": X, "y_train": Y, "x_test": X[:, :3], "y_test": Y}, "expected one shape"),
+            ({"x": X, "y": np.array([None] * 10)}, "not a whole .npz"),
+        ],
+        ids=lambda value: value[:20] if isinstance(value, str) else "",
+    )
+    def test_what_is_no_data_set_is_answered(self, tmp_path, content, words):
+        with pytest.raises(ValueError, match=words):
+            own(tmp_path, content)
+
+    def test_a_file_is_named_by_its_ending_and_exists(self, tmp_path):
+        with pytest.raises(ValueError, match=r"ends in \.npz or \.csv"):
+            data.load_file(tmp_path / "own.parquet")
+        with pytest.raises(FileNotFoundError, match="there is no such file"):
+            data.load_file(tmp_path / "own.csv")
+        (tmp_path / "own.csv").write_bytes(b"a,b\n\xff,1\n")
+        with pytest.raises(ValueError, match="UTF-8"):
+            data.load_file(tmp_path / "own.csv")
+        np.savez(tmp_path / "own.npz", x=X, y=Y)
+        with pytest.raises(ValueError, match="0 to 0, and far"):
+            data.load_file(tmp_path / "own.npz", classes=1)

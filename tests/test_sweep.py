@@ -5,6 +5,7 @@ Most run a stand-in for the training binary, which leaves what that leaves, in n
 notes in `lives` when it begins and when it ends.
 """
 
+import copy
 import json
 import math
 import os
@@ -18,9 +19,14 @@ import numpy as np
 import pytest
 import run_binary
 from absl import app
+from mutation import kills
 from small_mechanisms import mechanism_with
 
 from dpjax import accounting
+from dpjax.accounting.rounding import upwards
+from dpjax.cli.sweep import FLAGS, search_cost, search_space
+from dpjax.cli.sweep.job import command as command_of
+from dpjax.cli.sweep.job import require_flags
 
 STAND_IN = """
 import json, os, pathlib, sys, time
@@ -37,6 +43,7 @@ if "fails" in given and given["x"] == given["fails"] and not os.path.exists(give
 sampling = {"name": "poisson", "examples": 100, "batch_size": 10}
 facts = {"format": 2, "unit": "example", "neighbours": "add-or-remove", "sampling": sampling}
 facts |= {"preparation": [], "projections": None, "clipping": {"bounds": [1.0]}, "before": []}
+facts |= {"noise": None}
 epsilon = {"rdp": {"value": 4 / z, "proven": True}}
 card = {"mechanism": {**facts, "multiplier_and_steps": [[z, 50]]}, "steps": 50, "delta": 1e-5}
 card["epsilon"] = epsilon
@@ -54,13 +61,6 @@ def stand_in(tmp_path):
     path = tmp_path / "stand_in.py"
     path.write_text(STAND_IN)
     return path
-
-
-@pytest.fixture
-def modules():
-    """The modules beside the binary, which are imported by their names there."""
-    with run_binary.importing() as import_binary:
-        yield tuple(map(import_binary, ["common.search_space", "common.search_cost"]))
 
 
 def command(*flags):
@@ -94,7 +94,7 @@ def wait_for(condition):
 @pytest.mark.slow
 def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
     flags = ["--grid", "learning_rate=0.1,0.4;bound=1", "--seed=0", "--jobs=2"]
-    flags += ["--fixed", "epochs=1;report=false;evaluations=1", "--out", tmp_path]
+    flags += ["--fixed", "epochs=1;evaluations=1", "--out", tmp_path]
     said = sweep(*flags)
     rows = results(tmp_path)
     assert len(rows) == 2
@@ -109,12 +109,47 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
     assert prices(tmp_path) == pytest.approx([accounting.epsilon(one, 1e-5), every])
     assert "These seeds are published" in said
     assert (tmp_path / "comparison.html").stat().st_size > 1000
+    page = " ".join((tmp_path / "comparison.html").read_text().split())
+    for price in prices(tmp_path):
+        assert f"epsilon {upwards(price, '.3f')}" in said
+        assert f"epsilon {upwards(price, '.3f')}" in page
     best = tmp_path / rows[0]["folders"][0]
     assert (best / "params.msgpack").exists()
+    assert not (best / "report.html").exists(), "only if it is wanted"
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
     again = sweep(*flags, "--nopage")
     assert "2 runs; 2 have finished" in again
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
+
+
+def test_a_run_is_a_command_without_a_report_of_its_own():
+    trial = search_space.Trial({"bound": "1"}, 3, 0)
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--fixed=epochs=2"])
+    train = [sys.executable, "-m", "dpjax", "train", "--out=a"]
+    quiet = [*train, "--report=false", "--epochs=2", "--bound=1", "--seed=3"]
+    assert command_of(given, trial, "a") == quiet
+    given(["sweep", "--fixed=report=true"])
+    assert command_of(given, trial, "a") == [*train, "--report=true", "--bound=1", "--seed=3"]
+    given(["sweep", "--reports", "--fixed="])
+    assert command_of(given, trial, "a") == [*train, "--bound=1", "--seed=3"]
+    given(["sweep", "--noreports", "--binary=mine.py"])
+    assert command_of(given, trial, "a")[1:] == ["mine.py", "--out=a", "--bound=1", "--seed=3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"boun": "1"}, "Did you mean: bound"), ({"bound": "a"}, "the run bound=a,repeat=0")],
+)
+def test_a_setting_that_no_run_takes_is_refused_before_the_first(settings, words):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep"])
+    right = search_space.Trial({"bound": "1"}, None, 0)
+    require_flags(given, [right])
+    with pytest.raises(app.UsageError, match=words):
+        require_flags(given, [right, search_space.Trial(settings, None, 0)])
+    given(["sweep", "--binary=mine.py"])
+    require_flags(given, [search_space.Trial(settings, None, 0)])
 
 
 @pytest.mark.slow
@@ -163,14 +198,16 @@ def test_a_signal_stops_the_runs_and_the_same_command_resumes(stand_in, tmp_path
     gate, out = tmp_path / "gate", tmp_path / "out"
     flags = ["--binary", stand_in, "--grid", "x=10,20,30", "--nopage"]
     flags += ["--fixed", f"gate={gate};waits=20", "--out", out]
-    search = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True)
+    search = subprocess.Popen(
+        command(*flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     noted = out / "x=20,repeat=0" / "lives"
     wait_for(lambda: noted.exists() and noted.read_text().endswith("\n"))
     search.send_signal(signal.SIGTERM)
     said = search.communicate(timeout=60)[0]
     assert search.returncode == 143
     assert "stopped" in said
-    assert "The same command resumes" in said
+    assert "the same command resumes" in said
     with pytest.raises(ProcessLookupError):
         os.kill(int(noted.read_text().split()[1]), 0)
     assert not (out / "x=30,repeat=0").exists()
@@ -201,19 +238,17 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
 # --- candidates ---
 
 
-def test_candidates_are_values_or_ranges(modules):
-    searching, _ = modules
-    found = searching.candidates("a=1, 2 ;hidden=64|128,64; rate=log:0.05:1", "ranges")
-    rate = searching.Range("log", 0.05, 1.0)
+def test_candidates_are_values_or_ranges():
+    found = search_space.candidates("a=1, 2 ;hidden=64|128,64; rate=log:0.05:1", "ranges")
+    rate = search_space.Range("log", 0.05, 1.0)
     assert found == {"a": ["1", "2"], "hidden": ["64", "128,64"], "rate": rate}
-    assert len(searching.every({"a": ["1", "2"], "b": ["x", "y", "z"]})) == 6
+    assert len(search_space.every({"a": ["1", "2"], "b": ["x", "y", "z"]})) == 6
 
 
-def test_draws_are_even_on_their_scale_and_follow_their_seed(modules):
-    searching, _ = modules
-    of = searching.candidates("a=log:0.01:1;b=uniform:2:4;c=whole:1:3;d=x,y", "ranges")
+def test_draws_are_even_on_their_scale_and_follow_their_seed():
+    of = search_space.candidates("a=log:0.01:1;b=uniform:2:4;c=whole:1:3;d=x,y", "ranges")
     many, again, others = (
-        searching.drawn(of, 4000, np.random.default_rng(seed)) for seed in (0, 0, 1)
+        search_space.drawn(of, 4000, np.random.default_rng(seed)) for seed in (0, 0, 1)
     )
     assert many == again != others
     a, b, c = (np.array([float(one[name]) for one in many]) for name in "abc")
@@ -224,22 +259,20 @@ def test_draws_are_even_on_their_scale_and_follow_their_seed(modules):
     assert {one["d"] for one in many} == {"x", "y"}
 
 
-def test_whole_numbers_are_drawn_to_their_last_digit(modules):
-    searching, _ = modules
-    of = searching.candidates("a=whole:1234567:1234569", "ranges")
-    found = {each["a"] for each in searching.drawn(of, 100, np.random.default_rng(0))}
+def test_whole_numbers_are_drawn_to_their_last_digit():
+    of = search_space.candidates("a=whole:1234567:1234569", "ranges")
+    found = {each["a"] for each in search_space.drawn(of, 100, np.random.default_rng(0))}
     assert found == {"1234567", "1234568", "1234569"}
 
 
-def test_equal_settings_are_repeats_with_seeds_and_folders_of_their_own(modules):
-    searching, _ = modules
-    found = searching.trials([{"b": "1"}, {"b": "1"}, {"b": "2"}, {"b": "a/" + "x" * 200}], 7)
+def test_equal_settings_are_repeats_with_seeds_and_folders_of_their_own():
+    found = search_space.trials([{"b": "1"}, {"b": "1"}, {"b": "2"}, {"b": "a/" + "x" * 200}], 7)
     assert [trial.seed for trial in found] == [7, 8, 7, 7]
     assert [trial.name for trial in found[:3]] == ["b=1,seed=7", "b=1,seed=8", "b=2,seed=7"]
     assert "/" not in found[3].name
     assert len(found[3].name) < 140
-    assert searching.trials([{"b": "1"}], None)[0].name == "b=1,repeat=0"
-    assert [searching.Trial(**stored) for stored in searching.stored(found)] == found
+    assert search_space.trials([{"b": "1"}], None)[0].name == "b=1,repeat=0"
+    assert [search_space.Trial(**stored) for stored in search_space.stored(found)] == found
 
 
 @pytest.mark.parametrize(
@@ -255,9 +288,9 @@ def test_equal_settings_are_repeats_with_seeds_and_folders_of_their_own(modules)
         ("a=uniform:1:2", "grid"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_an_example(modules, text, flag):
+def test_what_cannot_be_read_is_refused_with_an_example(text, flag):
     with pytest.raises(app.UsageError, match=f"--{flag}: .*(log:LOW:HIGH|learning_rate=0.2,0.4)"):
-        modules[0].candidates(text, flag)
+        search_space.candidates(text, flag)
 
 
 # --- prices ---
@@ -268,11 +301,13 @@ def card(z=2.0, delta=1e-5, **changes):
     return {"mechanism": mechanism.facts, "steps": 50, "delta": delta}
 
 
-def test_the_dearest_run_and_all_of_them_and_the_smallest_delta(modules):
-    _, pricing = modules
+@kills("cli/sweep/search_cost.py", 'min(card["delta"]', 'max(card["delta"]', slow=True)
+@kills("cli/sweep/search_cost.py", "one = max(", "one = min(")
+@kills("cli/sweep/search_cost.py", "compose(*spent, *others)", "compose(*spent)")
+def test_the_dearest_run_and_all_of_them_and_the_smallest_delta():
     cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
     cards = [card(4.0), card(2.0, delta=1e-6), card(4.0)]
-    found, delta, relation = pricing.prices(cards, [ONE], ("logarithmic", 4.0), "")
+    found, delta, relation = search_cost.prices(cards, [ONE], ("logarithmic", 4.0), "")
     want = [
         accounting.epsilon(ONE, 1e-6),
         accounting.epsilon(accounting.compose(cheap, cheap, ONE, ONE), 1e-6),
@@ -281,37 +316,35 @@ def test_the_dearest_run_and_all_of_them_and_the_smallest_delta(modules):
     assert [price.epsilon for price in found] == pytest.approx(want)
     assert (delta, relation) == (1e-6, "add-or-remove")
     with pytest.raises(ValueError, match="add-or-remove and replace-one neighbours"):
-        pricing.prices([card(), card(neighbours="replace-one")], [], None, "")
+        search_cost.prices([card(), card(neighbours="replace-one")], [], None, "")
 
 
-def test_what_might_have_been_drawn_counts_unless_it_changes_no_price(modules):
-    searching, pricing = modules
+def test_what_might_have_been_drawn_counts_unless_it_changes_no_price():
     free = ["bound", "rate"]
 
     def why(text, *ran):
-        of = searching.candidates(text, "ranges")
-        return pricing.uncovered(of, searching.trials(ran, None), free)
+        of = search_space.candidates(text, "ranges")
+        return search_cost.uncovered(of, search_space.trials(ran, None), free)
 
     assert not why("bound=1,2;rate=log:0.1:1", {"bound": "1", "rate": "0.5"})
     assert not why("noise=1,2;rate=uniform:0:1", *({"noise": z, "rate": "0"} for z in "12"))
     assert "settings of noise" in why("noise=1,2;rate=3", {"noise": "2", "rate": "3"})
     assert "settings of noise" in why("noise=uniform:1:2", {"noise": "1"})
     assert "settings of bound" in why("bound=1,inf", {"bound": "1"})
-    unknown = pricing.prices([card()], [], ("geometric", 3.0), "because")[0][-1]
+    unknown = search_cost.prices([card()], [], ("geometric", 3.0), "because")[0][-1]
     assert unknown.epsilon is None
     assert str(unknown).startswith("not known")
 
 
-def test_a_run_that_has_not_finished_has_spent_its_steps(modules, tmp_path):
-    _, pricing = modules
-    assert accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5) == 0
+def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):
+    assert accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5) == 0
     run = {"mechanism": card(steps=80)["mechanism"]}
     (tmp_path / "run.json").write_text(json.dumps(run))
     (tmp_path / "metrics.jsonl").write_text('{"step": 50}\n')
-    spent = accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5)
+    spent = accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5)
     assert spent == pytest.approx(accounting.epsilon(ONE, 1e-5))
     run["mechanism"]["clipping"]["bounds"] = ["inf"]
     (tmp_path / "run.json").write_text(json.dumps(run))
-    assert accounting.epsilon(pricing.spent_so_far(tmp_path), 1e-5) == math.inf
+    assert accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5) == math.inf
     with pytest.raises(ValueError, match="expected the privacy card"):
-        pricing.card_of(tmp_path)
+        search_cost.card_of(tmp_path)

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import signal
 import subprocess
 import sys
 
@@ -268,6 +269,21 @@ def test_the_statement_in_a_folder_says_what_scales_its_noise(tmp_path):
         assert ("before a bound schedule, which scales sum and noise alike" in words) == said
 
 
+def test_an_interrupt_and_a_resumed_run_are_a_sentence_each(tmp_path, capsys):
+    def interrupt(state):
+        if state.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return {}
+
+    algorithm = make(steps=3)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2 of 3, not saved"):
+        fit(algorithm, evaluate=interrupt, evaluate_every=1)
+    with pytest.raises(KeyboardInterrupt, match=r"of 3, saved in .*The same command resumes"):
+        fit(algorithm, evaluate=interrupt, evaluate_every=1, directory=tmp_path)
+    dpjax.fit(algorithm, start(algorithm), directory=tmp_path)
+    assert "resumes at step 2 of 3." in capsys.readouterr().err
+
+
 def test_steps_and_ledger_count_alike():
     algorithm = make()
 
@@ -351,6 +367,38 @@ def test_leaves_without_a_gradient_are_named(caplog):
     assert "1 of 2 leaves have no gradient (b)" in caplog.text
 
 
+def test_leaves_that_an_optimizer_never_moves_are_named(caplog):
+    params = {name: jnp.ones(3) for name in ("body", "head")}
+    kinds = {"body": "frozen", "head": "trained"}
+    rules = {"frozen": optax.set_to_zero(), "trained": optax.adam(0.1)}
+    loss = lambda p, x: jnp.sum((p["head"] * p["body"] * x) ** 2)  # noqa: E731
+
+    def told(optimizer):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            make(optimizer=optimizer, loss=loss).init(dpjax.noise.secret_key(), params)
+        return caplog.text
+
+    assert "never moves 1 of 2 leaves (body)" in told(optax.multi_transform(rules, kinds))
+    assert "(body)" in told(optax.masked(optax.set_to_zero(), {"body": True, "head": False}))
+    assert not told(optax.adam(0.1))
+
+
+def test_batch_normalisation_of_one_example_is_named(caplog):
+    params = {"BatchNorm_0": {"scale": jnp.ones(3)}, "Dense_0": {"kernel": jnp.ones(3)}}
+    loss = lambda p, x: p["BatchNorm_0"]["scale"] @ (x * p["Dense_0"]["kernel"])  # noqa: E731
+    with caplog.at_level("WARNING"):
+        make(loss=loss).init(dpjax.noise.secret_key(), params)
+    assert "BatchNorm_0/scale belong to a batch normalisation" in caplog.text
+
+
+def test_parameters_that_are_not_finite_are_not_blamed_on_the_data(caplog):
+    with caplog.at_level("WARNING"):
+        algorithm = make()
+        fit(algorithm, algorithm.init(dpjax.noise.secret_key(), jnp.full(3, jnp.nan)))
+    assert "the parameters are not finite" in caplog.text
+
+
 @kills("mechanism/check_sampler.py", "and not moved and not paid:", "and False:")
 @kills("mechanism/check_sampler.py", "and parts.precision >= 2", "", slow=True)
 def test_a_draw_that_is_made_once_is_refused():
@@ -385,6 +433,7 @@ def test_one_public_batch_for_ever_is_sound_where_it_is_paid_for():
         (42, jnp.zeros(3), "Usually a bare seed was passed"),
         (jax.random.key(0), {"w": 1.0}, "leaf w is float"),
         (jax.random.key(0), {"w": jnp.zeros(3), "n": jnp.arange(3)}, "leaf n is int32"),
+        (jax.random.key(0), {"w": jnp.tanh}, "leaf w is a function.*eqx.partition"),
     ],
 )
 def test_keys_and_parameters_that_cannot_be_trained_are_refused(key, params, message):
@@ -535,6 +584,10 @@ def test_a_loss_that_fails_is_reported_with_its_arguments():
         start(algorithm_with(loss=lambda w, x, y: w @ x - y))
     note = "dpjax called loss(params, example), where example is float32[3]"
     assert note in raised.value.__notes__[-1]
+    for loss in (lambda w, x: w @ x if x[0] > 0 else w @ w, lambda w, x: jnp.sum(w * np.sin(x))):
+        with pytest.raises(TypeError) as raised:
+            start(algorithm_with(loss=loss))
+        assert "write jnp.where" in raised.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5])
@@ -596,17 +649,26 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
             return True
 
     show = Progress(0, 10, 2.0, stream=Terminal())
+    show.begin()
+    assert "compiling" in show.stream.getvalue()
     show.tick(5)
+    assert show.rate() == 0, "compilation is no throughput"
     private = {"private": {"loss": 0.3}}
-    show.line(5, {"epsilon": 0.991, "accuracy": 0.5, "examples_per_second": 10.0, **private})
+    show.line(
+        5, {"epsilon": 0.991, "accuracy": 0.5, "nll": 0.7, "examples_per_second": 10.0, **private}
+    )
     show.shown -= 1
+    show.begin()
     show.tick(6)
+    assert show.rate() > 0
     show.close()
     text = show.stream.getvalue()
     assert text.count("\n") == 1
-    assert text.count("\r") == 2
-    assert "step 6/10  epsilon 1.00 of 2.00  loss 0.300  accuracy 0.500  0:00:00 left" in text
-    assert "\u2501" * 6 + "\u2500" * 4 in text
+    assert text.count("\r") == 4
+    assert "step 5/10  epsilon 1.00 of 2.00  accuracy 0.500  loss 0.300  10 examples/s" in text
+    assert text.count("left") == 1, "before two dispatches it would be a guess about compilation"
+    assert "step 6/10  0:00:00 left  epsilon 1.00 of 2.00  accuracy 0.500  loss 0.300" in text
+    assert "\u2501" * 5 + "\u2500" * 3 in text
     assert all(len(line.strip()) < 100 for line in text.replace("\x1b[K", "").split("\r"))
 
 
@@ -1014,6 +1076,7 @@ def test_a_noise_multiplier_of_a_thousand_wrecks_training():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (jnp.ones((0, 3)), "the data hold no examples"),
         (jnp.ones((49, 3)), "the data hold 49 examples, the mechanism's sampler 50"),
         ((jnp.ones((50, 3)), jnp.ones(())), "leading axis"),
         (Stream(np.ones((49, 3))), "the data hold 49 examples"),

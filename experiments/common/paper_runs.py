@@ -27,9 +27,10 @@ import optax
 from absl import flags
 
 import dpjax
-from common.search_space import file_name
 from dpjax import accounting, data, losses, metrics, training
 from dpjax.accounting.rounding import upwards
+from dpjax.cli import compilation_cache
+from dpjax.cli.sweep.search_space import file_name
 from dpjax.cli.train.classifier import train
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
@@ -117,7 +118,8 @@ def _held(path: pathlib.Path | None) -> Iterator[None]:
 
 
 def results() -> Results:
-    """The results file and run folder that the flags name."""
+    """The results file and run folder that the flags name; each binary begins with it."""
+    compilation_cache.switch_on()
     return Results(OUT.value, RUNS.value, "smoke: " if SMOKE.value else "")
 
 

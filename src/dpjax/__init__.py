@@ -32,6 +32,9 @@ Read in this order: `types`, `clipping`, `noise`, `mechanism`, `training.dpsgd`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__: str
+"""The version that is installed; `pyproject.toml` alone writes it down."""
+
 __all__ = [
     "Mechanism",
     "accounting",
@@ -120,6 +123,8 @@ else:
     # Hidden from type checkers: a module with `__getattr__` has every name, misspelt ones too.
     def __getattr__(name: str) -> Any:
         """Imports a module, or the module that defines a name, on first use (PEP 562)."""
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version("dpjax")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = importlib.import_module(f"dpjax.{_HOMES.get(name, name)}")

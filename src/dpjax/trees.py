@@ -288,6 +288,13 @@ def check_params(params: PyTree) -> None:
     """Refuses leaves that no gradient has."""
     for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
         kind = getattr(leaf, "dtype", None)
+        if callable(leaf):
+            raise TypeError(
+                f"init(key, params): leaf {name} is a function ({type(leaf).__name__}); expected "
+                "arrays of real floating-point numbers. Usually a whole module of Equinox was "
+                "given: params, rest = eqx.partition(model, eqx.is_inexact_array), and the loss "
+                "joins them, model = eqx.combine(params, rest)."
+            )
         if kind is None or not jnp.issubdtype(kind, jnp.inexact):
             raise TypeError(
                 f"init(key, params): leaf {name or '(the array)'} is "

@@ -188,3 +188,8 @@ def _check(target: float, method: str, who: str) -> None:
             f"{who}(epsilon={target}): expected a target above 0; at epsilon 0 nothing about the "
             "data is learnt."
         )
+    if math.isinf(target):
+        raise ValueError(
+            f"{who}(epsilon={target}): expected a finite target. Usually a run without noise is "
+            "wanted, to compare with: build its mechanism with noise_multiplier=0.0 instead."
+        )

@@ -2,14 +2,16 @@
 """The console command: `dpjax train --flag=value ...`, or `python -m dpjax train ...`.
 
 `COMMANDS` lists the subcommands.  A subcommand is a package with `FLAGS`, a set of absl flags
-of its own, and `run(given)`, which takes a parsed copy of them.  It is imported when it is
-used, so a new subcommand is a package and a row.  `verify` is a module outside of this package,
-because it imports nothing of dpjax.
+of its own, and `WORDS`, what it takes beside flags; its module `job` has `run(given, argv)`.
+The package imports neither JAX nor another room of dpjax, and `job` is imported after the flags
+have been read: a mistake in them is answered immediately.  So a new subcommand is a package and a
+row.  `verify` is a module outside of this package, because it imports nothing of dpjax.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -19,15 +21,21 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from dpjax.cli.flag_checks import only_flags
+from dpjax.cli.flag_groups import described
 
 __all__ = ["COMMANDS", "main", "run_command"]
 
 COMMANDS = {
     "train": "train a classifier with differential privacy and report on it",
     "verify": "recompute the epsilon of a run from its privacy card",
+    "report": "draw the figures and the page of a run's folder",
+    "compare": "draw the accuracy that runs reached for their epsilon on one page",
+    "sweep": "train with many settings, and compute the privacy cost of the search",
+    "audit": "measure lower bounds on the epsilon of a run, beside its claim",
 }
 _HELP = {"-h", "--help", "-help", "-?"}
 _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
+_INTERRUPTED = "interrupted; the same command resumes from the last checkpoint, if there is one."
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -44,9 +52,10 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.argv = [f"dpjax {name}", *rest]
         run_command(name)
     else:
+        near = "".join(difflib.get_close_matches(name, COMMANDS, 1)) or "train"
         sys.exit(
             f"dpjax {name}: there is no such subcommand. Expected one of {', '.join(COMMANDS)}; "
-            "flags follow the subcommand, as in dpjax train --out=runs/demo."
+            f"flags follow the subcommand. Usually the word is misspelt: dpjax {near} --help"
         )
 
 
@@ -54,22 +63,25 @@ def run_command(name: str) -> None:
     """Runs one subcommand with the flags in `sys.argv`, then leaves the process.
 
     A flag that is unknown, out of range or in conflict with another ends the process with
-    status 1 and a message.
+    status 1 and a message, and Ctrl-C with status 130 and one sentence.
     """
-    # Imported when it is needed: `dpjax --help` answers before JAX is loaded.
     command = importlib.import_module(f"dpjax.cli.{name}")
     program, *words = sys.argv
     if _HELP & set(words):
-        # absl's own help would list the flags of every imported library too.
-        print(f"{inspect.getdoc(command)}\n\nFlags:\n{command.FLAGS.get_help()}")
+        print(f"{inspect.getdoc(command)}\n\n{described(command.FLAGS)}")
         return
 
     def job(_: list[str]) -> None:
         given = copy.deepcopy(command.FLAGS)  # parsing changes the copy alone
         try:
-            only_flags(given([program, *words]))
-            command.run(given)
+            argv = given([program, *words])
+            if not command.WORDS:
+                only_flags(argv)
+            importlib.import_module(f"dpjax.cli.{name}.job").run(given, argv)
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}\nFor all flags: {program} --help")
+        except KeyboardInterrupt as stopped:
+            print(f"\n{program}: {stopped or _INTERRUPTED}", file=sys.stderr)
+            sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
     app.run(job, argv=[program])

@@ -7,10 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 
-import jax
 from absl import app
-
-from dpjax import meshes
 
 HELP = (
     "Axes of the devices and their sizes: data:4, or data:4,model:2. Axis model splits the "
@@ -35,6 +32,10 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
+    import jax  # here, because flags are defined and read before JAX is imported
+
+    from dpjax import meshes
+
     with contextlib.suppress(ValueError, RuntimeError):
         # Without effect on other platforms; too late if JAX ran already, which `parse` notices.
         places = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 from absl import app, flags
 
 NAMES = ("coordinator_address", "num_processes", "process_id")
@@ -28,6 +27,8 @@ def meet(given: flags.FlagValues) -> int | None:
     Returns:
       How many processes there are; None if the cluster decides it.
     """
+    import jax  # here, because flags are defined and read before JAX is imported
+
     found: dict[str, Any] = {name: given[name].value for name in NAMES}
     missing = [name for name, value in found.items() if value is None]
     shown = " ".join(f"--{name}={value}" for name, value in found.items() if value is not None)

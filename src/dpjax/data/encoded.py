@@ -43,7 +43,7 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
     except ImportError as error:
         raise ImportError(
             f"data.load: {path} holds encoded images, and Pillow, which decodes them, is not "
-            "installed. Install the extra: pip install 'dpjax[data]'."
+            "installed. Install it: pip install pillow."
         ) from error
     whole = stream.tobytes()
     pieces = (io.BytesIO(whole[a:b]) for a, b in itertools.pairwise(edges.tolist()))

@@ -72,7 +72,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     raise FileNotFoundError(
         f"data.load({name!r}): found neither {path or source.file} nor TensorFlow Datasets. Put "
         f"{source.file} into a folder and name it by data_dir=... or the environment variable "
-        "DPJAX_DATA_DIR, or install the extra: pip install 'dpjax[tfds]'. "
+        "DPJAX_DATA_DIR, or pip install tensorflow-datasets importlib-resources. "
         "load('digits') needs neither."
     )
 
@@ -115,7 +115,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
         raise ImportError(
             f"data.stream({name!r}): found no {path}, and TensorFlow Datasets, which reads single "
             "examples, is not installed. Name the folder of that file by data_dir=... or "
-            "DPJAX_DATA_DIR, or install the extra: pip install 'dpjax[tfds]'."
+            "DPJAX_DATA_DIR, or pip install tensorflow-datasets importlib-resources."
         )
     return checked(stream_from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
 
@@ -138,7 +138,8 @@ def _source(name: str, asked: str) -> Source:
     if name not in SOURCES:
         raise ValueError(
             f"data.{asked}({name!r}): no such data set; expected one of {', '.join(NAMES)}. "
-            "Data of your own needs no name: functions that take a data set take arrays too."
+            "Data of your own need no name: data.load_file reads an .npz or .csv, and functions "
+            "that take a data set take arrays too."
         )
     return SOURCES[name]
 
@@ -149,7 +150,7 @@ def _digits() -> Dataset[Split]:
     except ImportError as error:
         raise ImportError(
             "data.load('digits'): the digits come with scikit-learn, which is not installed. "
-            "Install the extra: pip install 'dpjax[data]'."
+            "Install it: pip install scikit-learn."
         ) from error
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)  # pixels are counts from 0 to 16

@@ -46,6 +46,13 @@ def noted(example: PyTree) -> Iterator[None]:
     """
     try:
         yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        error.add_note(
+            "The loss is traced: its arguments have shapes and types, and no values yet. Usually "
+            "it has a Python `if`, float(...) or a NumPy function of them: write jnp.where for "
+            "the first, and functions of jax.numpy for the others."
+        )
+        raise
     except Exception as error:
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
         usual = (

@@ -6,6 +6,7 @@ They read shapes and public numbers, never the values of examples.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 from absl import logging
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 
 from dpjax import clipping, ledger, noise, schedules, trees
@@ -27,6 +28,9 @@ from dpjax.gradients.loss_checks import closed_over, noted
 from dpjax.mechanism import Mechanism
 from dpjax.training.recipe import extra_arguments
 from dpjax.types import LossFn, PyTree, Schedule, State
+
+# Flax names a layer BatchNorm_0; others write batch_norm or bn.
+_BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
 def whole(name: str, count: Any, least: int = 1) -> int:
@@ -99,10 +103,9 @@ def check_optimizer(
     # Traced on shapes: an optimizer that needs a loss value fails here with a cure, and not in the
     # first step.
     extra = extra_arguments(optimizer, scale)
+    update = jax.make_jaxpr(lambda *x: optimizer.update(*x, **extra), return_shape=True)
     try:
-        updates, after = jax.eval_shape(
-            lambda *x: optimizer.update(*x, **extra), wide, optimizer_state, params
-        )
+        program, (updates, after) = update(wide, optimizer_state, params)
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
             "dpsgd: the optimizer does not run on gradients, state and parameters alone "
@@ -126,6 +129,13 @@ def check_optimizer(
             f"of the parameters, {reprlib.repr(expected)}. Usually a link that measures, as "
             "optax.measure_with_ema, stands alone: give it to optax.monitor, in a chain with an "
             "optimizer."
+        )
+    if idle := _zeros(program.jaxpr, params):
+        logging.warning(
+            "dpsgd: the optimizer never moves %d of %d leaves (%s). Their gradients take a part of "
+            "the bound all the same. Usually they are frozen by optax.set_to_zero: let the loss "
+            "close over frozen leaves, and the bound is for the others.",
+            *(len(idle), len(found), _few(idle)),
         )
 
 
@@ -224,6 +234,11 @@ def _check_size(data: PyTree, expected: int) -> None:
         _check_numbers(data)
     stream = isinstance(data, Stream)
     size = len(data) if stream else trees.leading_size(data, name="dpsgd data")
+    if not size:
+        raise ValueError(
+            "dpsgd: the data hold no examples; expected at least one. Usually a filter or a split "
+            "left no row: look at the shapes of what was loaded."
+        )
     if size != expected:
         batched = " If a record is a batch, let the source give single examples." if stream else ""
         raise ValueError(
@@ -326,28 +341,47 @@ def tell_of_idle(loss: ClosedJaxpr, params: PyTree) -> None:
 
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in loss.jaxpr.invars]
     program = jax.make_jaxpr(jax.grad(value))(inputs[:count], inputs[count:]).jaxpr
-    # JAX instantiates a symbolic zero gradient as a broadcast literal 0 in the traced program.
+    if idle := _zeros(program, params):
+        logging.warning(
+            "dpsgd: %d of %d leaves have no gradient (%s). They receive noise like all others "
+            "and drift. Usually they are frozen by stop_gradient, or unused: let the loss close "
+            "over frozen leaves, and they receive no noise.",
+            *(len(idle), count, _few(idle)),
+        )
+
+
+def tell_of_batch_norm(params: PyTree) -> None:
+    """Warns about batch normalisation, which would normalise an example by itself alone."""
+    named = [name for name in trees.leaf_names(params) if _BATCH_NORM.search(name)]
+    if named:
+        logging.warning(
+            "dpsgd: %s belong to a batch normalisation, by their names. A private loss sees one "
+            "example and has its statistics alone: behind a dense layer all values become zero, "
+            "and no layer below learns. Use group or layer normalisation. If the statistics are "
+            "fixed (use_running_average=True), all is well.",
+            _few(named),
+        )
+
+
+def _zeros(program: Jaxpr, params: PyTree) -> list[str]:
+    """The leaves of the parameters for which a program returns a constant 0, in their order."""
+    # JAX instantiates a symbolic zero as a broadcast literal 0 in the traced program.
     zeros = [
         equation.outvars[0]
         for equation in program.eqns
         if equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0])
     ]
-    names = zip(trees.leaf_names(params), program.outvars, strict=True)
-    idle = [
+    # Behind the leaves, an optimizer returns its state.
+    names = zip(trees.leaf_names(params), program.outvars, strict=False)
+    return [
         name or "(the array)"
         for name, v in names
         if _is_zero(v) or any(v is zero for zero in zeros)
     ]
-    if idle:
-        logging.warning(
-            "dpsgd: %d of %d leaves have no gradient (%s%s). They receive noise like all others "
-            "and drift. Usually they are frozen by stop_gradient, or unused: let the loss close "
-            "over frozen leaves, and they receive no noise.",
-            len(idle),
-            len(program.outvars),
-            ", ".join(idle[:3]),
-            ", ..." if len(idle) > 3 else "",
-        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def _is_zero(v: Any) -> bool:

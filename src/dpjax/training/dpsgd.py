@@ -36,6 +36,7 @@ from dpjax.training.checks import (
     check_schedule,
     check_state,
     check_step,
+    tell_of_batch_norm,
     tell_of_constants,
     tell_of_idle,
     traced_loss,
@@ -202,6 +203,7 @@ def assemble(
             params = meshes.placed(params, mesh)
         loss = traced_loss(bound_to(recipe, shared).loss, params, example_of(recipe, row))
         tell_of_idle(loss, params)
+        tell_of_batch_norm(params)
         # A client's loss closes over all clients, and draws its order from the key of the round;
         # `dpjax.federated` checks the loss of an example.
         if shared is None:

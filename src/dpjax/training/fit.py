@@ -189,10 +189,13 @@ def fit(
         first = meshes.first_process()
         shown = first and bool(progress) and not callable(progress)
         show = Progress(run.done, end, most, unit=mechanism.unit, enabled=shown)
+        if begin < run.done < end:
+            show.say(f"The run in {directory} resumes at step {run.done:,} of {end:,}.")
         stack.callback(show.close)
         ended = run.stopped
         while run.done < end and not ended:
             to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
+            show.begin()
             run.advance(min(end - run.done, to_row, to_save))
             show.tick(run.done)
             # A signal to one process stops all of them at the same step.
@@ -206,8 +209,9 @@ def fit(
                     "method": method,
                     **({} if accounting.METHODS[method].proven else {"estimate": True}),
                     **numbers(algorithm.released(run.state)),
-                    f"{mechanism.unit}s_per_second": show.rate(run.done) * mechanism.batch_size,
                 }
+                if speed := show.rate():
+                    row[f"{mechanism.unit}s_per_second"] = speed * mechanism.batch_size
                 # Before `evaluate` or a file gets the parameters: what happens with them is out of
                 # reach, so the step counts as released.
                 run.mark()
@@ -225,7 +229,11 @@ def fit(
             if folder is not None:
                 _save(run, save_every, now=ended or run.done == end or stopped)
             if stopped:
-                stop.leave()
+                kept = f"saved in {directory}" if folder else "not saved, for want of a directory"
+                stop.leave(
+                    f"stopped at step {run.done:,} of {end:,}, {kept}."
+                    + " The same command resumes the run." * (folder is not None)
+                )
         return run.state, run.rows
 
 

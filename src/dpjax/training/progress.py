@@ -41,56 +41,85 @@ class Progress:
         self.end, self.most, self.units, self.enabled = end, most, f"{unit}s", enabled
         # A live line overwrites itself; in a file or a pipe every update would stay.
         self.live = enabled and self.stream.isatty()
-        self.shown = time.monotonic()
-        self.mark, self.now, self.speed = (begin, self.shown), (begin, self.shown), 0.0
-        self.text = self.pace = ""
+        self.step, self.shown, self.began = begin, 0.0, 0.0
+        # When the last dispatch ended, None before the first has; and the mean time of a step, over
+        # how many dispatches.
+        self.last: float | None = None
+        self.pace, self.ticks = 0.0, 0
+        # Since the last row, in dispatches alone: neither compilation nor evaluations.
+        self.steps, self.seconds = 0, 0.0
+        self.pieces: list[str] = []
 
-    def rate(self, step: int) -> float:
-        """Steps per second since the last call; the first includes compilation."""
-        now = time.monotonic()
-        (before, then), self.mark = self.mark, (step, now)
-        return (step - before) / max(1e-9, now - then)
+    def say(self, words: str) -> None:
+        """Shows a sentence in a line of its own."""
+        if self.enabled:
+            print(words, file=self.stream, flush=True)
+
+    def begin(self) -> None:
+        """A dispatch begins; the first one compiles."""
+        self.began = time.monotonic()
+        if self.live and self.last is None:
+            print("\rcompiling ...\x1b[K", end="", file=self.stream, flush=True)
 
     def tick(self, step: int) -> None:
-        """Moves the bar of a live line, at most five times a second."""
-        now = time.monotonic()
-        (before, then), self.now = self.now, (step, now)
-        fresh = (step - before) / max(1e-9, now - then)
-        # Smoothed, so that the remaining time does not jump with each evaluation.
-        self.speed = 0.9 * self.speed + 0.1 * fresh if self.speed else fresh
+        """A dispatch has ended; moves the bar of a live line, at most five times a second."""
+        now, more = time.monotonic(), step - self.step
+        if self.last is not None:
+            self.steps, self.seconds = self.steps + more, self.seconds + now - self.began
+            # With the time of evaluations: a mean, and later one in which the past fades.
+            self.ticks += 1
+            share = max(0.1, 1 / self.ticks)
+            self.pace += share * ((now - self.last) / max(1, more) - self.pace)
+        self.step, self.last = step, now
         if self.live and now - self.shown > 0.2:
-            self._draw(step)
+            self._draw()
+
+    def rate(self) -> float:
+        """Steps per second since the last call; 0 if none ran but the one that compiled."""
+        rate = self.steps / max(1e-9, self.seconds)
+        self.steps, self.seconds = 0, 0.0
+        return rate
 
     def line(self, step: int, row: dict[str, Any]) -> None:
         """Shows a row of the log."""
         if not self.enabled:
             return
         speed = f"{self.units}_per_second"
-        fields = {
-            "loss": row.get("private", {}).get("loss"),
-            **{k: v for k, v in row.items() if k not in {*_QUIET, speed}},
-        }
+        fields = {k: v for k, v in row.items() if k not in {*_QUIET, speed}}
+        fields["loss"] = row.get("private", {}).get("loss")
+        # What stands last is left out first where a terminal is narrow.
+        nll = fields.pop("nll", None)
         # Rounded up, like every claim: the terminal must not show less than was spent.
-        words = [f"epsilon {upwards(row['epsilon'], '.2f')} of {upwards(self.most, '.2f')}"]
-        words += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
-        self.text, self.pace = "  ".join(words), f"{row[speed]:,.0f} {self.units}/s"
-        self._draw(step)
+        self.pieces = [f"epsilon {upwards(row['epsilon'], '.2f')} of {upwards(self.most, '.2f')}"]
+        self.pieces += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
+        self.pieces += [f"{row[speed]:,.0f} {self.units}/s"] if speed in row else []
+        self.pieces += [f"nll {nll:.3f}"] if isinstance(nll, float) else []
+        self.step = step
+        self._draw()
         if not self.live:
             print(file=self.stream, flush=True)
 
-    def _draw(self, step: int) -> None:
+    def _draw(self) -> None:
         self.shown = time.monotonic()
-        left = datetime.timedelta(seconds=round((self.end - step) / max(1e-9, self.speed)))
-        text = f"step {step}/{self.end}  {self.text}  {left} left  {self.pace}"
+        pieces = [f"step {self.step:,}/{self.end:,}"]
+        if self.ticks:
+            left = datetime.timedelta(seconds=round((self.end - self.step) * self.pace))
+            pieces.append(f"{left} left")
+        pieces += self.pieces
         if self.live:
-            full = round(10 * step / max(1, self.end))
-            bar = "\u2501" * full + "\u2500" * (10 - full)
+            full = round(8 * self.step / max(1, self.end))
+            bar = "\u2501" * full + "\u2500" * (8 - full)
             # A terminal that cannot encode the bar would end the run with an exception.
             if (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8"):
-                bar = "=" * full + "-" * (10 - full)
-            # A line that wraps could not be overwritten by a carriage return.
+                bar = "=" * full + "-" * (8 - full)
+            # A line that wraps could not be overwritten by a carriage return, so whole pieces are
+            # left out from the right until the line fits.
             width = shutil.get_terminal_size().columns - 1
-            text = f"\r{f'{bar} {text}'[:width]}\x1b[K"
+            while len(pieces) > 1 and len("  ".join([bar, *pieces])) > width:
+                pieces.pop()
+            text = f"\r{'  '.join([bar, *pieces])[:width]}\x1b[K"
+        else:
+            text = "  ".join(pieces)
         print(text, end="", file=self.stream, flush=True)
 
     def close(self) -> None:

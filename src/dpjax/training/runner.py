@@ -150,14 +150,14 @@ class Run:
         if dropped and not self._told:
             self._told = True
             units = f"{self.algorithm.mechanism.unit}s" if self.algorithm.mechanism else "examples"
+            drawn = sum(int(np.sum(s[units])) for s in self.seen)
+            usual = "there is a NaN in the data, a label out of range, or a loss that overflows"
+            if dropped == drawn:  # a bad example spoils itself alone
+                usual = "the parameters are not finite: at the start, or by too large a rate"
             logging.warning(
                 "fit: of %d %s drawn up to step %d, %d had no finite gradient and contributed "
-                "zero. Usually there is a NaN in the data, a label out of range, or a loss that "
-                "overflows.",
-                sum(int(np.sum(s[units])) for s in self.seen),
-                units,
-                self.done,
-                dropped,
+                "zero. Usually %s.",
+                *(drawn, units, self.done, dropped, usual),
             )
 
     def close(self) -> None:

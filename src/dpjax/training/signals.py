@@ -12,6 +12,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from absl import logging
+
 
 class Stop:
     """Records SIGTERM and SIGINT while it is entered in the main thread, which receives them."""
@@ -40,15 +42,16 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.signal is not None:
-            self.leave()
+            self.leave("a second signal ended the run within a step.")
         # Noted only: the run saves after the current step. A second signal ends the process
         # immediately, for a step that hangs.
         self.signal = number
 
-    def leave(self) -> None:
-        """Ends the process: SIGINT as Ctrl-C does, SIGTERM with status 143."""
+    def leave(self, words: str) -> None:
+        """Ends the process with one sentence: SIGINT as Ctrl-C does, SIGTERM with status 143."""
         if self.signal == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(words)
+        logging.warning("%s", words)
         # Also where a signal reached another process of the run.
         # Not 0: a scheduler should see that the run is not finished.
         raise SystemExit(128 + signal.SIGTERM)

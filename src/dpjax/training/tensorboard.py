@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the log as TensorBoard events, if the extra is installed.
+"""The rows of the log as TensorBoard events, if tensorboardX is installed.
 
 Numbers computed from private data without noise are under ``private/``. The events repeat
 `metrics.jsonl` and no code reads them: the folder may be deleted at any time.
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Board:
-    """Writes events into a folder; does nothing without ``pip install 'dpjax[tensorboard]'``.
+    """Writes events into a folder; does nothing if tensorboardX is not installed.
 
     Args:
       directory: The folder of the events.

@@ -30,6 +30,7 @@ from dpjax import (
     training,
 )
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.train import names, own_model
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
 
@@ -85,17 +86,36 @@ def build_loss(given: flags.FlagValues) -> losses.ExampleLoss:
 
 def build_model(given: flags.FlagValues, classes: int) -> Any:
     """The network, a Linen module."""
+    if names.is_own(given.model):
+        return build_own_model(given, classes)
     if given.model.startswith("scatter") and given.features != "scattering":
         raise app.UsageError(
             f"--model={given.model} reads wavelet features, and --features={given.features} "
             "gives it images. Add --features=scattering, or take --model=tempered_cnn."
         )
     options = {"torch_init": given.torch_init, **read_options(given.model_options)}
-    if given.activation is not None:
-        options["activation"] = activations.by_name(given.activation)
-    if given.model == "mlp":
-        options["features"] = tuple(map(int, given.hidden))
-    return models.by_name(given.model, classes, **options)
+    try:
+        if given.activation is not None:
+            options["activation"] = activations.by_name(given.activation)
+        if given.model == "mlp":
+            options["features"] = tuple(map(int, given.hidden))
+        return models.by_name(given.model, classes, **options)
+    except ValueError as error:
+        raise app.UsageError(f"--model={given.model}: {error}") from error
+
+
+def build_own_model(given: flags.FlagValues, classes: int) -> Any:
+    """A model of the user's, from ``--model=module:name``."""
+    for name in ("hidden", "activation", "torch_init"):
+        if given[name].present:
+            raise app.UsageError(
+                f"--model={given.model} --{name}={given[name].value}: this flag is for models of "
+                "dpjax. Pass it to yours by --model_options=name=value."
+            )
+    try:
+        return own_model.build(given.model, classes, read_options(given.model_options))
+    except ValueError as error:
+        raise app.UsageError(f"--model={given.model}: {error}") from error
 
 
 def steps_per_epoch(given: flags.FlagValues, examples: int) -> int:
@@ -121,7 +141,10 @@ def build_mechanism(
     batches = build_sampler(given, examples)
     before: tuple[Any, ...] = ()
     if given.continue_from is not None:
-        before = meshes.from_first(lambda: training.earlier(given.continue_from))
+        try:
+            before = meshes.from_first(lambda: training.earlier(given.continue_from))
+        except FileNotFoundError as error:
+            raise app.UsageError(f"--continue_from={given.continue_from}: {error}") from error
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=getattr(clipping, given.clipping)(given.bound, **options),

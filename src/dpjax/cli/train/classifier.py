@@ -181,12 +181,13 @@ def rehearse(
     mechanism: dpjax.Mechanism,
     params: bytes | None = None,
     *,
+    classes: int,
     epochs: bool = False,
 ) -> None:
     """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
 
-    ``shape`` computes the shape of one example's input; ``params`` are as in `train`, and with
-    ``epochs`` the loss takes the epoch.
+    ``shape`` computes the shape of one example's input, and the model has an output for each of
+    the ``classes``; ``params`` are as in `train`, and with ``epochs`` the loss takes the epoch.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     try:
@@ -194,6 +195,12 @@ def rehearse(
         fresh = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
         example = (x, number, number) if epochs else (x, number)
         jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
+        outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
+        if getattr(outputs, "shape", None) != (classes,):
+            raise ValueError(
+                f"the model returns {outputs} for one example; expected {classes} numbers, one a "
+                "class."
+            )
         # A partition that was made for another model raises here, before any data are read.
         mechanism.clipping.partition.assign(fresh)
         if params is not None:

@@ -7,10 +7,12 @@ mistaken flag costs neither files nor privacy.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +25,9 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import data, features, losses, meshes, noise, reports, training, trees
 from dpjax.accounting.rounding import upwards
-from dpjax.cli import process_flags
+from dpjax.cli import compilation_cache, process_flags
 from dpjax.cli.mesh_flag import mesh_in_force
-from dpjax.cli.train import build, inputs, run_files
+from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import settings
 
@@ -53,10 +55,12 @@ class Trained(NamedTuple):
     history: list[dict[str, Any]]
 
 
-def run(given: flags.FlagValues) -> None:
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Trains as the flags say; a refusal of the ledger ends the process with its message."""
+    del argv  # flags alone
     logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
     started = time.time()
+    compilation_cache.switch_on()
     try:
         with mesh_in_force(given.mesh, process_flags.meet(given)):
             execute(given, plan(given), started)
@@ -71,6 +75,7 @@ def plan(given: flags.FlagValues) -> Plan:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
     require_one_of_each(given)
     require_another_folder(given)
+    require_matplotlib(given)
     if given.features != "none" and given.stream:
         raise app.UsageError(
             f"--features={given.features} --stream: features are computed from all images in "
@@ -78,7 +83,7 @@ def plan(given: flags.FlagValues) -> Plan:
         )
     # Data come before model and mechanism, because classes, sizes and sampling rate follow from
     # them.
-    dataset = (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
+    dataset = load(given)
     if dataset.classes is None:
         raise app.UsageError(
             f"--dataset={given.dataset}: its target is a quantity; dpjax train classifies."
@@ -99,7 +104,8 @@ def plan(given: flags.FlagValues) -> Plan:
         lambda: run_files.released(pathlib.Path(given.continue_from))
     )
     shape = partial(inputs.input_shape, given, dataset)
-    rehearse(shape, model, loss, mechanism, earlier, epochs=per_epoch is not None)
+    sizes = {"classes": dataset.classes, "epochs": per_epoch is not None}
+    rehearse(shape, model, loss, mechanism, earlier, **sizes)
     method = build.accountant(given, mechanism)
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=method
@@ -110,6 +116,24 @@ def plan(given: flags.FlagValues) -> Plan:
         *(dataset, model, loss, normalization, mechanism, optimizer, method),
         *(per_epoch, earlier, budget),
     )
+
+
+def load(given: flags.FlagValues) -> data.Dataset:
+    """The data set of the flags."""
+    own = names.is_file(given.dataset)
+    for name in ("stream", "data_dir") if own else ("classes",):
+        if given[name].value:
+            raise app.UsageError(
+                f"--dataset={given.dataset} --{name}={given[name].value}: expected one of the two. "
+                "A file of yours is read whole, from its own path, and a named data set has its "
+                "number of classes."
+            )
+    try:
+        if own:
+            return data.load_file(given.dataset, given.classes)
+        return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
+    except (ImportError, OSError, ValueError) as error:
+        raise app.UsageError(f"--dataset={given.dataset}: {error}") from error
 
 
 def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
@@ -164,7 +188,13 @@ def prepare(folder: pathlib.Path, overwrite: bool) -> None:
     if overwrite:
         training.forget(folder)
         run_files.clear(folder, inputs.MOMENTS)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise app.UsageError(
+            f"--out={folder}: this folder cannot be made ({error}). Usually a file has its name, "
+            "or the folder above it cannot be written."
+        ) from error
 
 
 def report(
@@ -198,7 +228,7 @@ def report(
         print(f"To look at: {reports.report(folder)}")
     print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
     print(f"Files in {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())))
-    print(f"Recompute epsilon: python -m dpjax.verify {folder}")
+    print(f"Recompute epsilon: dpjax verify {folder}")
 
 
 def require_one_of_each(given: flags.FlagValues) -> None:
@@ -210,6 +240,15 @@ def require_one_of_each(given: flags.FlagValues) -> None:
                 "two, since they set the same quantity. To hold a given noise to a budget, add "
                 "--max_epsilon to --noise_multiplier."
             )
+
+
+def require_matplotlib(given: flags.FlagValues) -> None:
+    """Refuses a report that could not be drawn, before training rather than after it."""
+    if given.report and importlib.util.find_spec("matplotlib") is None:
+        raise app.UsageError(
+            "--report: figures are drawn with Matplotlib, which is not installed. Install it (pip "
+            "install matplotlib), or give --noreport; `dpjax report RUN` draws them later."
+        )
 
 
 def require_affordable(

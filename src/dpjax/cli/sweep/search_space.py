@@ -62,6 +62,7 @@ class Trial(NamedTuple):
 
 
 def words(settings: dict[str, str]) -> str:
+    """Settings as a text, by which equal ones are known."""
     return ",".join(f"{name}={value}" for name, value in sorted(settings.items()))
 
 
@@ -131,4 +132,5 @@ def trials(settings: Iterable[dict[str, str]], seed: int | None) -> list[Trial]:
 
 
 def stored(found: Iterable[Trial]) -> list[dict[str, Any]]:
+    """Trials in JSON types."""
     return [trial._asdict() for trial in found]

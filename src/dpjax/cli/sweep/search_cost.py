@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import dp_accounting
 
-from common import search_space
 from dpjax import accounting, training
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.sweep import search_space
 from dpjax.verify import event_of
 
 Card = dict[str, Any]
@@ -38,13 +38,14 @@ class Price(NamedTuple):
 
 
 def card_of(folder: pathlib.Path) -> dict[str, Any]:
+    """The privacy card of a finished run."""
     path = folder / "privacy.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path}: expected the privacy card of a run that has finished ({error}). The binary "
-            "must leave one in --out, as train.py does; dpjax.reports.card makes it."
+            "must leave one in --out, as dpjax train does; dpjax.reports.card makes it."
         ) from error
 
 

@@ -112,5 +112,8 @@ def _start(
 
 
 def last_line(folder: pathlib.Path) -> str:
+    """The last line that the command in a folder printed."""
     lines = (folder / "output.txt").read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
+    # A refusal of flags ends with a hint at the help.
+    said = [line.strip() for line in lines if line.strip() and "For all flags:" not in line]
+    return said[-1] if said else "nothing printed"

@@ -100,7 +100,7 @@ def _files(folder: pathlib.Path) -> tuple[Run, bytes]:
     if run.mechanism.get("unit") == "client":
         raise app.UsageError(
             f"{folder}: holds a federated run, whose clients are not in its folder. Audit its "
-            "algorithm with dpjax.auditing.audit_algorithm, or try --algorithms=fedavg."
+            "algorithm with dpjax.auditing.audit_algorithm."
         )
     if run.card is None or run.config is None or "flags" not in run.config:
         raise app.UsageError(

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audits a run: lower bounds on what an attacker can tell, beside the epsilon that it claims.
+
+usage: dpjax audit RUN [--out=FOLDER]
+
+A RUN is a folder that `dpjax train` wrote.  Three audits: how far one row moves the first step
+(white box); which canaries took part in a second training with the run's settings; and which rows
+the released model was trained on, by their losses.  `audit.json` and `audit.png` are computed from
+private data without noise and must not be published.  The exit status is 1 if a lower bound
+exceeds its claim.  An audit without a finding proves nothing.  Data are read from DPJAX_DATA_DIR.
+"""
+
+from absl import flags
+
+from dpjax.cli.flag_groups import Group
+
+__all__ = ["FLAGS", "WORDS"]
+
+WORDS = "RUN"
+FLAGS = flags.FlagValues()
+_audit = Group(FLAGS, "Audit")
+_audit.whole("canaries", None, "Number of canaries; by default up to 1,000.")
+_audit.whole("steps", 200, "Most steps of the second training.", 1)
+_audit.whole("pairs", 200, "Pairs of steps that measure the noise.", 1)
+Group(FLAGS, "Output").text("out", None, "Folder of the results; by default that of the run.")

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of several runs: their curves, a table, and what all of them cost together."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import app, flags
+
+from dpjax.accounting.rounding import upwards
+from dpjax.reports import page, style
+from dpjax.reports.figure_output import png, svg
+from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
+from dpjax.reports.load_run import Missing, Run, read
+
+REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
+COLUMNS = ("runs", "test accuracy", "of", "epsilon", "delta", "time of one")
+
+
+class Group(NamedTuple):
+    """Runs of one and the same configuration."""
+
+    label: str
+    runs: list[Run]
+
+    def finals(self) -> np.ndarray:
+        """The last accuracy of each run that has one, in per cent."""
+        last = [run.rows[-1].get("accuracy") for run in self.runs]
+        return 100 * np.array([value for value in last if value is not None], float)
+
+    def epsilon(self) -> float:
+        """What the dearest of the runs cost, by its best proven method."""
+        return max(min(run.epsilons.values()) for run in self.runs)
+
+
+def groups_of(runs: Iterable[Run]) -> list[Group]:
+    """Groups runs by their flags, and names each group by the flags in which groups differ."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        flags_of = configuration(run)
+        key = f"folder {run.path}" if flags_of is None else json.dumps(flags_of, sort_keys=True)
+        found.setdefault(key, []).append(run)
+    settings = [flags_of for members in found.values() if (flags_of := configuration(members[0]))]
+    names = sorted({name for flags_of in settings for name in flags_of})
+    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings}) > 1]
+    return [Group(label_of(members[0], varied), members) for members in found.values()]
+
+
+def configuration(run: Run) -> dict[str, Any] | None:
+    """The flags that make two runs the same experiment."""
+    if run.config is None or "flags" not in run.config:
+        return None
+    return {name: v for name, v in run.config["flags"].items() if name not in REPEATED}
+
+
+def label_of(run: Run, varied: list[str]) -> str:
+    """The name of a group: its values of the flags that vary."""
+    settings = configuration(run)
+    if settings is None or not varied:
+        return run.path.resolve().name
+    return ", ".join(f"{name}={page.value(settings[name])}" for name in varied if name in settings)
+
+
+def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
+    """Epsilon at each evaluated step, and the accuracies of all runs there, in per cent.
+
+    A step is left out where any of its runs has no finite epsilon: it has no place on that axis.
+    """
+    series = [
+        [run.series(name)[:, 0] for name in ("step", "epsilon", "accuracy")] for run in group.runs
+    ]
+    steps = np.unique(np.concatenate([of for of, _, _ in series]))
+    epsilon = np.zeros(len(steps))
+    accuracy = np.full((len(steps), len(series)), np.nan)
+    for column, (of, spent, right) in enumerate(series):
+        at = np.searchsorted(steps, of)
+        epsilon[at] = np.maximum(epsilon[at], spent)  # never shown for less than it cost; NaN stays
+        accuracy[at, column] = 100 * right
+    finite = np.isfinite(epsilon)
+    if not finite.any():
+        raise Missing("at no step has every run a finite epsilon")
+    return epsilon[finite], accuracy[finite]
+
+
+def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
+    """The curves as SVG and PNG, and why groups are missing from them."""
+    absent = []
+    with style.style():
+        figure = style.canvas(height=3.6 + 0.16 * len(groups))
+        axes = style.panel(figure, "epsilon spent", "test accuracy (%)")
+        for number, group in enumerate(groups):
+            round_of, color = divmod(number, len(style.SERIES))
+            look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
+            try:
+                # The figure has room for the beginning of a label; the table has all of it.
+                label = textwrap.shorten(group.label, 90, placeholder=" …")
+                style.band(axes, *curve(group), style.SERIES[color], label, **look)
+            except Missing as reason:
+                absent.append(f"{group.label} ({reason})")
+        if axes.lines:
+            legend = figure.legend(loc="outside lower left", frameon=False, labelcolor="linecolor")
+            for words in legend.get_texts():
+                words.set_parse_math(False)
+        image = svg(figure, "compared", "Test accuracy against epsilon, a line for each group")
+        return image, png(figure, "" if badge == RELEASED else badge), absent
+
+
+def line(group: Group) -> list[str]:
+    """A group as a line of the table."""
+    finals, count = group.finals(), len(group.runs)
+    spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
+    seconds = [
+        run.config["seconds"] for run in group.runs if run.config and "seconds" in run.config
+    ]
+    return [
+        group.label,
+        f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
+        f"{count} run{'s' * (count > 1)}",
+        upwards(group.epsilon(), ".3g"),
+        upwards(group.runs[0].delta, ".6g"),
+        f"{np.mean(seconds):.1f} s" if seconds else "not written",
+    ]
+
+
+def compare(
+    directories: Iterable[str | pathlib.Path], out: str | pathlib.Path, cost: str = ""
+) -> pathlib.Path:
+    """Writes the page, and its figure as a PNG of the same name; returns the page's path.
+
+    ``cost`` says what the runs cost together, if it is known better than from the runs alone.
+    """
+    out = pathlib.Path(out)
+    if out.suffix.lower() == ".png":
+        raise app.UsageError(
+            f"--out={out}: expected the name of the page, such as {out.with_suffix('.html')}; its "
+            "figure is written beside it, as a PNG of the same name, and would replace it."
+        )
+    runs, unread = [], []
+    for directory in directories:
+        try:
+            runs.append(read(directory, arrays=False))
+        except (OSError, ValueError) as error:
+            unread.append(f"{directory} ({error})")
+    if not runs:
+        raise app.UsageError("none of these folders can be read: " + "; ".join(unread))
+    groups = groups_of(runs)
+    badges = {of_what_was_released(run) for run in runs}
+    # The figure shows all runs, so the strictest of their badges holds for it.
+    badge = next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
+    image, picture, absent = draw(groups, badge)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".png").write_bytes(picture)
+    notices = [
+        cost or price(runs),
+        *seeds(runs),
+        *(f"Could not be read: {words}" for words in unread),
+    ]
+    if unread:
+        notices[0] += " What could not be read is not in these numbers."
+    body = body_of(groups, image, absent, badge, notices)
+    out.write_text(page.page("Runs compared", body), encoding="utf-8")
+    return out
+
+
+def seeds(runs: list[Run]) -> Iterator[str]:
+    """Which runs are not for release although they had noise."""
+    found = [f"{run.path.resolve().name} ({run.seed})" for run in runs if run.seed is not None]
+    if found:
+        yield (
+            f"Seed published, so not for release: {', '.join(found)}. Anyone who knows a seed can "
+            "subtract the noise."
+        )
+
+
+def price(runs: list[Run]) -> str:
+    """What all runs cost together, by adding up, which holds whatever they are."""
+    epsilon = sum(min(run.epsilons.values()) for run in runs)
+    if math.isinf(epsilon):
+        return "One of these runs is not private, so neither are all of them together."
+    delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
+    return (
+        "To choose among runs by looking at private data, be it a part held out of them, has a "
+        "cost of its own, which no number here includes. "
+        f"All {len(runs)} together, trained on the same data for the same neighbours, cost at most "
+        f"epsilon {upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}."
+    )
+
+
+def body_of(
+    groups: list[Group], image: str, absent: list[str], words: str, notices: list[str]
+) -> Iterator[str]:
+    """The page's body."""
+    count = sum(len(group.runs) for group in groups)
+    yield f'<header><p class="kicker">{count} runs of dpjax</p><h1>Runs compared</h1>'
+    yield (
+        '<p class="notice">Each epsilon below is the price of one run alone. '
+        f"{escape(notices[0]).replace(chr(10), '<br>')}</p>"
+    )
+    yield from (f'<p class="notice">{escape(notice)}</p>' for notice in notices[1:])
+    yield "</header>"
+    yield "<h2>Accuracy and its price</h2>"
+    note = (
+        f"<h3>Test accuracy against epsilon</h3>{page.badge(words, warns=words != RELEASED)}"
+        "<p>A line is the mean of runs that differ only in their seed, its band reaches from the "
+        "worst to the best of them. Further up for less epsilon is better.</p>"
+    )
+    yield page.section(note, image, tag="figure", name="compared")
+    note = (
+        "<h3>At the end</h3><p>Accuracy as mean and standard deviation over runs. Epsilon is the "
+        "smallest that an accountant proves, of the dearest run; curves have the one that the run "
+        "was logged with.</p>"
+    )
+    yield page.section(note, page.grid(COLUMNS, map(line, groups)))
+    if absent:
+        yield f'<p class="aside" id="left-out">Not drawn: {escape("; ".join(absent))}.</p>'
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Writes the page of the runs that the command line names."""
+    if not argv[1:]:
+        raise app.UsageError("expected folders of runs: dpjax compare runs/a runs/b ...")
+    out = compare(argv[1:], given.out)
+    print(f"Wrote {out} and {out.with_suffix('.png')}")
+    print("To choose among these runs by private data has a cost that their epsilons leave out.")

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs on the disk, so that the next run of a command does not compile them again.
+
+It is JAX's persistent compilation cache, which JAX has switched off unless a folder is named.
+Programs are found by what they compute and by the version of the compiler, and a program from the
+disk is the one that was compiled: a run releases the same bits with the cache and without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import platform
+
+import jax
+
+
+def switch_on() -> None:
+    """Names a folder of the user's for compiled programs, unless `JAX_COMPILATION_CACHE_DIR` does.
+
+    `JAX_ENABLE_COMPILATION_CACHE=false` switches the cache off.
+    """
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = pathlib.Path(home, "dpjax", _processor())
+    try:
+        # Closed to others: a program holds the constants of a loss, which may be data.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # no home, or one that cannot be written: compile as without a cache
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # JAX keeps programs that took a second to compile; a small run has many shorter ones.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _processor() -> str:
+    """A name for what CPU programs are compiled for: a home folder may serve many machines."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        facts = sorted(
+            {line for line in text.splitlines() if line.startswith(("model name", "flags"))}
+        )
+    except OSError:
+        facts = []
+    words = "\n".join([platform.machine(), platform.processor(), *facts])
+    return hashlib.sha256(words.encode()).hexdigest()[:12]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search: draws its runs, trains the missing ones, ranks them and adds up their cost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from dpjax import accounting, noise
+from dpjax.cli.compare.job import compare
+from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
+from dpjax.cli.train import FLAGS as TRAIN
+from dpjax.reports.load_run import read
+from dpjax.training.signals import Stop
+
+_ELSEWHERE = {"jobs", "out", "page", "free", "reports"}  # the same search
+
+
+def settings(given: flags.FlagValues) -> dict[str, Any]:
+    """The flags that identify the search."""
+    return {n: value for n, value in given.flag_values_dict().items() if n not in _ELSEWHERE}
+
+
+def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
+    """The distribution of the number of runs, and its mean."""
+    if given.random_runs is None:
+        return None
+    name, _, mean = given.random_runs.partition(":")
+    try:
+        return name, float(mean)
+    except ValueError as error:
+        raise app.UsageError(
+            f"--random_runs={given.random_runs}: expected one of "
+            f"{', '.join(accounting.DISTRIBUTIONS)}, a colon and the mean: geometric:10."
+        ) from error
+
+
+def candidates_from_flags(given: flags.FlagValues) -> search_space.Candidates:
+    """The candidates of each flag; refuses flags that contradict each other."""
+    number = number_of_runs(given)
+    if (given.grid is None) == (given.ranges is None):
+        raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
+    if (given.random is None) == (given.ranges is not None and number is None):
+        raise app.UsageError("--random=N goes with --ranges, and not with --random_runs.")
+    if number is not None and given.seeds > 1:
+        raise app.UsageError("--random_runs accounts for single runs; leave --seeds out.")
+    name = "grid" if given.ranges is None else "ranges"
+    found = search_space.candidates(given.ranges or given.grid or "", name)
+    if both := sorted(found.keys() & search_space.pairs(given.fixed, "fixed").keys()):
+        raise app.UsageError(f"--fixed and --{name} both say what {', '.join(both)} is.")
+    return found
+
+
+def draw(given: flags.FlagValues, candidates: search_space.Candidates) -> list[search_space.Trial]:
+    """Draws all runs of the search."""
+    number, numbers = number_of_runs(given), np.random.default_rng(given.seed)
+    if number is not None:
+        key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
+        count = accounting.draw_runs(key, number[1], number[0])
+        return search_space.trials(search_space.drawn(candidates, count, numbers), given.seed)
+    if given.random is not None:
+        chosen = search_space.drawn(candidates, given.random, numbers)
+    else:
+        chosen = search_space.every(candidates)
+    return search_space.trials([one for one in chosen for _ in range(given.seeds)], given.seed)
+
+
+def planned(
+    given: flags.FlagValues, folder: pathlib.Path, candidates: search_space.Candidates
+) -> list[search_space.Trial]:
+    """The runs in the folder's plan; draws and writes a plan if there is none."""
+    path, now = folder / "sweep.json", settings(given)
+    if not path.exists():
+        drawn = draw(given, candidates)
+        require_flags(given, drawn)  # before the plan binds this folder to them
+        plan = {"search": now, "trials": search_space.stored(drawn)}
+        partial_file = path.with_suffix(".part")
+        partial_file.touch(mode=0o600)
+        partial_file.write_text(json.dumps(plan, indent=2) + "\n")
+        os.replace(partial_file, path)
+    plan = json.loads(path.read_text())
+    if differ := [name for name in now if plan["search"].get(name) != now[name]]:
+        lines = (f"  --{n}: {plan['search'].get(n)} there, {now[n]} now" for n in differ)
+        raise app.UsageError(
+            f"another search is in {folder}:\n" + "\n".join(lines) + "\nChoose another --out; what "
+            "both cost together is the price of all their runs."
+        )
+    return [search_space.Trial(**trial) for trial in plan["trials"]]
+
+
+def command(given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.Path) -> list[str]:
+    """The command of a run."""
+    fixed = search_space.pairs(given.fixed, "fixed")
+    program = ["-m", "dpjax", "train"] if given.binary is None else [given.binary]
+    # A report costs more time than a small run, and a search looks at one page for all of them.
+    quiet = {} if given.binary or given.reports else {"report": "false"}
+    seed = {} if trial.seed is None else {"seed": trial.seed}
+    words = {"out": folder, **quiet, **fixed, **trial.settings, **seed}
+    return [sys.executable, *program, *(f"--{name}={value}" for name, value in words.items())]
+
+
+def require_flags(given: flags.FlagValues, trials: Iterable[search_space.Trial]) -> None:
+    """Refuses settings that `dpjax train` would refuse, before the first run."""
+    for trial in trials if given.binary is None else ():
+        _, _, _, *words = command(given, trial, pathlib.Path(trial.name))
+        try:
+            copy.deepcopy(TRAIN)(words)
+        except flags.Error as error:
+            raise app.UsageError(f"the run {trial.name}: {error}") from error
+
+
+def run_missing(given: flags.FlagValues, trials: dict[pathlib.Path, search_space.Trial]) -> int:
+    """Runs all unfinished runs; returns the number of failures."""
+    done = finished(trials)
+    left = {f: command(given, trial, f) for f, trial in trials.items() if f not in done}
+    print(f"{len(trials)} runs; {len(done)} have finished", flush=True)
+    failed = 0
+    with Stop() as stop:
+        for count, end in enumerate(child_processes.run_all(left, given.jobs, stop), 1):
+            failed += bool(end.status) and not end.asked
+            name = f"[{count}/{len(left)}] {end.folder.name}"
+            print(f"{name}  {end.seconds:.1f} s  {outcome(end)}", flush=True)
+        if stop.asked:
+            stop.leave("stopped; the same command resumes the search.")
+    return failed
+
+
+def outcome(end: child_processes.Ended) -> str:
+    """How a run ended, in words."""
+    if end.status:
+        failed = f"FAILED with status {end.status}: {child_processes.last_line(end.folder)}"
+        return "stopped" if end.asked else failed
+    try:
+        return f"{search_results.accuracy(read(end.folder, arrays=False)):.2f} %"
+    except (OSError, ValueError):  # `conclude` reports it again with the cure
+        return "no results"
+
+
+def finished(
+    trials: dict[pathlib.Path, search_space.Trial],
+) -> dict[pathlib.Path, search_space.Trial]:
+    """The trials whose runs have finished."""
+    return {f: trial for f, trial in trials.items() if (f / child_processes.FINISHED).exists()}
+
+
+def costs(
+    given: flags.FlagValues,
+    candidates: search_space.Candidates,
+    trials: dict[pathlib.Path, search_space.Trial],
+) -> tuple[dict[str, Any], str]:
+    """The cost of the search, for JSON and in words."""
+    done = finished(trials)
+    prices, delta, relation = search_cost.prices(
+        [search_cost.card_of(folder) for folder in done],
+        [search_cost.spent_so_far(folder) for folder in trials if folder not in done],
+        number_of_runs(given),
+        search_cost.uncovered(candidates, done.values(), given.free),
+    )
+    lines = [f"What this search costs at delta={delta:g} for {relation} neighbours, by RDP:"]
+    lines += [f"  {price}" for price in prices]
+    lines.append(
+        "To choose by public test data adds nothing to these lines; if the test data are private, "
+        "no line protects them."
+    )
+    if given.seed is not None:
+        lines.append("These seeds are published: a search with secret keys would cost this.")
+    said = {"delta": delta, "neighbours": relation, "seed_published": given.seed}
+    listed = [
+        {**price._asdict(), "epsilon": search_results.number(price.epsilon)} for price in prices
+    ]
+    return {**said, "prices": listed}, "\n".join(lines)
+
+
+def conclude(
+    given: flags.FlagValues,
+    out: pathlib.Path,
+    candidates: search_space.Candidates,
+    trials: dict[pathlib.Path, search_space.Trial],
+) -> None:
+    """Prints and writes the results and the cost of the search."""
+    done = finished(trials)
+    rows = search_results.results(done)
+    (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spent, said = costs(given, candidates, trials)
+    (out / "costs.json").write_text(json.dumps(spent, indent=2) + "\n")
+    print(f"\n{search_results.table(rows)}\n\n{said}", flush=True)
+    if given.page:
+        try:
+            compare(done, out / "comparison.html", said)
+        except (ImportError, OSError, app.UsageError) as error:
+            print(f"comparison.html was not written, and nothing else is missing: {error}")
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Runs the search that the flags describe."""
+    del argv  # flags alone
+    jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
+    candidates, out = candidates_from_flags(given), pathlib.Path(given.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if child_processes.locked(out / "lock") is None:
+        raise app.UsageError(f"another search is running in {out}; wait for it.")
+    trials = {out / trial.name: trial for trial in planned(given, out, candidates)}
+    failed = run_missing(given, trials)
+    if finished(trials):
+        conclude(given, out, candidates, trials)
+    else:
+        print("No run has finished, so there is nothing to compare or to choose.")
+    sys.exit(bool(failed))
