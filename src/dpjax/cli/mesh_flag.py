@@ -25,6 +25,10 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
       processes: Among how many processes the devices of a CPU are divided; None if that is not
         known, and then each process keeps the devices that it has.
     """
+    import jax  # here, because flags are defined and read before JAX is imported
+
+    from dpjax import meshes
+
     if text is None:
         # A choice of the user stands; and it is too late if JAX ran already.
         if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
@@ -32,10 +36,6 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
-    import jax  # here, because flags are defined and read before JAX is imported
-
-    from dpjax import meshes
-
     with contextlib.suppress(ValueError, RuntimeError):
         # Without effect on other platforms; too late if JAX ran already, which `parse` notices.
         places = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
