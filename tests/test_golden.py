@@ -146,6 +146,7 @@ Privacy statement
 
 Not covered
   - choosing hyper-parameters or a checkpoint by looking at the private data
+  - statistics of the data outside this run (means, class weights, vocabularies), unless named above
   - per-step info (losses, norms, clipped fractions): computed before the noise
   - examples that belong together: the unit is one example, not one person
   - models or data in which examples see each other (batch statistics)

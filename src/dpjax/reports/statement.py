@@ -35,6 +35,7 @@ _FEW = 8  # groups that are listed one by one
 
 _NOT_COVERED = """\
   - choosing hyper-parameters or a checkpoint by looking at the private data
+  - statistics of the data outside this run (means, class weights, vocabularies), unless named above
   - per-step info (losses, norms, clipped fractions): computed before the noise
   - {together}
   - models or data in which {unit}s see each other (batch statistics)
