@@ -221,7 +221,7 @@ def report(
         model=given.model,
         parameters=sum(x.size for x in jax.tree.leaves(params)),
     )
-    print(words)
+    print(words.partition("\n\nReferences\n")[0])  # which statement.txt has
     accuracy = history[-1]["accuracy"] if history else float("nan")
     print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
     if given.report:
