@@ -70,7 +70,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
             totals[i] = Kept(pieces, each)
         else:
             # Before the `cond`: XLA can scale cotangents in place there, not in the branches.
-            scaled = [entry.scaled(each) for entry in entries[i]]
+            scaled = [entry.rounded().scaled(each) for entry in entries[i]]
             totals[i] = Recomputed(i, scaled, leaves, each)
     # Masking non-finite examples costs a pass over all data, and few batches contain one.
     broken = ~jnp.all(jnp.isfinite(lengths))

@@ -25,6 +25,8 @@ from dpjax.gradients._bookkeeping.outer_products import (
     form_of,
     precision_of,
     product,
+    rounded,
+    rounds,
 )
 from dpjax.gradients._bookkeeping.sites import Site
 
@@ -43,6 +45,12 @@ class Entry(NamedTuple):
     site: Site
     data: Sequence[Array]
     cotangent: Array
+
+    def rounded(self) -> Entry:
+        """Data and cotangent as the product of the loss reads them, see `rounds`."""
+        if not rounds(self.site):
+            return self
+        return self._replace(data=list(map(rounded, self.data)), cotangent=rounded(self.cotangent))
 
     def scaled(self, factors: Squares) -> Entry:
         """Each example's cotangent times its factor."""
@@ -145,6 +153,9 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     total = jnp.zeros_like(leaves[leaf])
     for entry in entries:
         form = form_of(*entry)
+        if rounds(entry.site):
+            total = added([total, *(_derivative(leaf, part, leaves) for part in halves(entry))])
+            continue
         # One-hot columns have no product; their VJP is a scatter-add.
         # The pull-back through the view runs once, after the sum over examples.
         if form is not None and not form.chosen:
@@ -154,10 +165,29 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
             # sum remains to be taken.
             part = _ones_times(instantiated(leaf, [entry], [None], leaves))
         else:
-            run = jax.vmap(entry.site.apply, (None, 0))
-            part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
+            part = _derivative(leaf, entry, leaves)
         total = total + part
     return total
+
+
+DROPPED = 2.0**-16
+"""A bound on what `halves` drop of a number, relative to it."""
+
+
+def halves(entry: Entry) -> list[Entry]:
+    """An entry whose cotangent has any digits, as two with few: their products are exact.
+
+    A cotangent times a factor has more digits. Two bfloat16 hold all but 2^-16 of it.
+    """
+    high = rounded(entry.cotangent)
+    low = rounded(entry.cotangent - high)
+    return [entry._replace(cotangent=part) for part in (high, low)]
+
+
+def _derivative(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Array:
+    """The sum of the examples' gradients of a leaf at one site, as the VJP of all examples."""
+    run = jax.vmap(entry.site.apply, (None, 0))
+    return _pulled(leaf, leaves, lambda p: run(p, entry.data))(entry.cotangent)
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
