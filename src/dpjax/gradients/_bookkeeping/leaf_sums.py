@@ -154,7 +154,8 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     for entry in entries:
         form = form_of(*entry)
         if rounds(entry.site):
-            total = added([total, *(_derivative(leaf, part, leaves) for part in halves(entry))])
+            pull = _summing(leaf, entry, leaves)
+            total = added([total, *map(pull, halves(entry.cotangent))])
             continue
         # One-hot columns have no product; their VJP is a scatter-add.
         # The pull-back through the view runs once, after the sum over examples.
@@ -165,7 +166,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
             # sum remains to be taken.
             part = _ones_times(instantiated(leaf, [entry], [None], leaves))
         else:
-            part = _derivative(leaf, entry, leaves)
+            part = _summing(leaf, entry, leaves)(entry.cotangent)
         total = total + part
     return total
 
@@ -174,20 +175,19 @@ DROPPED = 2.0**-16
 """A bound on what `halves` drop of a number, relative to it."""
 
 
-def halves(entry: Entry) -> list[Entry]:
-    """An entry whose cotangent has any digits, as two with few: their products are exact.
+def halves(x: Array) -> tuple[Array, Array]:
+    """An array in two parts, which one pass of a matrix unit each multiplies exactly.
 
-    A cotangent times a factor has more digits. Two bfloat16 hold all but 2^-16 of it.
+    A cotangent times a factor has more digits than a pass reads. Two bfloat16 hold all but 2^-16.
     """
-    high = rounded(entry.cotangent)
-    low = rounded(entry.cotangent - high)
-    return [entry._replace(cotangent=part) for part in (high, low)]
+    high = rounded(x)
+    return high, rounded(x - high)
 
 
-def _derivative(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Array:
-    """The sum of the examples' gradients of a leaf at one site, as the VJP of all examples."""
+def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Array], Array]:
+    """From cotangents of all examples at one site to the sum of their gradients of a leaf."""
     run = jax.vmap(entry.site.apply, (None, 0))
-    return _pulled(leaf, leaves, lambda p: run(p, entry.data))(entry.cotangent)
+    return _pulled(leaf, leaves, lambda p: run(p, entry.data))
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:

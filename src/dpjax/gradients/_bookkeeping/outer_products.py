@@ -391,8 +391,8 @@ def _shifted(
     """What an entry of the kernel sees, if an accelerator reads it as a shift of one long axis.
 
     XLA for TPU moves the image to the layout of the product once, and shifts and masks as the
-    product reads. It would move each slice of a padded image by itself. None for other
-    convolutions than those that keep the sides of the image.
+    product reads. It would move each slice of a padded image by itself. None for a convolution
+    that changes the sides of the image.
     """
     lead, sides, channels = x.shape[:2], x.shape[2:-1], x.shape[-1]
     stays = tuple(places) == sides and {*p["window_strides"], *p["lhs_dilation"]} == {1}
