@@ -15,7 +15,8 @@ the larger of FLOPs and bytes of the optimised program over the peaks of the dev
 body of a loop once there too, and not what libraries such as cuDNN compute.
 
 The last rows are the gradients of one matrix alone (examples x positions x inputs x outputs), in
-several forms and precisions (`plans_cases.form_of`).
+several forms and precisions (`plans_cases.form_of`), and of one kernel (examples x side of the
+image x inputs x outputs), by `vmap` and by the forms of the engine (`plans_cases.kernel_form_of`).
 
 The environment is that of `pods`: ``python -m venv .venv-compilers``, then
 ``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs; for its
@@ -54,6 +55,12 @@ FORMS = {
     (8, 1024, 768, 768): [f"{form} {p}" for form in ("kept", "twice", "gram") for p in PRECISIONS],
     (1024, 1, 784, 256): [f"sum {p}" for p in PRECISIONS],
 }
+# What the form of a kernel's gradients costs: examples, side of the image, inputs and outputs.
+KERNELS = {
+    (256, 32, 32, 32): ("vmap", "kept"),
+    (256, 16, 64, 64): ("vmap", "kept", "gram"),
+    (256, 8, 128, 128): ("vmap", "kept", "gram"),
+}
 
 
 def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -68,6 +75,10 @@ def tasks(smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
         for step in ("plain", *forms):
             task = {"device": DEVICES["v5e"], "step": step, "sizes": sizes}
             yield f"v5e: {' x '.join(map(str, sizes))}: {step}", task
+    for sizes, forms in ({} if smoke else KERNELS).items():
+        for step in ("plain", *forms):
+            task = {"device": DEVICES["v5e"], "step": step, "convolution": sizes}
+            yield f"v5e: 3x3 on {' x '.join(map(str, sizes))}: {step}", task
 
 
 def plan(task: dict[str, Any], python: str, seconds: float | None = None) -> dict[str, Any]:
