@@ -51,12 +51,12 @@ def norms(
     """
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
-    if choice.rule in ("product", "gram"):
+    if choice.rule == "gram":
         # The sum comes from a second product, of the same rounded numbers.
         forms = [form_of(*entry.rounded()) for entry in entries]
     outers = alike([form for form in forms if form is not None])
     if choice.rule == "product" and outers is not None:
-        return _with_halves(_product_norms(outers[0]), outers), None
+        return _product_norms(outers[0]), None
     if choice.rule == "rows" and outers is not None:
         return _row_norms(outers[0]), None
     if choice.rule == "gram" and outers is not None:

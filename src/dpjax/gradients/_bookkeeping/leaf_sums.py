@@ -47,8 +47,9 @@ class Entry(NamedTuple):
     cotangent: Array
 
     def rounded(self) -> Entry:
-        """Data and cotangent as the product of the loss reads them, see `rounds`."""
-        if not rounds(self.site):
+        """Data and cotangent as the product of the loss reads them, where forms may be `short`."""
+        form = form_of(*self) if rounds(self.site) else None
+        if form is None or not form.short:
             return self
         return self._replace(data=list(map(rounded, self.data)), cotangent=rounded(self.cotangent))
 
@@ -153,7 +154,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     total = jnp.zeros_like(leaves[leaf])
     for entry in entries:
         form = form_of(*entry)
-        if rounds(entry.site):
+        if form is not None and form.short:
             pull = _summing(leaf, entry, leaves)
             total = added([total, *map(pull, halves(entry.cotangent))])
             continue

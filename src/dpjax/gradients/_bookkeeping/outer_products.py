@@ -86,7 +86,7 @@ class Outer(NamedTuple):
       place: From ``[blocks, inputs, outputs]`` to the layout of the view.
       axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
       copied: Whether `x` is a copy, which every product with it writes out.
-      short: Whether `x` and `g` have so few digits that one pass multiplies them exactly.
+      short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
       pixels: Of a convolution on accelerators: what inner products of its patches come from.
     """
 
@@ -141,14 +141,19 @@ def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None
     """
     form = FORMS.get(site.equation.primitive.name)
     outer = form(site, data, cotangent) if form else None
-    return None if outer is None else _without_stacks(site, outer)._replace(short=rounds(site))
+    if outer is None:
+        return None
+    outer = _without_stacks(site, outer)
+    # A single position cancels nothing. Its sum reads little, and less in one product of six passes
+    # than in two of one.
+    return outer._replace(short=outer.g.shape[2] > 1 and rounds(site))
 
 
 def rounds(site: Site) -> bool:
-    """Whether data and cotangents of a site are rounded as a pass of a matrix unit rounds them.
+    """Whether the product of a site is one pass of a matrix unit, which rounds what it reads.
 
-    They are on accelerators, where the product of the loss is one pass. Products of rounded numbers
-    are exact there, so any form of the gradient has the same norm, in one pass.
+    Numbers that are rounded before have exact products there, so any form of the gradient has the
+    same norm, in one pass.
     """
     p, dtypes = site.equation.params, {x.dtype for x in (*site.data, site.output)}
     if platforms.on_cpu() or site.equation.primitive.name not in _PRODUCTS:
