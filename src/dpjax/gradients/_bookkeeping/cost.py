@@ -93,22 +93,23 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     after = _TRAFFIC * leaf.size if rows or keep else again
     # The norm by inner products between positions; the sum needs the product again.
     gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
+    written = copied + pairs * (2 if by_rows else paired(width) + paired(depth))
     if not platforms.on_cpu():
         # A kept gradient may be formed at the loss's own precision; a second product may not.
         keep, instantiate, after = True, product + _KEPT * leaf.size, 0
         exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
-        if len(outers) == 1 and (pixels := outers[0].pixels):
-            width, copied = pixels.image.shape[-1], 0
-        gram, again = pairs * (exact * (width + depth) + _PAIR), twice * product
+        # Inner products of patches come from those of pixels, without the patches.
+        pixels = outers[0].pixels if len(outers) == 1 else None
+        inner, written = (pixels.image.shape[-1], 0) if pixels else (width, copied)
+        gram, again = pairs * (exact * (inner + depth) + _PAIR), twice * product
+        written += 2 * pairs
     # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
     # only if the view is an isometry.
     one_form = isometric and alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
     if one_form and len(outers) <= _MANY and gram + again < instantiate + after:
-        whole = by_rows or not platforms.on_cpu()
-        written = pairs * (2 if whole else paired(width) + paired(depth))
-        return Choice("rows" if by_rows else "gram", False, gram, copied + written)
+        return Choice("rows" if by_rows else "gram", False, gram, written)
     # A form with indices has no dense inputs to multiply: the VJP of the gather is a scatter-add.
     rule = "derivative" if rows else "instantiate"
     return Choice(rule, keep, instantiate, copied + leaf.size)
