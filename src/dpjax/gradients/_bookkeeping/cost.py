@@ -98,7 +98,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         # A kept gradient may be formed at the loss's own precision; a second product may not.
         keep, instantiate, after = True, product + _KEPT * leaf.size, 0
         exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
-        # Inner products of patches come from those of pixels, without the patches.
+        # Pixels give the inner products of patches, which are then not written.
         pixels = outers[0].pixels if len(outers) == 1 else None
         inner, written = (pixels.image.shape[-1], 0) if pixels else (width, copied)
         gram, again = pairs * (exact * (inner + depth) + _PAIR), twice * product
