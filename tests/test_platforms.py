@@ -127,6 +127,7 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
 @kills(
     "gradients/_bookkeeping/leaf_norms.py", "form_of(*entry.rounded()) for", "form_of(*entry) for"
 )
+@kills("gradients/_bookkeeping/leaf_norms.py", "DROPPED * added(", "0 * added(", slow=True)
 def test_norm_and_sum_are_of_the_same_rounded_numbers():
     """The norm takes one pass, the sum two, for the digits of factors."""
     short = [np.asarray(lax.reduce_precision(drawn((32, 400)), 8, 10)) for _ in range(2)]
@@ -144,9 +145,36 @@ def test_norm_and_sum_are_of_the_same_rounded_numbers():
     np.testing.assert_allclose(result.value, want, rtol=1e-5, atol=1e-5 * want.max())
     # The norm is rounded up, by little.
     longer = float(result.norms[0, 0]) / np.linalg.norm(gradient)
-    assert 1 + 1e-5 < longer < 1.001
+    assert 1 + 1e-4 < longer < 1.001
 
 
+@kills("gradients/_bookkeeping/common.py", "[entry.rounded() for entry in own]", "own")
+def test_a_common_gradient_meets_rounded_numbers(monkeypatch):
+    """Its inner products with an example's gradient are those of what the sum adds."""
+    for module in (leaf_norms, leaf_sums):
+        monkeypatch.setattr(module, "product", in_one_pass)
+    short = [np.asarray(lax.reduce_precision(drawn((32, 40)), 8, 10)) for _ in range(2)]
+    x, g = (a * np.float32(1 - 2**-13) for a in short)
+    gradient = short[0].astype(np.float64).T @ short[1]
+    w = jnp.asarray(gradient / 2, jnp.float32)
+
+    def loss(w, example):
+        return positions(w, example, precision=None) + jnp.sum(w**2)
+
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert "instantiate + common" in gradients.explain(loss, w, (x, g))
+        result = clipped_grad(loss, FLAT)(w, (x[None], g[None]))
+    # The decay of the weights has the same gradient.
+    longer = float(result.norms[0, 0]) / np.linalg.norm(2 * gradient)
+    assert 1 <= longer < 1.001
+
+
+@kills(
+    "gradients/_bookkeeping/outer_products.py",
+    "return known and precision_of(p)",
+    "return precision_of(p)",
+    slow=True,
+)
 def test_numbers_are_rounded_where_the_product_of_the_loss_rounds_them():
     def found(dtype=jnp.float32, precision=None):
         def loss(w, x):
