@@ -239,7 +239,7 @@ def plan(task: dict[str, Any]) -> dict[str, Any]:
         seconds = max(flop / H100_FLOP, held / H100_BYTES)
         return {**answer, "flop": flop, "bytes": held, "roofline_ms": 1e3 * seconds}
     answer["cycles"] = pods_hlo.counted(text, {"one": 1}, (1, 1))["cycles"]
-    if " while(" in text:
+    if answer["cycles"] and " while(" in text:
         return answer  # a loop over microbatches, whose body the analysis would count once
     cost = compiled.cost_analysis() or {}
     seconds = cost.get("optimal_seconds", 0.0)  # that of a CPU has none
