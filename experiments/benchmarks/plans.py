@@ -2,8 +2,9 @@
 """What compilers expect of one private step on one TPU or GPU that is not there.
 
   result    a private step on v5e takes 1.6 to 8.4 times the cycles of a plain one (W1 to W5), where
-            `vmap` takes 4 to 119 times; by the compiler's first estimate 1.4 to 2.8 times; WRN-16-4
-            takes 1.5 and ViT-S 1.14 times the cycles. Goals are 1.3 and 1.2. Plans, never measurements
+            `vmap` takes 4 to 119 times; by the compiler's first estimate 1.4 to 2.8 times. It takes
+            1.47 times the cycles on WRN-16-4, 1.14 on ViT-S and 0.70 on the Transformer. Goals are
+            1.3 and, for the large models, 1.2. Plans, never measurements
   hardware  none of the devices: compilers of TPU v5e, v5p, v6e (libtpu 0.0.52) and H100, JAX 0.10.2
   command   make bench BENCH=plans ARGS="--out experiments/results/plans.json"
   figures   experiments/results/plans.json; the table in docs/pages/speed.md (``--page``)
