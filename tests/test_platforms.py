@@ -215,7 +215,7 @@ def of_sides(w, x, **options):
     "for a in range(0)] * pairs.ndim",
     slow=True,
 )
-@kills("gradients/_bookkeeping/outer_products.py", "(i + look < n)", "(i + look <= n)", slow=True)
+@kills("gradients/_bookkeeping/outer_products.py", "(place < n)", "(place <= n)", slow=True)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("rule", "kernel", "image", "options"),

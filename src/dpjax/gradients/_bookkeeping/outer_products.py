@@ -418,11 +418,11 @@ def _shifted(
         found = jax.lax.slice_in_dim(x, start, start + size, axis=-1)
         # A pixel beyond an end of an axis lies in the next row; beyond both ends of the image are
         # zeros.
-        at = np.indices(sides).reshape(len(sides), -1)[1:]
-        inside = np.ones(size, bool)
-        for i, look, n in zip(at, looks[1:], sides[1:], strict=True):
-            inside &= (i + look >= 0) & (i + look < n)
-        return found if np.all(inside) else jnp.where(inside, found, 0)
+        for look, step, n in zip(looks[1:], steps[1:], sides[1:], strict=True):
+            if look:
+                place = jnp.arange(size) // step % n + look
+                found = jnp.where((place >= 0) & (place < n), found, 0)
+        return found
 
     return seen
 
