@@ -426,6 +426,27 @@ def test_a_device_is_found_among_the_plans():
     assert devices.planned(report, "NVIDIA H100 80GB HBM3", "W1", "plain") == {}
 
 
+@pytest.mark.usefixtures("benchmarks")
+def test_a_step_that_fails_leaves_the_others_their_rows():
+    import contestants
+    import devices
+    import steps
+
+    def fails(count):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nallocations")
+
+    failing = contestants.Contestant(fails, dict, lambda: True, lambda: None, {})
+    running = failing._replace(run=lambda count: 0.5)
+    makes = {"plain": lambda: running, "vmap": lambda: devices.refusing(lambda: failing)}
+    ready, figures = steps.start(makes)
+    assert list(ready) == ["plain"]
+    figures["plain"] |= {"median_ms": 2.0, "planned_bytes": None}
+    report = {"kind": "TPU v5", "models": {"W1": {"steps": figures}}}
+    table = devices.table(report, {})
+    assert "| W1 | plain | 2.000 (1.00) |" in table
+    assert "| W1 | vmap | RESOURCE_EXHAUSTED: out of memory |" in table
+
+
 @pytest.mark.slow
 def test_xla_partitions_kernel_gradients_wrongly():
     script = EXPERIMENTS.parent / "docs" / "scripts" / "xla_kernel_gradients.py"

@@ -11,7 +11,7 @@ from mutation import kills
 from dpjax import clipped_grad, clipping, gradients, testing
 from dpjax._jaxpr import equations
 from dpjax.gradients import platforms, sharding_checks
-from dpjax.gradients._bookkeeping import leaf_norms, leaf_sums, outer_products
+from dpjax.gradients._bookkeeping import cost, leaf_norms, leaf_sums, outer_products
 from dpjax.gradients._bookkeeping.trace import trace
 
 FLAT = clipping.flat(0.5)
@@ -90,27 +90,29 @@ def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
     assert on_cpu.microbatch_size < 64
 
 
-def positions(w, example):
+def positions(w, example, precision: str | None = "high"):
     """The second part of an example is the cotangent of the product."""
     x, g = example
-    return jnp.sum(g * (x @ w))
+    return jnp.sum(g * jnp.dot(x, w, precision=precision))
+
+
+def in_one_pass(formula, a, b, precision=outer_products.HIGHEST):
+    """A product as a matrix unit has it that reads 11 digits."""
+    if precision is not outer_products.HIGHEST:
+        a, b = (lax.reduce_precision(x, 8, 10) for x in (a, b))
+    return jnp.einsum(formula, a, b, precision=outer_products.HIGHEST)
 
 
 @kills("gradients/_bookkeeping/cost.py", "keep, instantiate, after = True,", "instantiate, after =")
 def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
     """Its norm and its sum are of the same numbers, so its rounding cannot pass the bound."""
 
-    def rounded(formula, a, b, precision=outer_products.HIGHEST):
-        if precision is not outer_products.HIGHEST:  # as the matrix unit of a TPU
-            a, b = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (a, b))
-        return jnp.einsum(formula, a, b, precision=outer_products.HIGHEST)
-
     for module in (leaf_norms, leaf_sums):
-        monkeypatch.setattr(module, "product", rounded)
-    # Pairs of positions that cancel but for a rest below the precision of bfloat16.
+        monkeypatch.setattr(module, "product", in_one_pass)
+    # Pairs of positions that cancel but for a rest below the precision of the product.
     rng = np.random.default_rng(0)
     x, g = (rng.normal(size=(80, 704)).astype(np.float32) for _ in range(2))
-    x[1::2] = x[::2] * (1 + 1e-3 * rng.normal(size=x[::2].shape))
+    x[1::2] = x[::2] * (1 + 1e-4 * rng.normal(size=x[::2].shape))
     g[1::2] = -g[::2]
     w = jnp.zeros((704, 704))
     with platforms.traced_for("tpu"):
@@ -118,6 +120,132 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
         result = clipped_grad(positions, FLAT)(w, (x[None], g[None]))
     assert float(jnp.linalg.norm(result.value)) <= FLAT.bounds[0] * 1.0001
     assert "kept" not in gradients.explain(positions, w, (x, g))
+
+
+@kills("gradients/_bookkeeping/leaf_sums.py", "high, rounded(x - high)", "high, 0 * high")
+@kills("gradients/_bookkeeping/ghost.py", "entry.rounded().scaled(each)", "entry.scaled(each)")
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py", "form_of(*entry.rounded()) for", "form_of(*entry) for"
+)
+@kills("gradients/_bookkeeping/leaf_norms.py", "DROPPED * added(", "0 * added(", slow=True)
+def test_norm_and_sum_are_of_the_same_rounded_numbers():
+    """The norm takes one pass, the sum two, for the digits of factors."""
+    short = [np.asarray(lax.reduce_precision(drawn((32, 400)), 8, 10)) for _ in range(2)]
+    # Rounding makes each number longer.
+    x, g = (a * np.float32(1 - 2**-13) for a in short)
+
+    def loss(w, example):
+        return positions(w, example, precision=None)
+
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert "gram" in gradients.explain(loss, jnp.zeros((400, 400)), (x, g))
+        result = clipped_grad(loss, FLAT)(jnp.zeros((400, 400)), (x[None], g[None]))
+    gradient = short[0].astype(np.float64).T @ short[1]
+    want = gradient * float(result.factors[0, 0])
+    np.testing.assert_allclose(result.value, want, rtol=1e-5, atol=1e-5 * want.max())
+    # The norm is rounded up, by little.
+    longer = float(result.norms[0, 0]) / np.linalg.norm(gradient)
+    assert 1 + 1e-4 < longer < 1.001
+
+
+@kills("gradients/_bookkeeping/common.py", "[entry.rounded() for entry in own]", "own")
+def test_a_common_gradient_meets_rounded_numbers(monkeypatch):
+    """Its inner products with an example's gradient are those of what the sum adds."""
+    for module in (leaf_norms, leaf_sums):
+        monkeypatch.setattr(module, "product", in_one_pass)
+    short = [np.asarray(lax.reduce_precision(drawn((32, 40)), 8, 10)) for _ in range(2)]
+    x, g = (a * np.float32(1 - 2**-13) for a in short)
+    gradient = short[0].astype(np.float64).T @ short[1]
+    w = jnp.asarray(gradient / 2, jnp.float32)
+
+    def loss(w, example):
+        return positions(w, example, precision=None) + jnp.sum(w**2)
+
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert "instantiate + common" in gradients.explain(loss, w, (x, g))
+        result = clipped_grad(loss, FLAT)(w, (x[None], g[None]))
+    # The decay of the weights has the same gradient.
+    longer = float(result.norms[0, 0]) / np.linalg.norm(2 * gradient)
+    assert 1 <= longer < 1.001
+
+
+@kills(
+    "gradients/_bookkeeping/outer_products.py",
+    "return known and precision_of(p)",
+    "return precision_of(p)",
+    slow=True,
+)
+def test_numbers_are_rounded_where_the_product_of_the_loss_rounds_them():
+    def found(dtype=jnp.float32, precision=None):
+        def loss(w, x):
+            return jnp.sum(jnp.dot(x, w, precision=precision)), None
+
+        (site,) = trace(loss, jnp.ones((3, 2), dtype), jnp.ones((4, 3), dtype)).sites
+        return outer_products.rounds(site)
+
+    assert not found()
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert found()
+        assert found(jnp.bfloat16)
+        assert not found(jnp.float16)  # it has more digits than a bfloat16
+        assert not found(precision="high")
+        with jax.enable_x64(True):
+            assert not found(jnp.float64)
+    text = {
+        p: jax.jit(outer_products.rounded).trace(1.0).lower(lowering_platforms=(p,)).as_text()
+        for p in ("tpu", "cuda")
+    }
+    assert "e8m7" in text["tpu"]
+    assert "e8m10" in text["cuda"]
+
+
+def of_sides(w, x, **options):
+    rank = x.ndim - 1
+    axes = "XYZ"[:rank]
+    options = {"window_strides": (1,) * rank, "padding": "SAME", **options}
+    numbers = (f"N{axes}C", f"{axes}IO", f"N{axes}C")
+    return jnp.sum(
+        jnp.sin(lax.conv_general_dilated(x[None], w, dimension_numbers=numbers, **options))
+    )
+
+
+@kills(
+    "gradients/_bookkeeping/outer_products.py",
+    "for a in range(pairs.ndim)]",
+    "for a in range(0)] * pairs.ndim",
+    slow=True,
+)
+@kills("gradients/_bookkeeping/outer_products.py", "(place < n)", "(place <= n)", slow=True)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("rule", "kernel", "image", "options"),
+    [
+        ("instantiate", (3, 3), (16, 15), {}),
+        ("instantiate", (3, 2), (11, 12), {"padding": ((1, 1), (0, 1))}),
+        ("instantiate", (3, 3), (12, 11), {"rhs_dilation": (2, 1)}),
+        ("instantiate", (3, 2, 3), (6, 7, 5), {}),
+        ("instantiate", (3,), (200,), {}),
+        ("gram", (3, 3), (6, 6), {}),
+        ("gram", (3, 3), (8, 7), {"padding": "VALID", "rhs_dilation": (1, 2)}),
+        ("gram", (3, 3), (7, 6), {"window_strides": (2, 2)}),
+        ("gram", (4, 2), (7, 6), {"window_strides": (2, 1), "padding": ((2, -1), (0, 3))}),
+        ("gram", (3, 2, 3), (3, 4, 3), {}),
+        ("gram", (3,), (9,), {}),
+    ],
+)
+def test_convolutions_of_many_channels_are_the_definition(
+    rule, kernel, image, options, monkeypatch
+):
+    """In shifts of one long axis, or with norms from inner products of pixels."""
+    monkeypatch.setattr(cost, "_PAIR", 0 if rule == "gram" else np.inf)
+    w, x = drawn((*kernel, 40, 24)), drawn((5, *image, 40))
+
+    def loss(w, x):
+        return of_sides(w, x, **options)
+
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert rule in gradients.explain(loss, w, x[0])
+        testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
 
 
 def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():

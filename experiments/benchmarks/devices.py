@@ -9,7 +9,8 @@
 Each workload (`workloads`) is compiled as a plain step, a plain step with noise, dpjax's engines
 and jax_privacy, if it is installed. The steps take turns in random order. "away" is the largest
 difference between the clipped sum on the device and on the CPU of the machine, in bounds, and
-"norms" that of a norm, relative to it: a matrix unit that rounds shows here.
+"norms" that of a norm, relative to it: a matrix unit that rounds shows here. A step that fails,
+such as for lack of memory, says so in its row, and the others are measured.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
+import compilers
 import jax
 import plans
 import reporting
 import steps
 from absl import app, flags
-from contestants import Contestant, compiled
+from contestants import Contestant, Refused, compiled
 from plans_cases import BOUND, gradient_of
 from workloads import WORKLOADS, problem
 
@@ -69,14 +73,16 @@ def measure(
     loss, params, batch = problem(WORKLOADS[name]._replace(batch_size=batch_size))
     there = [s for s in chosen if s != "jax_privacy" or importlib.util.find_spec(s)]
     makes = {
-        step: functools.partial(compiled, *gradient_of(step, loss, batch_size), params, batch)
+        step: functools.partial(
+            refusing, compiled, *gradient_of(step, loss, batch_size), params, batch
+        )
         for step in there
     }
     contestants, figures = steps.start(makes)
     steps.take_turns(contestants, figures, rounds, seconds)
     _close(contestants)
-    for figure in figures.values():
-        figure["median_ms"] = statistics.median(figure["rounds_ms"])
+    for step in contestants:
+        figures[step]["median_ms"] = statistics.median(figures[step]["rounds_ms"])
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "batch_size": batch_size,
@@ -85,6 +91,19 @@ def measure(
         "peak_bytes": stats.get("peak_bytes_in_use"),
         **agreement(loss, params, batch),
     }
+
+
+def refusing(make: Callable[..., Contestant], *arguments: Any) -> Contestant:
+    """A contestant whose first step may fail without the others, such as for lack of memory."""
+    made = make(*arguments)
+
+    def run(count: int) -> float:
+        try:
+            return made.run(count)
+        except jax.errors.JaxRuntimeError as error:
+            raise Refused(str(error).splitlines()[0][:100]) from error
+
+    return made._replace(run=run)
 
 
 def _close(contestants: dict[str, Contestant]) -> None:
@@ -101,8 +120,11 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for model, found in report["models"].items():
-        plain = found["steps"]["plain"]["median_ms"]
+        plain = found["steps"]["plain"].get("median_ms", math.nan)
         for step, figure in found["steps"].items():
+            if "refused" in figure:
+                rows.append(f"| {model} | {step} | {figure['refused']} | | | | |")
+                continue
             plan = planned(plan_report, report["kind"], model, step)
             expected = plan.get("expected_ms", plan.get("roofline_ms"))
             held = figure["planned_bytes"]
@@ -121,7 +143,7 @@ def main(argv: list[str]) -> None:
     asked = flags.FLAGS
     # A first step is no first step if its program is cached.
     jax.config.update("jax_enable_compilation_cache", False)
-    path = plans.ROOT / "experiments" / "results" / "plans.json"
+    path = compilers.ROOT / "experiments" / "results" / "plans.json"
     plan_report = json.loads(path.read_text()) if path.exists() else {}
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
     report |= {"kind": jax.devices()[0].device_kind, "models": {}}

@@ -64,6 +64,9 @@ def divided(
     forms = [form_of(*entry) for entry in entries]
     chosen = aside(leaf, leaves[leaf], [entry.site for entry in entries], forms)
     own = [entry for k, entry in enumerate(entries) if k not in chosen]
+    if chosen:
+        # Inner products with a common gradient are of the gradient as its sum has it.
+        own = [entry.rounded() for entry in own]
     return own, [_common(leaf, entries[k], leaves) for k in chosen]
 
 

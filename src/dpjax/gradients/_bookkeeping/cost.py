@@ -28,9 +28,11 @@ _TRAFFIC = 8
 # do not add up over all terms. One of their multiplications then costs as much as ten.
 BLOCK, _SLOWER = 16, 10
 # On accelerators, in multiplications of a matrix product of one pass: writing, squaring and scaling
-# one number; and one multiplication of a product at the highest precision, which takes six passes
-# on a TPU and more for small matrices. Read from expected cycles for TPU v5e (docs/pages/speed.md).
-_KEPT, _EXACT = 1250, 16
+# one number; rounding, writing, bounding and summing for one inner product of positions; and one
+# multiplication of a product at the highest precision, which takes six passes on a TPU and more for
+# small matrices. A sum of rounded numbers takes two. Read from expected cycles for TPU v5e
+# (docs/pages/speed.md).
+_KEPT, _PAIR, _EXACT, _TWO = 1250, 20_000, 16, 2
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
 _MANY = 6
 # VJPs of these primitives are elementwise, so they add no rounding error beyond the cotangent's.
@@ -91,18 +93,23 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     after = _TRAFFIC * leaf.size if rows or keep else again
     # The norm by inner products between positions; the sum needs the product again.
     gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
+    written = copied + pairs * (2 if by_rows else paired(width) + paired(depth))
     if not platforms.on_cpu():
         # A kept gradient may be formed at the loss's own precision; a second product may not.
         keep, instantiate, after = True, product + _KEPT * leaf.size, 0
-        gram, again = _EXACT * pairs * (width + depth), _EXACT * product
+        exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
+        # Pixels give the inner products of patches, which are then not written.
+        pixels = outers[0].pixels if len(outers) == 1 else None
+        inner, written = (pixels.image.shape[-1], 0) if pixels else (width, copied)
+        gram, again = pairs * (exact * (inner + depth) + _PAIR), twice * product
+        written += 2 * pairs
     # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
     # only if the view is an isometry.
     one_form = isometric and alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
     if one_form and len(outers) <= _MANY and gram + again < instantiate + after:
-        written = pairs * (2 if by_rows else paired(width) + paired(depth))
-        return Choice("rows" if by_rows else "gram", False, gram, copied + written)
+        return Choice("rows" if by_rows else "gram", False, gram, written)
     # A form with indices has no dense inputs to multiply: the VJP of the gather is a scatter-add.
     rule = "derivative" if rows else "instantiate"
     return Choice(rule, keep, instantiate, copied + leaf.size)

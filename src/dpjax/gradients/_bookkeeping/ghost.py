@@ -75,7 +75,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         if pieces is not None:
             totals[i] = Kept(pieces, each)
         else:
-            scaled = [entry.scaled(each) for entry in entries[i]]
+            scaled = [entry.rounded().scaled(each) for entry in entries[i]]
             totals[i] = Recomputed(i, scaled, leaves)
     sound = jnp.all(jnp.isfinite(lengths), axis=1)
     for i, part in clipped_sums(totals, sound).items():

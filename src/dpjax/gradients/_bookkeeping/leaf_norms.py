@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -27,6 +28,7 @@ from jaxtyping import Array
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import BLOCK, alike, choose, paired
 from dpjax.gradients._bookkeeping.leaf_sums import (
+    DROPPED,
     Entry,
     Pieces,
     Squares,
@@ -34,7 +36,7 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     instantiated,
     placed,
 )
-from dpjax.gradients._bookkeeping.outer_products import Outer, form_of, product
+from dpjax.gradients._bookkeeping.outer_products import HIGHEST, Outer, form_of, product
 
 
 def norms(
@@ -49,13 +51,16 @@ def norms(
     """
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
+    if choice.rule == "gram":
+        # The sum comes from a second product, of the same rounded numbers.
+        forms = [form_of(*entry.rounded()) for entry in entries]
     outers = alike([form for form in forms if form is not None])
     if choice.rule == "product" and outers is not None:
         return _product_norms(outers[0]), None
     if choice.rule == "rows" and outers is not None:
         return _row_norms(outers[0]), None
     if choice.rule == "gram" and outers is not None:
-        return _gram_norms(outers), None
+        return _with_halves(_gram_norms(outers), outers), None
     # The pieces of one isometric site have the norm of the leaf's gradient, so they need not be put
     # together before they are squared.
     if choice.rule == "instantiate" and len(entries) == 1 and entries[0].site.isometry:
@@ -85,7 +90,8 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
     total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
     for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
         p, q = forms[a], forms[b]
-        x, g = _inner(p, q), _dots(p.g, q.g)
+        precision = None if p.short and q.short else HIGHEST
+        x, g = _inner(p, q, precision), _dots(p.g, q.g, precision)
         (px, pg), (qx, qg) = _lengths(p), _lengths(q)
         lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
         lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
@@ -121,10 +127,23 @@ def _doubt(forms: Sequence[Outer | None]) -> Squares:
         if form is not None:
             # Relative to the lengths before cancellation: where positions cancel to the last
             # digits, both sums consist of rounding errors.
-            x, g = map(jnp.sqrt, _lengths(form))
-            terms = roundings(form.g.shape[2]) * jnp.finfo(g.dtype).eps
-            total += terms * jnp.sum(x * g, axis=(1, 2))
+            terms = roundings(form.g.shape[2]) * jnp.finfo(form.g.dtype).eps
+            total += terms * _uncancelled(form)
     return total
+
+
+def _with_halves(squares: Squares, forms: Sequence[Outer]) -> Squares:
+    """Squared norms, with a bound on what `leaf_sums.halves` drop of scaled cotangents."""
+    short = [form for form in forms if form.short]
+    if not short:
+        return squares
+    return (jnp.sqrt(squares) + DROPPED * added(list(map(_uncancelled, short)))) ** 2
+
+
+def _uncancelled(form: Outer) -> Squares:
+    """The sum over positions of the lengths of their outer products."""
+    x, g = map(jnp.sqrt, _lengths(form))
+    return jnp.sum(x * g, axis=(1, 2))
 
 
 def _lost(forms: Sequence[Outer]) -> Squares:
@@ -146,30 +165,36 @@ def _lengths(form: Outer) -> tuple[Array, Array]:
     g = jnp.sum(form.g**2, axis=3)
     if form.chosen:
         return jnp.ones_like(g), g
+    if form.pixels:
+        # The same inner products as in `_gram_norms`, which XLA forms once.
+        inner = _inner(form, form, None if form.short else HIGHEST)
+        return jnp.sum(jnp.where(jnp.eye(g.shape[2], dtype=bool), inner, 0), axis=3), g
     return added([jnp.sum(x**2, axis=2) for x in form.x]), g
 
 
-def _inner(p: Outer, q: Outer) -> Array:
+def _inner(p: Outer, q: Outer, precision: Any) -> Array:
     """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
     # The inner product is symmetric, so one mixed case is enough.
     if p.chosen and not q.chosen:
-        return jnp.swapaxes(_inner(q, p), 2, 3)
+        return jnp.swapaxes(_inner(q, p, precision), 2, 3)
+    if p.pixels and p is q:
+        return p.pixels.inner(precision)[:, None]
     x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))
     if p.chosen:
         # Two one-hot columns have inner product 1 if their indices agree, and 0 otherwise: exact.
         return (x[:, :, :, None] == y[:, :, None, :]).astype(p.g.dtype)
     if q.chosen:
         return jnp.swapaxes(jnp.take_along_axis(x, y[:, :, :, None], axis=2), 2, 3)
-    return _dots(jnp.swapaxes(x, 2, 3), jnp.swapaxes(y, 2, 3))
+    return _dots(jnp.swapaxes(x, 2, 3), jnp.swapaxes(y, 2, 3), precision)
 
 
-def _dots(a: Array, b: Array) -> Array:
+def _dots(a: Array, b: Array, precision: Any) -> Array:
     """Inner products of rows, ``[.., s, n]`` and ``[.., t, n]``: in blocks, then in pairs.
 
     The rounding error of one long sum grows with the number of terms; here with `roundings`.
     """
     if not platforms.on_cpu():
-        return product("bhsn,bhtn->bhst", a, b)
+        return product("bhsn,bhtn->bhst", a, b, precision)
     blocks = paired(a.shape[-1])
 
     def split(x: Array) -> Array:

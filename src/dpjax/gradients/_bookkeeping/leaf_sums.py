@@ -25,6 +25,8 @@ from dpjax.gradients._bookkeeping.outer_products import (
     form_of,
     precision_of,
     product,
+    rounded,
+    rounds,
 )
 from dpjax.gradients._bookkeeping.sites import Site
 
@@ -43,6 +45,13 @@ class Entry(NamedTuple):
     site: Site
     data: Sequence[Array]
     cotangent: Array
+
+    def rounded(self) -> Entry:
+        """Data and cotangent as the product of the loss reads them, where forms may be `short`."""
+        form = form_of(*self) if rounds(self.site) else None
+        if form is None or not form.short:
+            return self
+        return self._replace(data=list(map(rounded, self.data)), cotangent=rounded(self.cotangent))
 
     def scaled(self, factors: Squares) -> Entry:
         """Each example's cotangent times its factor; 0 for a factor of 0."""
@@ -163,6 +172,10 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     total = jnp.zeros_like(leaves[leaf])
     for entry in entries:
         form = form_of(*entry)
+        if form is not None and form.short:
+            pull = _summing(leaf, entry, leaves)
+            total = added([total, *map(pull, halves(entry.cotangent))])
+            continue
         # One-hot columns have no product; their VJP is a scatter-add.
         # The pull-back through the view runs once, after the sum over examples.
         if form is not None and not form.chosen:
@@ -172,10 +185,28 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
             # sum remains to be taken.
             part = _ones_times(instantiated(leaf, [entry], [None], leaves))
         else:
-            run = jax.vmap(entry.site.apply, (None, 0))
-            part = _pulled(leaf, leaves, lambda p, e=entry, f=run: f(p, e.data))(entry.cotangent)
+            part = _summing(leaf, entry, leaves)(entry.cotangent)
         total = total + part
     return total
+
+
+DROPPED = 2.0**-16
+"""A bound on what `halves` drop of a number, relative to it."""
+
+
+def halves(x: Array) -> tuple[Array, Array]:
+    """An array in two parts, which one pass of a matrix unit each multiplies exactly.
+
+    A cotangent times a factor has more digits than a pass reads. Two bfloat16 hold all but 2^-16.
+    """
+    high = rounded(x)
+    return high, rounded(x - high)
+
+
+def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Array], Array]:
+    """From cotangents of all examples at one site to the sum of their gradients of a leaf."""
+    run = jax.vmap(entry.site.apply, (None, 0))
+    return _pulled(leaf, leaves, lambda p: run(p, entry.data))
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:

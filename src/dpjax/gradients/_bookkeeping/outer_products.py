@@ -21,12 +21,59 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.sites import Site
 from dpjax.gradients.sharding_checks import may_be_split
+
+
+class Pixels(NamedTuple):
+    """The image ``[batch, *space, channels]`` that a kernel sees, and how it moves over it.
+
+    Args:
+      image: One image for each example.
+      kernel: The lengths of the kernel.
+      edges: For each axis what is padded before, after, and between pixels.
+      strides: How far the kernel moves.
+      spreads: The distance of its entries.
+    """
+
+    image: Array
+    kernel: Sequence[int]
+    edges: Sequence[tuple[int, int, int]]
+    strides: Sequence[int]
+    spreads: Sequence[int]
+
+    def inner(self, precision: Any) -> Array:
+        """Inner products ``[batch, positions, positions]`` of patches, which are never written.
+
+        Two patches have the inner product of their pixels, entry by entry, so the inner products of
+        all pixels are summed along diagonals, one axis of the kernel after the other.
+        """
+        flat = self.image.reshape(len(self.image), -1, self.image.shape[-1])
+        pairs = product("bpc,bqc->bpq", flat, flat, precision)
+        rank, space = len(self.kernel), self.image.shape[1:-1]
+        pairs = pairs.reshape(-1, *space, *space)
+        for axis in range(rank):
+            pairs = self._over(pairs, axis)
+        return pairs.reshape(len(pairs), math.prod(pairs.shape[1 : 1 + rank]), -1)
+
+    def _over(self, pairs: Array, axis: int) -> Array:
+        """Sums over what the entries along one axis of the kernel see."""
+        both = (1 + axis, 1 + axis + len(self.kernel))
+        edges = [self.edges[axis] if a in both else (0, 0, 0) for a in range(pairs.ndim)]
+        pairs = jax.lax.pad(pairs, jnp.zeros((), pairs.dtype), edges)
+        stride, spread = self.strides[axis], self.spreads[axis]
+        last = pairs.shape[both[0]] - 1 - (self.kernel[axis] - 1) * spread
+
+        def seen(entry: int) -> Array:
+            found, start = pairs, entry * spread
+            for a in both:
+                found = jax.lax.slice_in_dim(found, start, start + last + 1, stride, axis=a)
+            return found
+
+        return sum(map(seen, range(1, self.kernel[axis])), seen(0))
 
 
 class Outer(NamedTuple):
@@ -39,6 +86,8 @@ class Outer(NamedTuple):
       place: From ``[blocks, inputs, outputs]`` to the layout of the view.
       axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
       copied: Whether `x` is a copy, which every product with it writes out.
+      short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
+      pixels: Of a convolution on accelerators: what inner products of its patches come from.
     """
 
     x: tuple[Array, ...]
@@ -46,6 +95,8 @@ class Outer(NamedTuple):
     place: Callable[[Array], Array]
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
     copied: bool = False
+    short: bool = False
+    pixels: Pixels | None = None
 
     @property
     def chosen(self) -> bool:
@@ -69,12 +120,13 @@ _PIECE = 256
 # it lies, and no patches are written. For fewer inputs the grouped convolution that `jax.vmap`
 # makes of the VJP takes a fifth of the time that the compiler of a TPU v5e expects of patches,
 # unless a whole patch has fewer numbers.
-_SHIFTED, _LANES = 32, 128
+_SHIFTED = 32
 # Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Where an
 # accelerator needs them, a convolution writes them.
 _WRITTEN_OUT = 25
 
 HIGHEST = jax.lax.Precision.HIGHEST
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
@@ -89,7 +141,35 @@ def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None
     """
     form = FORMS.get(site.equation.primitive.name)
     outer = form(site, data, cotangent) if form else None
-    return None if outer is None else _without_stacks(site, outer)
+    if outer is None:
+        return None
+    outer = _without_stacks(site, outer)
+    # A single position cancels nothing. Its sum reads little, and less in one product of six passes
+    # than in two of one.
+    return outer._replace(short=outer.g.shape[2] > 1 and rounds(site))
+
+
+def rounds(site: Site) -> bool:
+    """Whether the product of a site is one pass of a matrix unit, which rounds what it reads.
+
+    Numbers that are rounded before have exact products there, so any form of the gradient has the
+    same norm, in one pass.
+    """
+    p, dtypes = site.equation.params, {x.dtype for x in (*site.data, site.output)}
+    if platforms.on_cpu() or site.equation.primitive.name not in _PRODUCTS:
+        return False
+    known = dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
+    return known and precision_of(p) in (None, jax.lax.Precision.DEFAULT)
+
+
+def rounded(x: Array) -> Array:
+    """An array with the digits that one pass of the matrix unit reads: 8 on a TPU, 11 on a GPU."""
+    # The precision of bfloat16 and of TF32. A cast to bfloat16 and back might be optimised away.
+    return jax.lax.platform_dependent(
+        x,
+        tpu=lambda x: jax.lax.reduce_precision(x, 8, 7),
+        default=lambda x: jax.lax.reduce_precision(x, 8, 10),
+    )
 
 
 def _without_stacks(site: Site, outer: Outer) -> Outer:
@@ -196,7 +276,11 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
-    return Outer(tuple(map(piece, patches)), g, place, axes, copied=True)
+    single = groups == 1 and not site.stacks and x.shape[1] == 1
+    pixels = None
+    if single and not platforms.on_cpu():
+        pixels = Pixels(x[:, 0], window, _edges(p), p["window_strides"], p["rhs_dilation"])
+    return Outer(tuple(map(piece, patches)), g, place, axes, copied=True, pixels=pixels)
 
 
 def _transposed(
@@ -274,17 +358,12 @@ def _patches(
     Patches are strided slices of the padded input. A convolution with an identity kernel would
     compute the same with many multiplications by 0. Places are the last axis, as the product needs.
     """
-    edges = [
-        (low, high, spread - 1)
-        for (low, high), spread in zip(p["padding"], p["lhs_dilation"], strict=True)
-    ]
-    # Interior padding is the dilation of the input.
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges + [(0, 0, 0)])
-    strides = p["window_strides"]
+    strides, shifted = p["window_strides"], _shifted(p, x, kernel, places)
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + _edges(p) + [(0, 0, 0)])
     if _disjoint(p, kernel):
         return [_tiles(x, kernel, places)]
 
-    def seen(entry: tuple[int, ...]) -> Array:
+    def sliced(entry: tuple[int, ...]) -> Array:
         # Where the entry of the kernel first touches the padded input; it moves on by the stride.
         starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
         ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
@@ -293,12 +372,7 @@ def _patches(
         )
         return jnp.moveaxis(x_seen, -1, 1)
 
-    inputs = x.shape[-1] // p["feature_group_count"]
-    if not platforms.on_cpu() and x.shape[-1] >= _LANES:
-        # Batched products want channels in the lanes. XLA would shift in the layout of the
-        # convolution, which has the batch there, and transpose each shifted image. Fewer channels
-        # would leave lanes empty, which costs more than the transposes.
-        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    inputs, seen = x.shape[-1] // p["feature_group_count"], shifted or sliced
     least = _PIECE if platforms.on_cpu() else _SHIFTED
     entries, few = list(itertools.product(*map(range, kernel))), -(-least // inputs)
     if len(entries) > _WRITTEN_OUT and not platforms.on_cpu():
@@ -308,6 +382,49 @@ def _patches(
         x, spread = jnp.moveaxis(x, -1, 1), np.array(p["rhs_dilation"])
         return [_in_turn(x, np.array(piece) * spread, places, strides) for piece in pieces]
     return [jnp.stack([seen(entry) for entry in piece], axis=1) for piece in pieces]
+
+
+def _edges(p: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Padding of each axis; interior padding is the dilation of the input."""
+    pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
+    return [(low, high, spread - 1) for (low, high), spread in pairs]
+
+
+def _shifted(
+    p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
+) -> Callable[[tuple[int, ...]], Array] | None:
+    """What an entry of the kernel sees, if an accelerator reads it as a shift of one long axis.
+
+    XLA for TPU moves the image to the layout of the product once, and shifts and masks as the
+    product reads. It would move each slice of a padded image by itself. None for a convolution
+    that changes the sides of the image.
+    """
+    lead, sides, channels = x.shape[:2], x.shape[2:-1], x.shape[-1]
+    stays = tuple(places) == sides and {*p["window_strides"], *p["lhs_dilation"]} == {1}
+    if platforms.on_cpu() or not stays:
+        return None
+    # How far an entry looks along each axis, and along the long axis.
+    steps = [math.prod(sides[a + 1 :]) for a in range(len(sides))]
+    low = [edge for edge, _ in p["padding"]]
+    size, spreads = math.prod(sides), p["rhs_dilation"]
+    looks = zip(low, kernel, spreads, steps, strict=True)
+    most = sum(max(b, (k - 1) * d - b) * n for b, k, d, n in looks)
+    x = jnp.moveaxis(x.reshape(*lead, size, channels), -1, 1)
+    x = jnp.pad(x, [(0, 0)] * 3 + [(most, most)])
+
+    def seen(entry: tuple[int, ...]) -> Array:
+        looks = [e * d - b for e, d, b in zip(entry, spreads, low, strict=True)]
+        start = most + sum(look * n for look, n in zip(looks, steps, strict=True))
+        found = jax.lax.slice_in_dim(x, start, start + size, axis=-1)
+        # A pixel beyond an end of an axis lies in the next row; beyond both ends of the image are
+        # zeros.
+        for look, step, n in zip(looks[1:], steps[1:], sides[1:], strict=True):
+            if look:
+                place = jnp.arange(size) // step % n + look
+                found = jnp.where((place >= 0) & (place < n), found, 0)
+        return found
+
+    return seen
 
 
 def _convolved(
