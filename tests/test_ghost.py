@@ -358,12 +358,18 @@ CASES = {
     "conv transposed of several images": conv(
         (2, 5, 4, 3), (3, 2, 3, 4), ((2, 1), (1, 2)), lhs_dilation=(2, 3), rhs_dilation=(1, 2)
     ),
-    "conv transposed in tiles": conv((1, 5, 5, 3), (2, 2, 3, 4), "VALID", lhs_dilation=(2, 2)),
+    "conv transposed in tiles": conv(
+        (1, 5, 5, 3), (2, 2, 3, 4), ((0, 0), (0, 0)), lhs_dilation=(2, 2)
+    ),
     "conv transposed and cut": conv(
         (1, 5, 5, 3), (4, 3, 3, 4), ((1, -1), (-1, 3)), lhs_dilation=(2, 2)
     ),
     "conv transposed, channels first": conv(
-        (1, 2, 5, 5), (4, 2, 3, 3), "VALID", layout=("NCHW", "OIHW", "NCHW"), lhs_dilation=(3, 2)
+        (1, 2, 5, 5),
+        (4, 2, 3, 3),
+        ((0, 0), (0, 0)),
+        layout=("NCHW", "OIHW", "NCHW"),
+        lhs_dilation=(3, 2),
     ),
     "weight decay": decayed(
         plain(lambda x, w, b: x @ w + b, (30,), w=(30, 40), b=(40,)), half_squares
@@ -401,7 +407,10 @@ CASES = {
         lambda x, v: (x @ v)[:-1] * columns(v)[1:], (30,), v=(30, 40)
     ),
     "scaled by a constant": plain(lambda x, w: x @ (0.3 * w) + x @ (w / 3), (30,), w=(30, 40)),
-    "one plus a parameter": plain(lambda x, w: x @ (1 + w) - x @ (2 - w), (30,), w=(30, 40)),
+    "one plus a parameter": plain(lambda x, w: x @ (1 + w) + x @ (w + 2), (30,), w=(30, 40)),
+    "two minus a parameter": plain(lambda x, w: x @ w - x @ (2 - w), (30,), w=(30, 40)),
+    "a parameter and its negative": plain(lambda x, w: x @ w - x @ -w, (30,), w=(30, 40)),
+    "a negative table": plain(lambda x, table: (-table)[row_ids(x, 8)], (6,), table=(40, 3)),
     "a frozen matrix with a gain": plain(
         lambda x, g: x @ (g * jnp.sin(jnp.arange(1200.0)).reshape(30, 40)), (30,), g=(40,)
     ),
@@ -719,11 +728,29 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
 )
 @kills("gradients/_bookkeeping/leaf_sums.py", ".scaled(factors).", ".", case="embedding", slow=True)
 @kills("gradients/_bookkeeping/leaf_sums.py", "(-1)].add", "(-1)].set", case="embedding", slow=True)
-@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", CASES)
 def test_ghost_is_the_definition(name):
     """By leaf: every norm of every leaf, and so every sum."""
     assert_is_the_definition(name, lambda p: clipping.grouped(0.1, clipping.by_leaf(p)), 2)
+
+
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    '{"copy", "copy_p"} or',
+    '{"copy", "copy_p", "neg"} or',
+    case="a negative table",
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    'name == "sub" and views[1] is kept',
+    'name == "sub" and False',
+    case="two minus a parameter",
+)
+@pytest.mark.parametrize(
+    "name", ["two minus a parameter", "a parameter and its negative", "a negative table"]
+)
+def test_a_change_of_sign_counts_between_sites(name):
+    assert_is_the_definition(name, lambda p: clipping.flat(0.1), 2)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarra
     Example:
       >>> event = AllocatedGaussianDpEvent(1.0, (1.0,) + 9 * (0.0,))
       >>> divergence(event, np.array([2.0, 3.0])).round(3)
-      array([0.55 , 0.6  ])
+      array([0.55, 0.6 ])
     """
     precision = event.noise_multiplier**-2
     shared = np.asarray(event.overlaps) * precision

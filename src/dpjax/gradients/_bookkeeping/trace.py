@@ -321,7 +321,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     axes = kept.axes if kept else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
-    elif name in _REARRANGE - {"neg", "copy", "copy_p"}:
+    elif name in _REARRANGE - {"copy", "copy_p"} or (name == "sub" and views[1] is kept):
+        # A change of sign keeps the norm at one site, but not inner products of two sites.
         axes = None
     constant, own = structure(equation, views, outputs)
     made = (equation, tuple(views)) if len(outputs) == 1 else None
