@@ -31,7 +31,7 @@ def exponential(x):
     return below, below + 2 * x**80 / math.factorial(80)
 
 
-@kills("_draws.py", "for k in range(1, 24)", "for k in range(1, 2)")
+@kills("_draws.py", "for k in range(1, 24)", "for k in range(1, 2)", slow=True)
 @kills("_draws.py", "q**k / k for", "q**k for", slow=True)
 @kills("_draws.py", "int(chances[-1] * mean / j)", "-int(-chances[-1] * mean // j)")
 @kills("_draws.py", "int(chances[-1] * mean / j)", "int(chances[-1] * mean / j) + 1", slow=True)
@@ -132,7 +132,7 @@ def test_examples_of_a_draw_are_independent():
         assert np.max(np.abs(products)) < 5.5 / math.sqrt(keys)
 
 
-@kills("_draws.py", "for_cells = jax.random.split(key)", "for_cells = key, key")
+@kills("_draws.py", "for_cells = jax.random.split(key)", "for_cells = key, key", slow=True)
 def test_numbers_of_balls_say_nothing_about_cells():
     """With one key, the first ball of a full block would have a small word, and a low cell."""
     sampler = sampling.poisson(10**6, 4096)

@@ -192,7 +192,7 @@ class TestEvents:
         assert planned.epsilon() <= 2.0
         assert planned.epsilon() == pytest.approx(2.0, abs=1e-3)
 
-    @kills("mechanism/card.py", '"projections", "noise", ', '"projections", ')
+    @kills("mechanism/card.py", '"projections", "noise", ', '"projections", ', slow=True)
     def test_a_ledger_knows_the_strategy(self):
         state = small_run().step(small_run().init(jax.random.key(2), ZEROS))[0]
         other = small_run(noise=STRATEGIES["tree"])

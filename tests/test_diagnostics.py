@@ -342,7 +342,7 @@ DIGIT = RNG.normal(size=(40, 6)).astype("f4")
 SIDE = np.where(DIGIT @ RNG.normal(size=6) + 5 * RNG.normal(size=40) > 0, 1, -1)  # not separable
 
 
-@kills("diagnostics/tempered.py", "4 / longest**2 * mean", "0.4 / longest**2 * mean")
+@kills("diagnostics/tempered.py", "4 / longest**2 * mean", "0.4 / longest**2 * mean", slow=True)
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_the_bias_of_clipping_is_the_excess_of_two_optima(temperature):
     """Both optima by SciPy: of the risk, and of the function whose gradient is clipped."""

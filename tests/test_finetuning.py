@@ -355,6 +355,7 @@ def test_a_part_of_the_network_is_trained(part, trained, binary, small):
     assert len(leaves) == trained
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_are_clipped_by_their_norms(binary, small):
     model, tokens, y = tuned(binary, small, "lora"), small[2], jnp.array([0, 1])
     leaves = jax.tree.map(lambda leaf: leaf + 0.1, model.init(None, None)["params"])

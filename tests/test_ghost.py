@@ -477,6 +477,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     "total = total + (1 if other is one else 2) * _dot(one, other)",
     "pass",
     case="weight decay",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/common.py",
@@ -1425,7 +1426,12 @@ def attention(x, w):
     return x + jax.nn.softmax(4 * q @ k.T) @ v @ w["out"]
 
 
-@kills("gradients/_bookkeeping/trace.py", "values, data = again()", "values, data = region()")
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "values, data = again()",
+    "values, data = region()",
+    slow=True,
+)
 def test_a_region_that_is_rematerialised_stays_one():
     """Temporaries shrink, and the sum is the definition's."""
     params, x = {"in": array(6, 8, 24), "out": array(6, 8, 8)}, array(3, 64, 8, seed=1)

@@ -571,7 +571,10 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
 
 
 @kills(
-    "gradients/complex_leaves.py", "lax.complex(leaf[..., 0], sign *", "lax.complex(leaf[..., 0],"
+    "gradients/complex_leaves.py",
+    "lax.complex(leaf[..., 0], sign *",
+    "lax.complex(leaf[..., 0],",
+    slow=True,
 )
 @kills(
     "gradients/complex_leaves.py",

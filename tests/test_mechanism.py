@@ -53,7 +53,12 @@ def ran_with(mechanism, step):
     "return self.schedule(step)",
     slow=True,
 )
-@kills("mechanism/multipliers.py", "return lambda step: schedule(step) * factor", "return schedule")
+@kills(
+    "mechanism/multipliers.py",
+    "return lambda step: schedule(step) * factor",
+    "return schedule",
+    slow=True,
+)
 @pytest.mark.promotes
 def test_a_schedule_is_evaluated_once():
     """It may close over what changes; claimed, written down and run is what it said first."""
