@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import pathlib
+import random
 import subprocess
 import sys
 
@@ -733,6 +734,23 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
 def test_ghost_is_the_definition(name):
     """By leaf: every norm of every leaf, and so every sum."""
     assert_is_the_definition(name, lambda p: clipping.grouped(0.1, clipping.by_leaf(p)), 2)
+
+
+def test_a_program_is_the_same_whenever_it_is_traced():
+    """A run resumes if its program is the one that began it."""
+    loss, params, batch = CASES["norms and pools"]()
+    gradient, rng, programs = (
+        clipped_grad(loss, clipping.flat(0.1), "ghost"),
+        random.Random(0),
+        set(),
+    )
+    for _ in range(4):
+        programs.add(str(jax.make_jaxpr(lambda *x: gradient(*x))(params, batch)))
+        # Later objects get addresses in another order.
+        kept = [jax.core.ShapedArray((i,), jnp.float32) for i in range(3000)]
+        rng.shuffle(kept)
+        del kept[:1500]
+    assert len(programs) == 1
 
 
 @kills(

@@ -10,6 +10,7 @@ its rows.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -138,22 +139,28 @@ def clipped_sums(
     """
     # One program for all batches: a second one for batches that are not sound, in a branch, took a
     # quarter of the time to compile. What several leaves read is wiped once.
-    arrays = {id(x): x for total in totals.values() for x in total.arrays()}
+    arrays, places = [], {}
+    for x in itertools.chain.from_iterable(total.arrays() for total in totals.values()):
+        if id(x) not in places:
+            # In a list: a dictionary would order the program by addresses in memory.
+            places[id(x)] = len(arrays)
+            arrays.append(x)
 
-    def wiped(arrays: dict[int, Array]) -> dict[int, Array]:
+    def wiped(arrays: Sequence[Array]) -> list[Array]:
         # With a factor of 0 any finite data give 0. They are 1 because some sites divide by them.
-        return {name: _wiped(x, sound, 1) for name, x in arrays.items()}
+        return [_wiped(x, sound, 1) for x in arrays]
 
     if platforms.on_cpu():
         # A pass over all data, which few batches need: a loop of no trip or one, in place.
-        state = jnp.all(sound), arrays
-        _, wiped_once = jax.lax.while_loop(
-            lambda state: ~state[0], lambda state: (jnp.ones((), bool), wiped(state[1])), state
+        _, arrays = jax.lax.while_loop(
+            lambda state: ~state[0],
+            lambda state: (jnp.ones((), bool), wiped(state[1])),
+            (jnp.all(sound), arrays),
         )
     else:  # accelerators mask as they read, and would wait at a loop
-        wiped_once = wiped(arrays)
+        arrays = wiped(arrays)
     return {
-        leaf: total.sum([wiped_once[id(x)] for x in total.arrays()])
+        leaf: total.sum([arrays[places[id(x)]] for x in total.arrays()])
         for leaf, total in totals.items()
     }
 
