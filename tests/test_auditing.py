@@ -472,6 +472,7 @@ def test_every_release_scores_the_canaries(per_step):
     assert abs(np.mean(scores)) < 0.3 * np.std(scores)
 
 
+@pytest.mark.slow
 def test_a_second_run_with_little_noise_refutes_the_claim():
     stated = dpjax.accounting.subsampled_gaussian(3.0, 0.5, 10)
     assert with_canaries(0.1)[0] > dpjax.accounting.epsilon(stated, 1e-5, "pld")

@@ -311,6 +311,7 @@ def test_padding_does_not_move_the_mean_over_tokens(small):
     assert "pooler" not in params
 
 
+@pytest.mark.slow
 def test_adapters_are_low_rank_changes_of_queries_and_values(minilm, small, rng):
     network, params, tokens = small
     adapted = minilm.WithAdapters(network, rank=3)

@@ -832,7 +832,7 @@ def test_a_common_gradient_times_nan_is_dropped():
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(found.value))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_forms_of_accelerators_are_the_definition(name):
     # Norms of Gram matrices are rounded up by more where a matrix unit adds the terms.
@@ -1444,6 +1444,7 @@ def attention(x, w):
     return x + jax.nn.softmax(4 * q @ k.T) @ v @ w["out"]
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/trace.py",
     "values, data = again()",

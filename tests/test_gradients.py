@@ -570,6 +570,7 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     assert len(counter) <= 3
 
 
+@pytest.mark.slow
 @kills(
     "gradients/complex_leaves.py",
     "lax.complex(leaf[..., 0], sign *",

@@ -397,6 +397,7 @@ def errors(folder, devices=8, **options):
     return json.loads(out.read_text())["largest_difference"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss", ["dense", pytest.param("dense, banded noise", marks=pytest.mark.slow)]
 )

@@ -82,6 +82,7 @@ def test_commands_name_the_rows_that_they_fill(paper, monkeypatch, imported):
         assert set(asked) == wanted, command.flags
 
 
+@pytest.mark.slow
 def test_the_list_counts_what_is_missing(tmp_path):
     rows = {"cifar wavelets linear": {"0": {}, "2": {}}}
     (tmp_path / "tramer2021.json").write_text(json.dumps({"rows": rows}))
