@@ -220,6 +220,19 @@ def test_long_runs_are_not_amplified(monkeypatch):
 @kills(
     "accounting/allocation.py", "count / event.noise_multiplier**2", "event.noise_multiplier**-2"
 )
+@kills(
+    "accounting/rdp_accountant.py",
+    "allocation.known_bins(parts) if swap else parts",
+    "parts",
+    slow=True,
+)
+@kills(
+    "accounting/pld.py",
+    "return min(proven, pld_epsilon(plain, delta, neighbours))",
+    "return 0.9 * min(proven, pld_epsilon(plain, delta, neighbours))",
+    slow=True,
+)
+@kills("accounting/user_level.py", "known_bins(split(event))", "split(event)", slow=True)
 def test_other_relations_and_methods_take_the_bin_as_known():
     event = mechanism(STRATEGIES["two bands"], noise_multiplier=2.0).event
     twice = accounting.compose(event, event)
@@ -254,6 +267,7 @@ def test_other_relations_and_methods_take_the_bin_as_known():
 @kills(
     "verify/cards.py", "accountant.rdp + less_by_bins(card, orders)", "accountant.rdp", slow=True
 )
+@kills("verify/correlated.py", "(1 + bins / 2**32) / bins", "2 / bins", slow=True)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_verify_finds_what_bins_save(name):

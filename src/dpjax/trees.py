@@ -359,8 +359,8 @@ def _cut_from_one(
 def packed(tree: PyTree) -> list[Array]:
     """The numbers of a tree in few arrays: all small leaves of a dtype are one flat array.
 
-    XLA on CPU takes some 10 ms to compile what is done to each leaf. Large leaves are as they are,
-    because a copy of them takes longer than it saves.
+    XLA on CPU compiles what is done to each leaf by itself, and a network has many small leaves.
+    Large ones stay as they are, because at every step a copy of them would take time.
     """
     leaves = jax.tree.leaves(tree)
     return [

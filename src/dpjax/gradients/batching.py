@@ -154,9 +154,9 @@ def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[list[Array], 
         return two_sum(rounded, low + error)
 
     leaves = jax.tree.leaves(more)
-    pairs = map(each, high, low, leaves if len(high) == len(leaves) else trees.packed(leaves))
-    highs, lows = zip(*pairs, strict=True)
-    return list(highs), list(lows)
+    more = leaves if len(high) == len(leaves) else trees.packed(leaves)
+    pairs = [each(*one) for one in zip(high, low, more, strict=True)]
+    return [x for x, _ in pairs], [x for _, x in pairs]
 
 
 def _parts(tree: PyTree, split: bool) -> list[Array]:

@@ -137,8 +137,8 @@ def clipped_sums(
       totals: How each leaf is summed.
       sound: Which examples are finite. The factors of all others are 0.
     """
-    # One program for all batches: a second one for batches that are not sound, in a branch, took a
-    # quarter of the time to compile. What several leaves read is wiped once.
+    # One program for all batches: with a branch for batches that are not sound, every sum would be
+    # compiled a second time. What several leaves read is wiped once.
     arrays, places = [], {}
     for x in itertools.chain.from_iterable(total.arrays() for total in totals.values()):
         if id(x) not in places:
