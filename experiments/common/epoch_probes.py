@@ -50,11 +50,11 @@ class Watch:
         size = 256 * min(16, dataset.examples // 256)
         some = np.random.default_rng(0).choice(dataset.examples, size, replace=False)
         self.rows = jax.tree.map(jnp.asarray, dataset.rows(some))
-        self.norms, self.closely = jax.jit(self._norms), jax.jit(self._closely)
+        self.norms, self.together = jax.jit(self._norms), jax.jit(self._together)
 
     def __call__(self, state: Any) -> Mapping[str, Any]:
         params, epoch = state.params, state.ledger.steps // self.steps
-        close = self.closely(params, self.rows, epoch - 1) if epoch in self.CLOSELY else {}
+        close = self._closely(params, self.rows, epoch - 1) if epoch in self.CLOSELY else {}
         return {**self.norms(params, self.rows[0][:256]), **close}
 
     def _norms(self, params: Any, x: Any) -> Mapping[str, Any]:
@@ -68,13 +68,12 @@ class Watch:
         batches = jax.tree.map(lambda a: a.reshape(-1, 256, *a.shape[1:]), (*rows, *told))
         few = jax.tree.map(lambda a: a[0, :64], batches)
 
-        def one(batch: Any) -> Any:
-            bias = diagnostics.clipping_bias(
-                self.loss, self.rule, params, batch, microbatch_size=64
-            )
-            return bias.norms, bias.cosine, self.model.apply({"params": params}, batch[0])
-
-        norms, cosines, logits = jax.lax.map(one, batches)
+        # A loop in Python: XLA on CPU compiles gradients of convolutions badly inside its own.
+        parts = [
+            self.together(params, jax.tree.map(lambda a, at=at: a[at], batches))
+            for at in range(len(batches[0]))
+        ]
+        norms, cosines, logits = (jnp.stack(each) for each in zip(*parts, strict=True))
         sharp = diagnostics.sharpness(self.loss, params, few, key=jax.random.key(0), iterations=30)
         return {
             "gradients": jnp.histogram(jnp.minimum(norms, self.EDGES[-1]), self.EDGES)[0],
@@ -82,6 +81,10 @@ class Watch:
             "confusion": metrics.confusion(logits.reshape(norms.size, -1), rows[1]),
             "sharpness": sharp.value,
         }
+
+    def _together(self, params: Any, batch: Any) -> Any:
+        bias = diagnostics.clipping_bias(self.loss, self.rule, params, batch, microbatch_size=64)
+        return bias.norms, bias.cosine, self.model.apply({"params": params}, batch[0])
 
 
 def swept(title: str, found: Found) -> list[Panel]:

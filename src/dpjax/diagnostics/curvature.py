@@ -7,10 +7,12 @@ the increase of the loss to second order. Power iteration needs Hessian-vector p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import checks, trees
@@ -66,30 +68,40 @@ def sharpness(
     checks.whole("diagnostics.sharpness", "examples", trees.leading_size(batch))
     checks.whole("diagnostics.sharpness", "iterations", iterations)
 
-    def mean(params: PyTree) -> Array:
-        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
-
-    def product(v: PyTree) -> PyTree:
-        # Forward over reverse: the memory of one gradient and one tangent, whatever the number of
-        # parameters.
-        return jax.jvp(jax.grad(mean), (params,), (v,))[1]
+    step = jax.jit(partial(_step, loss))
 
     def going(state: tuple[Any, ...]) -> Array:
-        _, value, before, step = state
+        _, value, before, count = state
         # Power iteration finds the largest eigenvalue by absolute value, which is the largest
         # singular value of a symmetric matrix.
-        return (step < iterations) & (jnp.abs(value - before) > tolerance * value)
+        return (count < iterations) & (jnp.abs(value - before) > tolerance * value)
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        direction, before, _, step = state
-        moved = product(direction)
-        value = length(moved)
-        return unit(moved, direction), value, before, step + 1
+        direction, before, _, count = state
+        return *step(params, batch, direction), before, count + 1
 
     first = trees.random_like(jax.random.normal, key, params)
     first = jax.tree.map(lambda v, p: v.astype(p.dtype), first, params)
-    # The first two values, 0 and -1, differ by more than any tolerance, so the loop starts.
     nothing = jnp.zeros_like(length(first))
-    start = (unit(first, first), nothing, nothing - 1, jnp.int32(0))
-    direction, value, _, steps = jax.jit(lambda s: jax.lax.while_loop(going, body, s))(start)
+    state = body((unit(first, first), nothing, nothing, jnp.int32(0)))
+    if isinstance(state[1], Tracer):  # inside a user's jit
+        state = jax.lax.while_loop(going, body, state)
+    else:
+        # In a compiled loop XLA on CPU turns the gradients of convolutions into naive loops: a
+        # product took 50 times as long for a network of eight of them.
+        while going(state):
+            state = body(state)
+    direction, value, _, steps = state
     return Sharpness(value, direction, steps)
+
+
+def _step(loss: LossFn, params: PyTree, batch: PyTree, v: PyTree) -> tuple[PyTree, Array]:
+    """The direction of a Hessian-vector product, and its length."""
+
+    def mean(params: PyTree) -> Array:
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
+
+    # Forward over reverse: the memory of one gradient and one tangent, whatever the number of
+    # parameters.
+    moved = jax.jvp(jax.grad(mean), (params,), (v,))[1]
+    return unit(moved, v), length(moved)
