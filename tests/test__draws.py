@@ -117,6 +117,7 @@ def drawn(draw, examples, keys):
     return np.asarray(included(jax.random.split(jax.random.key(1), keys)))
 
 
+@pytest.mark.slow
 def test_examples_of_a_draw_are_independent():
     """Single examples, pairs and triples, within and across the blocks of eight cells."""
     each, keys = Fraction(1, 3), 20_000
@@ -148,6 +149,7 @@ def test_numbers_of_balls_say_nothing_about_cells():
 @kills("_draws.py", "words[:, 0] >> shifts[0]", "words[:, 1] >> shifts[0]", slow=True)
 @pytest.mark.parametrize("examples", [10**6, 5 * 10**9])
 @pytest.mark.parametrize("name", ["poisson", "fixed", "shuffled"])
+@pytest.mark.sample(3)
 def test_large_draws_are_uniform_and_have_their_size(name, examples):
     sampler = sampling.by_name(name, examples, 4096)
     draw = jax.jit(sampler.draw)
@@ -164,6 +166,7 @@ def test_large_draws_are_uniform_and_have_their_size(name, examples):
         assert np.sum((counts - counts.mean()) ** 2) / counts.mean() < 255 + 6 * 23
 
 
+@pytest.mark.slow
 def test_a_large_draw_is_folded_whole():
     draw = sampling.poisson(10**6, 300).draw(jax.random.key(5), 0)
     add = lambda rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))  # noqa: E731
@@ -196,6 +199,7 @@ def test_the_size_of_a_large_draw_varies_as_poisson_sizes_do():
 
 @kills("_draws.py", "~_less(found, limit)", "~_less(found, limit + 1)", slow=True)
 @kills("_draws.py", "[order[1:]].set(same)", "[order[1:]].set(False)", slow=True)
+@pytest.mark.slow
 def test_lists_of_distinct_indices_are_equally_likely():
     lists = jax.jit(jax.vmap(lambda key: _draws.distinct(key, 6, 3)))
     found = np.asarray(lists(jax.random.split(jax.random.key(0), 24_000)))
@@ -221,6 +225,7 @@ def test_a_list_may_hold_all_examples():
     slow=True,
 )
 @pytest.mark.parametrize("examples", [3, 10, 97, 1000, 1024, 4097])
+@pytest.mark.sample(3)
 def test_a_permutation_sends_no_two_indices_to_one(examples):
     found = [
         _draws.permuted(jax.random.key(seed), examples, np.arange(examples), 0) for seed in (0, 1)

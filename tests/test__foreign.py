@@ -120,6 +120,7 @@ def test_tensors_and_frames_train_as_their_arrays_do(name):
     np.testing.assert_allclose(stepped(SAME[name]()), stepped((X, Y)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tensors_are_parameters_batches_and_the_data_of_clients():
     tensors, clipped = (Tensor(X), Tensor(Y)), dpjax.clipped_grad(loss, RULE)
     np.testing.assert_array_equal(stepped((X, Y), Tensor(np.zeros(3, np.float32))), stepped((X, Y)))

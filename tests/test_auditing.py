@@ -70,6 +70,7 @@ def one_run(multiplier, *, steps=20, canaries=1000):
     return found, mechanism.epsilon(1e-5, "pld")
 
 
+@pytest.mark.slow
 def test_one_run_does_not_refute_the_claim():
     found, claimed = one_run(multiplier=9.0)
     assert 0.3 < found <= claimed
@@ -151,9 +152,9 @@ def test_nothing_right_of_nothing_refutes_nothing():
     assert BOUND(100, 100, canaries=100, delta=1.0) == 0.0
 
 
-@pytest.mark.sample(1)
 @kills("auditing/single_step.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
 @pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
+@pytest.mark.slow
 def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     """The noise of a bias of one number is measured too, over many draws."""
     rule = clipping.flat(1.0) if multiplier == 1.0 else clipping.per_group([1.0, 3.0], 2)

@@ -395,6 +395,7 @@ def test_the_table_of_step_plans_is_current():
 
 
 @pytest.mark.usefixtures("benchmarks")
+@pytest.mark.slow
 def test_the_forms_of_one_gradient_are_one_sum():
     import plans_cases
 

@@ -134,6 +134,7 @@ def test_a_run_is_the_same_however_it_is_cut(tmp_path):
     slow=True,
 )
 @pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.sample(2)
 def test_privatize_and_dpsgd_release_the_same(name):
     planned, key = mechanism(noise=STRATEGIES[name]), jax.random.key(11)
     seen = run(planned.privatize(key), 6)
@@ -271,6 +272,7 @@ class TestSamplers:
             make()
 
 
+@pytest.mark.slow
 def test_a_stream_has_the_noise_of_data_in_memory():
     """The host stands between its microbatches, and keeps the memory."""
     rows = np.arange(12, dtype=np.float32)
@@ -284,6 +286,7 @@ def test_a_stream_has_the_noise_of_data_in_memory():
     np.testing.assert_allclose(*(flat(state.memory) for state in states), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_clients_have_the_noise_of_examples():
     """A round of FedSGD without gradients moves by the rows of C^-1 Z alone."""
     key, strategy = jax.random.key(4), STRATEGIES["square root"]
@@ -385,6 +388,7 @@ def test_replaced_strategies_keep_nothing_of_the_old_one():
 
 @kills("testing.py", "ratio *= float(alone.column_norms()[step])", "pass", slow=True)
 @pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.sample(2)
 def test_a_users_chain_is_measured_over_the_run(name, monkeypatch):
     def chain(*links):
         link = noise.correlated(STRATEGIES[name], 1.3, RULE, key=jax.random.key(0))

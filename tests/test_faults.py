@@ -377,7 +377,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.sample(1)
 @kills("training/fit.py", "                run.mark()\n", "", case="versions", slow=True)
 @kills(
     "training/environment.py",
@@ -399,6 +398,7 @@ CHANGES = {
     slow=True,
 )
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.slow
 def test_released_steps_do_not_run_again_in_another_environment(tmp_path, change):
     """Other noise on the same sums, or the same noise on others, is released twice."""
     _seen(tmp_path, last=1)

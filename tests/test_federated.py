@@ -223,8 +223,8 @@ def test_an_epoch_sees_each_example_of_a_client_once(size):
         np.testing.assert_allclose(change * 2, [*each, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("steps", [1, 3, 7])
+@pytest.mark.slow
 def test_local_steps_continue_over_epochs(steps):
     clients = federated.Clients.of([np.eye(3, dtype=np.float32)])
     plan = mechanism(1, rule=clipping.flat(math.inf))
@@ -466,7 +466,6 @@ def test_parameters_in_half_precision_do_not_lose_small_steps():
 # Noise and sampling --------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
 @kills(
     "training/step.py",
     "block=part.value)",
@@ -475,6 +474,7 @@ def test_parameters_in_half_precision_do_not_lose_small_steps():
     slow=True,
 )
 @pytest.mark.parametrize("size", [1, 7, 40])
+@pytest.mark.slow
 def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(size):
     clients = federated.Clients.of([np.zeros((n % 3, 1), np.float32) for n in range(60)])
     loss = lambda w, x: x[0] * jnp.sum(w)  # noqa: E731
@@ -609,6 +609,7 @@ def test_the_log_counts_clients_by_their_name(capsys):
     assert "second" not in shown
 
 
+@pytest.mark.slow
 def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
     state = start(long_run(), 5)
     dpjax.fit(long_run(), state, steps=2, directory=tmp_path, progress=False)
@@ -623,6 +624,7 @@ def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
 
 
 @kills("federated/fedavg.py", "shared=clients, budget=budget,", "shared=clients,", slow=True)
+@pytest.mark.slow
 def test_a_budget_stops_rounds_before_they_begin():
     clients = some_clients(*[2] * 50)
     plan = mechanism(50, sampler=sampling.poisson(50, 5), multiplier=1.5, steps=50)

@@ -168,6 +168,7 @@ def test_folded_batch_normalisation_is_that_of_inference(efficientnet, rng):
 @pytest.mark.parametrize("side", [7, 8])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.sample(3)
 def test_shifted_images_add_up_to_a_grouped_convolution(kernel, stride, side, efficientnet, rng):
     x = jnp.asarray(rng.normal(size=(2, side, side + 2, 3)), jnp.float32)
     params = {
@@ -184,6 +185,7 @@ def test_shifted_images_add_up_to_a_grouped_convolution(kernel, stride, side, ef
     )
 
 
+@pytest.mark.slow
 def test_a_state_dict_fills_the_network_and_each_image_is_mapped_alone(
     efficientnet, monkeypatch, rng
 ):
@@ -301,6 +303,7 @@ def test_tokens_and_features_of_the_published_minilm(minilm, tmp_path):
         np.testing.assert_allclose(found[:5], reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_does_not_move_the_mean_over_tokens(small):
     network, params, tokens = small
     apply = jax.jit(network.apply)

@@ -218,7 +218,7 @@ def test_weights_are_held_to_one():
         clipped_grad(loss, rule)(params, batch, weights=jnp.ones(4))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @kills("gradients/batching.py", "Total(start) if", "Total(zeros) if", case="2-5-ghost", slow=True)
 @kills(
     "gradients/batching.py",
@@ -463,6 +463,7 @@ def test_a_broken_image_leaves_estimated_norms_of_others_alone():
     "broken = jnp.zeros((), bool)",
     slow=True,
 )
+@pytest.mark.slow
 def test_examples_are_taken_one_by_one_where_another_compiler_mixes_them(monkeypatch):
     """What compilers but that of CPUs do was not tried: there a norm that is NaN may be all's."""
 

@@ -122,6 +122,11 @@ def test_large_losses_get_a_coarse_grid_and_not_all_memory(records, rate, multip
     assert 1000 < accounting.epsilon_for_users(event, 1e-5, records) < math.inf
 
 
+def test_a_mixture_that_the_accountant_cannot_bound_has_no_guarantee():
+    event = accounting.subsampled_gaussian(1.0, 0.5, 1)
+    assert accounting.epsilon_for_users(event, 1e-5, 50) == math.inf
+
+
 @kills("accounting/user_level.py", "if parts.foreign:", "if False:", slow=True)
 def test_what_has_no_proof_is_refused():
     fixed = mechanism_with(sampling=sampling.fixed(100, 10), steps=5)

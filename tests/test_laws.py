@@ -265,7 +265,7 @@ def test_engines_agree_in_float64():
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
 def test_order_padding_and_emptiness(rule, engine):
@@ -423,7 +423,7 @@ def test_multiplier_zero_is_the_identity():
     assert_trees_equal(out, tree, rtol=0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "training/step.py",
     "block=part.value)",
@@ -447,7 +447,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 # Law 5: without clipping and noise it is plain SGD -------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "sampling.py",
     "- which * size < draw.size",
@@ -572,6 +572,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
     slow=True,
 )
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed", "cyclic_poisson"])
+@pytest.mark.sample(2)
 def test_draws_differ_between_steps_and_keys(name):
     found = draws(SAMPLERS[name](), 40)
     other = draws(SAMPLERS[name](), 40, seed=1)

@@ -120,6 +120,7 @@ def test_collectives_are_refused():
 
 
 @kills("gradients/loss_checks.py", 'equation.params.get("name") != VOUCHED', "True", slow=True)
+@pytest.mark.slow
 def test_a_vouched_function_is_not_read():
     vouched = losses.vouched(lambda x: hosted(x, "sequential"))
     plain = dpjax.clipped_grad(loss_of(lambda x: x), clipping.flat(1.0))(W, X)

@@ -149,6 +149,7 @@ def test_norm_and_sum_are_of_the_same_rounded_numbers():
 
 
 @kills("gradients/_bookkeeping/common.py", "[entry.rounded() for entry in own]", "own")
+@pytest.mark.slow
 def test_a_common_gradient_meets_rounded_numbers(monkeypatch):
     """Its inner products with an example's gradient are those of what the sum adds."""
     for module in (leaf_norms, leaf_sums):
@@ -216,7 +217,7 @@ def of_sides(w, x, **options):
     slow=True,
 )
 @kills("gradients/_bookkeeping/outer_products.py", "(place < n)", "(place <= n)", slow=True)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("rule", "kernel", "image", "options"),
     [
@@ -355,6 +356,7 @@ def test_a_program_is_split_unless_one_device_is_sure_to_run_it(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.sample(1)
 def test_examples_as_groups_are_the_definition(alone, name):
     loss, kernel, images = SHAPES[name]
     w, x = drawn(kernel), drawn(images)

@@ -145,6 +145,7 @@ def test_every_figure_is_there_as_svg_and_as_png(whole):
     assert "left-out" not in (whole / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_badges_say_what_was_computed_before_the_noise(whole):
     found = badges(parsed(whole / "report.html"))
     assert found == {name: figures.PRIVATE if name in PRIVATE else figures.RELEASED for name in ALL}

@@ -84,7 +84,7 @@ AGAIN = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @kills(
     "training/dpsgd.py",
     "require_one_sum(key, first, sums.seal, name)",

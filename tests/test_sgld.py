@@ -69,7 +69,7 @@ class TestThePosterior:
         assert not np.any(info.clipped)
         return request.param, data, training.samples(state)
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_the_mean_is_shrunk_by_the_prior_as_it_should(self, run):
         _, data, draws = run
         mean = data.sum(0) / self.precision

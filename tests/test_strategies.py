@@ -280,6 +280,7 @@ def test_a_sensitivity_is_rounded_up():
     slow=True,
 )
 @CASES
+@pytest.mark.sample(8)
 def test_the_stream_is_the_inverse_of_the_matrix(maker):
     for steps in LENGTHS:
         strategy = MAKERS[maker](steps)
@@ -346,6 +347,7 @@ def test_a_tree_of_many_steps_is_bounded_by_its_levels():
     assert sensitivity(strategies.tree(10_000), once()) == pytest.approx(15**0.5)
 
 
+@pytest.mark.slow
 def test_memory_is_at_most_the_bands_or_buffers():
     steps, zeros = 64, {"a": jnp.zeros((2, 3)), "b": jnp.zeros((), jnp.bfloat16)}
     made = {

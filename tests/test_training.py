@@ -259,6 +259,7 @@ def test_a_function_that_shows_progress_gets_the_rows_and_the_terminal_none(caps
     assert "step" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_statement_in_a_folder_says_what_scales_its_noise(tmp_path):
     for name, options, said in (
         ("fixed", {}, False),
@@ -522,6 +523,7 @@ def test_an_optimizer_with_arguments_of_its_own_runs():
     first_step(make(optimizer=optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
 
 
+@pytest.mark.slow
 def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     algorithm = make(3, 0.0, training.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True), 50)
     state, _ = algorithm.run(start(algorithm), 3)
