@@ -112,6 +112,15 @@ def test_draws_of_small_and_large_data_sets_are_timed(tmp_path):
 
 
 @pytest.mark.slow
+def test_first_steps_are_timed_plain_and_private(tmp_path):
+    path = tmp_path / "compilation.json"
+    run("benchmarks/compilation.py", "--smoke", "--out", path)
+    found = json.loads(path.read_text())["models"]["linear"]
+    assert 0 < found["plain"]["first_s"] < found["private"]["first_s"]
+    assert found["private"]["again_s"] < found["private"]["first_s"]
+
+
+@pytest.mark.slow
 def test_scattering_runs(tmp_path):
     path = tmp_path / "figures.json"
     outcome = run("benchmarks/scattering.py", "--smoke", "--peers_python", "nowhere", "--out", path)
