@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first step of a run, with tracing and compilation, beside that of plain JAX.
 
-  result    TO BE MEASURED
+  result    12 blocks of a Transformer 1.8 times plain JAX (15.7 and 8.9 s), a CNN 2.8 times (4.6 and
+            1.6 s). About 2 s are draw, exact sums, noise and checksum, whatever the model: a linear
+            one takes 2.4 and 0.3 s. 12 blocks in a scan take 5.9 s, and one block alone 4.2 s
   hardware  one core of an AMD EPYC; JAX 0.10.2
   command   make bench BENCH=compilation ARGS="--out experiments/results/compilation.json"
   figures   experiments/results/compilation.json
@@ -101,6 +103,7 @@ def linear() -> tuple[Any, Any, Any]:
 MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "linear": linear,
     "CNN": cnn,
+    "1 block": lambda: transformer(1, scanned=False),
     "4 blocks": lambda: transformer(4, scanned=False),
     "12 blocks": lambda: transformer(12, scanned=False),
     "12 blocks in a scan": lambda: transformer(12, scanned=True),
@@ -178,5 +181,5 @@ if __name__ == "__main__":
     flags.DEFINE_bool("smoke", False, "One model, one round: does it run?")
     flags.DEFINE_string("out", None, "JSON file for the figures.")
     flags.DEFINE_enum("one", None, list(MODELS), "Takes two steps of this model, here.")
-    flags.DEFINE_enum("kind", "plain", list(STEPS), "Of which kind, with --one.")
+    flags.DEFINE_enum("kind", "plain", list(STEPS), "The kind of step, with --one.")
     app.run(main)
