@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import hypothesis
 import jax
@@ -378,6 +379,63 @@ def test_what_is_broken_in_one_client_stays_there_through_convolutions(wiped):
         found = [moved(fedavg(c, mechanism(3), convolved, **work), kernel) for c in clients]
     assert length(found[1]) > 0.01
     np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+
+
+def convolving(params, example):
+    x, numbers = example[None], ("NHWC", "HWIO", "NHWC")
+    for kernel in params:
+        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        x = jnp.tanh(x)
+    return jnp.sum(jnp.square(x))
+
+
+def images(*counts):
+    draw = np.random.default_rng(0).normal
+    return federated.Clients.of([draw(size=(n, 6, 6, 3)).astype(np.float32) for n in counts])
+
+
+KERNELS = [0.1 * jnp.ones((3, 3, 3, 4)), 0.1 * jnp.ones((3, 3, 4, 5))]
+
+
+@kills("federated/local.py", "value_and_grad(fast(mean_loss))", "value_and_grad(mean_loss)")
+@kills("gradients/layout.py", "_trains_kernels(loss, params, example):", "False:")
+def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
+    """XLA computes convolutions fast in a loop if their channels are last and have no groups."""
+    clients, plan, server = images(2, 3), mechanism(2), optax.sgd(1.0)
+    what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, steps=None, ball=None)
+    recipe = recipe_of(what, server, plan, clients, 1.0, None)
+    key, scale = jax.random.key(0), jnp.float32(1)
+    state = State(KERNELS, server.init(KERNELS), scale, key, jnp.int32(0), None)
+
+    @jax.jit
+    def round_of(clients):
+        rows = rounds.Row(jnp.arange(2), jnp.ones(2), clients.counts)
+        return private_step(bound_to(recipe, clients), rows, state)[0].params
+
+    text = round_of.lower(clients).compile().as_text()
+    found = re.findall(r"= \S+ convolution\(.*", text)
+    assert len(found) >= 5, "two forward, two for kernels, one for the input of the second layer"
+    for line in found:
+        assert "dim_labels=b01f_01io->b01f" in line
+        assert "group_count" not in line
+
+
+@pytest.mark.slow
+def test_clients_of_a_convolutional_network_move_as_by_plain_gradients(monkeypatch):
+    """One after the other by fast gradients, and together by those of JAX."""
+    work = {"local_batch_size": 2, "local_steps": 3, "local_epochs": None}
+    work["client_optimizer"] = optax.sgd(0.01)
+    plan = mechanism(3, rule=clipping.flat(1e6))
+
+    def found(size):
+        algorithm = fedavg(images(3, 0, 2), plan, convolving, microbatch_size=size, **work)
+        return moved(algorithm, KERNELS)
+
+    fast = found(None)
+    monkeypatch.setattr(local, "fast", lambda function: function)
+    assert length(fast) > 1e-3
+    for a, b in zip(fast, found(3), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow

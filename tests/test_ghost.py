@@ -928,6 +928,41 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(4)
+@kills(
+    "gradients/_xla_cpu/convolution.py",
+    "taken + reach - given - low",
+    "reach - given - low",
+    case="2-options2-((1, 2), (0, 3))",
+    slow=True,
+)
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 2), (0, 3)), ((0, 0), (-1, -1))])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rhs_dilation": (2, 1)}, {"lhs_dilation": (1, 2)}, {"feature_group_count": 2}],
+)
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_both_cotangents_of_a_convolution_are_those_of_jax(stride, options, padding):
+    x, kernel = (
+        array(2, 7, 9, 4),
+        array(3, 2, 4 // options.get("feature_group_count", 1), 6, seed=1),
+    )
+
+    def written(x, kernel):
+        strides = (stride, stride)
+        return lax.conv_general_dilated(
+            x, kernel, strides, padding, dimension_numbers=NHWC, **options
+        )
+
+    parameters = jax.make_jaxpr(written)(x, kernel).eqns[-1].params
+    (y, want), (_, got) = (
+        jax.vjp(f, x, kernel) for f in (written, functools.partial(convolution, parameters))
+    )
+    cotangent = array(*y.shape, seed=2)
+    for a, b in zip(got(cotangent), want(cotangent), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pixel", [math.nan, math.inf])
 @pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked by the loss"])

@@ -5,6 +5,9 @@ It makes epochs over its own examples in its own random order, with a padded las
 batch. A client with more examples takes more steps; under `jax.vmap` the others wait. The carry is
 the *update*, in float32 or wider, so that small steps are not lost in large parameters.
 
+On a CPU the clients of a convolutional network train one after the other, with the fast gradients
+of the engine (``gradients/layout.py``, ``gradients/_xla_cpu``).
+
 The optimizer of a client starts from its initial state each round. Nothing here is private, and
 need not be: the update is clipped.
 """
@@ -20,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import clipping, trees
 from dpjax.federated.clients import Clients
+from dpjax.gradients._xla_cpu.primitives import fast
 from dpjax.types import Clipping, Key, LossFn, PyTree
 
 # A projected update stays this far inside its bound: rounding could put it outside, where a rule
@@ -102,7 +106,8 @@ def _moved(
         losses = jax.vmap(local.loss, (None, 0))(params, examples).astype(jnp.float32)
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
-    loss, gradient = jax.value_and_grad(mean_loss)(here)
+    # In a loop XLA on CPU compiles the gradients of convolutions as written to naive loops.
+    loss, gradient = jax.value_and_grad(fast(mean_loss))(here)
     gradient, here = trees.widened(gradient), trees.widened(here)
     change, state = local.optimizer.update(gradient, carry.optimizer, here)
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)

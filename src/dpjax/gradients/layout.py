@@ -152,8 +152,23 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
 
 def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
     """The number of examples in flight on all devices: a power of two, or all."""
+    if engine not in _GHOST and platforms.on_cpu() and _trains_kernels(loss, params, example):
+        return 1
     fits = _budget(params, engine) / max(1, bytes_per_example(loss, params, example, engine))
     return min(batch_size, 2 ** max(0, round(math.log2(fits))))
+
+
+def _trains_kernels(loss: LossFn, params: PyTree, example: PyTree) -> bool:
+    """Whether the loss trains a convolutional network, as that of a client does.
+
+    Kernels then differ between examples, and vmapped they are groups of a convolution, which XLA on
+    CPU compiles to naive loops.
+    """
+    # Only training loops with `while`: reverse mode cannot differentiate it.
+    program = jax.make_jaxpr(loss)(params, example).jaxpr
+    loops = (e for e in equations(program) if e.primitive.name == "while")
+    inside = (e for loop in loops for inner in inner_programs(loop) for e in equations(inner))
+    return any(e.primitive.name == "conv_general_dilated" for e in inside)
 
 
 def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str = "auto") -> int:

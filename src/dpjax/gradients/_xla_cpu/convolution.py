@@ -4,8 +4,8 @@
 Symptom (jaxlib 0.10.2, CPU): XLA rewrites convolutions to its fast form only at the top level of a
 program. In the body of a loop, where microbatches live, it compiles the input cotangents that JAX
 writes to naive loops; forward convolutions stay fast. So the input cotangent is written here as a
-forward convolution. A forward convolution of few input channels is slow too; it computes several
-neighbouring outputs together, as if they were channels.
+forward convolution, and so is the kernel's. A forward convolution of few input channels is slow
+too; it computes several neighbouring outputs together, as if they were channels.
 
 ``make bench BENCH=primitives`` times both ("conv ..."). This file may go when those rows show no
 gain; ``tests/test_ghost.py`` ("conv ...") tests values, norms and cotangents.
@@ -26,12 +26,12 @@ _FEW, _ENOUGH = 8, 48
 
 
 def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
-    """A convolution; the cotangent of its input is a forward convolution too.
+    """A convolution whose two cotangents are forward convolutions too.
 
     Args:
       parameters: The parameters of the ``conv_general_dilated`` equation.
       x: The input.
-      kernel: Its cotangent is autodiff's own.
+      kernel: Its cotangent is autodiff's own if the convolution has groups.
     """
     x, parameters = _padded(x, parameters)
 
@@ -44,8 +44,11 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         x, kernel = inputs
-        # The engine forms kernel gradients from patches; only other uses take this one.
-        (for_kernel,) = jax.vjp(partial(as_written, x), kernel)[1](cotangent)
+        # The engine forms kernel gradients from patches; only `fast` losses take this one.
+        if parameters["feature_group_count"] == 1:
+            for_kernel = _kernel_cotangent(parameters, x, kernel.shape, cotangent)
+        else:
+            (for_kernel,) = jax.vjp(partial(as_written, x), kernel)[1](cotangent)
         return _input_cotangent(parameters, x.shape, kernel, cotangent), for_kernel
 
     # The forward values are XLA's own; only the way back is replaced.
@@ -171,6 +174,45 @@ def _input_cotangent(
         feature_group_count=groups,
         precision=parameters["precision"],
     )
+
+
+def _kernel_cotangent(
+    parameters: dict[str, Any], x: Array, shape: tuple[int, ...], cotangent: Array
+) -> Array:
+    """The cotangent of the kernel: the input, convolved with the output's cotangent.
+
+    Examples are the channels that are summed over. The axes are written in the one order that XLA
+    computes fast inside a loop: channels last.
+    """
+    numbers, spreads = parameters["dimension_numbers"], parameters["lhs_dilation"]
+    (batch, channels, *space), (first, out, *there) = numbers.lhs_spec, numbers.out_spec
+    images = jnp.transpose(x, (channels, *space, batch))
+    kernel = jnp.transpose(cotangent, (*there, first, out))
+    # Without the barrier XLA folds the transposes back into the form that it cannot run fast.
+    images, kernel = jax.lax.optimization_barrier((images, kernel))
+    padding = []
+    for i, axis in enumerate(numbers.rhs_spec[2:]):
+        given = (images.shape[1 + i] - 1) * spreads[i]
+        reach = (kernel.shape[i] - 1) * parameters["window_strides"][i]
+        taken = (shape[axis] - 1) * parameters["rhs_dilation"][i]
+        # The forward pass may leave the end of the input unread: that padding is negative.
+        low = parameters["padding"][i][0]
+        padding.append((low, taken + reach - given - low))
+    last, inner = len(space) + 1, range(1, len(space) + 1)
+    found = jax.lax.conv_general_dilated(
+        images,
+        kernel,
+        window_strides=parameters["rhs_dilation"],
+        padding=padding,
+        lhs_dilation=spreads,
+        rhs_dilation=parameters["window_strides"],
+        dimension_numbers=jax.lax.ConvDimensionNumbers(
+            (0, last, *inner), (last, last - 1, *range(len(space))), (0, last, *inner)
+        ),
+        precision=parameters["precision"],
+    )
+    order = numbers.rhs_spec
+    return jnp.moveaxis(found, (last, 0, *inner), order)
 
 
 def _swap_channels(kernel: Array, out: int, channels: int, groups: int) -> Array:
