@@ -121,6 +121,13 @@ def test_first_steps_are_timed_plain_and_private(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_round_of_clients_is_timed_beside_plain_steps(tmp_path):
+    path = tmp_path / "rounds.json"
+    run("benchmarks/rounds.py", "--smoke", "--out", path)
+    assert json.loads(path.read_text())["models"]["mlp"]["ratio"] > 0
+
+
+@pytest.mark.slow
 def test_scattering_runs(tmp_path):
     path = tmp_path / "figures.json"
     outcome = run("benchmarks/scattering.py", "--smoke", "--peers_python", "nowhere", "--out", path)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first step of a run, with tracing and compilation, beside that of plain JAX.
 
-  result    12 blocks of a Transformer 1.8 times plain JAX (15.7 and 8.9 s), a CNN 2.8 times (4.6 and
-            1.6 s). About 2 s are draw, exact sums, noise and checksum, whatever the model: a linear
-            one takes 2.4 and 0.3 s. 12 blocks in a scan take 5.9 s, and one block alone 4.2 s
+  result    12 blocks of a Transformer 1.8 times plain JAX (15.7 and 8.9 s), a CNN 2.8 times (4.6
+            and 1.6 s).  About 2 s are draw, exact sums, noise and checksum, whatever the model: a
+            linear one takes 2.4 and 0.3 s.  12 blocks in a scan take 5.9 s, one block alone 4.2 s
   hardware  one core of an AMD EPYC; JAX 0.10.2
   command   make bench BENCH=compilation ARGS="--out experiments/results/compilation.json"
   figures   experiments/results/compilation.json
