@@ -161,7 +161,7 @@ def _cross(
 
 
 def _applied(x: Array, part: Array) -> Array:
-    """Inputs ``[batch, blocks, inputs, positions]`` times one matrix ``[inputs, outputs]`` a block."""
+    """Inputs ``[batch, blocks, inputs, positions]`` times the matrix of each block."""
     if len(part) > 1:
         return product("bhks,hkd->bhsd", x, part)
     # As a product of two matrices, for which XLA need not copy inputs and matrix into its layout.

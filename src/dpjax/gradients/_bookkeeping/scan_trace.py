@@ -130,7 +130,9 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
 
 
 def _repeated(x: Array, length: int) -> Array:
-    """The value for every round."""
+    """The value for every round. A product with ones, so that its VJP is one too."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.broadcast_to(x, (length, *x.shape))
     return product("r,...->r...", jnp.ones(length, x.dtype), x)
 
 
