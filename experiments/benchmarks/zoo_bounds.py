@@ -7,10 +7,10 @@
   command   make bench BENCH=zoo_bounds
 
 Each takes norms from the factors of its gradients, and sums from one VJP of weighted cotangents. It
-runs in plain JAX and adds no bounds on rounding errors. Ratios are CPU times over those of JAX's
-gradient of the mean loss, as in `zoo`. ``needed`` is a plain step and one product beside it: the
-gradient of the hypernetwork's hidden layer has 32 bilinear forms ``h @ W_k @ d`` for each example
-and layer, which as matrix products take ``batch * depth * 32 * 64 * 64`` multiplications.
+runs in plain JAX and adds no bounds on rounding errors. Ratios are CPU times over JAX's gradient of
+the mean loss, as in `zoo`. ``needed`` is a plain step and one product beside it: the gradient of
+the hypernetwork's hidden layer has 32 bilinear forms ``h @ W_k @ d`` for each example and layer,
+which as matrix products take ``batch * depth * 32 * 64 * 64`` multiplications.
 """
 
 from __future__ import annotations
