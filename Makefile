@@ -6,7 +6,7 @@
 PYTHON ?=
 ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead,
-# rounding, draws, meshes, scaling, pods, plans, devices, optimizers, strategies, zoo or large.
+# rounding, draws, meshes, scaling, pods, plans, devices, optimizers, strategies, zoo, zoo_bounds or large.
 BENCH ?= steps
 VENV := .venv
 PEERS := .venv-peers

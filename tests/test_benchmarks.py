@@ -3,6 +3,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -479,6 +480,14 @@ def test_the_zoo_runs_in_little(tmp_path):
     for name, found in json.loads(path.read_text())["models"].items():
         assert found["ratio"] > 0, name
         assert found["disagreement"] < 2e-5, name
+
+
+@pytest.mark.slow
+def test_programs_written_for_a_model_give_its_private_sum():
+    printed = run("benchmarks/zoo_bounds.py", "--smoke")
+    apart = [float(gap) for gap in re.findall(r"differ by (\S+)", printed)]
+    assert len(apart) == 3
+    assert max(apart) < 2e-5
 
 
 @pytest.mark.slow

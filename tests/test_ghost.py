@@ -288,6 +288,12 @@ CASES = {
         a=array(3, 3, seed=2, scale=1.0),
         w=(3, 3),
     ),
+    "a number for each round of a scan": plain(
+        lambda x, a, w: scanned(lambda h, t: jnp.tanh(h @ w + t * a), x, jnp.arange(5.0)),
+        (3,),
+        a=array(3, seed=2, scale=1.0),
+        w=(3, 3),
+    ),
     "shared times sliced in a scan": plain(
         lambda x, a, w: scanned(lambda h, w: jnp.tanh(h @ (w * a)), x, w),
         (3,),
@@ -543,6 +549,20 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     case="two parameters meet",
 )
 @kills("gradients/_bookkeeping/scan_trace.py", "by_round,", "True,", case="lstm", slow=True)
+@kills(
+    "gradients/_bookkeeping/scan_trace.py",
+    "jnp.ones(length, x.dtype)",
+    "jnp.ones(length, x.dtype) * 2",
+    case="a number for each round of a scan",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/common.py",
+    "x.reshape(-1, x.shape[3]), part[0])",
+    "x.reshape(-1, x.shape[3]), 2 * part[0])",
+    case="weight decay of a sequence",
+    slow=True,
+)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(x + inputs * tiny) * (g + outputs * tiny)",

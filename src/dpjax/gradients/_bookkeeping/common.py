@@ -142,7 +142,7 @@ def _cross(
         place, _ = placed(leaf, entry, form._replace(x=()), leaves)
         parts = [jnp.zeros((x.shape[1], x.shape[2], form.g.shape[3]), x.dtype) for x in form.x]
         (parts,) = jax.vjp(place, parts)[1](common.gradient)
-        seen = added([product("bhks,hkd->bhsd", *pair) for pair in zip(form.x, parts, strict=True)])
+        seen = added([_applied(*pair) for pair in zip(form.x, parts, strict=True)])
         inputs, lengths = form.width, jnp.sqrt(added([jnp.sum(x**2, axis=2) for x in form.x]))
     unsure = _total(lengths * jnp.linalg.norm(form.g, axis=3))
     terms, scales = seen * form.g, common.scales
@@ -158,6 +158,15 @@ def _cross(
     else:
         cross = scales * _total(terms)
     return cross, (roundings(inputs) + roundings(form.g.shape[3])) * unsure
+
+
+def _applied(x: Array, part: Array) -> Array:
+    """Inputs ``[batch, blocks, inputs, positions]`` times the matrix of each block."""
+    if len(part) > 1:
+        return product("bhks,hkd->bhsd", x, part)
+    # As a product of two matrices, for which XLA need not copy inputs and matrix into its layout.
+    x = jnp.swapaxes(x, 2, 3)
+    return product("nk,kd->nd", x.reshape(-1, x.shape[3]), part[0]).reshape(*x.shape[:3], -1)
 
 
 def _total(x: Array) -> Squares:

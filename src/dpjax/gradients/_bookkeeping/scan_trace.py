@@ -16,7 +16,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from dpjax import trees
+from dpjax.gradients import platforms
+from dpjax.gradients._bookkeeping.outer_products import product
 from dpjax.gradients._bookkeeping.sites import Book, Leaves, Memo, Site, View, dtype, plain, union
+from dpjax.gradients._bookkeeping.structure import ENTRYWISE
 
 Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
 
@@ -98,7 +101,13 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
         chosen = {j: views[j].of(leaves, memo) for j in entering}
         if not data and not by_round:
             return function(_Sparse(chosen))
-        each = jax.vmap(lambda c, *d: function(_Sparse(c), *d), (axis, *(0 for _ in data)))
+        places = axis
+        if data and site.equation.primitive.name in ENTRYWISE and platforms.on_cpu():
+            # The VJP of this product sums over rounds by a product. XLA on CPU takes 15 times as
+            # long for a reduction of cotangents times one number for each round, such as the time.
+            chosen = {j: x if sliced[j] else _repeated(x, length) for j, x in chosen.items()}
+            places = dict.fromkeys(entering, 0)
+        each = jax.vmap(lambda c, *d: function(_Sparse(c), *d), (places, *(0 for _ in data)))
         return each(chosen, *data)
 
     axes = None
@@ -118,6 +127,13 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
         # Common gradients of rounds would add up for a shared view alone: they are not followed.
         slices={},
     )
+
+
+def _repeated(x: Array, length: int) -> Array:
+    """The value for every round. A product with ones, so that its VJP is one too."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.broadcast_to(x, (length, *x.shape))
+    return product("r,...->r...", jnp.ones(length, x.dtype), x)
 
 
 class _Sparse(dict):
