@@ -300,6 +300,14 @@ CASES = {
         a=array(3, seed=2, scale=1.0),
         w=(4, 3, 3),
     ),
+    "times of rounds beside slices": plain(
+        lambda x, v, w: scanned(
+            lambda h, row: jnp.tanh(h * row[0] + row[1] * w), x, (v, jnp.arange(4.0))
+        ),
+        (3,),
+        v=(4, 3),
+        w=(3,),
+    ),
     "complex numbers": plain(
         lambda x, w: jnp.abs(jnp.fft.fft(x) @ (w + 1j * w.T)) ** 2, (4,), w=(4, 4)
     ),
@@ -617,6 +625,13 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     "        leaves = frozenset[int]()\n",
     "        leaves = reads = frozenset[int]()\n",
     case="frozen in a scan",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/scan_trace.py",
+    "x if sliced[j] else _repeated(x, length)",
+    "_repeated(x, length)",
+    case="times of rounds beside slices",
     slow=True,
 )
 @kills(
