@@ -6,7 +6,8 @@
 PYTHON ?=
 ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead,
-# rounding, draws, meshes, scaling, pods, plans, devices, optimizers, strategies, zoo, zoo_bounds or large.
+# rounding, draws, meshes, scaling, pods, plans, devices, optimizers, strategies, zoo, zoo_bounds,
+# large, compilation or rounds.
 BENCH ?= steps
 VENV := .venv
 PEERS := .venv-peers

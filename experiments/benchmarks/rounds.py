@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round of clients beside the same number of plain steps of JAX.
 
-  result    a round takes 0.28 times the CPU time of plain steps with the CNN of MNIST, 0.55 times with
-            that of CIFAR-10, whose plain steps XLA compiles less well, and 1.00 with a perceptron
+  result    a round takes 0.28 times the CPU time of plain steps with the CNN of MNIST, 0.55 times
+            with that of CIFAR-10, and 1.00 times with a perceptron
   hardware  one core of an AMD EPYC; JAX 0.10.2
   command   make bench BENCH=rounds ARGS="--out experiments/results/rounds.json"
   figures   experiments/results/rounds.json

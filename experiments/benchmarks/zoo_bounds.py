@@ -3,7 +3,7 @@
 
   result    over a plain step: hypernetwork 3.0 (the product that it needs: 2.9), neural ode 1.5,
             weight decay 1.1
-  hardware  one CPU core, of programs compiled for two
+  hardware  two CPU cores
   command   make bench BENCH=zoo_bounds
 
 Each takes norms from the factors of its gradients, and sums from one VJP of weighted cotangents. It

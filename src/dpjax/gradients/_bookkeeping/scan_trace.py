@@ -103,8 +103,8 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
             return function(_Sparse(chosen))
         places = axis
         if data and site.equation.primitive.name in ENTRYWISE and platforms.on_cpu():
-            # The VJP of this product sums over rounds by a product. XLA on CPU takes 15 times as
-            # long for a reduction of cotangents times one number for each round, such as the time.
+            # The VJP of this product sums over rounds by a product. XLA on CPU is slow at the fused
+            # reduction of cotangents times one number for each round, such as the time.
             chosen = {j: x if sliced[j] else _repeated(x, length) for j, x in chosen.items()}
             places = dict.fromkeys(entering, 0)
         each = jax.vmap(lambda c, *d: function(_Sparse(c), *d), (places, *(0 for _ in data)))
