@@ -968,7 +968,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     "gradients/_xla_cpu/convolution.py",
     "taken + reach - given - low",
     "reach - given - low",
-    case="2-options2-((1, 2), (0, 3))",
+    case="2-options2-padding2",
     slow=True,
 )
 @pytest.mark.parametrize(

@@ -87,8 +87,7 @@ ADAPTIVE: dict[str, optax.GradientTransformation] = {
 }
 OPTIMIZERS = {**LINEAR, **{name: lambda _, o=o: o for name, o in ADAPTIVE.items()}}
 # Through the CNN, 10 projections take 20 times as long as exact norms on a CPU, and 100 take 120
-# times; users with weights of their own make its convolutions slow too.  So JL and federated rows
-# train a perceptron of as many parameters (25,450).
+# times.  So JL rows train a perceptron of as many parameters (25,450), and federated rows that too.
 MODELS = {"perceptron": models.MLP(features=(32,), activation=nn.relu)}
 CLIPPINGS: dict[str, Callable[[Any], Clipping]] = {  # of the parameters
     "flat, small R": lambda _: clipping.flat(SMALL),

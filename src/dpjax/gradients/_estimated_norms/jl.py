@@ -22,7 +22,6 @@ from jaxtyping import Array, Float
 from dpjax import noise, trees
 from dpjax._jaxpr import equations
 from dpjax.gradients._estimated_norms import jvp_magnitude
-from dpjax.gradients._xla_cpu.primitives import fast
 from dpjax.gradients.batching import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
@@ -58,7 +57,7 @@ def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Ke
     norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
-    losses, pull, aux = jax.vjp(fast(losses_of), params, has_aux=True)
+    losses, pull, aux = jax.vjp(losses_of, params, has_aux=True)
     (value,) = pull(factors[:, 0].astype(losses.dtype))
     # 0 * NaN is NaN: if the sum is not finite, examples are differentiated one by one.
     sound = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(value)]))
