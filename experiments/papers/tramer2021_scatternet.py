@@ -3,9 +3,9 @@
 
   result    fixed wavelets beat learnt features, as claimed: MNIST 98.5 against 98.1 % (paper:
             98.7, 98.1), FashionMNIST 89.4 against 86.0 (89.7, 86.0).  CIFAR-10 wavelets, linear:
-            66.3 (67.0), and 64.7 on JPEG copies; its CNNs have one seed, on JPEG copies: 66.9 on
-            wavelets against 57.9 on pixels (69.3, 59.2)
-  time      2 to 10 minutes a run on two CPU cores; the CNNs of CIFAR-10 80 to 120
+            66.3 (67.0), and 64.7 on JPEG copies; by a CNN, one seed, 68.8 (69.3), and 66.9 on
+            copies; a CNN on pixels 57.9 on copies (59.2)
+  time      2 to 10 minutes a run of a CPU core; the CNNs of CIFAR-10 16 (wavelets) and 46 (pixels)
   command   python experiments/papers/tramer2021_scatternet.py --rows=mnist --seeds=3
   figures   experiments/results/tramer2021.json
 
