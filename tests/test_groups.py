@@ -125,6 +125,9 @@ def test_large_losses_get_a_coarse_grid_and_not_all_memory(records, rate, multip
 def test_a_mixture_that_the_accountant_cannot_bound_has_no_guarantee():
     event = accounting.subsampled_gaussian(1.0, 0.5, 1)
     assert accounting.epsilon_for_users(event, 1e-5, 50) == math.inf
+    # What the caller got wrong is still said.
+    with pytest.raises(ValueError, match="delta"):
+        accounting.epsilon_for_users(event, 2.0, 50)
 
 
 @kills("accounting/user_level.py", "if parts.foreign:", "if False:", slow=True)
