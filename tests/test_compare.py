@@ -65,6 +65,7 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(com
 def test_the_figure_has_a_line_for_each_group_and_a_band_where_runs_repeat(compared):
     (image,) = parsed(compared[0]).iter("svg")
     shown = [text(node) for node in image.iter("text")]
+    assert any(words.startswith("epsilon spent at delta") for words in shown)
     groups = [f"rule={EVIL}", "rule=flat", "bare"]
     assert [words for words in shown if words in groups] == groups
     names = [node.get("id", "") for node in image.iter("g")]

@@ -87,8 +87,8 @@ def sharpness(
     if isinstance(state[1], Tracer):  # inside a user's jit
         state = jax.lax.while_loop(going, body, state)
     else:
-        # In a compiled loop XLA on CPU turns the gradients of convolutions into naive loops: a
-        # product took 50 times as long for a network of eight of them.
+        # In a compiled loop XLA on CPU turns the gradients of convolutions into naive loops, and a
+        # product then takes many times as long.
         while going(state):
             state = body(state)
     direction, value, _, steps = state

@@ -95,7 +95,8 @@ def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
     absent = []
     with style.style():
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
-        stated = " or".join(sorted({run.stated for group in groups for run in group.runs}))
+        # A run without rows states nothing.
+        stated = " or".join(sorted({run.stated for group in groups for run in group.runs} - {""}))
         axes = style.panel(figure, f"epsilon spent{stated}", "test accuracy (%)")
         for number, group in enumerate(groups):
             round_of, color = divmod(number, len(style.SERIES))
