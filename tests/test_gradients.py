@@ -77,6 +77,23 @@ def test_layouts_are_chosen_from_the_shapes():
     assert gradients.layout(matrix, params, example, 0) == gradients.Layout(1)
 
 
+def test_frozen_weights_are_worth_larger_microbatches():
+    def size(loss, example):
+        layout = gradients.layout(loss, jnp.zeros(512), example, 10**6, devices=1)
+        return layout.microbatch_size
+
+    def product(inputs):
+        weights = np.zeros((inputs, 512), np.float32)
+        example = jax.ShapeDtypeStruct((inputs,), jnp.float32)
+        return size(lambda b, x: (jnp.sum(jnp.tanh(x @ weights + b)), None), example)
+
+    # A table of which rows are read is no weight of a product.
+    table = jnp.zeros((32_768, 512))
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    rows = size(lambda b, i: (jnp.sum(jnp.tanh(table[i] + b)), None), row)
+    assert product(32_768) > 8 * max(product(8), rows)
+
+
 def test_programs_inside_a_program_are_counted():
     w, x = jnp.zeros((10, 1000)), jnp.zeros(10)
 

@@ -4,7 +4,7 @@
 The estimate reads shapes in the jaxpr of the loss. An engine that stores one gradient per example
 gets as many examples as fit a share of the memory, and so does every engine on an accelerator. The
 book-keeping engine on a CPU balances two costs: working sets larger than the caches are slow, and
-every microbatch adds its sum to the total, which is a pass over all parameters.
+every microbatch reads all weights and adds its sum to the total, which are passes over them.
 
 The layout changes speed and memory, never a result. It is that of the platform that the program is
 traced for (`platforms`), not of the machine that traces it.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,13 +36,13 @@ from dpjax.types import LossFn, PyTree
 _GHOST = ("auto", "ghost")
 # The share of the memory for one microbatch.
 _SHARE = 1 / 8
-# On a CPU: bytes in flight on all devices together, plus this many times the bytes of the
-# parameters. Chosen by timing: ``make bench BENCH=layouts``.
-_CACHES, _PASSES = 4 * 2**20, 4
+# On a CPU: bytes in flight on all devices together, plus so many times the bytes of the parameters
+# and of frozen weights, which are read forwards and backwards and have no sum. Chosen by timing:
+# ``make bench BENCH=layouts``.
+_CACHES, _PASSES, _FROZEN_PASSES = 4 * 2**20, 4, 2
+_PRODUCTS = {"conv_general_dilated", "dot_general"}
 # XLA writes the results of these primitives to memory, and fuses most others into them.
-_WRITES = {
-    "conv_general_dilated",
-    "dot_general",
+_WRITES = _PRODUCTS | {
     "gather",
     "reduce_max",
     "reduce_sum",
@@ -154,7 +154,9 @@ def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, en
     """The number of examples in flight on all devices: a power of two, or all."""
     if engine not in _GHOST and platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
-    fits = _budget(params, engine) / max(1, bytes_per_example(loss, params, example, engine))
+    fits = _budget(loss, params, example, engine) / max(
+        1, bytes_per_example(loss, params, example, engine)
+    )
     return min(batch_size, 2 ** max(0, round(math.log2(fits))))
 
 
@@ -194,6 +196,32 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
 
 def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
     """Bytes of the values that depend on moving inputs; if fused, only those in `_WRITES`."""
+
+    def written(equation: JaxprEqn, entering: list[bool]) -> int:
+        if not any(entering) or (fused and equation.primitive.name not in _WRITES):
+            return 0
+        return _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
+
+    return _total(jaxpr, moving, written)
+
+
+def _frozen_bytes(loss: LossFn, params: PyTree, example: PyTree) -> int:
+    """Bytes of the weights that the loss closes over, as far as products read them."""
+    program = jax.make_jaxpr(loss)(params, example).jaxpr
+
+    def read(equation: JaxprEqn, entering: list[bool]) -> int:
+        if equation.primitive.name not in _PRODUCTS:
+            return 0
+        operands = zip(equation.invars, entering, strict=True)
+        return _bytes(v.aval for v, moves in operands if not moves)
+
+    return _total(program, [True] * len(program.invars), read)
+
+
+def _total(
+    jaxpr: Jaxpr, moving: Sequence[bool], each: Callable[[JaxprEqn, list[bool]], int]
+) -> int:
+    """The sum of ``each(equation, which of its inputs move)`` over a program and its loops."""
     total = 0
 
     def count(equation: JaxprEqn, entering: list[bool]) -> list[bool]:
@@ -202,21 +230,19 @@ def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) ->
         for program in inner:
             # The last inputs are the program's own. Under vmap a `cond` runs all its branches.
             own = ([False] * len(program.invars) + entering)[len(entering) :]
-            size = _program_bytes(program, own, fused)
-            total += size * equation.params.get("length", 1)
-        written = not fused or equation.primitive.name in _WRITES
-        if not inner and any(entering) and written:
-            total += _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
+            total += _total(program, own, each) * equation.params.get("length", 1)
+        total += 0 if inner else each(equation, entering)
         return [any(entering)] * len(equation.outvars)
 
     evaluate(jaxpr, [False] * len(jaxpr.constvars), moving, count, literal=lambda _: False)
     return total
 
 
-def _budget(params: PyTree, engine: str) -> int:
+def _budget(loss: LossFn, params: PyTree, example: PyTree, engine: str) -> int:
     """Bytes that may be in flight on one device."""
     if platforms.on_cpu() and engine in _GHOST:
-        return _CACHES + _PASSES * _bytes(jax.tree.leaves(params))
+        frozen = _FROZEN_PASSES * _frozen_bytes(loss, params, example)
+        return _CACHES + _PASSES * _bytes(jax.tree.leaves(params)) + frozen
     if platforms.on_cpu():
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
