@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Microbatch sizes and devices: the layout that dpjax chooses, against its neighbours.
 
-  result    the choice takes 1.00 to 1.09 times the time of the fastest layout, on W1 to W5, and 1.05
+  result    the choice takes 1.00 to 1.09 times the time of the fastest layout on W1 to W5, and 1.05
             for the biases of an encoder
   hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; fastest of 7 rounds
   command   make bench BENCH=layouts ARGS="--rounds 7 --around 2 --out FILE"
