@@ -404,7 +404,7 @@ def test_every_row_runs(row, tmp_path):
     words = ("mixed R at epsilon 3", "large R at epsilon 1")
     asked = ",".join(f"{row} {each}" for each in words)
     kept = tmp_path / "results.json"
-    flags = ("--smoke", f"--rows={asked}", "--out", kept)
+    flags = ("--smoke", f"--rows={asked}", "--out", kept, "--runs", tmp_path / "runs")
     first = run_binary.run("papers/bu2023_finetuning.py", *flags).stdout
     assert first.count("| " + row) == 2
     assert run_binary.run("papers/bu2023_finetuning.py", *flags).stdout == first

@@ -9,11 +9,13 @@ it writes the files that `dpjax.reports.report` draws.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.errors
+import flax.linen as nn
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -83,11 +85,11 @@ class Evaluation:
         x, y = self.test
         probabilities = jax.nn.softmax(self.logits(params, x))
         np.savez(folder / "evaluation.npz", labels=y, probabilities=probabilities)
-        weights = diagnostics.weight_norms(params)
-        try:
-            hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
-        except ValueError:  # a linear model has no pre-activations
-            hidden = {}
+        weights, hidden = diagnostics.weight_norms(params), {}
+        # A linear model has no pre-activations; other libraries' models keep none.
+        with contextlib.suppress(ValueError):
+            if isinstance(self.model, nn.Module):
+                hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
         found = {
             "parameters": "averaged",
             "weight_names": list(weights),
