@@ -78,6 +78,15 @@ def test_the_mesh_in_force_settles_the_platform():
     assert seen == ["cpu"]
 
 
+def test_an_unknown_accelerator_is_the_one_that_is_here(monkeypatch):
+    for here in ("tpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda here=here: here)
+        with platforms.traced_for(platforms.ACCELERATOR):
+            assert platforms.on_gpu() == (here == "gpu")
+        with platforms.traced_for("cpu"):
+            assert not platforms.on_gpu()
+
+
 def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
     def pair(params, x):
         return convolved(params, x), None
@@ -265,6 +274,57 @@ def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():
         assert found("BF16_BF16_F32_X3") is outer_products.HIGHEST
 
 
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py",
+    "x = trees.widened(x)  # kept gradients may be bfloat16",
+    "x = x  # kept gradients may be bfloat16",
+)
+def test_gradients_of_a_bfloat16_loss_are_kept_as_it_has_them(monkeypatch):
+    """On accelerators; norms are of the kept numbers, so an example adds exactly its bound."""
+    monkeypatch.setattr(cost, "_PAIR", np.inf)
+    w, x = drawn((40, 24)), drawn((5, 9, 40))
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype("float32")))
+
+    def kept(w, x):
+        program = jax.make_jaxpr(lambda w, x: clipped_grad(loss, FLAT)(w, x).value)(w, x).jaxpr
+        found = [e.outvars[0].aval for e in equations(program)]
+        return any(v.dtype == jnp.bfloat16 for v in found if v.shape == (5, 1, 40, 24))
+
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert kept(w, x)
+        testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=1e-2)
+        for row in x:
+            alone = clipped_grad(loss, FLAT)(w, row[None])
+            assert float(jnp.linalg.norm(alone.value)) == pytest.approx(0.5, rel=1e-6)
+    with platforms.traced_for("cpu"):
+        assert not kept(w, x)
+
+
+@kills(
+    "gradients/_bookkeeping/common.py",
+    "norms(leaf, own, leaves, bool(commons))",
+    "norms(leaf, own, leaves)",
+)
+def test_a_common_gradient_meets_gradients_that_are_not_rounded(monkeypatch):
+    """The decay of the weights takes away all but 3 % of the gradient of the data."""
+    monkeypatch.setattr(cost, "_PAIR", np.inf)
+
+    def loss(w, example):
+        x, g = example
+        product = (x @ w.astype(jnp.bfloat16)) * g
+        return jnp.sum(product.astype(jnp.float32)) - jnp.sum(w**2) / 2
+
+    with platforms.traced_for(platforms.ACCELERATOR):
+        for seed in (0, 4):
+            x, g = (drawn((64, n), seed).astype(jnp.bfloat16) for n in (40, 24))
+            w = 0.97 * x.astype(jnp.float32).T @ g.astype(jnp.float32)
+            assert "instantiate + common, kept" in gradients.explain(loss, w, (x, g))
+            alone = clipped_grad(loss, FLAT)(w, (x[None], g[None])).value
+            assert 0.4 < float(jnp.linalg.norm(alone)) <= 0.5 * (1 + 1e-4)
+
+
 def few_channels(w, x, **options):
     options = {"window_strides": (1, 1), "dimension_numbers": ("NHWC", "HWIO", "NHWC"), **options}
     y = lax.conv_general_dilated(x[None], w, padding="SAME", **options)
@@ -280,17 +340,22 @@ SHAPES = {
         (5, 6, 6, 4),
     ),
     "many entries": (few_channels, (6, 5, 32, 2), (5, 6, 6, 32)),
+    "many channels, GPU": (few_channels, (3, 3, 32, 4), (5, 12, 12, 32)),
 }
 
 
-def drawn(shape):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+def traced_as(name):
+    """For the platform on which a loss of `SHAPES` has grouped convolutions."""
+    return platforms.traced_for("gpu" if name.endswith("GPU") else platforms.ACCELERATOR)
+
+
+def drawn(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def convolutions(clipped, *arguments):
-    """The convolutions of a program for accelerators that have examples as groups."""
-    with platforms.traced_for(platforms.ACCELERATOR):
-        program = jax.make_jaxpr(lambda *a: clipped(*a).value)(*arguments).jaxpr
+    """The convolutions of a program that have examples as groups."""
+    program = jax.make_jaxpr(lambda *a: clipped(*a).value)(*arguments).jaxpr
     found = [e for e in equations(program) if e.primitive.name == "conv_general_dilated"]
     groups = ("feature_group_count", "batch_group_count")
     return [e for e in found if any(e.params[name] % len(arguments[1]) == 0 for name in groups)]
@@ -308,23 +373,32 @@ def alone(monkeypatch):
     "platforms.on_cpu() or",
     slow=True,
 )
+@kills(
+    "gradients/_bookkeeping/outer_products.py",
+    "grouped = may_group and platforms.on_gpu()",
+    "grouped = platforms.on_gpu()",
+)
 def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
     """XLA partitions grouped convolutions wrongly."""
-    w, x = drawn((3, 3, 4, 4)), drawn((5, 6, 6, 4))
-    clipped = clipped_grad(few_channels, FLAT)
-    assert not convolutions(clipped, w, x)
+
+    def groups(kernel, image, platform=platforms.ACCELERATOR, **options):
+        clipped = clipped_grad(lambda w, x: few_channels(w, x, **options), FLAT)
+        with platforms.traced_for(platform):
+            return len(convolutions(clipped, drawn(kernel), drawn(image)))
+
+    few, many = ((3, 3, 4, 4), (5, 6, 6, 4)), ((3, 3, 32, 4), (5, 12, 12, 32))
+    assert not groups(*few)
+    assert not groups(*many, "gpu")
     monkeypatch.setattr(outer_products, "may_be_split", lambda: False)
-    assert len(convolutions(clipped, w, x)) == 1
-    # One position, or disjoint patches, are matrix products; 32 channels are shifted images; small
-    # patches are written.
-    for kernel, image, options in [
-        ((5, 5, 4, 4), (5, 3, 3, 4), {"window_strides": (4, 4)}),
-        ((2, 2, 9, 4), (5, 6, 6, 9), {"window_strides": (2, 2)}),
-        ((3, 3, 32, 4), (5, 6, 6, 32), {}),
-        ((3, 3, 3, 4), (5, 6, 6, 3), {}),
-    ]:
-        clipped = clipped_grad(lambda w, x, o=options: few_channels(w, x, **o), FLAT)
-        assert not convolutions(clipped, drawn(kernel), drawn(image))
+    assert groups(*few) == groups(*few, "gpu") == groups(*many, "gpu") == 1
+    # On a TPU 32 channels are shifted images. One position, or disjoint patches, are matrix
+    # products; small patches are written.
+    assert not groups(*many)
+    for platform in (platforms.ACCELERATOR, "gpu"):
+        assert not groups((5, 5, 4, 4), (5, 3, 3, 4), platform, window_strides=(4, 4))
+        assert not groups((2, 2, 9, 4), (5, 6, 6, 9), platform, window_strides=(2, 2))
+        assert not groups((3, 3, 3, 4), (5, 6, 6, 3), platform)
+    w, x = map(drawn, few)
     assert "instantiate" in gradients.explain(few_channels, w, x[0])
 
 
@@ -361,8 +435,8 @@ def test_examples_as_groups_are_the_definition(alone, name):
     loss, kernel, images = SHAPES[name]
     w, x = drawn(kernel), drawn(images)
     clipped = clipped_grad(loss, FLAT)
-    assert convolutions(clipped, w, x)
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with traced_as(name):
+        assert convolutions(clipped, w, x)
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
         assert "derivative, kept" in gradients.explain(loss, w, x[0])
 
@@ -380,12 +454,12 @@ def test_examples_as_groups_are_the_definition(alone, name):
     slow=True,
 )
 @pytest.mark.parametrize("pixel", [np.nan, np.inf, 3.4e38])
-@pytest.mark.parametrize("name", ["few channels", "depthwise"])
+@pytest.mark.parametrize("name", ["few channels", "depthwise", "many channels, GPU"])
 def test_what_is_not_finite_stays_in_its_group(alone, name, pixel):
     """Zeros between groups would spread it; 3.4e38 is infinite in bfloat16."""
     loss, kernel, images = SHAPES[name]
     # XLA on CPU has such zeros for float64.
-    with jax.enable_x64(True), platforms.traced_for(platforms.ACCELERATOR):
+    with jax.enable_x64(True), traced_as(name):
         w, x = (drawn(shape).astype(jnp.float64) for shape in (kernel, images))
         real = jnp.arange(images[0]) != 1
         clipped = jax.jit(clipped_grad(loss, FLAT))

@@ -9,7 +9,7 @@
 
 Each workload's clipped sum is timed in microbatches of 1, 2, 4 ... examples on one and on all
 host devices, beside the choice of `dpjax.gradients.layout`.  `cost` is the time over the fastest.
-"biases" trains those of an encoder of six layers and width 384, whose other weights are frozen.
+"biases" trains the biases of an encoder of six layers and width 384; its other weights are frozen.
 """
 
 from __future__ import annotations

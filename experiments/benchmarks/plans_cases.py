@@ -28,12 +28,15 @@ from workloads import CLASSES, SEED, WORKLOADS
 
 import dpjax
 from dpjax import clipping, losses, models, noise, sampling
+from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping import cost
 
 BOUND, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.1, 0.1
 # FLOPs of one pass and bytes of memory, per second: NVIDIA's data sheet of the H100 SXM, with
 # TF32 on its matrix units and no sparsity.
 H100_FLOP, H100_BYTES = 495e12, 3.35e12
+# GiB that a process has by default, which decide microbatches: JAX takes three quarters of a GPU.
+MEMORY = {"h100": 60, "v5e": 16, "v5p": 95, "v6e": 32}
 TEXTS = {"vocabulary": 50_304, "length": 1024, "width": 768, "depth": 12, "heads": 12}
 
 
@@ -216,8 +219,12 @@ def plan(task: dict[str, Any]) -> dict[str, Any]:
     alone = SingleDeviceSharding(devices[0])
     step, arguments = step_of(task)
     began = time.perf_counter()
+    limit = MEMORY.get(task["device"].partition(":")[0], 16) * 2**30
     # A mesh of one device in force: otherwise this CPU might compile for several.
-    with jax.set_mesh(Mesh(np.array(devices[:1]), "one", axis_types=(AxisType.Auto,))):
+    with (
+        jax.set_mesh(Mesh(np.array(devices[:1]), "one", axis_types=(AxisType.Auto,))),
+        mock.patch.object(platforms, "memory_limit", return_value=limit),
+    ):
         traced = jax.jit(step, in_shardings=alone, out_shardings=alone).trace(*arguments)
     try:
         compiled = traced.lower().compile()

@@ -36,7 +36,7 @@ from dpjax.types import LossFn, PyTree
 _GHOST = ("auto", "ghost")
 # The share of the memory for one microbatch.
 _SHARE = 1 / 8
-# On a CPU: bytes in flight on all devices together, plus so many times the bytes of the parameters
+# On a CPU: bytes in flight on all devices together, plus these multiples of the bytes of parameters
 # and of frozen weights, which are read forwards and backwards and have no sum. Chosen by timing:
 # ``make bench BENCH=layouts``.
 _CACHES, _PASSES, _FROZEN_PASSES = 4 * 2**20, 4, 2

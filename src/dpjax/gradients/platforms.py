@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 T = TypeVar("T")
 
 ACCELERATOR = "accelerator"
-"""Any platform but the CPU: TPUs and GPUs share their forms."""
+"""Any platform but the CPU: TPUs and GPUs share their forms, but for kernels (`on_gpu`)."""
 
 # The setting of the default device; pyright does not know its attribute.
 _DEVICE = "jax_default_device"
@@ -40,6 +40,12 @@ def current() -> str:
 def on_cpu() -> bool:
     """Whether decisions are for a CPU."""
     return current() == "cpu"
+
+
+def on_gpu() -> bool:
+    """Whether decisions are for a GPU; where lowering decides, for one that is the default."""
+    platform = current()
+    return (_default() if platform == ACCELERATOR else platform) in ("gpu", "cuda", "rocm")
 
 
 def known() -> str | None:

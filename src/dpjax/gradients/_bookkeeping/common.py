@@ -98,7 +98,7 @@ def norms_with(
       commons: What `divided` found beside them.
       leaves: All leaves, in full precision.
     """
-    squares, kept = norms(leaf, own, leaves) if own else (jnp.zeros(()), None)
+    squares, kept = norms(leaf, own, leaves, bool(commons)) if own else (jnp.zeros(()), None)
     if not commons:
         return squares, kept
     total, doubt, eps = squares, jnp.zeros(()), jnp.finfo(leaves[leaf].dtype).eps

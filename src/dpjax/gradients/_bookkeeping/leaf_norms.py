@@ -8,7 +8,7 @@ Five rules lead to a norm; `cost.choose` takes the cheapest that fits:
   \langle g_s, g_t \rangle$, also across the sites of tied weights;
 * *rows*: the cotangents of each row of a table are summed before they are squared;
 * *instantiate*: the gradient of each example, as one batched product;
-* *derivative*: the VJP of the equation itself, for sites without a form.
+* *derivative*: the VJP of the equation itself, for sites without a form, and on a GPU for kernels.
 
 A norm that is rounded down would let an example pass its bound. So each rule adds a bound on its
 rounding error, and computes in float32 or wider at the highest precision, whatever the dtype of
@@ -25,6 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dpjax import trees
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import BLOCK, alike, choose, paired
 from dpjax.gradients._bookkeeping.leaf_sums import (
@@ -40,7 +41,7 @@ from dpjax.gradients._bookkeeping.outer_products import HIGHEST, Outer, form_of,
 
 
 def norms(
-    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]
+    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array], exact: bool = False
 ) -> tuple[Squares, Pieces | None]:
     """Squared norms of each example's gradient of a leaf, and those gradients if they are kept.
 
@@ -48,6 +49,7 @@ def norms(
       leaf: Which leaf.
       entries: All its sites.
       leaves: All leaves, in full precision.
+      exact: Whether kept gradients meet what data and cotangents give beside them.
     """
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
@@ -64,10 +66,10 @@ def norms(
     # The pieces of one isometric site have the norm of the leaf's gradient, so they need not be put
     # together before they are squared.
     if choice.rule == "instantiate" and len(entries) == 1 and entries[0].site.isometry:
-        place, gradients = placed(leaf, entries[0], forms[0], leaves)
+        place, gradients = placed(leaf, entries[0], forms[0], leaves, exact)
         kept = Pieces(gradients, place)
     else:
-        kept = Pieces([instantiated(leaf, entries, forms, leaves)])
+        kept = Pieces([instantiated(leaf, entries, forms, leaves, exact)])
     squares = added([_square(x) for x in kept.gradients])
     if choice.keep:
         return squares, kept
@@ -217,4 +219,5 @@ def roundings(terms: int) -> int:
 
 
 def _square(x: Array) -> Squares:
+    x = trees.widened(x)  # kept gradients may be bfloat16
     return jnp.sum(x * x, axis=tuple(range(1, x.ndim)))

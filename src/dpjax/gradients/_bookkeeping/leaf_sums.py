@@ -24,6 +24,7 @@ from dpjax.gradients._bookkeeping.cost import entire
 from dpjax.gradients._bookkeeping.outer_products import (
     Outer,
     form_of,
+    keeps_bfloat16,
     precision_of,
     product,
     rounded,
@@ -259,24 +260,37 @@ def _over_all(form: Outer) -> list[Array]:
 
 
 def placed(
-    leaf: int, entry: Entry, form: Outer | None, leaves: Sequence[Array]
+    leaf: int, entry: Entry, form: Outer | None, leaves: Sequence[Array], exact: bool = True
 ) -> tuple[Callable[[Sequence[Array]], Array], list[Array]]:
-    """Each example's gradient in the pieces of its form, and the map from pieces to the leaf."""
+    """Each example's gradient in the pieces of its form, and the map from pieces to the leaf.
+
+    Unless ``exact``, the gradients may be rounded to bfloat16.
+    """
     assert form is not None
     pull = _pulled(leaf, leaves, entry.site.of)
     precision = precision_of(entry.site.equation.params)
-    gradients = [product("bhks,bhsd->bhkd", x, form.g, precision) for x in form.x]
+    short = not exact and keeps_bfloat16(entry.site)
+
+    def one(x: Array) -> Array:
+        x, g = (a.astype(jnp.bfloat16) for a in (x, form.g)) if short else (x, form.g)
+        return product("bhks,bhsd->bhkd", x, g, precision)
+
+    gradients = list(map(one, form.x))
     return lambda parts: pull(form.joined(parts)), gradients
 
 
 def instantiated(
-    leaf: int, entries: Sequence[Entry], forms: Sequence[Outer | None], leaves: Sequence[Array]
+    leaf: int,
+    entries: Sequence[Entry],
+    forms: Sequence[Outer | None],
+    leaves: Sequence[Array],
+    exact: bool = True,
 ) -> Float[Array, "batch ..."]:
-    """Each example's gradient of a leaf, from all its sites."""
+    """Each example's gradient of a leaf, from all its sites; ``exact`` as in `placed`."""
 
     def one(entry: Entry, form: Outer | None) -> Array:
-        if form is not None and not form.chosen:
-            place, gradients = placed(leaf, entry, form, leaves)
+        if form is not None and not form.chosen and not form.grouped:
+            place, gradients = placed(leaf, entry, form, leaves, exact)
             return jax.vmap(place)(gradients)
 
         def derivative(data: Sequence[Array], cotangent: Array) -> Array:

@@ -88,6 +88,7 @@ class Outer(NamedTuple):
       copied: Whether `x` is a copy, which every product with it writes out.
       short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
       pixels: Of a convolution on accelerators: what inner products of its patches come from.
+      grouped: Whether gradients of examples are better one grouped convolution than products.
     """
 
     x: tuple[Array, ...]
@@ -97,6 +98,7 @@ class Outer(NamedTuple):
     copied: bool = False
     short: bool = False
     pixels: Pixels | None = None
+    grouped: bool = False
 
     @property
     def chosen(self) -> bool:
@@ -160,6 +162,15 @@ def rounds(site: Site) -> bool:
         return False
     known = dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
     return known and precision_of(p) in (None, jax.lax.Precision.DEFAULT)
+
+
+def keeps_bfloat16(site: Site) -> bool:
+    """Whether gradients of examples are kept in bfloat16: on accelerators, as the loss has them.
+
+    Norm and sum are taken of the kept numbers in float32, so no rounding passes the bound.
+    """
+    dtypes = {x.dtype for x in (*site.data, site.output)}
+    return dtypes == {jnp.dtype(jnp.bfloat16)} and not platforms.on_cpu()
 
 
 def rounded(x: Array) -> Array:
@@ -255,7 +266,8 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
     # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
-    if positions > 1 and _stays_convolution(p, window, shape[channels]):
+    may_group = positions > 1 and _may_group(p, window, shape[channels])
+    if may_group and (shape[channels] < _SHIFTED or math.prod(window) > _WRITTEN_OUT):
         return None
 
     def piece(seen: Array) -> Array:
@@ -280,7 +292,10 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     pixels = None
     if single and not platforms.on_cpu():
         pixels = Pixels(x[:, 0], window, _edges(p), p["window_strides"], p["rhs_dilation"])
-    return Outer(tuple(map(piece, patches)), g, place, axes, copied=True, pixels=pixels)
+    # XLA for a GPU writes each shifted image before the product reads it. The grouped convolution
+    # of `jax.vmap` reads the image once.
+    grouped = may_group and platforms.on_gpu()
+    return Outer(tuple(map(piece, patches)), g, place, axes, True, pixels=pixels, grouped=grouped)
 
 
 def _transposed(
@@ -330,14 +345,13 @@ def _transposed(
     return Outer((x,), g, place, None)
 
 
-def _stays_convolution(p: dict[str, Any], kernel: Sequence[int], inputs: int) -> bool:
-    """Whether kernel gradients are left to the VJP: under `jax.vmap` one grouped convolution."""
+def _may_group(p: dict[str, Any], kernel: Sequence[int], inputs: int) -> bool:
+    """Whether kernel gradients may be left to the VJP: under `jax.vmap` one grouped convolution."""
     # XLA partitions such a convolution wrongly, so it has to be sure that it will not.
     if platforms.on_cpu() or may_be_split() or _disjoint(p, kernel):
         return False
     # A patch of 3 x 3 x 3 numbers costs less than a group, by both estimates of the compiler.
-    small = inputs * math.prod(kernel) < _SHIFTED
-    return not small and (inputs < _SHIFTED or math.prod(kernel) > _WRITTEN_OUT)
+    return inputs * math.prod(kernel) >= _SHIFTED
 
 
 def _disjoint(p: dict[str, Any], kernel: Sequence[int]) -> bool:
