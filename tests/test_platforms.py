@@ -280,7 +280,7 @@ def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():
     "x = x  # kept gradients may be bfloat16",
 )
 def test_gradients_of_a_bfloat16_loss_are_kept_as_it_has_them(monkeypatch):
-    """On accelerators; norms are of the kept numbers, so an example adds exactly its bound."""
+    """On a GPU; norms are of the kept numbers, so an example adds exactly its bound."""
     monkeypatch.setattr(cost, "_PAIR", np.inf)
     w, x = drawn((40, 24)), drawn((5, 9, 40))
 
@@ -292,14 +292,15 @@ def test_gradients_of_a_bfloat16_loss_are_kept_as_it_has_them(monkeypatch):
         found = [e.outvars[0].aval for e in equations(program)]
         return any(v.dtype == jnp.bfloat16 for v in found if v.shape == (5, 1, 40, 24))
 
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with platforms.traced_for("gpu"):
         assert kept(w, x)
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=1e-2)
         for row in x:
             alone = clipped_grad(loss, FLAT)(w, row[None])
             assert float(jnp.linalg.norm(alone.value)) == pytest.approx(0.5, rel=1e-6)
-    with platforms.traced_for("cpu"):
-        assert not kept(w, x)
+    for other in ("cpu", "tpu"):
+        with platforms.traced_for(other):
+            assert not kept(w, x)
 
 
 @kills(
@@ -316,7 +317,7 @@ def test_a_common_gradient_meets_gradients_that_are_not_rounded(monkeypatch):
         product = (x @ w.astype(jnp.bfloat16)) * g
         return jnp.sum(product.astype(jnp.float32)) - jnp.sum(w**2) / 2
 
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with platforms.traced_for("gpu"):
         for seed in (0, 4):
             x, g = (drawn((64, n), seed).astype(jnp.bfloat16) for n in (40, 24))
             w = 0.97 * x.astype(jnp.float32).T @ g.astype(jnp.float32)

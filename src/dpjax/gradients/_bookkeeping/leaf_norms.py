@@ -111,15 +111,15 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
 
 def _row_norms(form: Outer) -> Squares:
     """The cotangents of each row of a table are summed, and each sum is squared once."""
-    (ids,), eps = form.x, jnp.finfo(form.g.dtype).eps
-    same = ids[..., :, None] == ids[..., None, :]
-    mates, (_, g) = same.astype(form.g.dtype), _lengths(form)
+    (ids,), (_, g), eps = form.x, _lengths(form), jnp.finfo(form.g.dtype).eps
+    mates = (ids[..., :, None] == ids[..., None, :]).astype(g.dtype)
     rows = jnp.sqrt(jnp.sum(product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3))
-    # Rounding bound: relative to the cotangents that cancel in a row.
-    doubt = eps * jnp.sum(mates, axis=3) * jnp.sum(mates * jnp.sqrt(g)[:, :, None], axis=3)
-    # Each row of the table counts once, at the first position that takes it.
-    first = ~jnp.any(jnp.tril(same, -1), axis=3)
-    return jnp.sum(jnp.where(first, (rows + doubt) ** 2, 0), axis=(1, 2)) + _lost([form])
+    # As one product, which takes less time than two reductions.
+    seen = product("bhst,bhtk->bhsk", mates, jnp.stack([jnp.ones_like(g), jnp.sqrt(g)], axis=3))
+    count, lengths = seen[..., 0], seen[..., 1]
+    # Rounding bound: relative to the cotangents that cancel in a row. All positions that take a row
+    # have its sum, and each adds its part of the square.
+    return jnp.sum((rows + eps * count * lengths) ** 2 / count, axis=(1, 2)) + _lost([form])
 
 
 def _doubt(forms: Sequence[Outer | None]) -> Squares:

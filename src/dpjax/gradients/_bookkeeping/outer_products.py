@@ -165,12 +165,13 @@ def rounds(site: Site) -> bool:
 
 
 def keeps_bfloat16(site: Site) -> bool:
-    """Whether gradients of examples are kept in bfloat16: on accelerators, as the loss has them.
+    """Whether gradients of examples are kept in bfloat16: on a GPU, as the loss has them.
 
-    Norm and sum are taken of the kept numbers in float32, so no rounding passes the bound.
+    Norm and sum are taken of the kept numbers in float32, so no rounding passes the bound. A TPU
+    is expected to take 2 % more cycles that way.
     """
     dtypes = {x.dtype for x in (*site.data, site.output)}
-    return dtypes == {jnp.dtype(jnp.bfloat16)} and not platforms.on_cpu()
+    return dtypes == {jnp.dtype(jnp.bfloat16)} and platforms.on_gpu()
 
 
 def rounded(x: Array) -> Array:
