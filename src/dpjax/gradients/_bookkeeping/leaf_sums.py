@@ -235,8 +235,7 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
         return None
 
     def put(total: Array, factors: Squares) -> Array:
-        # There is no `cond` here: masking the few rows that were taken costs nothing.
-        rows = form_of(*entries[0].scaled(factors).wiped(factors != 0))
+        rows = form_of(*entries[0].scaled(factors))
         assert rows is not None
         # A scatter-add of the taken rows; a dense gradient of the table would be written for
         # nothing.
