@@ -64,6 +64,7 @@ class Results:
         self.path = None if path is None else pathlib.Path(path)
         self.runs = None if runs is None else pathlib.Path(runs)
         self.content: dict[str, Any] = {"rows": {}}
+        self._read()
 
     def of(self, row: str, seed: int, run: Run) -> Mapping[str, Any]:
         """The numbers of a row and a seed, from the file or from a run."""
