@@ -278,6 +278,7 @@ def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():
     "gradients/_bookkeeping/leaf_norms.py",
     "x = trees.widened(x)  # kept gradients may be bfloat16",
     "x = x  # kept gradients may be bfloat16",
+    slow=True,
 )
 def test_gradients_of_a_bfloat16_loss_are_kept_as_it_has_them(monkeypatch):
     """On a GPU; norms are of the kept numbers, so an example adds exactly its bound."""
@@ -378,6 +379,7 @@ def alone(monkeypatch):
     "gradients/_bookkeeping/outer_products.py",
     "grouped = may_group and platforms.on_gpu()",
     "grouped = platforms.on_gpu()",
+    slow=True,
 )
 def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
     """XLA partitions grouped convolutions wrongly."""

@@ -158,10 +158,45 @@ def weight_decay(params: Any, batch: Any, bound: float) -> Found:
     return jax.tree.map(lambda s, p: s + decay * jnp.sum(factors) * p, sums, params), norms
 
 
+def factorisation_machine(params: Any, batch: Any, bound: float) -> Found:
+    """It knows that all rows of the linear part have one gradient, that of the score."""
+    (ids, labels), (wide, last) = batch, params["deep"]
+    rows, offset = params["table"][ids], params["bias"] + params["linear"][ids].sum(1)
+
+    def loss(taps: Any) -> tuple[Array, Any]:
+        v = rows + taps[0]
+        x, pairs = v.reshape(len(v), -1), jnp.sum(v.sum(1) ** 2 - (v**2).sum(1), axis=1) / 2
+        h = jax.nn.relu(x @ wide["w"] + wide["b"] + taps[1])
+        score = offset + pairs + (h @ last["w"] + last["b"])[:, 0] + taps[2]
+        return jnp.sum(optax.sigmoid_binary_cross_entropy(score, labels.astype(float))), (x, h)
+
+    taps = jnp.zeros(rows.shape), jnp.zeros((len(ids), 64)), jnp.zeros(len(ids))
+    (by_rows, by_h, by_score), (x, h) = jax.grad(loss, has_aux=True)(taps)
+    # An example may take a row of the table more than once.
+    same = (ids[:, :, None] == ids[:, None, :]).astype(rows.dtype)
+    squares = jnp.sum(by_rows * jnp.einsum("bst,btd->bsd", same, by_rows), axis=(1, 2))
+    squares += (1 + squared(x)) * squared(by_h)
+    squares += by_score**2 * (2 + squared(h) + same.sum((1, 2)))
+    norms, factors = clipped(squares, bound)
+    by_rows, by_h = factors[:, None, None] * by_rows, factors[:, None] * by_h
+    by_score = factors * by_score
+    total = {
+        "table": jnp.zeros_like(params["table"]).at[ids].add(by_rows),
+        "linear": jnp.zeros_like(params["linear"]).at[ids].add(by_score[:, None]),
+        "bias": by_score.sum(),
+        "deep": [
+            {"w": x.T @ by_h, "b": by_h.sum(0)},
+            {"w": (h.T @ by_score)[:, None], "b": by_score.sum()[None]},
+        ],
+    }
+    return total, norms
+
+
 PROGRAMS: dict[str, Callable[[Any, Any, float], Found]] = {
     "hypernetwork": hypernetwork,
     "neural ode": neural_ode,
     "weight decay in the loss": weight_decay,
+    "factorisation machine": factorisation_machine,
 }
 
 

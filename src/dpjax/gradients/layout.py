@@ -177,8 +177,9 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
     """An estimate of the memory for one example in flight.
 
     It counts the values of the forward pass that depend on the example. For the book-keeping
-    engine it adds what the rules of the leaves write. For other engines it counts these values
-    four times, for cotangents and scaled copies, and two gradients of every leaf.
+    engine these are the values that XLA writes, and what the rules of the leaves write is added.
+    For other engines it counts all values four times, for cotangents and scaled copies, and two
+    gradients of every leaf.
     """
     program, leaves = jax.make_jaxpr(loss)(params, example).jaxpr, jax.tree.leaves(params)
     moving = [i >= len(leaves) for i in range(len(program.invars))]
@@ -191,7 +192,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
         if sites := [site for site in found.sites if i in site.leaves]:
             numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites, i).numbers
     # Sites compute norms in float32: 4 bytes per number.
-    return _program_bytes(program, moving, fused=platforms.on_cpu()) + 4 * numbers
+    return _program_bytes(program, moving, fused=True) + 4 * numbers
 
 
 def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
