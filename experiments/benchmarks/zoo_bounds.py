@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private programs written for one model each: how fast could an engine run the zoo's slowest?
 
-  result    over a plain step: hypernetwork 3.0 (the product that it needs: 2.9), neural ode 1.5,
-            weight decay 1.1
+  result    over a plain step: hypernetwork 2.8 (the product that it needs: 2.6), neural ode 2.2
+            (1.5 in some processes), weight decay 1.1, factorisation machine 1.1
   hardware  two CPU cores
   command   make bench BENCH=zoo_bounds
 
