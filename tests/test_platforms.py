@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions are those of the platform that a program is lowered for."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -343,6 +345,11 @@ SHAPES = {
     ),
     "many entries": (few_channels, (6, 5, 32, 2), (5, 6, 6, 32)),
     "many channels, GPU": (few_channels, (3, 3, 32, 4), (5, 12, 12, 32)),
+    "with a common gradient, GPU": (
+        lambda w, x: few_channels(w, x) - 20 * jnp.sum(w**2),
+        (3, 3, 32, 4),
+        (5, 12, 12, 32),
+    ),
 }
 
 
@@ -381,6 +388,7 @@ def alone(monkeypatch):
     "grouped = platforms.on_gpu()",
     slow=True,
 )
+@kills("gradients/_bookkeeping/leaf_sums.py", " and not form.grouped", "", slow=True)
 def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
     """XLA partitions grouped convolutions wrongly."""
 
@@ -432,6 +440,13 @@ def test_a_program_is_split_unless_one_device_is_sure_to_run_it(monkeypatch):
             assert split() == expected
 
 
+@kills(
+    "gradients/_bookkeeping/common.py",
+    "total + 2 * cross",
+    "total + cross",
+    case="with a common gradient, GPU",
+    slow=True,
+)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.sample(1)
 def test_examples_as_groups_are_the_definition(alone, name):
@@ -441,7 +456,7 @@ def test_examples_as_groups_are_the_definition(alone, name):
     with traced_as(name):
         assert convolutions(clipped, w, x)
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
-        assert "derivative, kept" in gradients.explain(loss, w, x[0])
+        assert re.search(r"derivative( \+ common)?, kept", gradients.explain(loss, w, x[0]))
 
 
 @kills(

@@ -92,7 +92,7 @@ COMMANDS = (
             "cifar10 {ReLU|tanh}, batch 4096, rate {0.2|0.4|0.8}, momentum 0.9, 780 steps", 200),
     Command("liu2021", "--table=rates --datasets=cifar10",
             f"cifar10 {{{{flat|{{paper|equal}}, 16 groups}}{_MOVES}|paper, 16 groups{_MOVES}, relu"
-            "}, {1430|1625} steps", 30),
+            "}, {1430|1625} steps", 26),
     Command("papernot2021", "--table=4 --datasets=fashion_mnist", "fashion_mnist {tanh|"
             "adam at 0.00132|{sgd at 0.107|adam at 0.00106}, not private}, 9400 steps", 12),
     Command("papernot2021", "--figure=4 --datasets=mnist", "mnist {ReLU|tanh}{|, not private}, "

@@ -8,7 +8,7 @@
             accuracy: 77.9 and 17.4, 75.3 and 10.2 at epsilon 1; 78.1 and 17.6, 76.8 and 9.0 at 3.
             Bias-only and full are not run
   time      of one core: features 3 minutes (images) and 8 (phrases), kept for all linear rows; a
-            run of bias-only or lora 12 minutes, of full 25
+            run of lora 12 minutes
   command   python experiments/papers/bu2023_finetuning.py --rows=linear --weights=FOLDER --seeds=3
   figures   experiments/results/finetuning.json
 

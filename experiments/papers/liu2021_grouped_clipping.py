@@ -4,7 +4,7 @@
   result    groups win only while their noise is undercounted.  MNIST at rate 0.5: flat 96.4 % at
             epsilon 0.94, 8 groups 97.5 % at 18.6 (printed as 0.94), 8 groups at 0.94 93.9 %.
             CIFAR-10, one seed: flat 61.8 % at 3.19 as printed; groups are not run yet
-  time      one to ten minutes a run on a shared CPU core; an hour on CIFAR-10
+  time      one to ten minutes a run on a shared CPU core; 50 on CIFAR-10
   command   python experiments/papers/liu2021_grouped_clipping.py --table=rates --seeds=3
   figures   experiments/results/liu2021.json; --table=1 to 4 run one rate for all ways
 
@@ -191,8 +191,8 @@ def rows_of(trial: Trial, results: paper_runs.Results) -> Iterable[dict[str, Any
         model = setting.model(classes=dataset.classes, activation=getattr(nn, act))
         optimizer = optax.sgd(rate, momentum or None)
         longer = results.content["rows"].get(f"{words}, {max(setting.steps.values())} steps", {})
-        options = {"evaluations": setting.evaluations}
-        own = partial(paper_runs.trained, dataset, model, mechanism, optimizer, **options)
+        often = setting.evaluations
+        own = partial(paper_runs.trained, dataset, model, mechanism, optimizer, evaluations=often)
         run = partial(beginning_of, longer, steps, own)
         found = [results.of(f"{words}, {steps} steps", seed, run) for seed in seeds]
         nominal = mechanism_of(setting, "flat", 1, dataset.examples, steps).event

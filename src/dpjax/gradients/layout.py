@@ -154,9 +154,8 @@ def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, en
     """The number of examples in flight on all devices: a power of two, or all."""
     if engine not in _GHOST and platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
-    fits = _budget(loss, params, example, engine) / max(
-        1, bytes_per_example(loss, params, example, engine)
-    )
+    each = bytes_per_example(loss, params, example, engine)
+    fits = _budget(loss, params, example, engine) / max(1, each)
     return min(batch_size, 2 ** max(0, round(math.log2(fits))))
 
 

@@ -8,7 +8,7 @@ Five rules lead to a norm; `cost.choose` takes the cheapest that fits:
   \langle g_s, g_t \rangle$, also across the sites of tied weights;
 * *rows*: the cotangents of each row of a table are summed before they are squared;
 * *instantiate*: the gradient of each example, as one batched product;
-* *derivative*: the VJP of the equation itself, for sites without a form, and on a GPU for kernels.
+* *derivative*: the VJP of the equation itself, without a form, and on a GPU of convolutions.
 
 A norm that is rounded down would let an example pass its bound. So each rule adds a bound on its
 rounding error, and computes in float32 or wider at the highest precision, whatever the dtype of
@@ -41,7 +41,7 @@ from dpjax.gradients._bookkeeping.outer_products import HIGHEST, Outer, form_of,
 
 
 def norms(
-    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array], exact: bool = False
+    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array], exact: bool
 ) -> tuple[Squares, Pieces | None]:
     """Squared norms of each example's gradient of a leaf, and those gradients if they are kept.
 
