@@ -23,6 +23,7 @@ import pytest
 from jax import lax
 
 from dpjax import clipped_grad, clipping
+from dpjax.gradients import platforms
 
 ROWS, WIDTH = 6, 4
 PARTS = {}
@@ -803,24 +804,44 @@ def spread_of_a_broken_example(rule, before, spoilt, without, definition, tolera
     return None
 
 
-def check(seed, names, dtype="float64"):
+def excess(case, rule, one):
+    """How an example that is alone in a sum passes the bounds of a rule; None if it does not."""
+    groups, bounds = case.rules[rule].partition.assign(case.params), case.rules[rule].bounds
+    squares = np.zeros(len(bounds))
+    for group, leaf in zip(groups, jax.tree.leaves(one.value), strict=True):
+        squares[group] += np.sum(np.square(np.asarray(leaf, np.float64)))
+    # The factor and its products with the gradient are rounded.
+    if np.all(np.sqrt(squares) <= (1 + 1e-6) * np.asarray(bounds)):
+        return None
+    return f"{rule}: {np.sqrt(squares)} passes the bounds {bounds}"
+
+
+def check(seed, names, dtype="float64", platform="cpu"):
     """What is wrong with a network, in words; None if nothing is.
 
     Args:
       seed: Of everything random.
       names: The parts; or pairs of a number and a part, where others were left out.
       dtype: "float64", "float32", or "bfloat16" for networks with narrow parts.
+      platform: Whose forms the engine takes: "cpu", "tpu" or "gpu". All run on the CPU.
     """
     names = [name if isinstance(name, tuple) else (i, name) for i, name in enumerate(names)]
-    tolerance = TOLERANCES[dtype]
+    # Accelerators multiply operands of float32 that are rounded to 8 or 11 digits.
+    tolerance = TOLERANCES["bfloat16" if platform != "cpu" and dtype == "float32" else dtype]
     with jax.enable_x64(dtype == "float64"):
         case = network(seed, names, dtype)
-        definition, fast = run(case, "vmap"), run(case, "ghost", case.microbatch)
+        definition = run(case, "vmap")
+        fast = platforms.traced_for(platform)(run(case, "ghost", case.microbatch))
         want, got = definition(case.batch, case.mask), fast(case.batch, case.mask)
         for rule in case.rules:
             found = disagreement(case, rule, case.mask, want[rule], got[rule], tolerance)
             if found is not None:
                 return f"{rule}: {found}"
+        for i in range(len(case.mask)):
+            alone = fast(case.batch, jnp.arange(len(case.mask)) == i)
+            for rule, one in alone.items():
+                if (found := excess(case, rule, one)) is not None:
+                    return f"example {i} alone, {found}"
         spoil = (math.nan, math.inf)[seed % 2]
         batch = dict(case.batch, x=case.batch["x"].at[0, 0, 0].set(spoil))
         mask = case.mask.at[0].set(True)
@@ -834,29 +855,29 @@ def check(seed, names, dtype="float64"):
     return None
 
 
-def attempt(seed, names, dtype):
+def attempt(*recipe):
     try:
-        return check(seed, names, dtype)
+        return check(*recipe)
     except Exception as error:  # an engine that cannot is as wrong as one that errs
         return f"{type(error).__name__}: {error}"
 
 
-def shortest(seed, names, dtype):
+def shortest(seed, names, *how):
     """Leaves out parts for as long as what remains still fails."""
     for left in names:
         rest = [name for name in names if name != left]
-        if rest and attempt(seed, rest, dtype) is not None:
-            return shortest(seed, rest, dtype)
+        if rest and attempt(seed, rest, *how) is not None:
+            return shortest(seed, rest, *how)
     return names
 
 
-def hunt(seed, names, dtype):
+def hunt(seed, names, dtype, platform="cpu"):
     """Checks a network; if it fails, says so with the recipe of a short one that does."""
-    numbered = list(enumerate(names))
-    if attempt(seed, numbered, dtype) is not None:
-        short = shortest(seed, numbered, dtype)
-        recipe = f"test_fuzz.check({seed}, {short}, {dtype!r})"
-        pytest.fail(f"{attempt(seed, short, dtype)}\nTo repeat it: {recipe}", pytrace=False)
+    numbered, how = list(enumerate(names)), (dtype, platform)
+    if attempt(seed, numbered, *how) is not None:
+        short = shortest(seed, numbered, *how)
+        recipe = f"test_fuzz.check({seed}, {short}, {dtype!r}, {platform!r})"
+        pytest.fail(f"{attempt(seed, short, *how)}\nTo repeat it: {recipe}", pytrace=False)
 
 
 # The tests ----------------------------------------------------------------------------------
@@ -916,7 +937,9 @@ def test_a_failing_network_is_reported_as_a_recipe(monkeypatch):
         return changed
 
     monkeypatch.setitem(globals(), "clipped_grad", forgetful)
-    with pytest.raises(pytest.fail.Exception, match=r"check\(0, \[\(1, 'norm'\)\], 'float64'\)"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"check\(0, \[\(1, 'norm'\)\], 'float64', 'cpu'\)"
+    ):
         hunt(0, ["dense", "norm"], "float64")
 
 
@@ -929,3 +952,19 @@ def test_networks(number):
         hunt(seed, [*drawn(seed, 1, 2), "narrow"], "bfloat16")
     else:
         hunt(seed, drawn(seed, 2, 4), "float32" if number % 4 == 3 else "float64")
+
+
+SPATIAL = "convolution", "convolved_parameter", "transposed_convolution", "convolution_used_twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(120))
+def test_networks_in_the_forms_of_accelerators(number):
+    """Every other network has a convolution, since there the forms differ most."""
+    seed = 10_000 * int(os.environ.get("DPJAX_FUZZ", "1")) + 1_000 + number
+    platform, first = ("tpu", "gpu")[number % 2], (SPATIAL[number % 4],) * (number % 4 // 2)
+    if number % 8 == 7:
+        hunt(seed, [*drawn(seed, 1, 2), "narrow"], "bfloat16", platform)
+    else:
+        dtype = "float32" if number % 8 in (2, 3) else "float64"
+        hunt(seed, drawn(seed, 1, 3, first), dtype, platform)
