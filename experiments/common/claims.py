@@ -2,8 +2,8 @@
 """Whether a claim of a paper holds for the rows that ran here: one rule for all claims.
 
   a number         holds if the mean over seeds is within half a point of it, or better
-  one above other  holds if the ranges over seeds do not overlap, in the claimed direction
-  one level with   holds if the ranges overlap, or as above
+  above, below     holds if the ranges over seeds do not overlap, in the claimed direction
+  level            holds if the ranges overlap, or if the first is the better one
 
 Comparisons of single seeds stay open.  Calibration errors are in per cent, so half a point is
 theirs too.  This file reads dictionaries alone and must stay fast: tables are made in tests.
@@ -29,7 +29,7 @@ class Claim(NamedTuple):
       rows: Patterns of the rows that speak for it; the first that has rows counts.  Among its rows
         the one with the most seeds counts, and of those the best: published figures are of
         searched rates too.
-      published: The published number, "above" or "level" for a comparison, or "" for none.
+      published: The published number; "above", "below" or "level" for a comparison; "" for none.
       than: Patterns of the rows that it is compared with.
       measure: The number of a run.
       lower: Whether smaller is better.
@@ -68,7 +68,7 @@ def judged(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
     """The verdict of a claim, by the rule of this file."""
     row, ours = _speaking(claim, claim.rows, rows)
     _, theirs = _speaking(claim, claim.than, rows)
-    comparison = claim.published in ("above", "level")
+    comparison = claim.published in ("above", "below", "level")
     if not ours or (comparison and not theirs):
         verdict = f"{NOT_RUN}: {claim.why}" if claim.why else NOT_RUN
     elif claim.published == "":
