@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions are those of the platform that a program is lowered for."""
 
+import itertools
 import re
 
 import jax
@@ -89,16 +90,32 @@ def test_an_unknown_accelerator_is_the_one_that_is_here(monkeypatch):
             assert not platforms.on_gpu()
 
 
-def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
-    def pair(params, x):
-        return convolved(params, x), None
+def pair(params, x):
+    return convolved(params, x), None
 
+
+def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
     row = jax.ShapeDtypeStruct(IMAGES.shape[1:], jnp.float32)
     on_cpu = gradients.layout(pair, PARAMS, row, 512)
     with platforms.traced_for("tpu"):
         assert gradients.layout(pair, PARAMS, row, 512) == gradients.Layout(512)
         assert gradients.layout(pair, PARAMS, row, 2**20).microbatch_size < 2**14
     assert on_cpu.microbatch_size < 64
+
+
+@kills(
+    "gradients/layout.py", "return share if platforms.on_gpu() else min", "return min", slow=True
+)
+@kills("gradients/layout.py", "min(share, _ON_TPU)", "share", slow=True)
+def test_more_memory_is_for_microbatches_of_a_gpu_alone(monkeypatch):
+    row, sizes = jax.ShapeDtypeStruct(IMAGES.shape[1:], jnp.float32), {}
+    for gigabytes, platform in itertools.product((16, 96), ("tpu", "gpu")):
+        monkeypatch.setattr(platforms, "memory_limit", lambda of=gigabytes: of * 2**30)
+        with platforms.traced_for(platform):
+            found = gradients.layout(pair, PARAMS, row, 2**20)
+        sizes[gigabytes, platform] = found.microbatch_size
+    assert sizes[96, "tpu"] == sizes[16, "tpu"]
+    assert sizes[96, "gpu"] > 2 * sizes[16, "gpu"]
 
 
 def positions(w, example, precision: str | None = "high"):

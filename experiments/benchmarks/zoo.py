@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of many kinds: the private clipped sum beside a plain gradient, in time and in agreement.
 
-  result    25 models: a median of 1.06 x; above 1.5: hypernetwork 12.2 and neural ode 2.3 (1.8 in some
-            processes; gru 1.4, and 1.9 in some); sums and norms differ from the definition by at
-            most 2.3e-6
+  result    25 models: a median of 1.06 x; above 1.5: hypernetwork 12.2 and neural ode 2.3 (1.8 in
+            some processes; gru 1.4, and 1.9 in some); sums and norms differ from the definition by
+            at most 2.3e-6
   hardware  two CPU cores
   command   make bench BENCH=zoo ARGS="--out experiments/results/zoo.json"
   figures   experiments/results/zoo.json
