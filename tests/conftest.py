@@ -53,7 +53,7 @@ for name, value in SHARED.items():
     jax.config.update(name, value)
     os.environ[name.upper()] = str(value)
 # Warnings are errors in those processes too, but for one: what was killed, or is not done, while
-# it writes an entry of the cache leaves one that cannot be read, and is then compiled anew.
+# it writes an entry of the cache leaves one that cannot be read, and is then compiled again.
 entries = [f"ignore:Error {doing} persistent compilation cache" for doing in ("reading", "writing")]
 os.environ["PYTHONWARNINGS"] = ",".join(["error", *entries])
 

@@ -76,7 +76,7 @@ def server():
 
 
 def environment():
-    """For a process that begins anew: it finds the modules beside this one."""
+    """For a process that begins again: it finds the modules beside this one."""
     paths = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

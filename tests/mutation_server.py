@@ -63,7 +63,7 @@ def _test(sources, killer):
             os.dup2(report.fileno(), stream)
     # Also for programs that a test starts.
     os.environ["DPJAX_TESTED_SOURCES"] = os.environ["PYTHONPATH"] = sources
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they would import hypothesis anew
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they would import hypothesis again
     os.chdir(sources)
     sys.path.insert(0, sources)
     tests = pathlib.Path(__file__).parent

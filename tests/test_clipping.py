@@ -36,7 +36,7 @@ def test_length_after_clipping(name, rule, lengths):
         assert found == pytest.approx(want, abs=1e-5), name
 
 
-# 0.5 * |w - x|^2 at w = [1, 2 | 3]: four examples, gradients worked out by hand.
+# 0.5 * |w - x|^2 at w = [1, 2 | 3]: four examples, gradients from the formula.
 W = (jnp.array([1.0, 2.0]), jnp.array([3.0]))
 X = (
     jnp.array([[3.0, 6.0], [5.0, 6.0], [4.0, 8.0], [-1.0, 0.0]]),

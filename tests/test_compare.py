@@ -122,7 +122,7 @@ def test_a_published_seed_is_not_for_release(tmp_path):
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_read_is_named_and_stops_nothing(tmp_path):
     runs = [write(tmp_path / name, [0.5, 0.9]) for name in "abc"]
-    (runs[0] / "evaluation.npz").write_bytes(b"")  # which nobody asks for here
+    (runs[0] / "evaluation.npz").write_bytes(b"")  # which this test does not read
     (runs[1] / "metrics.jsonl").write_text("{half")
     compare(*runs, tmp_path / "none", "--out", tmp_path / "page.html")
     tree = parsed(tmp_path / "page.html")

@@ -117,7 +117,7 @@ def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
 
 @pytest.mark.slow
 def test_a_full_disk_is_survived_and_reported(server, tmp_path):
-    """No file can grow for a while, whoever writes it."""
+    """No file can grow for a while, whatever process writes it."""
     run, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     cut_off(run, after=9)
     before = log.read_text()

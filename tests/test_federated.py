@@ -540,7 +540,7 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
     weights = federated.Weights(values=np.ones(60), largest=2.0, total=90.0)
     algorithm = fedavg(clients, plan, loss, weights=weights, microbatch_size=size)
     change = moved(algorithm, jnp.zeros(400_000), seed=1)
-    # Shares of 45 clients in all, a third of which is expected.
+    # Shares of 45 clients in all, and a third is expected.
     assert np.std(change) * 15 == pytest.approx(1.1 * 2.0, rel=0.005)
 
 

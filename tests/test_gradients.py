@@ -87,7 +87,7 @@ def test_frozen_weights_are_worth_larger_microbatches():
         example = jax.ShapeDtypeStruct((inputs,), jnp.float32)
         return size(lambda b, x: (jnp.sum(jnp.tanh(x @ weights + b)), None), example)
 
-    # A table of which rows are read is no weight of a product.
+    # A table whose rows are read is no weight of a product.
     table = jnp.zeros((32_768, 512))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     rows = size(lambda b, i: (jnp.sum(jnp.tanh(table[i] + b)), None), row)

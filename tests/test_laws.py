@@ -560,7 +560,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
         assert_trees_equal(first, again, rtol=0)
         count = int(first.size)
         rows = np.asarray(first.indices)[:count]
-        assert len(np.unique(rows)) == count  # nobody twice within one update
+        assert len(np.unique(rows)) == count  # no row twice within one update
         assert rows.max(initial=0) < sampler.examples
 
 

@@ -203,18 +203,17 @@ ROWS = {
         ({"rows": ["near"], "published": "level", "than": ["tanh"]}, "holds"),
         ({"rows": ["tanh"], "published": "level", "than": ["ReLU"]}, "holds"),
         ({"rows": ["ReLU"], "published": "level", "than": ["tanh"]}, "does not hold"),
-        ({"rows": ["ece small"], "published": 2.1, "measure": "ece", "lower": True}, "holds"),
+        ({"rows": ["ece small"], "published": 2.1, "measure": "ece"}, "holds"),
         (
-            {"rows": ["ece small"], "published": 1.9, "measure": "ece", "lower": True},
+            {"rows": ["ece small"], "published": 1.9, "measure": "ece"},
             "does not hold",
         ),
         (
             {
                 "rows": ["ece large"],
-                "published": "above",
+                "published": "below",
                 "than": ["ece small"],
                 "measure": "ece",
-                "lower": True,
             },
             "holds",
         ),

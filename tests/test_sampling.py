@@ -106,7 +106,7 @@ OPENED = np.tri(5)
         (0.01 * OPENED, "pld", 1.4938),  # growing batches cost what no curriculum costs
         (0.05 * OPENED / np.arange(1, 6)[:, None], "pld", 4.6323),
         (0.05 * OPENED / np.arange(1, 6)[:, None], "rdp", 5.0575),
-        (0.01 * OPENED[:, 4:], "pld", 0.6514),  # nobody but the hardest: in the last row alone
+        (0.01 * OPENED[:, 4:], "pld", 0.6514),  # none but the hardest: in the last row alone
     ],
 )
 def test_the_largest_rate_of_any_bin_is_counted(rates, method, expected):

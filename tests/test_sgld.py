@@ -30,7 +30,7 @@ def flat(w, x):
 
 
 def after(algorithm, steps, start, key=0):
-    """The state so many steps later, in one dispatch."""
+    """The state after these steps, in one dispatch."""
     state = algorithm.init(jax.random.key(key), start)
     return algorithm.run(trees.copy(state), steps)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 TOLERANCE = 0.5
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "open: 1 seed", "not run"
+_ERRORS = ("ece", "mce", "mse")
 _SCALE = {"ece": 100, "mce": 100}  # kept as parts, published in per cent
 
 
@@ -32,7 +33,6 @@ class Claim(NamedTuple):
       published: The published number; "above", "below" or "level" for a comparison; "" for none.
       than: Patterns of the rows that it is compared with.
       measure: The number of a run.
-      lower: Whether smaller is better.
       at: The epoch whose accuracy is meant; 0 for the last.
       why: Why nothing ran, if the reason is not time.
       pooled: Whether the best row of all patterns counts, not of the first that has rows.
@@ -43,10 +43,14 @@ class Claim(NamedTuple):
     published: float | str
     than: Sequence[str] = ()
     measure: str = "accuracy"
-    lower: bool = False
     at: int = 0
     why: str = ""
     pooled: bool = False
+
+    @property
+    def lower(self) -> bool:
+        """Whether smaller is better, as of all errors."""
+        return self.measure in _ERRORS
 
 
 class Judged(NamedTuple):

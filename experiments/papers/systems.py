@@ -226,12 +226,12 @@ def bu2023(rows: Mapping[str, Any]) -> Found:
                 continue
             for published, measure in zip(printed, ("ECE", "MCE"), strict=True):
                 claim = Claim(f"{WORDS[task]}: {measure}, {way}", [f"{task} {way}"], published)
-                claims.append(claim._replace(measure=measure.lower(), lower=True, why=why[task]))
+                claims.append(claim._replace(measure=measure.lower(), why=why[task]))
     for way, published in ((settings.SMALL, 96), (settings.LARGE, 95)):  # in section 5.4
         claims.append(Claim(f"MNIST: accuracy, {way}", [f"mnist {way}"], published))
     ours, than = ["mnist large R"], ["mnist small R"]
     claim = Claim(f"MNIST: {_CALIBRATES}", ours, "below")
-    compared.append(claim._replace(than=than, measure="ece", lower=True))
+    compared.append(claim._replace(than=than, measure="ece"))
     shape = {"layer": {"kernel": jnp.zeros(1)}}  # bounds of layers are not read
     for name in ("california_housing", "wine_quality"):
         for way in (settings.SMALL, settings.LARGE):
@@ -239,11 +239,11 @@ def bu2023(rows: Mapping[str, Any]) -> Found:
             costs[f"{name} {way} squared_error"] = [printed, *sound]
         ours, than = ([f"{name} {way} squared_error"] for way in (settings.LARGE, settings.SMALL))
         claim = Claim(f"{WORDS[name]}: large R level with small R", ours, "level", than=than)
-        compared.append(claim._replace(measure="mse", lower=True))
+        compared.append(claim._replace(measure="mse"))
     for optimizer in algorithms.OPTIMIZERS:
         ours, than = ([f"algorithms {optimizer}, flat, {way} R"] for way in ("large", "small"))
         words = f"MNIST, 10 epochs of {optimizer}: {_CALIBRATES}"
-        compared.append(Claim(words, ours, "below", than=than, measure="ece", lower=True))
+        compared.append(Claim(words, ours, "below", than=than, measure="ece"))
     return costs | _stated(rows), claims + compared
 
 
@@ -257,7 +257,7 @@ def finetuning(rows: Mapping[str, Any]) -> Found:
         dataset, part = name.split(" ", 1)
         words = f"{WORDS[dataset]}, {part}, epsilon {epsilon:g}"
         claim = Claim(f"{words}: {_CALIBRATES}", ours, "below", than=than)
-        compared.append(claim._replace(measure="ece", lower=True))
+        compared.append(claim._replace(measure="ece"))
         system = f"{words}: accuracy with a large bound level with that with a small one"
         compared.append(Claim(system, ours, "level", than=than))
     return _stated(rows), compared

@@ -36,8 +36,8 @@ from dpjax.types import LossFn, PyTree
 _GHOST = ("auto", "ghost")
 # The share of the memory for one microbatch.
 _SHARE = 1 / 8
-# The most bytes for one on a TPU. More leave its on-chip memory: with an eighth of a v5p, WRN-16-4
-# takes a quarter more cycles, and ViT-S as many in six times the memory (`make bench BENCH=plans`).
+# The most bytes for one on a TPU. Larger ones leave its on-chip memory: plans for a v5p with an
+# eighth of its memory expect more cycles of WRN-16-4, and as many of ViT-S.
 _ON_TPU = 2 * 2**30
 # On a CPU: bytes in flight on all devices together, plus these multiples of the bytes of parameters
 # and of frozen weights, which are read forwards and backwards and have no sum. Chosen by timing:
