@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optax chains: the noise link accepts the clipped sum of its own rule, and nothing else."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +98,7 @@ def updated(links, jitted):
 
 @kills(
     "_marks.py",
-    "if clipped.bounds != rule.bounds or not same:",
+    "if bounds != rule.bounds or not same:",
     "if not same:",
     case="False-another bound",
     slow=True,
@@ -186,6 +188,48 @@ def test_the_private_link_is_the_chain_of_its_parts():
     )
     with pytest.raises(ValueError, match="Use dpjax"):
         adapted.private(jax.random.key(0))
+
+
+@kills("noise/link.py", "if not isinstance(state.step, Tracer):", "if False:")
+@pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
+def test_a_state_that_is_a_constant_is_refused(link):
+    clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
+    w, state = jnp.zeros(3), link.init(jnp.zeros(3))
+
+    def noisy(state, x):
+        return link.update(clipped_grad(w, x), state)[0]
+
+    batches = jnp.arange(24.0).reshape(2, 4, 3)
+    for run in (
+        jax.jit(lambda x: noisy(state, x)),
+        lambda x: jax.lax.map(partial(noisy, state), x),
+    ):
+        with pytest.raises(ValueError, match="the state of the link is a constant"):
+            run(batches)
+    jax.jit(noisy)(state, batches[0])
+    jax.jit(lambda x: noisy(link.init(w), x))(batches[0])
+
+
+@kills("_marks.py", "_require_rule(updates.by, rule, updates.value, name)", "pass", case="jitted")
+@kills(
+    "_marks.py",
+    "updates = updates.value if isinstance(updates, ClippedSum) else updates",
+    "if isinstance(updates, ClippedSum):\n        return updates.value",
+    case="jitted",
+)
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+def test_a_clipped_sum_says_by_which_rule(jitted):
+    clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), clipping.flat(10.0))
+    run = jax.jit(clipped_grad) if jitted else clipped_grad
+    clipped, link = run(jnp.zeros(3), jnp.ones((4, 3))), noised()
+    with pytest.raises(ValueError, match="clipped by flat to the bounds"):
+        link.update(clipped, link.init(jnp.zeros(3)))
+    same = noised(clipping.flat(10.0))
+    with pytest.raises(ValueError, match="give the ClippedSum itself"):
+        same.update(clipped._replace(value=2 * clipped.value), same.init(jnp.zeros(3)))
+    again = jax.tree.unflatten(jax.tree.structure(clipped), jax.tree.leaves(clipped))
+    same.update(again, same.init(jnp.zeros(3)))
+    assert repr(clipped).startswith("ClippedSum(value=")
 
 
 def test_clipped_sums_are_known_in_a_loop_of_ones_own():

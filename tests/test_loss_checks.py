@@ -91,6 +91,108 @@ def test_losses_that_could_mix_examples_are_refused(name):
         run(loss_of(function))
 
 
+def backwards(function):
+    """The product of two arrays, with a gradient that ``function`` made."""
+
+    @jax.custom_vjp
+    def product(w, x):
+        return w * x
+
+    def back(x, cotangent):
+        return function(cotangent * x), jnp.zeros_like(x)
+
+    product.defvjp(lambda w, x: (w * x, x), back)
+    return lambda w, x: jnp.sum(product(w, x))
+
+
+def noised(gradient):
+    return gradient + drawn(gradient)
+
+
+@kills(
+    "gradients/clipped_grad.py",
+    "jax.grad(loss, has_aux=True, allow_int=True))(params, example)",
+    "loss)(params, example)",
+)
+@kills("training/dpsgd.py", "require_one_example(gradient,", "require_one_example(loss.jaxpr,")
+@pytest.mark.parametrize("function", [centred, noised], ids=["custom_vmap", "rbg"])
+def test_derivatives_of_the_user_are_read(function):
+    loss, message = backwards(function), "gradient of the loss: its program holds"
+    with pytest.raises(ValueError, match=f"clipped_grad: the {message}"):
+        dpjax.clipped_grad(loss, clipping.flat(1.0))(W, X)
+    with pytest.raises(ValueError, match=f"dpsgd: the {message}"):
+        run(loss)
+    vouched = backwards(losses.vouched(function))
+    jax.eval_shape(dpjax.clipped_grad(vouched, clipping.flat(1.0)), W, X)
+
+
+@kills("training/recipe.py", 'require_one_example(program, "dpsgd: weights")', "pass")
+def test_weights_are_read():
+    def weigh(step, params, x):
+        return centred(x)[0]
+
+    honest = loss_of(lambda x: x)
+    algorithm = dpjax.dpsgd(honest, optax.sgd(0.1), mechanism(), X, weights=weigh)
+    state = algorithm.init(jax.random.key(0), W)
+    with pytest.raises(ValueError, match="dpsgd: weights: its program holds custom_vmap_call"):
+        algorithm.step(state)
+
+
+@kills(
+    "gradients/clipped_grad.py", "check_loss(traced, params, trees.one_row(rows))", "pass  # row"
+)
+def test_a_step_reads_its_loss_whichever_algorithm_made_the_state():
+    honest, mixing = (
+        dpjax.dpsgd(loss_of(function), optax.sgd(0.1), mechanism(), X)
+        for function in (lambda x: x, centred)
+    )
+    state, _ = honest.step(honest.init(jax.random.key(0), W))
+    with pytest.raises(ValueError, match="custom_vmap_call"):
+        mixing.step(state)
+
+
+def test_optimizers_of_clients_are_read():
+    clients = federated.Clients.of([np.ones((2, 3), np.float32)] * 4)
+    algorithm = federated.fedavg(
+        lambda w, x: jnp.sum(w * x),
+        optax.sgd(1.0),
+        mechanism(unit="client"),
+        clients,
+        client_optimizer=optax.chain(optax.stateless(lambda u, _: centred(u)), optax.sgd(1.0)),
+        local_batch_size=2,
+        local_steps=1,
+    )
+    with pytest.raises(ValueError, match="fedavg: the loss: its program holds custom_vmap_call"):
+        algorithm.init(jax.random.key(0), W)
+
+
+@kills("trees.py", '== "threefry2x32":\n        return key', '!= "":\n        return key')
+def test_clients_order_their_rows_by_their_own_key_whatever_its_generator():
+    def after(sizes):
+        rows = [np.arange(3 * n, dtype=np.float32).reshape(n, 3) for n in sizes]
+        algorithm = federated.fedavg(
+            lambda w, x: jnp.sum((w - x) ** 2),
+            optax.sgd(1.0),
+            dpjax.Mechanism(
+                sampling=sampling.full(len(sizes)),
+                clipping=clipping.flat(1.0),
+                noise_multiplier=0.0,
+                steps=1,
+                unit="client",
+            ),
+            federated.Clients.of(rows),
+            client_optimizer=optax.sgd(0.3),
+            local_batch_size=1,
+            local_epochs=1,
+            microbatch_size=len(sizes),
+        )
+        state, _ = algorithm.step(algorithm.init(jax.random.key(3, impl="rbg"), W))
+        return np.asarray(state.params) * len(sizes)
+
+    # The first client moves the sum by its own update alone.
+    assert np.linalg.norm(after([1, *[9] * 12]) - after([0, *[9] * 12])) <= 1 + 1e-5
+
+
 def test_clients_losses_are_read_too():
     clients = federated.Clients.of([np.ones((2, 3), np.float32)] * 4)
     algorithm = federated.fedsgd(
@@ -101,7 +203,6 @@ def test_clients_losses_are_read_too():
     honest = federated.fedsgd(
         lambda w, x: jnp.sum(w * x), optax.sgd(1.0), mechanism(unit="client"), clients
     )
-    # The order of a client's rows comes from the key of the run, of whichever generator.
     honest.step(honest.init(jax.random.key(0, impl="rbg"), W))
 
 
@@ -183,7 +284,7 @@ def test_a_rule_that_calls_the_host_is_refused():
         run(lambda w, x: jnp.sum(w * x), rule=rule)
 
 
-@kills("losses/augmentation.py", '!= "threefry2x32"', '== ""')
+@kills("losses/augmentation.py", "key = trees.mappable(key)", "pass")
 def test_augmentation_by_rbg_draws_for_each_example():
     def total(rows):
         loss = losses.augmented(

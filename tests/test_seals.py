@@ -11,7 +11,7 @@ from mutation import kills
 import dpjax
 from dpjax import clipping, ledger, noise, sampling
 from dpjax._jaxpr import fingerprint
-from dpjax.noise.seals import seal
+from dpjax.noise.seals import remembered, seal
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 RULE = clipping.flat(1.0)
@@ -101,8 +101,8 @@ AGAIN = {
 )
 @kills(
     "noise/seals.py",
-    "(before != 0) & (before != now)",
-    "(before != 0) & False",
+    "(now != 0) & (before != now)",
+    "(now != 0) & False",
     case="data",
     slow=True,
 )
@@ -216,7 +216,12 @@ def rows(data):
     return dpjax.data.Stream(list(data))
 
 
-@kills("training/runner.py", "seals.remember(self.state.key, 0, folder.seals())", "pass", slow=True)
+@kills(
+    "training/runner.py",
+    "seals.require_one_sum(self.state.key, 0, folder.seals(), where)",
+    "pass",
+    slow=True,
+)
 @kills(
     "training/runner.py",
     "self.folder.seal(seals.remembered(self.state.key, self.done))",
@@ -233,6 +238,33 @@ def test_a_row_of_a_stream_that_changed_is_refused(tmp_path, monkeypatch):
         died(tmp_path, make(data=rows(changed)), after=None)
     forgotten(monkeypatch)
     assert died(tmp_path, make(data=rows(DATA)), after=None)[0].ledger.steps == 6
+
+
+@kills("noise/seals.py", "& (now != 0) & (before != now)", "& (first > 0) & (before != now)")
+def test_a_folder_and_its_process_agree(tmp_path, monkeypatch):
+    """Another process ran steps there whose noise met other sums in this one."""
+    key = noise.secret_key()
+    died(tmp_path, make(), after=2, key=key)
+    forgotten(monkeypatch)
+    algorithm = make(loss=absolute)
+    algorithm.step(algorithm.init(key, jnp.zeros(3)))
+    with pytest.raises(ledger.Refused, match=r"^fit\(.*: step 0 of this key ran before"):
+        died(tmp_path, make(), after=None, key=key)
+
+
+@kills("noise/seals.py", "np.where(now == 0, before, now)", "now", slow=True)
+def test_steps_before_the_folder_stay_known(tmp_path, monkeypatch):
+    """A state that ran in another process enters a folder, and is run on there."""
+    key, algorithm = noise.secret_key(), make()
+    first = algorithm.init(key, jnp.zeros(3))
+    state, _ = algorithm.step(first)
+    known = remembered(key, 1)
+    forgotten(monkeypatch)
+    dpjax.fit(algorithm, state, steps=1, directory=tmp_path, progress=False)
+    assert not remembered(key, 1)[0]
+    algorithm.step(first)
+    dpjax.fit(algorithm, state, steps=1, directory=tmp_path, progress=False)
+    assert remembered(key, 1) == known
 
 
 @kills(

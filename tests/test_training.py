@@ -1209,9 +1209,8 @@ class TestWeights:
     @pytest.mark.sample(1)
     @kills(
         "training/recipe.py",
-        "return each(lambda example: weigh(state.step, state.params, example), examples)",
-        "return jnp.roll(each(lambda example: weigh(state.step, "
-        "state.params, example), examples), 1)",
+        "return each(weight, examples)",
+        "return jnp.roll(each(weight, examples), 1)",
         slow=True,
     )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])

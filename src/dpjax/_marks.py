@@ -5,6 +5,9 @@ A noise link must stand directly behind the clipping: any link between the two (
 momentum, a mask) makes new arrays, and the bound of the rule says nothing about these. So
 `clip_and_sum` and `clipped_grad` mark the arrays that they return, and a noise link accepts marked
 arrays alone. A mark belongs to one array object, traced or not, and ends with it.
+
+The results of a jitted function are new arrays. So a `ClippedSum` says itself by which rule it was
+clipped, in the structure of its tree, which leaves ``jit`` with it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,31 @@ from jax.extend.core import get_opaque_trace_state
 
 from dpjax.types import ClippedSum, Clipping, PyTree
 
-__all__ = ["mark", "require_clipped_sum"]
+__all__ = ["certified", "mark", "require_clipped_sum"]
+
+
+class _Certified(ClippedSum):
+    """A `ClippedSum` as `clipped_grad` returned it."""
+
+    by: tuple[str, tuple[float, ...], tuple[int, ...]] | None = None
+    """Name and bounds of the rule, and the group of each leaf; None after `_replace`."""
+
+    def __repr__(self) -> str:
+        return repr(ClippedSum(*self))
+
+
+def _joined(by: Any, fields: Any) -> _Certified:
+    found = _Certified(*fields)
+    found.by = by
+    return found
+
+
+def _named(found: _Certified) -> Any:
+    names = map(jax.tree_util.GetAttrKey, found._fields)
+    return tuple(zip(names, found, strict=True)), found.by
+
+
+jax.tree_util.register_pytree_with_keys(_Certified, _named, _joined)
 
 
 class _Mark(NamedTuple):
@@ -50,6 +77,12 @@ def mark(total: PyTree, rule: Clipping) -> PyTree:
     return total
 
 
+def certified(found: ClippedSum, rule: Clipping) -> ClippedSum:
+    """The sum, known from here on as one of this rule, also outside ``jit``."""
+    by = rule.name, rule.bounds, tuple(rule.partition.assign(found.value))
+    return _joined(by, found._replace(value=mark(found.value, rule)))
+
+
 def require_clipped_sum(
     updates: Any, rule: Clipping, name: str, *, plain: bool = False, alone: bool = False
 ) -> PyTree:
@@ -66,10 +99,10 @@ def require_clipped_sum(
     Raises:
       ValueError: It is no clipped sum of this rule, as far as this can be known.
     """
-    # A `ClippedSum` is what `clipped_grad` returned, perhaps out of a jitted function, whose
-    # results are new arrays.
-    if isinstance(updates, ClippedSum):
+    if isinstance(updates, _Certified) and updates.by is not None:
+        _require_rule(updates.by, rule, updates.value, name)
         return updates.value
+    updates = updates.value if isinstance(updates, ClippedSum) else updates
     leaves = jax.tree.leaves(updates)
     found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
     # The sum over no examples is a clipped sum of every rule.
@@ -92,15 +125,22 @@ def require_clipped_sum(
             "it behind the noise."
         )
     clipped = found[0].rule
-    same = clipped.partition.assign(updates) == rule.partition.assign(updates)
-    if clipped.bounds != rule.bounds or not same:
-        raise ValueError(
-            f"{name}: the sum was clipped by {clipped.name} to the bounds {clipped.bounds}, and "
-            f"the noise is scaled to {rule.name} with the bounds {rule.bounds}; expected one rule "
-            "for both links. Usually the rule was written twice: give both links one object, or "
-            "use mechanism.private(key), which clips and adds noise by its own rule."
-        )
+    by = clipped.name, clipped.bounds, tuple(clipped.partition.assign(updates))
+    _require_rule(by, rule, updates, name)
     return updates
+
+
+def _require_rule(by: Any, rule: Clipping, total: PyTree, name: str) -> None:
+    """Refuses noise of another rule than the one that clipped the sum."""
+    clipped, bounds, groups = by
+    same = groups == tuple(rule.partition.assign(total))
+    if bounds != rule.bounds or not same:
+        raise ValueError(
+            f"{name}: the sum was clipped by {clipped} to the bounds {bounds}, and the noise is "
+            f"scaled to {rule.name} with the bounds {rule.bounds}; expected one rule for both "
+            "links. Usually the rule was written twice: give both links one object, or use "
+            "mechanism.private(key), which clips and adds noise by its own rule."
+        )
 
 
 def _found(leaf: Any) -> _Mark | None:

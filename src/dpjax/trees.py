@@ -251,6 +251,18 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
     return jax.random.fold_in(jax.random.fold_in(root, purpose), step)
 
 
+def mappable(key: Key) -> Key:
+    """A key of threefry that follows from a key of any generator, for draws of each example.
+
+    JAX batches the generator of rbg by the key of the first example, so who comes first would
+    decide everyone's draws. Threefry draws for each example from its own key.
+    """
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return key
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
 def check_key(key: Any, where: str) -> None:
     """Raises unless it is a key whose folds are keys of their own.
 

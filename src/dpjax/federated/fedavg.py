@@ -205,7 +205,8 @@ def recipe_of(
         mechanism=replace(mechanism, sampling=by_size(mechanism.sampling, clients)),
         # A client's training is no loss with sites to follow; its update exists as a whole.
         engine="vmap",
-        entry=lambda key, step: trees.step_key(key, Purpose.LOCAL, step),
+        # Each client orders its rows by this key.
+        entry=lambda key, step: trees.mappable(trees.step_key(key, Purpose.LOCAL, step)),
         weights=lambda step, params, example: example[1],
         microbatch_size=microbatch_size,
         mesh=meshes.of(),

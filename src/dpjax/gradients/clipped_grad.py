@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool
 
 from dpjax import trees
 from dpjax._foreign import arrays
-from dpjax._marks import mark
+from dpjax._marks import certified
 from dpjax.gradients import complex_leaves, platforms
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
@@ -137,7 +137,7 @@ def clipped_grad(
             start,
         )
         value = complex_leaves.joined(found.value, params, sign=-1)
-        return found._replace(value=mark(value, rule))
+        return certified(found._replace(value=value), rule)
 
     def of_reals(
         with_aux: LossFn,
@@ -188,7 +188,7 @@ def clipped_grad(
 
         with platforms.traced_for(devices):
             found = platforms.each(summed, params, Rows(batch, real, held), key, start)
-        return found._replace(value=mark(found.value, rule))
+        return certified(found, rule)
 
     return clipped
 
@@ -204,7 +204,7 @@ def clipped_sum(
     key: Key,
     start: PyTree,
 ) -> ClippedSum:
-    """The clipped sum of one microbatch, without the checks and the layout of `clipped_grad`.
+    """The clipped sum of one microbatch: `clipped_grad` without its layout, in a trace.
 
     Args:
       loss: ``loss(params, example) -> scalar``.
@@ -221,6 +221,8 @@ def clipped_sum(
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine("ghost" if engine == "auto" else engine, rule, key)
     traced = Traced(lambda p, x: (loss(p, x), None))
+    # Where the loss is mapped over examples, so that no path to a step goes around it.
+    check_loss(traced, params, trees.one_row(rows))
     return run(traced, rule, params, Rows(rows, mask, held), start)
 
 
@@ -283,6 +285,10 @@ def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
         program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
         check_scalar(found[0])
     require_one_example(program.jaxpr, "clipped_grad: the loss")
+    # Derivatives that a user wrote (custom_vjp, custom_jvp) stand in the program of the gradient.
+    with noted(example):
+        gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True, allow_int=True))(params, example)
+    require_one_example(gradient.jaxpr, "clipped_grad: the gradient of the loss")
 
 
 def check_rule(rule: Clipping) -> None:

@@ -55,11 +55,7 @@ def augmented(
     """
     checks.whole("losses.augmented", "views", views, "8 or 16 are usual.")
     trees.check_key(key, "losses.augmented")
-    # JAX batches the generator of rbg by the key of the first example, so who comes first would
-    # decide everyone's views. Threefry draws for each example from its own key.
-    if str(jax.random.key_impl(key)) != "threefry2x32":
-        words = jax.random.bits(key, (2,), jnp.uint32)
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    key = trees.mappable(key)
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
         # Randomness comes from the example, not from a state: a loss stays a pure function, and

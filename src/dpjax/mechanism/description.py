@@ -415,7 +415,7 @@ class Mechanism:
             # A loop that added microbatches itself passes no parameters, and a chain does.
             own = params is None or not self.noise_multiplier
             updates = require_clipped_sum(updates, self.clipping, name, plain=own)
-            updates = one_run(updates, state.key)
+            updates = one_run(updates, state, name)
             scale = getattr(state, "scale", None)
             each = self.deviations_on_sum(state.step)
             each = [each[group] for group in self.clipping.partition.assign(updates)]

@@ -125,7 +125,7 @@ def noise_link(
         if not silent:
             alone = params is None
             updates = require_clipped_sum(updates, rule, name, alone=alone)
-        updates = one_run(updates, state.key)
+        updates = one_run(updates, state, name)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         sound = not_reset(state.key, key_of_zeros, name)
         deviations = [x * scale * sound for x in deviations]
@@ -154,10 +154,27 @@ def effective(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
     return float(np.sum(each**-2.0) ** -0.5) if np.all(each > 0) else 0.0
 
 
-def one_run(total: PyTree, key: Key) -> PyTree:
-    """The total; refuses `jax.vmap` over totals that share one key."""
-    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(total))
-    return _in_one_run(jax.random.key_data(key), total) if traced else total
+def one_run(total: PyTree, state: Any, name: str) -> PyTree:
+    """The total; refuses functions in which several totals share the noise of one state.
+
+    Args:
+      total: The clipped sum.
+      state: The state of the link.
+      name: How errors call the link.
+    """
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(total)):
+        return total
+    total = _in_one_run(jax.random.key_data(state.key), total)
+    # A state that is an argument, is carried or begins here has a traced step.
+    if not isinstance(state.step, Tracer):
+        raise ValueError(
+            f"{name}: the sum is traced, and the state of the link is a constant (step "
+            f"{int(state.step)}); expected both among the arguments of the traced function. Every "
+            "call or round would add the same noise to another sum, and differences of two results "
+            "would have none. Usually a jitted step or the body of jax.lax.map closes over the "
+            "state: take it as an argument, and return the next one."
+        )
+    return total
 
 
 @jax.custom_batching.custom_vmap

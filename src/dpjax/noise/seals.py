@@ -70,7 +70,7 @@ def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
     Args:
       key: The root key.
       first: The number of the first step.
-      seals: ``[steps, 2]``, from `seal`.
+      seals: ``[steps, 2]``, from `seal`; or ``[steps]``, from `remembered`.
       name: The function that ran the steps.
 
     Raises:
@@ -79,9 +79,10 @@ def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
     # The noise of a small seed is public, and experiments repeat seeds with other settings.
     if trees.seeded(key):
         return
-    now = np.ascontiguousarray(seals, np.uint32).view(np.uint64).reshape(-1)
+    now = np.ascontiguousarray(seals).view(np.uint64).reshape(-1)
     before = remembered(key, first + len(now))[first:]
-    other = np.flatnonzero((before != 0) & (before != now)).tolist()
+    # A folder has 0 for steps that ran before it was given.
+    other = np.flatnonzero((before != 0) & (now != 0) & (before != now)).tolist()
     if other:
         raise Refused(
             f"{name}: step {first + other[0]} of this key ran before, and its clipped sum or its "
@@ -91,7 +92,7 @@ def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
             "each run with a key of its own, dpjax.noise.secret_key(), and count what all of them "
             "spend. To compare settings without a release, use a seed: jax.random.key(0)."
         )
-    remember(key, first, now)
+    _remember(key, first, np.where(now == 0, before, now))
 
 
 class Release(NamedTuple):
@@ -145,8 +146,7 @@ def remembered(key: Key, steps: int) -> np.ndarray:
     return np.pad(known, (0, steps - len(known)))
 
 
-def remember(key: Key, first: int, seals: np.ndarray) -> None:
-    """Adds the seals of steps that ran, in this process or an earlier one."""
+def _remember(key: Key, first: int, seals: np.ndarray) -> None:
     end, known = first + len(seals), _seen.get(_name(key), np.zeros(0, np.uint64))
     if end > len(known):  # doubled, so that single steps do not copy the table each time
         known = np.pad(known, (0, max(end, 2 * len(known)) - len(known)))

@@ -327,8 +327,8 @@ def tell_of_constants(loss: ClosedJaxpr, examples: int) -> None:
         )
 
 
-def tell_of_idle(loss: ClosedJaxpr, params: PyTree) -> None:
-    """Warns about leaves without a gradient, which receive noise like all others.
+def traced_gradient(loss: ClosedJaxpr, params: PyTree) -> Jaxpr:
+    """The program of the gradient of a loss, by the leaves of the parameters.
 
     Args:
       loss: The program of the loss, from `traced_loss`.
@@ -340,8 +340,18 @@ def tell_of_idle(loss: ClosedJaxpr, params: PyTree) -> None:
         return jaxpr_as_fun(loss)(*moved, *still)[0]
 
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in loss.jaxpr.invars]
-    program = jax.make_jaxpr(jax.grad(value))(inputs[:count], inputs[count:]).jaxpr
-    if idle := _zeros(program, params):
+    return jax.make_jaxpr(jax.grad(value))(inputs[:count], inputs[count:]).jaxpr
+
+
+def tell_of_idle(gradient: Jaxpr, params: PyTree) -> None:
+    """Warns about leaves without a gradient, which receive noise like all others.
+
+    Args:
+      gradient: From `traced_gradient`.
+      params: Parameters.
+    """
+    count = len(jax.tree.leaves(params))
+    if idle := _zeros(gradient, params):
         logging.warning(
             "dpsgd: %d of %d leaves have no gradient (%s). They receive noise like all others "
             "and drift. Usually they are frozen by stop_gradient, or unused: let the loss close "

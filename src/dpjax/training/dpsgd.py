@@ -39,6 +39,7 @@ from dpjax.training.checks import (
     tell_of_batch_norm,
     tell_of_constants,
     tell_of_idle,
+    traced_gradient,
     traced_loss,
     whole,
 )
@@ -202,12 +203,14 @@ def assemble(
         else:
             params = meshes.placed(params, mesh)
         loss = traced_loss(bound_to(recipe, shared).loss, params, example_of(recipe, row))
-        tell_of_idle(loss, params)
+        # The steps read both programs too; here the error comes before anything is compiled.
+        require_one_example(loss.jaxpr, f"{name}: the loss")
+        gradient = traced_gradient(loss, params)
+        require_one_example(gradient, f"{name}: the gradient of the loss")
+        tell_of_idle(gradient, params)
         tell_of_batch_norm(params)
-        # A client's loss closes over all clients, and draws its order from the key of the round;
-        # `dpjax.federated` checks the loss of an example.
+        # A client's loss closes over all clients.
         if shared is None:
-            require_one_example(loss.jaxpr, f"{name}: the loss")
             tell_of_constants(loss, mechanism.sampling.examples)
         for known in (told, agreed):  # a run that begins again has said nothing yet
             known.discard(trees.on_host(key).tobytes())

@@ -18,8 +18,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from dpjax import trees
 from dpjax.gradients import layout
 from dpjax.gradients.batching import Layout
+from dpjax.gradients.loss_checks import require_one_example
 from dpjax.gradients.nan_isolation import each
 from dpjax.mechanism import Mechanism
 from dpjax.types import Key, LossFn, PyTree, Schedule, State
@@ -121,6 +123,12 @@ def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, "
     weigh = recipe.weights
     if weigh is None:
         return None
+
+    def weight(example: PyTree) -> Array:
+        return weigh(state.step, state.params, example)
+
     # `each` maps over examples, so a weight cannot see another example: a weight that took a mean
     # over the batch would move everyone's contribution when one example leaves.
-    return each(lambda example: weigh(state.step, state.params, example), examples)
+    program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
+    require_one_example(program, "dpsgd: weights")
+    return each(weight, examples)

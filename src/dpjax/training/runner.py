@@ -86,7 +86,8 @@ class Run:
                 "the last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
             )
         # What earlier processes released binds this one: a step that runs again meets equal sums.
-        seals.remember(self.state.key, 0, folder.seals())
+        where = f"fit(directory={str(folder.path)!r})"
+        seals.require_one_sum(self.state.key, 0, folder.seals(), where)
         self.began, self.rows = began, folder.rows(until=self.done)
         logging.info("fit: %s resumes at step %d.", folder.path, self.done)
 
