@@ -148,6 +148,7 @@ def clipped_grad(
         key: Key,
         start: PyTree,
     ) -> ClippedSum:
+        params = jax.tree.map(jnp.asarray, params)  # Python's numbers too
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
         # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
@@ -281,14 +282,15 @@ def check_sizes(who: str, **sizes: int | None) -> None:
 def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """Raises unless ``loss(params, example)`` is one real number, of one example alone."""
     check_trainable(params)
+    loss = loss if isinstance(loss, Traced) else Traced(loss)
     with noted(example):
         program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
         check_scalar(found[0])
     require_one_example(program.jaxpr, "clipped_grad: the loss")
     # Derivatives that a user wrote (custom_vjp, custom_jvp) stand in the program of the gradient.
     with noted(example):
-        gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True, allow_int=True))(params, example)
-    require_one_example(gradient.jaxpr, "clipped_grad: the gradient of the loss")
+        gradient = loss.gradient(params, example)
+    require_one_example(gradient, "clipped_grad: the gradient of the loss")
 
 
 def check_rule(rule: Clipping) -> None:

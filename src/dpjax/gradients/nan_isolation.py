@@ -23,6 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from dpjax import trees
 from dpjax._jaxpr import equations
 from dpjax.gradients import platforms
+from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Engine, Rows, microbatched
 from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -73,8 +74,11 @@ def differentiates_kernels(
     loss: LossFn, params: PyTree, example: PyTree, harmless: Harmless
 ) -> bool:
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
+    loss = loss if isinstance(loss, Traced) else Traced(loss)
     found = len(_convolutions(jax.make_jaxpr(loss)(params, example).jaxpr))
-    return found > 0 and found != harmless(loss, params, example)
+    # The gradient of a convolution is two more; a derivative that a user wrote may hold others.
+    hidden = len(_convolutions(loss.gradient(params, example))) > 3 * found
+    return hidden or (found > 0 and found != harmless(loss, params, example))
 
 
 def _mixes(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:

@@ -129,8 +129,8 @@ def aside(
     """
 
     def few(site: Site) -> bool:
-        slices = math.prod(leaf.shape[a] for a in site.slices.get(index, range(leaf.ndim)))
-        return _FEW * slices <= leaf.size
+        axes = site.slices.get(index)
+        return axes is not None and _FEW * math.prod(leaf.shape[a] for a in axes) <= leaf.size
 
     common = [k for k, site in enumerate(sites) if few(site)]
     counted = {a for k in common for a in sites[k].slices[index]}

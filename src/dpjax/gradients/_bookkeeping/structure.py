@@ -28,20 +28,20 @@ _REDUCE = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 Structure = tuple[frozenset[int], Mapping[int, Axes]]
 
 
-def structure(equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any]) -> Structure:
-    """The axes of the results that are constant, and the leaves' axes with which they run.
+def structure(equation: JaxprEqn, views: Sequence[View], output: Any) -> Structure:
+    """The axes of a result that are constant, and the leaves' axes with which it runs.
 
     Args:
-      equation: Its inputs are all views.
+      equation: Its inputs are all views. One of several results has no known structure.
       views: Those inputs.
-      outputs: The results; several have no known structure.
+      output: The result.
     """
-    rank, leaves = jnp.ndim(outputs[0]), union(view.leaves for view in views)
-    if views and len(outputs) == 1:
-        sources = _sources(equation, views, jnp.shape(outputs[0]))
+    shape, leaves = jnp.shape(output), union(view.leaves for view in views)
+    if views and len(equation.outvars) == 1:
+        sources = _sources(equation, views, shape)
         if sources is not None:
-            return _together(views, sources, jnp.shape(outputs[0]), leaves)
-    return frozenset(), dict.fromkeys(leaves, (None,) * rank)
+            return _together(views, sources, shape, leaves)
+    return frozenset(), dict.fromkeys(leaves, (None,) * len(shape))
 
 
 def slices(view: View) -> dict[int, tuple[int, ...]]:
@@ -62,9 +62,11 @@ def _sources(
     """For each input and each axis of the result, the input's axis; None where it is repeated."""
     name, p = equation.primitive.name, equation.params
     if name in ENTRYWISE:
-        # A number among the inputs is repeated along all axes.
-        whole, repeated = list(range(len(shape))), [None] * len(shape)
-        return [whole if jnp.shape(v.value) == shape else [*repeated] for v in views]
+        # A number among the inputs is repeated along all axes, an axis of length 1 along its own.
+        own = [
+            [a if n == shape[a] else None for a, n in enumerate(jnp.shape(v.value))] for v in views
+        ]
+        return [axes or [None] * len(shape) for axes in own]
     before = jnp.shape(views[0].value)
     if name in _REDUCE:
         return [[a for a in range(len(before)) if a not in p["axes"]]]

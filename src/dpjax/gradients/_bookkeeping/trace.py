@@ -92,6 +92,7 @@ class Traced:
     def __init__(self, loss: LossFn) -> None:
         self.loss = loss
         self.jaxprs: dict[Any, tuple[Any, Any]] = {}
+        self.gradients: dict[Any, Jaxpr] = {}
         self.programs: dict[Any, Program] = {}
 
     def __call__(self, params: PyTree, example: PyTree) -> Any:
@@ -102,6 +103,14 @@ class Traced:
             self.jaxprs[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(found)
         run, structure = self.jaxprs[key]
         return structure.unflatten(run(*leaves))
+
+    def gradient(self, params: PyTree, example: PyTree) -> Jaxpr:
+        """The jaxpr of the gradient by the parameters, with the derivatives that users wrote."""
+        _, key = _shapes(params, example)
+        if key not in self.gradients:
+            derivative = jax.grad(self, has_aux=True, allow_int=True)
+            self.gradients[key] = jax.make_jaxpr(derivative)(params, example).jaxpr
+        return self.gradients[key]
 
     def program(self, params: PyTree, example: PyTree) -> Program:
         """The trace for these shapes; inside a `jax.shard_map` it is another one."""
@@ -232,9 +241,10 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
         book.materialise([leaf], why)
     for site, noted in zip(child.sites, data, strict=True):
         book.record(site, noted)
-    # A view stays one outside of the region, with the value that left it.
+    # A view stays one outside of the region, with the value that left it. The views of which it was
+    # made did not leave it.
     both = zip(outputs, values, strict=True)
-    return [x._replace(value=value) if isinstance(x, View) else value for x, value in both]
+    return [x._replace(value=v, made=None) if isinstance(x, View) else v for x, v in both]
 
 
 def _linear(name: str, sources: Sequence[int]) -> bool:
@@ -303,7 +313,6 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         book.materialise(leaves, f"more than {_DEEP} equations of parameters alone")
         return outputs
 
-    # A cast of trained values to a narrower dtype is the identity in full precision.
     cast = name == "convert_element_type" and _narrow(outputs[0]) and bool(leaves)
     smooth = any(_is(jnp.floating, x) for x in outputs)
 
@@ -313,7 +322,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             if not smooth:  # a comparison or an index must see the numbers that the model has
                 given = zip(inputs, equation.invars, strict=True)
                 inputs = [jnp.asarray(x, dtype(variable)) for x, variable in given]
-            memo[id(views)] = inputs if cast else bind(equation, inputs)
+            found = bind(equation, inputs)
+            memo[id(views)] = [_rounded(*inputs, *found)] if cast else found
         return memo[id(views)]
 
     # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
@@ -324,17 +334,23 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     elif name in _REARRANGE - {"copy", "copy_p"} or (name == "sub" and views[1] is kept):
         # A change of sign keeps the norm at one site, but not inner products of two sites.
         axes = None
-    constant, own = structure(equation, views, outputs)
     made = (equation, tuple(views)) if len(outputs) == 1 else None
 
     def view(i: int, x: Any) -> View:
         # Integers have no gradient, even if they were computed from parameters.
         moved = leaves if _is(jnp.floating, x) else frozenset[int]()
+        constant, own = structure(equation, views, x)
         mine = {leaf: axes for leaf, axes in own.items() if leaf in moved}
         of = functools.partial(lambda i, p, memo: compute(p, memo)[i], i)
         return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
+
+
+def _rounded(x: Array, narrow: Array) -> Array:
+    """A trained value that was cast to a narrower dtype: rounded, with the derivative 1."""
+    # The sum is exact, so what follows sees the numbers that the model has.
+    return x + jax.lax.stop_gradient(narrow.astype(x.dtype) - x)
 
 
 def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
