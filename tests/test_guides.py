@@ -32,6 +32,8 @@ ABOVE = [
     ("activations", "MNIST, tanh", "MNIST, ReLU"),
     ("activations", "FashionMNIST, tanh", "FashionMNIST, ReLU"),
     ("optimizers", "SGD", "heavy ball"),
+    ("optimizers", "SGD", "Adam"),
+    ("optimizers", "SGD", "RMSprop"),
     ("rate", "rate 0.4", "rate 0.04"),
     ("rate", "rate 0.04", "rate 0.004"),
     ("rate", "rate 0.4", "rate 4"),

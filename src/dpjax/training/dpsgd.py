@@ -103,7 +103,9 @@ def dpsgd(
       parameters, and shortens a clipped gradient; the divisor of the sum stays the same.
       An adapted bound costs its count, which is part of the mechanism's noise multiplier.
       **A key is for one run.** Two runs with one key, of a sweep for example, have the same draws
-      and the same noise: the difference of what they release has no noise, and no check notices.
+      and the same noise: the difference of what they release has no noise. Another sum for a step
+      of a key is refused if that step ran in this process, or in the folder that `dpjax.fit`
+      resumes. Other runs are not seen, and keys of seeds below 2^32 are exempt.
       Repeating the same run is safe, because it releases nothing new.
 
     Example:

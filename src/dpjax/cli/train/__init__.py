@@ -2,7 +2,8 @@
 """Trains a network with differential privacy and reports what the guarantee is.
 
 With no flags: a two-layer tanh network on the handwritten digits of scikit-learn (1,437
-training images), at epsilon 3 and delta 1e-5, with Poisson sampling and RDP accounting.
+training images), at epsilon 3 and delta 1e-5, with Poisson sampling and the tightest proven
+accountant.
 
 Examples:
   dpjax train --out=runs/demo
