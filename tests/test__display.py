@@ -3,10 +3,12 @@
 
 import xml.etree.ElementTree as ET
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from html_pages import text
+from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
@@ -41,6 +43,20 @@ def test_a_line_says_what_an_object_was_made_from():
     assert repr(of(noise_multiplier=FALLING, steps=0).noise_multiplier) == "<schedule from >"
     calibrated = of().calibrate(3.0, 1e-5, "rdp")
     assert "target=Target(epsilon=3.0, delta=1e-05, method='rdp')" in repr(calibrated)
+
+
+@kills("_display.py", "if name in secrets else", "if False else")
+def test_no_state_shows_its_key():
+    key, adaptive = dpjax.noise.secret_key(), clipping.Quantile(count_multiplier=20.0)
+    states = [
+        algorithm().init(key, jnp.zeros(())),
+        dpjax.noise.gaussian(1.0, clipping.flat(1.0), key=key).init(jnp.zeros(())),
+        of(adaptive=adaptive).privatize(key).init(jnp.zeros(())),
+    ]
+    for state in states:
+        assert "key=<secret>, step=Array(0, dtype=int32)" in repr(state)
+        for word in jax.random.key_data(key).tolist():
+            assert str(word) not in repr(state)
 
 
 SHOWN = {

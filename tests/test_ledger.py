@@ -63,6 +63,16 @@ def test_what_ran_costs_what_was_planned_and_less_if_it_stopped():
     assert ledger.epsilon(ledger.empty(), mechanism, 1e-5) == 0.0
 
 
+@kills("ledger.py", 'return method or ("rdp" if target is None else target.method)', 'return "rdp"')
+def test_a_budget_admits_what_was_calibrated_for_it():
+    mechanism = mechanism_with(sampling=sampling.full(50), steps=8).calibrate(4.0, 1e-3)
+    assert mechanism.target.method == "pld", "which is less than RDP"
+    book = ledger.admit(ledger.empty(), mechanism, ledger.Budget(epsilon=4.0, delta=1e-3), steps=8)
+    assert ledger.epsilon(book, mechanism) == mechanism.epsilon() <= 4.0
+    with pytest.raises(TypeError, match=r"ledger\.epsilon: delta is missing"):
+        ledger.epsilon(ledger.empty(), make())
+
+
 def test_admitting_leaves_the_old_ledger_alone():
     mechanism = make(steps=5)
     one = walk(mechanism, 1)

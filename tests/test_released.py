@@ -14,6 +14,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import ledger, noise, sampling, verify
+from dpjax.reports import load_run
 from dpjax.training.released import serialized
 
 DATA = (np.linspace(0, 1, 50).reshape(50, 1), np.linspace(0, 2, 50))
@@ -67,6 +68,25 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     assert statement in (tmp_path / "statement.txt").read_text()
     np.testing.assert_array_equal(params["w"], state.params["w"])
     assert verify.main([str(tmp_path)]) == 0
+
+
+@kills("training/fit.py", '"chosen": ended', '"chosen": False')
+@kills("training/run_folder.py", 'if rows and rows[-1].get("stop"):', "if False:")
+@kills("reports/load_run.py", 'if last.get("stop"):', "if False:", slow=True)
+def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
+    run = algorithm()
+    options = {"evaluate": lambda state: {"stop": True}, "evaluate_every": 2, "progress": False}
+    state, _ = dpjax.fit(run, started(run), directory=tmp_path, **options)
+    card, _ = left(tmp_path)
+    assert state.ledger.steps == 2 < card["steps"] == MECHANISM.steps
+    planned = dpjax.reports.card(MECHANISM)["epsilon"]
+    assert card["epsilon"] == json.loads(json.dumps(planned))
+    words = (tmp_path / "statement.txt").read_text()
+    assert f"2 (of {MECHANISM.steps} planned)\n" in words
+    assert "results chose where to stop, so all planned steps count" in words
+    assert verify.main([str(tmp_path)]) == 0
+    assert load_run.read(tmp_path).foreign == ""
+    assert dpjax.training.earlier(tmp_path)[0].steps == MECHANISM.steps
 
 
 @kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")

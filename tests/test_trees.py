@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic on trees: widths, norms, sums, keys."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from mutation import kills
 
 from dpjax import trees, types
@@ -78,3 +80,18 @@ def test_what_was_packed_is_unpacked():
     back = trees.unpacked(arrays, tree)
     jax.tree.map(np.testing.assert_array_equal, back, tree)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, tree)
+
+
+@kills("trees.py", "alone = len(path) > 1 and within[path[:-1]] == 1", "alone = len(path) > 1")
+def test_a_variable_of_nnx_is_a_leaf_of_its_name():
+    params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)[1]
+    assert trees.leaf_names({"first": params}) == ("first/bias", "first/kernel")
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Attention:
+        key: jax.Array
+        value: jax.Array
+
+    attention = {"attention": Attention(jnp.zeros(2), jnp.zeros(2))}
+    assert trees.leaf_names(attention) == ("attention/key", "attention/value")

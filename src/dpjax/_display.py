@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-__all__ = ["brief", "short", "table"]
+__all__ = ["brief", "short", "table", "veiled"]
 
 _REPR = reprlib.Repr()
 _REPR.maxother = 400  # a mechanism within an algorithm is not cut
@@ -25,6 +25,15 @@ _CELL = 'style="text-align:left;vertical-align:top;padding-right:1.2em"'
 def short(thing: Any, *names: str) -> str:
     """A line with these fields: ``Name(field=value, ...)``; long tuples are cut."""
     fields = (f"{name}={brief(getattr(thing, name))}" for name in names)
+    return f"{type(thing).__name__}({', '.join(fields)})"
+
+
+def veiled(thing: Any, *secrets: str) -> str:
+    """The line of a named tuple, without the values that no cell of a notebook may show."""
+    fields = (
+        f"{name}={'<secret>' if name in secrets else brief(value)}"
+        for name, value in zip(thing._fields, thing, strict=True)
+    )
     return f"{type(thing).__name__}({', '.join(fields)})"
 
 

@@ -40,16 +40,17 @@ class Budget:
     Args:
       epsilon: The largest epsilon.
       delta: The delta beside it.
-      method: The `dpjax.accounting` method that computes epsilon; a proven one.
+      method: The `dpjax.accounting` method that computes epsilon; a proven one. By default that
+        of ``mechanism.target``, so that a budget admits what was calibrated for it, or "rdp".
 
     Example:
-      >>> Budget(epsilon=3.0, delta=1e-5).method
-      'rdp'
+      >>> Budget(epsilon=3.0, delta=1e-5)
+      Budget(epsilon=3.0, delta=1e-05, method=None)
     """
 
     epsilon: float
     delta: float
-    method: str = "rdp"
+    method: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses budgets that mean nothing."""
@@ -58,8 +59,9 @@ class Budget:
                 f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
             )
         # An empty computation costs 0: this only asks accounting to check the words.
-        accounting.epsilon(accounting.compose(), self.delta, self.method)
-        if not accounting.METHODS[self.method].proven:
+        method = self.method or "rdp"
+        accounting.epsilon(accounting.compose(), self.delta, method)
+        if not accounting.METHODS[method].proven:
             raise ValueError(
                 f"Budget(method={self.method!r}): this method is an estimate, and a budget "
                 "needs a bound. Use 'rdp' or 'pld'."
@@ -134,24 +136,25 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         )
     if budget is None:
         return
-    before = _prefix_epsilon(mechanism, 0, budget.delta, budget.method)
+    method = method_of(mechanism, budget.method)
+    before = _prefix_epsilon(mechanism, 0, budget.delta, method)
     # An error of its own, because its cure is in the mechanism and not in fewer steps.
     if before > budget.epsilon:
         raise Refused(
             f"ledger: epsilon is {upwards(before)} at delta={budget.delta:g} before the first "
             "step, for what was released ahead of it (Mechanism's preparation and before); the "
-            f"budget is {budget.epsilon:g} ({budget.method})."
+            f"budget is {budget.epsilon:g} ({method})."
         )
     fits = affordable(mechanism, budget)
     if done + steps > fits:
         # What the refused steps would bring, not what was spent: the reader can see how far the
         # budget is off.
-        cost = _prefix_epsilon(mechanism, done + steps, budget.delta, budget.method)
+        cost = _prefix_epsilon(mechanism, done + steps, budget.delta, method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         raise Refused(
             f"ledger: {what} would bring epsilon to {upwards(cost)} at "
             f"delta={budget.delta:g}; the budget is {budget.epsilon:g} "
-            f"({budget.method}). {fits} of {planned} steps fit."
+            f"({method}). {fits} of {planned} steps fit."
         )
 
 
@@ -185,9 +188,10 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
 @functools.lru_cache(maxsize=128)
 def _affordable(mechanism: Plan, budget: Budget) -> int:
     """Bisects: a longer prefix of the same steps never costs less."""
+    method = method_of(mechanism, budget.method)
 
     def passes(steps: int) -> bool:
-        cost = _prefix_epsilon(mechanism, steps, budget.delta, budget.method)
+        cost = _prefix_epsilon(mechanism, steps, budget.delta, method)
         return not cost <= budget.epsilon
 
     return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=passes)
@@ -199,13 +203,34 @@ def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> f
     return mechanism.epsilon_of(_multipliers(mechanism)[:steps], delta, method)
 
 
-def epsilon(ledger: Ledger, mechanism: Plan, delta: float, method: str = "rdp") -> float:
+def epsilon(
+    ledger: Ledger, mechanism: Plan, delta: float | None = None, method: str | None = None
+) -> float:
     """The epsilon of the steps that really ran.
+
+    Args:
+      ledger: The steps.
+      mechanism: Under which they ran.
+      delta: The delta beside it; by default that of ``mechanism.target``.
+      method: The `dpjax.accounting` method; by default that of ``mechanism.target``, or "rdp".
 
     Raises:
       Refused: They ran under another mechanism.
     """
-    return mechanism.epsilon_of(ran(ledger, mechanism), delta, method)
+    if delta is None:
+        delta = getattr(getattr(mechanism, "target", None), "delta", None)
+    if delta is None:
+        raise TypeError(
+            "ledger.epsilon: delta is missing, and the mechanism was not calibrated for one. Give "
+            "delta=, well below one over the number of examples."
+        )
+    return mechanism.epsilon_of(ran(ledger, mechanism), delta, method_of(mechanism, method))
+
+
+def method_of(mechanism: Plan, method: str | None) -> str:
+    """The method as given, or else the one for which the noise was chosen, or "rdp"."""
+    target = getattr(mechanism, "target", None)
+    return method or ("rdp" if target is None else target.method)
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:

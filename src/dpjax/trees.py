@@ -9,6 +9,7 @@ products otherwise.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import math
@@ -77,8 +78,15 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
       >>> leaf_names({"dense": {"bias": 0.0, "kernel": 1.0}})
       ('dense/bias', 'dense/kernel')
     """
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    within = collections.Counter(path[:depth] for path in paths for depth in range(len(path)))
+
+    def named(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        # A variable of NNX has a single leaf, its `value`: the variable's name is the leaf's.
+        alone = len(path) > 1 and within[path[:-1]] == 1
+        return path[:-1] if alone and path[-1] == jax.tree_util.GetAttrKey("value") else path
+
+    return tuple(jax.tree_util.keystr(named(p), simple=True, separator="/") for p in paths)
 
 
 def leading_size(tree: PyTree, *, name: str = "batch") -> int:

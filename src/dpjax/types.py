@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
-from dpjax._display import short, table
+from dpjax._display import short, table, veiled
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -379,6 +379,9 @@ class State(NamedTuple):
     """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
     memory: PyTree = ()
     """What correlated noise remembers of earlier steps; empty for white noise."""
+
+    def __repr__(self) -> str:
+        return veiled(self, "key", "memory")
 
 
 class Plan(Protocol):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax._marks import mark
 from dpjax.clipping.rules import Norms
 from dpjax.types import Clipping, PyTree
@@ -88,6 +88,7 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
       >>> [round(float(x), 4) for x in summed["w"]]
       [0.6, 1.3]
     """
+    checks.instance("clip_and_sum", "rule", rule, Clipping, "Write dpjax.clipping.flat(bound).")
 
     def init(params: PyTree) -> Any:
         return ClipState(tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(params)))

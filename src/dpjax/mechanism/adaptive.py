@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dpjax import clipping, noise, trees
+from dpjax._display import veiled
 from dpjax.types import Clipping, Key, Purpose
 
 
@@ -26,6 +27,9 @@ class AdaptiveState(NamedTuple):
     step: Int[Array, ""]
     scale: Float[Array, ""]
     """The factor of the rule's bounds, and of the noise, at this step."""
+
+    def __repr__(self) -> str:
+        return veiled(self, "key")
 
 
 def followed(

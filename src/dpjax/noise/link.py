@@ -23,7 +23,8 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from dpjax import trees
+from dpjax import checks, trees
+from dpjax._display import veiled
 from dpjax._marks import require_clipped_sum
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.seals import Release, seal_outside_jit
@@ -40,6 +41,9 @@ class GaussianState(NamedTuple):
     key: Key
     step: Int[Array, ""]
     memory: PyTree = ()
+
+    def __repr__(self) -> str:
+        return veiled(self, "key", "memory")
 
 
 def gaussian(
@@ -109,6 +113,8 @@ def noise_link(
       strategy: How the noise of different steps is correlated; None for white noise.
       scale: What else the standard deviation is multiplied by: the strategy's sensitivity.
     """
+    hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
+    checks.instance(name, "rule", rule, Clipping, hint)
     noise_multiplier = plain_multiplier(noise_multiplier)
     check_multiplier(noise_multiplier, rule)
     trees.check_key(key, name)

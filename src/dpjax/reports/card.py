@@ -7,7 +7,7 @@ Numbers are the accounted ones, never rounded.
 | field | holds |
 |---|---|
 | ``mechanism`` | the plan, as `dpjax.mechanism.card` describes it and ``run.json`` holds it |
-| ``steps`` | how many of the planned steps ran: the first ones |
+| ``steps`` | how many planned steps count: the first ones, which ran, or all if results ended the run |
 | ``claim`` | in words, what is proved for the sampler |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
 | ``not_private`` | what was released without noise, in words, or null |
@@ -36,6 +36,7 @@ def card(
     ledger: Ledger | None = None,
     seed: int | None = None,
     methods: Sequence[str] | None = None,
+    chosen: bool = False,
 ) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
@@ -56,7 +57,7 @@ def card(
       [[4.0, 2]]
     """
     delta, _ = mechanism.stated(delta, None)
-    ran = multipliers(mechanism, ledger)
+    ran = multipliers(mechanism, None if chosen else ledger)
     facts = {
         # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,

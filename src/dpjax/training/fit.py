@@ -103,10 +103,11 @@ def fit(
       Checkpoints hold the root key: never release them.
 
       Card and statement count the steps that ran, so a run that stops early costs less if the time
-      to stop was fixed without its results. If `evaluate` chose it by what was released (the
-      parameters, and their accuracy on data that no step draws), the epsilon of all planned steps
-      holds, and stopping costs nothing beyond it. A choice by the training data themselves, such as
-      their loss or ``info``, is a release without noise, which no epsilon covers.
+      to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
+      released, such as the parameters and their accuracy on data that no step draws, the epsilon of
+      all planned steps holds: card, statement and `dpjax.training.earlier` count them all. A choice
+      by the training data themselves, such as their loss or ``info``, is a release without noise,
+      which no epsilon covers.
 
     Example:
       Stops when the accuracy has not improved in five evaluations. A resumed run begins with an
@@ -149,7 +150,7 @@ def fit(
     # A budget without a target for the noise, or a target without a budget, is the usual case.
     chosen = algorithm.budget or getattr(mechanism, "target", None)
     delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
-    method = str(method or (chosen.method if chosen else "rdp"))
+    method = ledger.method_of(mechanism, method or (chosen.method if chosen else None))
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
@@ -184,7 +185,8 @@ def fit(
         # Epsilons at two deltas, or by two methods, are not shown as one.
         budget = algorithm.budget
         most = planned
-        if budget is not None and (budget.delta, budget.method) == (delta, method):
+        by = method if budget is None else ledger.method_of(mechanism, budget.method)
+        if budget is not None and (budget.delta, by) == (delta, method):
             most = budget.epsilon
         first = meshes.first_process()
         shown = first and bool(progress) and not callable(progress)
@@ -225,7 +227,8 @@ def fit(
                 ended = meshes.from_first(lambda: run.stopped)
                 if folder is not None:
                     last = ended or run.done == end
-                    leave(folder, mechanism, run.state, delta, method, last=last)
+                    facts = {"last": last, "chosen": ended}
+                    leave(folder, mechanism, run.state, delta, method, **facts)
             if folder is not None:
                 _save(run, save_every, now=ended or run.done == end or stopped)
             if stopped:

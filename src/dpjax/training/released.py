@@ -20,7 +20,14 @@ from dpjax.training.run_folder import Folder, replace
 
 
 def leave(
-    folder: Folder, mechanism: Any, state: Any, delta: float, method: str, *, last: bool
+    folder: Folder,
+    mechanism: Any,
+    state: Any,
+    delta: float,
+    method: str,
+    *,
+    last: bool,
+    chosen: bool,
 ) -> None:
     """Writes card, statement and parameters of a state into a run's folder.
 
@@ -31,6 +38,7 @@ def leave(
       delta: The delta at which epsilon is stated.
       method: The method of the log.
       last: Whether the run ends here.
+      chosen: Whether `evaluate` ended it.
     """
     params = jax.tree.map(trees.on_host, state.params)
     if not meshes.first_process():
@@ -40,7 +48,7 @@ def leave(
         if isinstance(mechanism, Mechanism):
             # Loss distributions of many different steps take seconds: the last card has them.
             methods = None if last else ("rdp", "rdp-classic", method)
-            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
+            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods, "chosen": chosen}
             card = reports.card(mechanism, delta, **facts)
             facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
             words = reports.statement(mechanism, delta, **facts)

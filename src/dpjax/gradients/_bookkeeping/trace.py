@@ -241,8 +241,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
         book.materialise([leaf], why)
     for site, noted in zip(child.sites, data, strict=True):
         book.record(site, noted)
-    # A view stays one outside of the region, with the value that left it. The views of which it was
-    # made did not leave it.
+    # A view stays one outside of the region, with the value that left it. Its inputs stay inside.
     both = zip(outputs, values, strict=True)
     return [x._replace(value=v, made=None) if isinstance(x, View) else v for x, v in both]
 
