@@ -83,8 +83,8 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
 
     def named(path: tuple[Any, ...]) -> tuple[Any, ...]:
         # A variable of NNX has a single leaf, its `value`: the variable's name is the leaf's.
-        alone = len(path) > 1 and within[path[:-1]] == 1
-        return path[:-1] if alone and path[-1] == jax.tree_util.GetAttrKey("value") else path
+        last = path[1:][-1:] == (jax.tree_util.GetAttrKey("value"),)
+        return path[:-1] if last and within[path[:-1]] == 1 else path
 
     return tuple(jax.tree_util.keystr(named(p), simple=True, separator="/") for p in paths)
 

@@ -7,7 +7,7 @@ Numbers are the accounted ones, never rounded.
 | field | holds |
 |---|---|
 | ``mechanism`` | the plan, as `dpjax.mechanism.card` describes it and ``run.json`` holds it |
-| ``steps`` | how many planned steps count: the first ones, which ran, or all if results ended the run |
+| ``steps`` | how many planned steps count: the first ones, which ran; all, if results ended it |
 | ``claim`` | in words, what is proved for the sampler |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
 | ``not_private`` | what was released without noise, in words, or null |
