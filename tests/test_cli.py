@@ -203,7 +203,7 @@ def test_a_model_that_cannot_be_used_is_answered(workshop, model, more, answer):
 
 def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
     (tmp_path / "words.csv").write_text("a,b\nx,1\n")
-    with pytest.raises(app.UsageError, match="expected numbers in every column"):
+    with pytest.raises(app.UsageError, match="expected finite numbers in every column"):
         planned("--dataset=words.csv")
     with pytest.raises(app.UsageError, match="number of classes"):
         planned("--dataset=digits", "--classes=10")
