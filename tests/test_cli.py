@@ -4,6 +4,7 @@
 import copy
 import importlib
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -20,7 +21,9 @@ from absl import app, flags
 import dpjax
 from dpjax import cli, data, models, schedules
 from dpjax.cli import compilation_cache
-from dpjax.cli.train import FLAGS, build, job, names
+from dpjax.cli.flag_checks import USUAL_NAMES, cure
+from dpjax.cli.train import FLAGS, build, job, names, run_files
+from dpjax.data.sources import SOURCES
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -90,6 +93,10 @@ def test_what_another_subcommand_needs_is_not_imported():
         (["train", "--model=nets.py:CNN"], "Usually the file was named"),
         (["train", "--loss=hinge"], "value should be one of"),
         (["train", "--stpes=3"], "Did you mean: steps"),
+        (["train", "--epsilon=3"], "(here it is --target_epsilon)"),
+        (["train", "my.csv"], "A file of data: --dataset=my.csv"),
+        (["train", "--out="], "--out=: Expected a path."),
+        (["train", "--dataset=wine_quality"], "its target is a quantity"),
         (["train", "steps=3"], "begin with two dashes"),
         (["sweep", "--gird=a=1"], "Did you mean: grid"),
         (["compare", "--uot=page.html"], "Did you mean: out"),
@@ -116,8 +123,9 @@ def test_each_subcommand_describes_itself(name, capsys, monkeypatch):
 
 
 def test_names_of_flags_are_those_of_the_tables():
-    assert names.DATASETS == data.NAMES
-    assert names.MODELS == models.NAMES
+    assert names.DATASETS + names.QUANTITIES == data.NAMES
+    assert all((name in names.DATASETS) == bool(SOURCES[name].classes) for name in SOURCES)
+    assert {*names.MODELS, "regression_mlp"} == {*models.NAMES}
     assert tuple(build.LOSSES) == names.LOSSES
     assert tuple(build.OPTIMIZERS) == names.OPTIMIZERS
     assert tuple(schedules.CURRICULA) == names.CURRICULA
@@ -191,7 +199,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
         ("{}:number", [], "makes a int; expected a Flax module"),
         ("{}:plain", [], "missing 2 required positional arguments"),
         ("{}:Net", ["--hidden=3"], "--model_options=name=value"),
-        ("{}:made", ["--classes=4"], "expected 4 numbers, one a class"),
+        ("{}:made", ["--classes=4"], "returns 3 numbers for one example; expected 4, one for"),
         ("{}:Batch", [], "batch_stats"),
         ("mlp", ["--stream"], "expected one of the two"),
     ],
@@ -201,12 +209,81 @@ def test_a_model_that_cannot_be_used_is_answered(workshop, model, more, answer):
         planned(f"--model={model.format(workshop)}", *more)
 
 
+def test_the_usual_names_of_flags_are_names_of_flags_here():
+    for name, here in USUAL_NAMES.items():
+        assert here in FLAGS, here
+        assert name not in FLAGS, name
+    with pytest.raises(flags.UnrecognizedFlagError) as found:
+        copy.deepcopy(FLAGS)(["train", "--lr=0.1"])
+    assert cure(found.value, FLAGS) == " (here it is --learning_rate)"
+    assert not cure(found.value, importlib.import_module("dpjax.cli.compare").FLAGS)
+    assert not cure(ValueError("lr"), FLAGS)
+
+
+def test_remarks_of_orbax_are_not_shown_and_its_errors_are():
+    def record(level, path):
+        return logging.LogRecord("absl", level, path, 1, "words", None, None)
+
+    orbax = "site-packages/orbax/checkpoint/checkpoint_manager.py"
+    assert not cli._not_of_orbax(record(logging.WARNING, orbax))
+    assert cli._not_of_orbax(record(logging.ERROR, orbax))
+    assert cli._not_of_orbax(record(logging.WARNING, "dpjax/training/run_folder.py"))
+
+
+@pytest.mark.parametrize("name", ["train", "sweep", "compare", "audit"])
+def test_an_empty_folder_of_results_is_refused(name):
+    given = copy.deepcopy(importlib.import_module(f"dpjax.cli.{name}").FLAGS)
+    with pytest.raises(flags.IllegalFlagValueError, match="Usually a variable of the shell"):
+        given([name, "--out= "])
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_process_quietly():
+    command = [sys.executable, "-c", "import dpjax.cli; dpjax.cli.main(['train', '--help'])"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monkeypatch):
+    """So that another run can continue from its parameters; not those of another run."""
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", f"--out={tmp_path / 'run'}", "--batch_size=20"])
+    given(["train", "--steps=4", "--noise_multiplier=1", "--noreport"])
+    plan = job.plan(given)
+    named = plan.dataset._replace(class_names=("a", "b", "c"), columns=("x", "y", "z"))
+
+    def interrupted(*_, directory, configuration, **__):
+        settings = {name: value for name, value in configuration.items() if released}
+        (directory / "run.json").write_text(json.dumps({"--bound": 7, **settings}))
+        (directory / "params.msgpack").write_bytes(b"parameters")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "train", interrupted)
+    for released in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            job.execute(given, plan._replace(dataset=named), time.time())
+        assert (tmp_path / "run" / "config.json").exists() == released
+    assert run_files.released(tmp_path / "run") == b"parameters"
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
+    assert config["columns"] == ["x", "y", "z"]
+    (tmp_path / "run" / "notes.txt").touch()
+    assert run_files.present(tmp_path / "run") == ["config.json", "params.msgpack", "run.json"]
+    (tmp_path / "run" / "params.msgpack").write_bytes(b"others")
+    with pytest.raises(app.UsageError, match="or was stopped by Ctrl-C"):
+        run_files.released(tmp_path / "run")
+
+
 def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
     (tmp_path / "words.csv").write_text("a,b\nx,1\n")
-    with pytest.raises(app.UsageError, match="expected numbers in every column"):
+    with pytest.raises(app.UsageError, match="expected finite numbers in every column"):
         planned("--dataset=words.csv")
-    with pytest.raises(app.UsageError, match="number of classes"):
+    with pytest.raises(app.UsageError, match="a named data set has its own labels"):
         planned("--dataset=digits", "--classes=10")
+    (tmp_path / "table.csv").write_text("a,kind,b\n" + "1,no,2\n2,yes,3\n" * 20)
+    assert planned("--dataset=table.csv", "--label=kind").dataset.columns == ("a", "b")
     with pytest.raises(app.UsageError, match=r"--continue_from=none: .*found no run\.json"):
         planned("--continue_from=none")
     with pytest.raises(app.UsageError, match=r"--model=mlp: .*expected one of elu"):

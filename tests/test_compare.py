@@ -124,9 +124,10 @@ def test_a_folder_that_cannot_be_read_is_named_and_stops_nothing(tmp_path):
     runs = [write(tmp_path / name, [0.5, 0.9]) for name in "abc"]
     (runs[0] / "evaluation.npz").write_bytes(b"")  # which this test does not read
     (runs[1] / "metrics.jsonl").write_text("{half")
-    compare(*runs, tmp_path / "none", "--out", tmp_path / "page.html")
+    said = compare(*runs, tmp_path / "none", "--out", tmp_path / "page.html")
     tree = parsed(tmp_path / "page.html")
     assert [text(line.find("th")) for line in tree.iter("tr")] == ["runs", "a", "c"]
+    assert f"{tmp_path / 'none'} (" in said.stdout
     words = text(tree.find(".//header"))
     assert "All 2 together" in words
     assert "What could not be read is not in these numbers." in words

@@ -738,6 +738,16 @@ ROWS = "".join(f"{i};{i % 3};{'ab'[i % 2]}\n" for i in range(20))
 X, Y = RNG.normal(size=(10, 4)), np.arange(10) % 2
 
 
+def test_a_data_set_is_shown_in_a_line(tmp_path):
+    found = own(tmp_path, "width;length;kind\n" + ROWS)
+    assert repr(found) == (
+        "Dataset(name='own', train=(float32[16, 2], int32[16]), test=(float32[4, 2], int32[4]), "
+        "classes=2, class_names=('a', 'b'))"
+    )
+    streamed = found._replace(train=data.Stream(range(5)), class_names=())
+    assert "train=a Stream of 5 examples" in repr(streamed)
+
+
 class TestOwnFiles:
     def test_a_table_takes_its_label_by_name_or_from_the_last_column(self, tmp_path):
         last = own(tmp_path, "width;length;kind\n" + ROWS)
@@ -747,6 +757,29 @@ class TestOwnFiles:
         assert last.train[0].dtype == np.float32
         x, y = (np.concatenate(parts) for parts in zip(last.train, last.test, strict=True))
         assert np.array_equal(x[:, 0] % 2, y), "words are numbered in alphabetical order"
+
+    def test_the_label_may_be_any_column_and_words_are_kept(self, tmp_path):
+        last = own(tmp_path, "width;length;kind\n" + ROWS)
+        assert (last.class_names, last.columns) == (("a", "b"), ("width", "length"))
+        path = tmp_path / "other.csv"
+        path.write_text("width;kind;length\n" + ROWS.translate({97: 49, 98: 48}))
+        found = data.load_file(path, label="kind")
+        assert (found.classes, found.class_names, found.columns) == (3, (), ("width", "length"))
+        with pytest.raises(
+            ValueError, match=r"label='knid'\): the columns are width, kind, length"
+        ):
+            data.load_file(path, label="knid")
+        np.savez(tmp_path / "own.npz", x=X, y=Y)
+        with pytest.raises(ValueError, match="the labels of"):
+            data.load_file(tmp_path / "own.npz", label="y")
+
+    def test_a_gap_in_the_numbers_of_labels_is_logged(self, tmp_path, caplog):
+        found = own(tmp_path, "a,b\n" + "1,1\n2,5\n" * 9)
+        assert found.classes == 6
+        assert "labels are 2 different numbers from 1 to 5" in caplog.text
+        caplog.clear()
+        own(tmp_path, "a,b\n" + "1,0\n2,1\n" * 9)
+        assert not caplog.text
 
     def test_parts_are_taken_as_they_are(self, tmp_path):
         images = RNG.integers(0, 256, (6, 5, 5), np.uint8)
@@ -775,10 +808,14 @@ class TestOwnFiles:
             ("a,b,label\n1,x,0\n2,3,1\n", "column 'b' has 'x' in its row 1"),
             ("a,b,label\n1,,0\n2,3,1\n", "column 'b' has '' in its row 1"),
             ("a,b\n", "0 examples in one part"),
-            ("a,b\n" + "1,0.5\n" * 9, "which is not classified"),
-            ("a,b\n" + "".join(f"1,{i}\n" for i in range(9)), "far fewer classes"),
+            ("a,b\n" + "1,0.5\n" * 9, r"column 'b': labels are float64 such as 0\.5\. Expected"),
+            ("a,b\n" + "".join(f"1,{i}\n" for i in range(9)), "column 'b': .*far fewer classes"),
             ("a,b\n" + "1,-1\n" * 9, "labels from -1 to -1"),
-            ("a,b\n" + "nan,1\n" * 9, "NaN or infinite"),
+            ("a,b\n" + "1,0\n2,1\n" * 9 + "nan,1\n", "column 'a' has 'nan' in its row 19"),
+            ("a,b\n" + "1,0\n2,1\n" * 9 + "3,\n", "label, column 'b', is missing in row 19"),
+            ("a,b\n" + "1,1\n" * 9, "column 'b': all 9 labels are 1. Expected at least 2"),
+            ("a,b\n" + "1,yes\n" * 9, "all 9 labels are 'yes'"),
+            ({"x": np.where(np.eye(10, 4), np.nan, 0), "y": Y}, r"first at index \[0, 0\]"),
             ({"images": X, "y": Y}, "the file holds images, y"),
             ({"x": X, "y": np.eye(10)}, "argmax"),
             ({"x": X, "y": Y[:9]}, "one label for each"),

@@ -105,8 +105,9 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path):
     ((z, steps),) = cards[0]["mechanism"]["multiplier_and_steps"]
     drawn = cards[0]["mechanism"]["sampling"]
     one = accounting.subsampled_gaussian(z, drawn["batch_size"] / drawn["examples"], steps)
-    every = accounting.epsilon(accounting.compose(*[one] * 2), 1e-5)
-    assert prices(tmp_path) == pytest.approx([accounting.epsilon(one, 1e-5), every])
+    every = accounting.epsilon(accounting.compose(*[one] * 2), 1e-5, "pld")
+    assert prices(tmp_path) == pytest.approx([accounting.epsilon(one, 1e-5, "pld"), every])
+    assert prices(tmp_path)[0] <= 3, "the epsilon that the runs were planned for"
     assert "These seeds are published" in said
     assert (tmp_path / "comparison.html").stat().st_size > 1000
     page = " ".join((tmp_path / "comparison.html").read_text().split())
@@ -167,7 +168,9 @@ def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_continue(st
     said = sweep(*flags)
     assert "6 runs; 4 have finished" in said
     assert "70.45 % ± 0.07     2    2.000  x=70" in said
-    assert prices(out)[1] == pytest.approx(accounting.epsilon(accounting.compose(*[ONE] * 6), 1e-5))
+    assert prices(out)[1] == pytest.approx(
+        accounting.epsilon(accounting.compose(*[ONE] * 6), 1e-5, "pld")
+    )
     assert lives(out / "x=50,seed=4") == ["begin", "end"]
     assert lives(out / "x=70,seed=4") == ["begin", "begin", "end"]
 
@@ -222,8 +225,9 @@ def test_a_random_number_of_runs_costs_what_selection_costs(stand_in, tmp_path):
     count = accounting.draw_runs(jax.random.key(1), 3)
     said = sweep(*flags, "--grid=x=10,20", "--free=x", "--out", tmp_path / "out")
     assert f"{count} runs; 0" in said
-    want = accounting.select_best(ONE, 1e-5, runs=3)
-    assert prices(tmp_path / "out")[::2] == pytest.approx([want.epsilon_one, want.epsilon_best])
+    best = accounting.select_best(ONE, 1e-5, runs=3).epsilon_best
+    want = [accounting.epsilon(ONE, 1e-5, "pld"), best]
+    assert prices(tmp_path / "out")[::2] == pytest.approx(want)
     other = sweep(*flags, "--grid=x=10,30", "--out", tmp_path / "out", status=1)
     assert "--grid: x=10,20 there, x=10,30 now" in other
 
@@ -302,19 +306,21 @@ def card(z=2.0, delta=1e-5, **changes):
 
 
 @kills("cli/sweep/search_cost.py", 'min(card["delta"]', 'max(card["delta"]', slow=True)
-@kills("cli/sweep/search_cost.py", "one = max(", "one = min(")
+@kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(")
 @kills("cli/sweep/search_cost.py", "compose(*spent, *others)", "compose(*spent)")
 def test_the_dearest_run_and_all_of_them_and_the_smallest_delta():
     cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
     cards = [card(4.0), card(2.0, delta=1e-6), card(4.0)]
     found, delta, relation = search_cost.prices(cards, [ONE], ("logarithmic", 4.0), "")
     want = [
-        accounting.epsilon(ONE, 1e-6),
-        accounting.epsilon(accounting.compose(cheap, cheap, ONE, ONE), 1e-6),
+        accounting.epsilon(ONE, 1e-6, "pld"),
+        accounting.epsilon(accounting.compose(cheap, cheap, ONE, ONE), 1e-6, "pld"),
         accounting.select_best([ONE, cheap], 1e-6, runs=4, distribution="logarithmic").epsilon_best,
     ]
     assert [price.epsilon for price in found] == pytest.approx(want)
     assert (delta, relation) == (1e-6, "add-or-remove")
+    assert [price.method for price in found] == ["pld", "pld", "rdp"]
+    assert "one run alone, by PLD: " in str(found[0])
     with pytest.raises(ValueError, match="add-or-remove and replace-one neighbours"):
         search_cost.prices([card(), card(neighbours="replace-one")], [], None, "")
 
@@ -338,6 +344,10 @@ def test_what_might_have_been_drawn_counts_unless_it_changes_no_price():
 
 def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):
     assert accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5) == 0
+    np.savez(tmp_path / "moments.npz", multipliers=[8.0, 8.0], mean=0)
+    queries = accounting.compose(*[accounting.gaussian(8.0)] * 2)
+    spent = accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5)
+    assert spent == pytest.approx(accounting.epsilon(queries, 1e-5)), "killed after its queries"
     run = {"mechanism": card(steps=80)["mechanism"]}
     (tmp_path / "run.json").write_text(json.dumps(run))
     (tmp_path / "metrics.jsonl").write_text('{"step": 50}\n')

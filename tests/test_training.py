@@ -642,7 +642,7 @@ def test_progress_is_shown_and_can_be_silenced(capsys):
     assert capsys.readouterr().err == ""
 
 
-@kills("training/progress.py", "upwards(row['epsilon'], '.2f')", "format(row['epsilon'], '.2f')")
+@kills("training/progress.py", "upwards(row['epsilon'], form)", "format(row['epsilon'], form)")
 def test_a_terminal_gets_one_live_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -667,11 +667,20 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
     text = show.stream.getvalue()
     assert text.count("\n") == 1
     assert text.count("\r") == 4
-    assert "step 5/10  epsilon 1.00 of 2.00  accuracy 0.500  loss 0.300  10 examples/s" in text
+    assert (
+        "step 5/10  epsilon 1.00 of 2.00  accuracy 0.500  private loss 0.300  10 examples/s" in text
+    )
     assert text.count("left") == 1, "before two dispatches it would be a guess about compilation"
-    assert "step 6/10  0:00:00 left  epsilon 1.00 of 2.00  accuracy 0.500  loss 0.300" in text
+    assert (
+        "step 6/10  0:00:00 left  epsilon 1.00 of 2.00  accuracy 0.500  private loss 0.300" in text
+    )
     assert "\u2501" * 5 + "\u2500" * 3 in text
     assert all(len(line.strip()) < 100 for line in text.replace("\x1b[K", "").split("\r"))
+
+
+def test_a_small_epsilon_is_shown_in_two_digits(capsys):
+    Progress(0, 10, 0.0001).line(5, {"epsilon": 0.000051})
+    assert "epsilon 5.1e-05 of 0.0001" in capsys.readouterr().err
 
 
 OPTIMIZERS = {

@@ -15,12 +15,14 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
-from dpjax.cli.flag_checks import only_flags
+from dpjax.cli.flag_checks import cure, only_flags
 from dpjax.cli.flag_groups import described
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -39,7 +41,22 @@ _INTERRUPTED = "interrupted; the same command resumes from the last checkpoint, 
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs the subcommand that the first word names; this is the entry point of `dpjax`."""
+    """Runs the subcommand that the first word names; this is the entry point of `dpjax`.
+
+    A reader that closes the pipe, as in ``dpjax train | head``, ends the process quietly.
+    """
+    try:
+        try:
+            _run_named(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as a shell reports a program that a closed pipe ended
+
+
+def _run_named(words: Sequence[str] | None) -> None:
     name, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     if name in _HELP:
         listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
@@ -73,15 +90,22 @@ def run_command(name: str) -> None:
 
     def job(_: list[str]) -> None:
         given = copy.deepcopy(command.FLAGS)  # parsing changes the copy alone
+        logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+        logging.get_absl_handler().addFilter(_not_of_orbax)
         try:
             argv = given([program, *words])
             if not command.WORDS:
                 only_flags(argv)
             importlib.import_module(f"dpjax.cli.{name}.job").run(given, argv)
         except (flags.Error, app.UsageError) as error:
-            sys.exit(f"{error}\nFor all flags: {program} --help")
+            sys.exit(f"{error}{cure(error, command.FLAGS)}\nFor all flags: {program} --help")
         except KeyboardInterrupt as stopped:
             print(f"\n{program}: {stopped or _INTERRUPTED}", file=sys.stderr)
             sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
     app.run(job, argv=[program])
+
+
+def _not_of_orbax(record: Any) -> bool:
+    """Drops Orbax's remarks on its speed; `dpjax.checkpoints` reports what went wrong."""
+    return record.levelname in ("ERROR", "CRITICAL") or "orbax" not in record.pathname

@@ -13,6 +13,25 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+# Names of other libraries and of papers, and the flag here.
+USUAL_NAMES = {
+    **dict.fromkeys(["epsilon", "eps", "epsilon_target"], "target_epsilon"),
+    **dict.fromkeys(["sigma", "noise_scale", "noise_std"], "noise_multiplier"),
+    **dict.fromkeys(["max_grad_norm", "l2_norm_clip", "clip", "clip_norm", "C", "c"], "bound"),
+    **dict.fromkeys(["batch", "bs", "lot_size", "logical_batch_size"], "batch_size"),
+    **dict.fromkeys(["lr", "rate", "eta"], "learning_rate"),
+    **dict.fromkeys(["epoch", "num_epochs", "n_epochs"], "epochs"),
+    **dict.fromkeys(["iterations", "max_steps", "num_steps"], "steps"),
+    **dict.fromkeys(["data", "data_path", "input"], "dataset"),
+    **dict.fromkeys(["output", "output_dir", "logdir", "save_dir"], "out"),
+}
+
+
+def cure(error: Exception, known: flags.FlagValues) -> str:
+    """The flag here that an unknown flag has elsewhere; else an empty text."""
+    name = USUAL_NAMES.get(getattr(error, "flagname", ""), "")
+    return f" (here it is --{name})" if name in known else ""
+
 
 def only_flags(argv: Sequence[str]) -> None:
     """Refuses words on the command line that are not flags."""
@@ -21,7 +40,20 @@ def only_flags(argv: Sequence[str]) -> None:
         raise app.UsageError(
             f"{' '.join(words)}: expected flags alone, which begin with two dashes. Usually dashes "
             "were forgotten, as in steps=2 for --steps=2, or a list was given with spaces."
+            + "".join(f" A file of data: --dataset={word}" for word in words if _is_data(word))
         )
+
+
+def _is_data(word: str) -> bool:
+    return "=" not in word and word.endswith((".csv", ".npz"))
+
+
+def not_empty(given: flags.FlagValues, name: str) -> None:
+    """Refuses an empty path, which would be the current folder."""
+    words = "Expected a path. Usually a variable of the shell is empty; the current folder is '.'."
+    flags.register_validator(
+        name, lambda path: path is None or bool(path.strip()), words, flag_values=given
+    )
 
 
 def in_range(

@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dpjax._display import brief
 from dpjax.data.streaming import Stream
 
 Split: TypeAlias = tuple[np.ndarray, np.ndarray]
@@ -32,6 +33,17 @@ class Dataset(NamedTuple, Generic[_Train]):
     """The number of labels; None if the target is a quantity."""
     note: str = ""
     """A caveat about the data for readers of results; often empty."""
+    class_names: tuple[str, ...] = ()
+    """The words that the labels stand for, in their order; empty if labels were numbers."""
+    columns: tuple[str, ...] = ()
+    """The names of the features of a table of yours; else empty."""
+
+    def __repr__(self) -> str:
+        parts = (_shapes(part) for part in (self.train, self.test))
+        names = f", class_names={brief(self.class_names)}" if self.class_names else ""
+        return "Dataset(name={!r}, train={}, test={}, classes={}{})".format(
+            self.name, *parts, self.classes, names
+        )
 
     @property
     def examples(self) -> int:
@@ -44,6 +56,13 @@ class Dataset(NamedTuple, Generic[_Train]):
             return self.train.rows(indices)
         x, y = self.train
         return x[indices], y[indices]
+
+
+def _shapes(part: Split | Stream) -> str:
+    """Types and shapes of inputs and targets: ``(float32[10, 3], int32[10])``."""
+    if isinstance(part, Stream):
+        return f"a Stream of {len(part)} examples"
+    return f"({', '.join(f'{x.dtype}{list(x.shape)}' for x in part)})"
 
 
 def hold_out(split: Split, size: int) -> tuple[Split, Split]:

@@ -9,10 +9,12 @@ of private examples would be a release that the accountant does not see.
 from __future__ import annotations
 
 import csv
+import math
 import os
 from pathlib import Path
 
 import numpy as np
+from absl import logging
 
 from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.files import plain_arrays
@@ -23,7 +25,9 @@ _FORMAT = (
 )
 
 
-def load_file(path: str | os.PathLike[str], classes: int | None = None) -> Dataset[Split]:
+def load_file(
+    path: str | os.PathLike[str], classes: int | None = None, label: str | None = None
+) -> Dataset[Split]:
     r"""Loads a data set of your own from a file.
 
     | file | content |
@@ -39,6 +43,7 @@ def load_file(path: str | os.PathLike[str], classes: int | None = None) -> Datas
     Args:
       path: The file; its name ends in ``.npz`` or ``.csv``.
       classes: The number of classes; by default the largest label and 1, or the number of words.
+      label: The name of the column of labels in a ``.csv``, if it is another one.
 
     Returns:
       The data set, equal in every call.
@@ -63,8 +68,18 @@ def load_file(path: str | os.PathLike[str], classes: int | None = None) -> Datas
         raise ValueError(f"{call}: expected a file whose name ends in .npz or .csv.")
     if not path.is_file():
         raise FileNotFoundError(f"{call}: there is no such file. Usually its folder is missing.")
-    parts = _table(path, call) if path.suffix == ".csv" else _arrays(path, call)
-    labels, count = _numbered([y for _, y in parts], classes, call)
+    columns, labelled = (), call
+    if path.suffix == ".csv":
+        parts, columns, column = _table(path, label, call)
+        labelled = f"{call}: the label is column {column!r}"
+    elif label is None:
+        parts = _arrays(path, call)
+    else:
+        raise ValueError(
+            f"{call[:-1]}, label={label!r}): only a .csv has columns by name; the labels of an "
+            ".npz are its array y."
+        )
+    labels, names, count = _numbered([y for _, y in parts], classes, labelled)
     inputs = [_inputs(x, call) for x, _ in parts]
     parts = list(zip(inputs, labels, strict=True))
     if len(parts) == 1:
@@ -76,7 +91,7 @@ def load_file(path: str | os.PathLike[str], classes: int | None = None) -> Datas
             f"the test part {test[0].shape[1:]}; expected one shape."
         )
     note = "(a fifth held out for the test)" if len(inputs) == 1 else ""
-    return Dataset(path.stem, train, test, count, note)
+    return Dataset(path.stem, train, test, count, note, names, columns)
 
 
 def _arrays(path: Path, call: str) -> list[Split]:
@@ -103,8 +118,8 @@ def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
     return x, column
 
 
-def _table(path: Path, call: str) -> list[Split]:
-    """All rows of a ``.csv``."""
+def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple[str, ...], str]:
+    """All rows of a ``.csv``, the names of its features, and that of the label."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -125,27 +140,37 @@ def _table(path: Path, call: str) -> list[Split]:
             f"{call}: line {wrong[0]} has {len(rows[wrong[0] - 2])} columns and the header "
             f"{len(header)}. Expected a value in every column of every line."
         )
-    place = header.index("label") if "label" in header else len(header) - 1
-    columns = [
-        _column(name, [row[i] for row in rows], header[place], call)
-        for i, name in enumerate(header)
-        if i != place
-    ]
-    x = np.stack(columns, axis=1)
-    return [_paired(x, np.array([row[place].strip() for row in rows]), call)]
+    if label is not None and label not in header:
+        raise ValueError(
+            f"{call[:-1]}, label={label!r}): the columns are {', '.join(header)}. Expected the "
+            "name of one of them."
+        )
+    chosen = label or ("label" if "label" in header else header[-1])
+    # From the right: of two columns with one name the last one is the label.
+    place = len(header) - 1 - header[::-1].index(chosen)
+    kept = [i for i in range(len(header)) if i != place]
+    x = np.stack([_column(header[i], [row[i] for row in rows], chosen, call) for i in kept], axis=1)
+    y = np.array([row[place].strip() for row in rows])
+    if missing := [i for i, word in enumerate(y.tolist(), 1) if word.lower() in ("", "nan")]:
+        raise ValueError(
+            f"{call}: the label, column {chosen!r}, is missing in row {missing[0]}. Expected one "
+            "in every row: fill it, or leave the row out."
+        )
+    return [_paired(x, y, call)], tuple(header[i] for i in kept), chosen
 
 
 def _column(name: str, words: list[str], label: str, call: str) -> np.ndarray:
     """The numbers of a column of features."""
-    try:
-        return np.array(words, np.float64)
-    except ValueError as error:
-        row, word = next((i, word) for i, word in enumerate(words, 1) if _number(word) is None)
-        raise ValueError(
-            f"{call}: column {name!r} has {word!r} in its row {row}; expected numbers in every "
-            "column but that of the label. Encode words as numbers, fill gaps, or leave the column "
-            f"out. The label here is {label!r}: the column named label, or else the last."
-        ) from error
+    numbers = [_number(word) for word in words]
+    for row, (word, number) in enumerate(zip(words, numbers, strict=True), 1):
+        if number is None or not math.isfinite(number):
+            raise ValueError(
+                f"{call}: column {name!r} has {word!r} in its row {row}; expected finite numbers "
+                "in every column but that of the label. Encode words as numbers, fill gaps, or "
+                f"leave the column out. The label here is column {label!r}; label= of load_file, "
+                "and --label of dpjax train, name another."
+            )
+    return np.array(numbers, np.float64)
 
 
 def _number(word: str) -> float | None:
@@ -163,9 +188,10 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
     if x.dtype.kind not in "biuf":
         raise ValueError(f"{call}: inputs are of type {x.dtype}; expected numbers.")
     if not np.isfinite(x).all():
+        first = np.argwhere(~np.isfinite(x))[0].tolist()
         raise ValueError(
-            f"{call}: some inputs are NaN or infinite; expected numbers. Usually values are "
-            "missing: fill them, or leave their rows out."
+            f"{call}: some inputs are NaN or infinite, the first at index {first}; expected finite "
+            "numbers. Usually values are missing: fill them, or leave their rows out."
         )
     if x.dtype.kind in "iu" and not (x.min() >= -(2**31) and x.max() < 2**31):
         raise ValueError(f"{call}: some inputs are whole numbers of more than 32 bits.")
@@ -174,20 +200,22 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
 
 def _numbered(
     parts: list[np.ndarray], classes: int | None, call: str
-) -> tuple[list[np.ndarray], int]:
-    """Labels of all parts as int32 from 0, and the number of classes."""
+) -> tuple[list[np.ndarray], tuple[str, ...], int]:
+    """Labels of all parts as int32 from 0, the words that they were, and the number of classes."""
+    names: list[str] = []
     joined = np.concatenate(parts)
     if joined.dtype.kind == "U" and all(_number(word) is not None for word in joined):
         joined = joined.astype(np.float64)
     if joined.dtype.kind == "U":
-        names, joined = np.unique(joined, return_inverse=True)
-        found = len(names)
+        words, joined = np.unique(joined, return_inverse=True)
+        names, found = words.tolist(), len(words)
     elif joined.dtype.kind in "biuf" and np.isfinite(joined).all() and not np.any(joined % 1):
         found = int(joined.max()) + 1
     else:
         raise ValueError(
-            f"{call}: labels are {joined.dtype} such as {joined.ravel()[0]!r}. Expected whole "
-            "numbers from 0, or words. Usually the column is a quantity, which is not classified."
+            f"{call}: labels are {joined.dtype} such as {joined.ravel()[0].item()!r}. Expected "
+            "whole numbers from 0, or words. Usually the column is a quantity, which is not "
+            "classified."
         )
     count = found if classes is None else classes
     if joined.min() < 0 or found > count or found > len(joined) // 2:
@@ -196,5 +224,18 @@ def _numbered(
             f"Expected {'0 and above' if classes is None else f'0 to {classes - 1}'}, and far "
             "fewer classes than examples. Usually the column is a number of a row, or a quantity."
         )
+    present = len(np.unique(joined))
+    if present == 1:
+        only = names[0] if names else int(joined[0])
+        raise ValueError(
+            f"{call}: all {len(joined)} labels are {only!r}. Expected at least 2 classes. Usually "
+            "another column is the label, or the file holds one class alone."
+        )
+    if classes is None and present < found:
+        logging.warning(
+            "%s: labels are %d different numbers from %d to %d, and the model gets an output for "
+            "each number from 0 to the largest: %d classes. Number them from 0 without gaps.",
+            *(call, present, joined.min(), joined.max(), count),
+        )
     edges = np.cumsum([len(part) for part in parts])[:-1]
-    return np.split(joined.astype(np.int32), edges), count
+    return np.split(joined.astype(np.int32), edges), tuple(names), count

@@ -86,11 +86,12 @@ class Progress:
             return
         speed = f"{self.units}_per_second"
         fields = {k: v for k, v in row.items() if k not in {*_QUIET, speed}}
-        fields["loss"] = row.get("private", {}).get("loss")
+        fields["private loss"] = row.get("private", {}).get("loss")
         # What stands last is left out first where a terminal is narrow.
         nll = fields.pop("nll", None)
         # Rounded up, like every claim: the terminal must not show less than was spent.
-        self.pieces = [f"epsilon {upwards(row['epsilon'], '.2f')} of {upwards(self.most, '.2f')}"]
+        form = ".2f" if self.most >= 0.1 else ".2g"  # 0.0001 is not 0.01
+        self.pieces = [f"epsilon {upwards(row['epsilon'], form)} of {upwards(self.most, form)}"]
         self.pieces += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
         self.pieces += [f"{row[speed]:,.0f} {self.units}/s"] if speed in row else []
         self.pieces += [f"nll {nll:.3f}"] if isinstance(nll, float) else []

@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else list(words)
     if len(words) != 1 or words[0].startswith("-"):
-        print("usage: python -m dpjax.verify RUN, with a run's folder or its privacy.json")
+        print("usage: dpjax verify RUN, with a run's folder or its privacy.json")
         return 0 if words in (["-h"], ["--help"]) else 2
     before = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)  # the library reports orders that do not converge
@@ -93,8 +93,8 @@ def parsed(path: pathlib.Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Unreadable(
-            f"there is no file {path.name}. Expected the folder of a finished run, or its "
-            "privacy.json."
+            f"there is no file or folder {path}. Expected the folder of a finished run, or its "
+            "privacy.json. Usually the path is misspelt, or the run has not finished."
         ) from None
     except (OSError, ValueError) as error:
         raise Unreadable(f"{path.name} is not readable as JSON ({error}).") from None
@@ -166,7 +166,7 @@ def claims(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     # with, so a claim is compared with the smallest.
     exact = {name: recompute(card, name) for name in ("rdp", "pld") if name in bounds}
     exact = exact or {"rdp": recompute(card, "rdp")}
-    smallest = min(value for value, _ in exact.values())
+    smallest, best = min((value, name) for name, (value, _) in exact.items())
     levels = len({z for z, _ in card["mechanism"]["multiplier_and_steps"]})
     loose = 1 + (LOOSE if levels <= LEVELS else LOOSE_LEVELS)
     for name, claimed in bounds.items():
@@ -183,7 +183,7 @@ def claims(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         yield (
             good,
             f"{name:12} claims epsilon {claimed:.4f} for one {unit} at delta={delta:g}; "
-            f"recomputed {smallest:.4f}: {verdict}",
+            f"recomputed {smallest:.4f} by {best}, the best accountant here: {verdict}",
         )
     for name in found.keys() & set(ESTIMATES):
         yield True, f"{name:12} estimates epsilon {found[name]:.4f}: not checked, and no bound"

@@ -12,6 +12,7 @@ exceeds its claim.  An audit without a finding proves nothing.  Data are read fr
 
 from absl import flags
 
+from dpjax.cli.flag_checks import not_empty
 from dpjax.cli.flag_groups import Group
 
 __all__ = ["FLAGS", "WORDS"]
@@ -23,3 +24,4 @@ _audit.whole("canaries", None, "Number of canaries; by default up to 1,000.")
 _audit.whole("steps", 200, "Most steps of the second training.", 1)
 _audit.whole("pairs", 200, "Pairs of steps that measure the noise.", 1)
 Group(FLAGS, "Output").text("out", None, "Folder of the results; by default that of the run.")
+not_empty(FLAGS, "out")

@@ -65,7 +65,8 @@ def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) 
     """Audits the run in a folder, and writes figures and plot into another."""
     run = audited_run.rebuild(folder)
     delta, claimed = run.run.delta, min(run.run.epsilons.values())
-    step = line_of_step(audited_run.step(run, given.pairs, OF_A_STEP), delta, "one step, white box")
+    name = "one step in which the row is drawn"
+    step = line_of_step(audited_run.step(run, given.pairs, OF_A_STEP), delta, name)
     guessed = audited_run.canaries(run, given.canaries, given.steps, OF_A_RUN)
     words = (
         f"{guessed.right} of {guessed.guesses} guesses right, {guessed.canaries} canaries, "

@@ -13,6 +13,7 @@ and runs with a published seed.
 
 from absl import flags
 
+from dpjax.cli.flag_checks import not_empty
 from dpjax.cli.flag_groups import Group
 
 __all__ = ["FLAGS", "WORDS"]
@@ -22,3 +23,4 @@ FLAGS = flags.FlagValues()
 Group(FLAGS, "Output").text(
     "out", "comparison.html", "The page; its figure has the same name and the ending .png."
 )
+not_empty(FLAGS, "out")

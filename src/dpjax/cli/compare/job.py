@@ -153,6 +153,8 @@ def compare(
             unread.append(f"{directory} ({error})")
     if not runs:
         raise app.UsageError("none of these folders can be read: " + "; ".join(unread))
+    for words in unread:
+        print(f"Could not be read, and is not on the page: {words}", flush=True)
     groups = groups_of(runs)
     badges = {of_what_was_released(run) for run in runs}
     # The figure shows all runs, so the strictest of their badges holds for it.

@@ -15,6 +15,7 @@ programs, and draw no report of their own unless `--reports` is given.
 
 from absl import flags
 
+from dpjax.cli.flag_checks import not_empty
 from dpjax.cli.flag_groups import Group
 
 __all__ = ["FLAGS", "WORDS"]
@@ -53,4 +54,5 @@ _runs.yes_no("reports", False, "Let each run draw its own report.")
 
 _output = Group(FLAGS, "Output")
 _output.text("out", "runs/sweep", "Folder of the search.")
+not_empty(FLAGS, "out")
 _output.yes_no("page", True, "Write comparison.html, as `dpjax compare` does.")

@@ -17,6 +17,7 @@ from absl import app, flags
 
 from dpjax import accounting, noise
 from dpjax.cli.compare.job import compare
+from dpjax.cli.flag_checks import cure
 from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
 from dpjax.cli.train import FLAGS as TRAIN
 from dpjax.reports.load_run import read
@@ -115,7 +116,7 @@ def require_flags(given: flags.FlagValues, trials: Iterable[search_space.Trial])
         try:
             copy.deepcopy(TRAIN)(words)
         except flags.Error as error:
-            raise app.UsageError(f"the run {trial.name}: {error}") from error
+            raise app.UsageError(f"the run {trial.name}: {error}{cure(error, TRAIN)}") from error
 
 
 def run_missing(given: flags.FlagValues, trials: dict[pathlib.Path, search_space.Trial]) -> int:
@@ -165,7 +166,7 @@ def costs(
         number_of_runs(given),
         search_cost.uncovered(candidates, done.values(), given.free),
     )
-    lines = [f"What this search costs at delta={delta:g} for {relation} neighbours, by RDP:"]
+    lines = [f"What this search costs at delta={delta:g} for {relation} neighbours:"]
     lines += [f"  {price}" for price in prices]
     lines.append(
         "To choose by public test data adds nothing to these lines; if the test data are private, "

@@ -2,7 +2,8 @@
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
 Events are rebuilt from the privacy cards of finished runs.  An unfinished run has no card; its
-spending comes from its log and its checkpoints.
+spending comes from its log, its checkpoints and its queries.  Each price is by the tightest proven
+method, except that of a random number of runs, for which only RDP has a proof.
 """
 
 from __future__ import annotations
@@ -14,27 +15,30 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
+import numpy as np
 
 from dpjax import accounting, training
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.sweep import search_space
+from dpjax.cli.train.inputs import MOMENTS
 from dpjax.verify import event_of
 
 Card = dict[str, Any]
 
 
 class Price(NamedTuple):
-    """An epsilon, if it is known, what it is the cost of, and when it applies."""
+    """An epsilon, if it is known, what it is the cost of, when it applies, and its accountant."""
 
     what: str
     epsilon: float | None
     holds: str
+    method: str
 
     def __str__(self) -> str:
         epsilon = "not known"
         if self.epsilon is not None:
             epsilon = f"epsilon {upwards(self.epsilon, '.3f')}"
-        return f"{epsilon:<16}{self.what}: {self.holds}"
+        return f"{epsilon:<16}{self.what}, by {self.method.upper()}: {self.holds}"
 
 
 def card_of(folder: pathlib.Path) -> dict[str, Any]:
@@ -51,9 +55,13 @@ def card_of(folder: pathlib.Path) -> dict[str, Any]:
 
 def spent_so_far(folder: pathlib.Path) -> dp_accounting.DpEvent:
     """The event of an unfinished run; a run that never started has spent nothing."""
-    path = folder / "run.json"
+    path, moments = folder / "run.json", folder / MOMENTS
     if not path.exists():
-        return dp_accounting.NoOpDpEvent()
+        if not moments.exists():
+            return dp_accounting.NoOpDpEvent()
+        # Stopped after its queries and before its first step, when no file described the run yet.
+        with np.load(moments) as kept:
+            return accounting.compose(*map(accounting.gaussian, kept["multipliers"].tolist()))
     runs = training.earlier(folder)
     mechanism = json.loads(path.read_text(encoding="utf-8"))["mechanism"]
     bare = math.inf in map(float, mechanism["clipping"]["bounds"])
@@ -86,11 +94,18 @@ def prices(
         )
     spent = [event_of(card, halve=False) for card in cards]
     kinds = list({repr(event): event for event in spent}.values())
-    one = max(accounting.epsilon(event, delta, "rdp", relation) for event in kinds)
-    every = accounting.epsilon(accounting.compose(*spent, *others), delta, "rdp", relation)
+
+    def cost(event: dp_accounting.DpEvent) -> tuple[float, str]:
+        method = accounting.tightest(event, relation)
+        return accounting.epsilon(event, delta, method, relation), method
+
+    one, by_one = max(cost(event) for event in kinds)
+    every, by_every = cost(accounting.compose(*spent, *others))
+    alone = "right only if its settings were fixed without these data"
+    together = "whichever is kept, and if all of them are published"
     found = [
-        Price("one run alone", one, "right only if its settings were fixed without these data"),
-        Price("all runs together", every, "whichever is kept, and if all of them are published"),
+        Price("one run alone", one, alone, by_one),
+        Price("all runs together", every, together, by_every),
     ]
     if number is not None:
         (name, mean), best, holds = number, None, uncovered
@@ -98,7 +113,8 @@ def prices(
             by = {"runs": mean, "distribution": name, "neighbours": relation}
             best = accounting.select_best(kinds, delta, **by).epsilon_best
             holds = "if that run alone is published, and how many ran stays secret"
-        found.append(Price(f"the best of a {name} number, {mean:g} on average", best, holds))
+        what = f"the best of a {name} number, {mean:g} on average"
+        found.append(Price(what, best, holds, "rdp"))
     return found, delta, relation
 
 

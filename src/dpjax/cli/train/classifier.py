@@ -198,9 +198,11 @@ def rehearse(
         example = (x, number, number) if epochs else (x, number)
         jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
         outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
-        if getattr(outputs, "shape", None) != (classes,):
+        found = getattr(outputs, "shape", None)
+        if found != (classes,):
+            returned = f"{found[0]} numbers" if found and len(found) == 1 else outputs
             raise ValueError(
-                f"the model returns {outputs} for one example; expected {classes} numbers, one a "
+                f"the model returns {returned} for one example; expected {classes}, one for each "
                 "class."
             )
         # A partition that was made for another model raises here, before any data are read.

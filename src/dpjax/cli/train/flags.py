@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from dpjax.cli import mesh_flag, process_flags
-from dpjax.cli.flag_checks import in_range
+from dpjax.cli.flag_checks import in_range, not_empty
 from dpjax.cli.flag_groups import Group
 from dpjax.cli.train import names
 
@@ -33,6 +33,7 @@ _data.whole(
     "labels occur then counts as public.",
     2,
 )
+_data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
 _data.text("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
 _data.yes_no("stream", False, "Read drawn examples from disk, by TFDS; keep none in memory.")
 _data.choice(
@@ -158,6 +159,7 @@ _optimization.whole("evaluations", 20, "Number of evaluations during the run.", 
 
 _output = Group(FLAGS, "Output")
 _output.text("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
+not_empty(FLAGS, "out")
 _output.yes_no("overwrite", False, "Delete the run that is in the folder first.")
 _output.text(
     "continue_from",

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import app, flags
 
 import dpjax
 from dpjax import data, features, losses, meshes, noise, reports, training, trees
@@ -58,7 +58,6 @@ class Trained(NamedTuple):
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Trains as the flags say; a refusal of the ledger ends the process with its message."""
     del argv  # flags alone
-    logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
     started = time.time()
     compilation_cache.switch_on()
     try:
@@ -84,10 +83,7 @@ def plan(given: flags.FlagValues) -> Plan:
     # Data come before model and mechanism, because classes, sizes and sampling rate follow from
     # them.
     dataset = load(given)
-    if dataset.classes is None:
-        raise app.UsageError(
-            f"--dataset={given.dataset}: its target is a quantity; dpjax train classifies."
-        )
+    assert dataset.classes is not None  # names.check_dataset refuses the others
     model = build.build_model(given, dataset.classes)
     loss = build.build_loss(given)
     normalization = inputs.build_normalization(given, dataset.examples)
@@ -121,16 +117,16 @@ def plan(given: flags.FlagValues) -> Plan:
 def load(given: flags.FlagValues) -> data.Dataset:
     """The data set of the flags."""
     own = names.is_file(given.dataset)
-    for name in ("stream", "data_dir") if own else ("classes",):
+    for name in ("stream", "data_dir") if own else ("classes", "label"):
         if given[name].value:
             raise app.UsageError(
                 f"--dataset={given.dataset} --{name}={given[name].value}: expected one of the two. "
                 "A file of yours is read whole, from its own path, and a named data set has its "
-                "number of classes."
+                "own labels."
             )
     try:
         if own:
-            return data.load_file(given.dataset, given.classes)
+            return data.load_file(given.dataset, given.classes, given.label)
         return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
     except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(f"--dataset={given.dataset}: {error}") from error
@@ -150,23 +146,30 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
     key = secret_key() if given.seed is None else jax.random.key(given.seed)
     meshes.from_first(lambda: prepare(folder, given.overwrite))
     dataset = inputs.with_scale(given, dataset, plan.normalization, key, folder)
-    params, state, history = train(
-        dataset,
-        plan.model,
-        plan.loss,
-        mechanism,
-        plan.optimizer,
-        key=key,
-        params=plan.earlier,
-        per_step=None if per_epoch is None else lambda step: step // per_epoch,
-        budget=plan.budget,
-        evaluations=given.evaluations,
-        delta=given.delta,
-        method=plan.method,
-        directory=folder,
-        configuration={f"--{name}": value for name, value in settings(given).items()},
-        save_every=given.save_every,
-    )
+    configuration = {f"--{name}": value for name, value in settings(given).items()}
+    try:
+        params, state, history = train(
+            dataset,
+            plan.model,
+            plan.loss,
+            mechanism,
+            plan.optimizer,
+            key=key,
+            params=plan.earlier,
+            per_step=None if per_epoch is None else lambda step: step // per_epoch,
+            budget=plan.budget,
+            evaluations=given.evaluations,
+            delta=given.delta,
+            method=plan.method,
+            directory=folder,
+            configuration=configuration,
+            save_every=given.save_every,
+        )
+    except (KeyboardInterrupt, SystemExit):
+        # The parameters of the last row are released and counted: another run may continue them.
+        if meshes.first_process() and run_files.has_released(folder, configuration):
+            describe(given, dataset, started)
+        raise
     if meshes.first_process():
         report(given, plan.mechanism, dataset, Trained(params, state, history), started)
 
@@ -212,13 +215,9 @@ def report(
     card = reports.card(mechanism, given.delta, **facts)
     (folder / "privacy.json").write_text(json.dumps(card, indent=2) + "\n")
     (folder / "statement.txt").write_text(words + "\n")
-    run_files.describe(
-        folder,
-        {**settings(given), "out": given.out},
-        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
+    describe(
+        *(given, dataset, started),
         seconds=round(time.time() - started, 1),
-        dataset=f"{dataset.name} {dataset.note}".strip(),
-        model=given.model,
         parameters=sum(x.size for x in jax.tree.leaves(params)),
     )
     print(words.partition("\n\nReferences\n")[0])  # which statement.txt has
@@ -227,8 +226,24 @@ def report(
     if given.report:
         print(f"To look at: {reports.report(folder)}")
     print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
-    print(f"Files in {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir())))
+    print(f"Files in {folder}: " + ", ".join(run_files.present(folder)))
     print(f"Recompute epsilon: dpjax verify {folder}")
+
+
+def describe(given: flags.FlagValues, dataset: data.Dataset, started: float, **facts: Any) -> None:
+    """Writes `config.json`, with the names of classes and columns where the data have some."""
+    if dataset.class_names:
+        facts["class_names"] = dict(enumerate(dataset.class_names))
+    if dataset.columns:
+        facts["columns"] = list(dataset.columns)
+    run_files.describe(
+        pathlib.Path(given.out),
+        {**settings(given), "out": given.out},
+        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
+        dataset=f"{dataset.name} {dataset.note}".strip(),
+        model=given.model,
+        **facts,
+    )
 
 
 def require_one_of_each(given: flags.FlagValues) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from absl import flags
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn", "pathmnist")
-DATASETS += ("organamnist", "organcmnist", "organsmnist", "california_housing", "wine_quality")
-MODELS = ("cifar_cnn", "cifar_dense_cnn", "linear", "mlp", "regression_mlp", "scatter_cifar_cnn")
+DATASETS += ("organamnist", "organcmnist", "organsmnist")
+QUANTITIES = ("california_housing", "wine_quality")  # data sets that a script learns
+MODELS = ("cifar_cnn", "cifar_dense_cnn", "linear", "mlp", "scatter_cifar_cnn")
 MODELS += ("scatter_cnn", "scatter_linear", "tempered_cnn", "text_transformer", "vit", "vit_base")
 MODELS += ("wide_resnet",)
 LOSSES = ("cross_entropy", "focal", "composite", "squared_error", "absolute", "huber")
@@ -43,6 +44,12 @@ def check_dataset(dataset: str) -> bool:
                 "path of an .npz or .csv; usually the folder is missing from it."
             )
         return True
+    if dataset in QUANTITIES:
+        raise flags.ValidationError(
+            "its target is a quantity, and dpjax train learns classes. Train it by a script: "
+            "dpjax.dpsgd with dpjax.losses.squared_error, as your_model.md in docs/pages shows "
+            "under Regression."
+        )
     return _check(dataset, DATASETS, "a file of yours: --dataset=my.npz or --dataset=my.csv")
 
 

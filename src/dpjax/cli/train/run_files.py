@@ -20,10 +20,12 @@ from typing import Any
 import jax
 from absl import app
 
+from dpjax.cli.train.inputs import MOMENTS
 from dpjax.reports.figures import PLOTS
 
 WRITTEN = ("privacy.json", "statement.txt", "config.json", "params.msgpack", "evaluation.npz")
 WRITTEN += ("diagnostics.npz", "report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
+_OF_FIT = ("run.json", "metrics.jsonl", "furthest", "seals", "lock", "checkpoints", "tensorboard")
 
 
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
@@ -49,21 +51,39 @@ def clear(folder: pathlib.Path, *more: str) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def present(folder: pathlib.Path) -> list[str]:
+    """The names of the run's files and folders; files of others stay unnamed."""
+    names = {pathlib.Path(name).parts[0] for name in (*WRITTEN, *_OF_FIT, MOMENTS)}
+    return sorted(name for name in names if (folder / name).exists())
+
+
+def has_released(folder: pathlib.Path, configuration: Mapping[str, Any]) -> bool:
+    """Whether the run with this configuration has left parameters in the folder."""
+    try:
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    # An interrupt may come before `dpjax.fit` has compared the folder's run with this one.
+    same = all(run.get(name) == value for name, value in configuration.items())
+    return same and (folder / "params.msgpack").exists()
+
+
 def released(folder: pathlib.Path) -> bytes:
-    """The parameters that a finished run released; refuses parameters of another run."""
+    """The parameters that a run released; refuses parameters of another run."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        # A later run in this folder may have left the parameters of the first: then their privacy
-        # cost is unknown.
+        # A later run in this folder may have left the parameters of the first: then run.json does
+        # not say what they cost.
         if config["released"] == _digest(folder):
             return (folder / "params.msgpack").read_bytes()
     except (OSError, ValueError, KeyError):
         pass
     raise app.UsageError(
         f"--continue_from={folder}: expected params.msgpack, run.json and config.json of one run "
-        "that has ended. Usually it was interrupted, or another run was started in its folder, and "
-        "then the privacy cost of these parameters is unknown. Repeat the run's own command, "
-        "which ends it and writes all three files."
+        "that has ended or was stopped by Ctrl-C. Usually the run was killed before it wrote "
+        "config.json, or another run was started in its folder, and then nothing says whether "
+        "run.json counts the cost of these parameters. Repeat the run's own command, which ends it "
+        "and writes all three files."
     )
 
 
