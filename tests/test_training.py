@@ -227,9 +227,9 @@ def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
     assert (state.ledger.steps, evaluate.calls) == (8, 4)
     assert [(row["step"], row["stop"]) for row in rows] == [(2, 0), (4, 0), (6, 0), (8, 1)]
     card = json.loads((tmp_path / "privacy.json").read_text())
-    assert card == json.loads(json.dumps(dpjax.reports.card(algorithm.mechanism, 1e-5))), (
-        "the card of a last row has all methods, and all steps of the plan"
-    )
+    facts = {"ledger": state.ledger, "chosen": True}
+    planned = json.loads(json.dumps(dpjax.reports.card(algorithm.mechanism, 1e-5, **facts)))
+    assert card == planned, "the card of a last row has all methods, and all steps of the plan"
     assert rows[-1]["epsilon"] == algorithm.mechanism.epsilon_of(np.ones(8), 1e-5)
     again, same = fit(algorithm, evaluate=evaluate, **options)
     np.testing.assert_array_equal(again.params, state.params)
