@@ -15,7 +15,7 @@ import killable_runs
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 from mutation import kills
 from small_mechanisms import mechanism_with
 
@@ -469,6 +469,23 @@ def test_an_argument_in_the_wrong_place_is_refused_before_anything_runs(name):
     right = {"loss": loss, "optimizer": optax.sgd(0.1), "mechanism": mechanism_with(), "data": DATA}
     with pytest.raises(error, match=message):
         dpjax.dpsgd(**{**right, **changed})
+
+
+@kills("training/dpsgd.py", "check_same_optimizer(name, recipe.optimizer, state)", "pass")
+def test_states_modules_and_rules_in_wrong_places_are_named():
+    adam, momentum = make(optimizer=optax.adam(0.1)), make(optimizer=optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(TypeError, match=r"leaves of the optimizer's state are \('0/count'"):
+        momentum.step(start(adam))
+    with pytest.raises(TypeError, match=r"that is averaged\(state.optimizer\)"):
+        training.average_parameters(start(adam))
+    with pytest.raises(TypeError, match="a Linear, a module of NNX; expected a tree of arrays"):
+        adam.init(jax.random.key(0), nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"Mechanism\.private\(key: int\)"):
+        mechanism_with().private(0)
+    with pytest.raises(TypeError, match=r"rule is a float; expected a Clipping\. Write dpjax"):
+        dpjax.clip_and_sum(1.0)
+    with pytest.raises(TypeError, match=r"noise\.gaussian: rule is a float; expected a Clipping"):
+        dpjax.noise.gaussian(1.1, 1.0, key=jax.random.key(0))
 
 
 def test_a_value_that_is_no_algorithm_or_no_state_is_refused():

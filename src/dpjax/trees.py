@@ -306,6 +306,13 @@ def seeded(key: Key) -> bool:
 
 def check_params(params: PyTree) -> None:
     """Refuses leaves that no gradient has."""
+    kinds = type(params).__mro__
+    if any((kind.__module__, kind.__name__) == ("flax.nnx.module", "Module") for kind in kinds):
+        raise TypeError(
+            f"init(key, params): the parameters are a {type(params).__name__}, a module of NNX; "
+            "expected a tree of arrays. Split it, graph, params, rest = nnx.split(model, "
+            "nnx.Param, ...), and join it in the loss: nnx.merge(graph, params, rest, copy=True)."
+        )
     for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
         kind = getattr(leaf, "dtype", None)
         if callable(leaf):

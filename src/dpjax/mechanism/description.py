@@ -492,6 +492,7 @@ class Mechanism:
                 "Mechanism.private: the bound is adapted to the norms of each batch, which the "
                 "links of a chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
             )
+        trees.check_key(key, "Mechanism.private")
         return optax.chain(clipping.clip_and_sum(self.clipping), self.privatize(key))
 
     def private_mean(

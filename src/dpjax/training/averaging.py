@@ -49,6 +49,11 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
       >>> print(averaged(state))
       0.9
     """
+    if isinstance(decay, tuple | dict):  # a state, or parameters
+        raise TypeError(
+            f"average_parameters(decay: {type(decay).__name__}): expected a number in [0, 1). "
+            "Usually the average was to be read: that is averaged(state.optimizer)."
+        )
     if not 0 <= decay < 1:
         raise ValueError(
             f"average_parameters(decay={decay}): expected a number in [0, 1). For example, 0.99 "

@@ -178,6 +178,20 @@ def check_state(name: str, state: Any) -> None:
         )
 
 
+def check_same_optimizer(name: str, optimizer: optax.GradientTransformation, state: State) -> None:
+    """Refuses the state of another optimizer, before Optax fails within the step."""
+    wide = trees.widened(state.params)
+    # By names: the structure of a tree may hold functions, which a script makes again.
+    expected = trees.leaf_names(jax.eval_shape(optimizer.init, wide))
+    if (found := trees.leaf_names(state.optimizer)) != expected:
+        raise TypeError(
+            f"{name}: the leaves of the optimizer's state are {reprlib.repr(found)}; expected "
+            f"{reprlib.repr(expected)}. Usually the state comes from an algorithm with another "
+            "optimizer. Continue it there; or begin from its parameters, init(key, state.params), "
+            "with another key and Mechanism(..., before=...)."
+        )
+
+
 def check_step(name: str, state: State) -> None:
     """Refuses a state whose step is not the number of steps in its ledger."""
     if int(state.step) != state.ledger.steps:

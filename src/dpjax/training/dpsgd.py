@@ -33,6 +33,7 @@ from dpjax.training.checks import (
     check_devices,
     check_kinds,
     check_optimizer,
+    check_same_optimizer,
     check_schedule,
     check_state,
     check_step,
@@ -194,7 +195,7 @@ def assemble(
     row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if stream else in_memory(recipe, data, shared)
     told: set[bytes] = set()  # the runs, by key, that were warned of losses that are not finite
-    agreed: set[bytes] = set()  # the runs, by key, in which all processes are known to agree
+    agreed: set[bytes] = set()  # the runs, by key, that fit the optimizer and all processes
 
     def init(key: Key, params: PyTree) -> State:
         trees.check_key(key, f"{name}: init")
@@ -242,8 +243,10 @@ def assemble(
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
         key, first = trees.on_host(state.key), int(state.step)
-        if mesh is not None and key.tobytes() not in agreed:
-            meshes.require_agreement(name, lambda: facts_of(state))
+        if key.tobytes() not in agreed:
+            check_same_optimizer(name, recipe.optimizer, state)
+            if mesh is not None:
+                meshes.require_agreement(name, lambda: facts_of(state))
             agreed.add(key.tobytes())
         state, sums = steps.run(state._replace(ledger=None), count)
         # Before anything of these steps leaves: their noise may meet one sum only.
