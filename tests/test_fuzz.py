@@ -359,6 +359,10 @@ def computed(draw):
         lambda p: jnp.diag(p["v"]),
         lambda p: lax.scan(lambda c, row: (c + row, c * row), p["v"], p["w"])[1],
         lambda p: jax.nn.relu(p["w"]) @ p["w"],
+        lambda p: p["w"] * (p["v"][:, None] * p["v"]),
+        lambda p: jnp.exp(-((p["v"][:, None] - p["v"]) ** 2)),
+        lambda p: jax.checkpoint(jnp.multiply)(p["w"], p["v"]),
+        lambda p: lax.cond(p["v"][0] > 0, lambda w: (w[0], w), lambda w: (w[1], -w), p["w"])[1],
     )
     return params, lambda p, h, e: h @ view(p)
 
