@@ -308,6 +308,24 @@ def test_a_broken_step_is_found(name, monkeypatch):
         assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
 
 
+@kills("auditing/algorithm_step.py", "max(0.0, m - r)", "m")
+def test_roundings_of_parameters_refute_no_step():
+    """Parameters of 1 in float32 round each coordinate by half of 2^-23, many times the update."""
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.full(1000), clipping=clipping.flat(1.0), noise_multiplier=1.0, steps=1
+    )
+    data, optimizer = jnp.zeros((1000, 1)).at[2].set(9.0), optax.sgd(0.01)
+
+    def build(sampler):
+        stated = dataclasses.replace(mechanism, sampling=sampler)
+        return dpjax.dpsgd(lambda w, x: -jnp.sum(w) * x[0], optimizer, stated, data)
+
+    params, options = jnp.ones(100_000), {"canary": 2, "pairs": 8}
+    found = auditing.audit_algorithm(build, mechanism.sampling, params, **options)
+    assert found.measured[0] > 1.1 > found.claimed
+    assert not found.refutes
+
+
 @pytest.mark.slow
 def test_estimated_norms_separate_as_their_accountant_allows():
     """Under one key by more than the bound, and over keys not too often."""

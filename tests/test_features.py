@@ -42,6 +42,15 @@ def ask(folder, compute, inputs, **settings):
     return features.cached(compute, inputs, settings=settings, directory=folder)
 
 
+@kills("features/cache.py", "* (inputs.dtype.fields is not None)", "* 0")
+def test_two_readings_of_the_same_bytes_are_two_inputs(tmp_path):
+    one = np.ones(3, [("x", "<f4"), ("y", "<i4")])
+    other = one.view([("x", "<i4"), ("y", "<f4")])
+    for each in (one, other):
+        got = features.cached(lambda z: np.float64(z["x"]), each, settings={}, directory=tmp_path)
+        np.testing.assert_array_equal(got, each["x"])
+
+
 def test_the_second_time_it_is_read(tmp_path):
     compute, inputs = Counted(), RNG.random((5, 3))
     folder = tmp_path / "not" / "there"
@@ -345,7 +354,7 @@ def test_the_noise_of_each_query_has_its_scale():
 
 @kills(
     "features/normalization.py",
-    "return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0)[0])",
+    "return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0, lost=lost)[0])",
     "return jnp.asarray(total)",
     slow=True,
 )
@@ -358,6 +367,16 @@ def test_every_query_has_a_stream_of_its_own():
     streams.append(link.update(jnp.zeros(1000), link.init(jnp.zeros(1000)))[0])
     together = np.corrcoef(np.stack(streams)) - np.eye(6)
     assert abs(together).max() < 0.2
+
+
+@kills("features/normalization.py", "axis=0, dtype=np.float64)", "axis=0, dtype=np.float32)")
+def test_a_row_moves_the_sum_of_a_million_by_its_bound():
+    """Without noise: what one float32 sum rounds away would count for all other rows."""
+    rows = np.random.default_rng(0).normal(0.7, 0.05, (2**20, 2)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    ones = jnp.ones((len(rows), 1))
+    total, lost = (np.asarray(x, np.float64) for x in room._summed(jnp.asarray(rows), ones))
+    np.testing.assert_allclose(total + lost, rows.astype(np.float64).sum(axis=0), rtol=1e-12)
 
 
 @pytest.mark.slow

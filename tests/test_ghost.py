@@ -170,6 +170,14 @@ def row_ids(x, size):
     return jnp.int32(size * jnp.abs(x))
 
 
+def narrow(x):
+    return x.astype(jnp.bfloat16)
+
+
+def wide(x):
+    return x.astype(jnp.float32)
+
+
 CASES = {
     "tanh of few channels": lambda: linen(Pooled(4), (16, 16, 1)),
     "lstm": lambda: linen(Recurrent(), (5, 3)),
@@ -227,6 +235,18 @@ CASES = {
     ),
     "a kernel of a rematerialised region": plain(
         lambda x, w, g: x @ jax.checkpoint(jnp.multiply)(w, g), (4,), w=(4, 3), g=(3,)
+    ),
+    "frozen numbers in bfloat16 beside trained ones": plain(
+        lambda x, w: jnp.where(x > 0, narrow(w), lax.stop_gradient(narrow(w)) + 1).astype(
+            jnp.float32
+        ),
+        (4,),
+        w=(4,),
+    ),
+    "a branch that leaves bfloat16": plain(
+        lambda x, w: x * lax.cond(w[0] > 0, lambda v: wide(2 * v), lambda v: wide(v), narrow(w)),
+        (4,),
+        w=(4,),
     ),
     "a leaf without entries": plain(
         lambda x, w, v: x @ w + jnp.sum(v @ x), (4,), w=(4, 3), v=(0, 4)
@@ -796,6 +816,20 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     slow=True,
 )
 @kills("gradients/_bookkeeping/leaf_sums.py", "(-1)].add", "(-1)].set", case="embedding", slow=True)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "[*outputs, *trained]",
+    "outputs",
+    case="a branch that leaves bfloat16",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "smooth = bool(leaves) and any",
+    "smooth = any",
+    case="frozen numbers in bfloat16 beside trained ones",
+    slow=True,
+)
 @kills(
     "gradients/_bookkeeping/structure.py",
     "a if n == shape[a] else None",

@@ -192,7 +192,8 @@ def assert_private(
     link releases $s + \Sigma^{1/2} z$, and one example moves it by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
     $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. The
-    links behind the noise are post-processing and may be any. With correlated noise the first step
+    links behind the noise are taken for post-processing and not measured: a function around the
+    chain that adds raw gradients to its result is not found. With correlated noise the first step
     alone draws the example, and $\mu$ of the whole run is at most $1 / m$.
 
     | chain | result |

@@ -159,15 +159,19 @@ def audit_algorithm(
     estimated = mechanism.clipping.projections
     risk = 1 - confidence if estimated is None else (1 - confidence) / 2
     deviations, limits = _deviations(lambda n: lacking(_SEEDS + n), pairs, risk)
-    moved = []
+    moved, sure = [], []
     for seed in _seeds_that_draw(base, canary, keys):
-        each = zip(whole(seed), lacking(seed), strict=True)
+        with_it, without_it = whole(seed), lacking(seed)
+        each = zip(with_it, without_it, strict=True)
         moved.append([float(np.linalg.norm(a - b)) for a, b in each])
+        # What the roundings of both steps may have added is no evidence against the mechanism.
+        rounding = whole.rounding(with_it, without_it)
+        sure.append([max(0.0, m - r) for m, r in zip(moved[-1], rounding, strict=True)])
     twice = 2.0 if mechanism.relation is Neighbours.REPLACE_ONE else 1.0
     with np.errstate(divide="ignore"):
         claimed = float(twice / mechanism.multipliers[0])
     return Separation(
-        _in_units(moved, deviations), _in_units(moved, limits), claimed, estimated, confidence
+        _in_units(moved, deviations), _in_units(sure, limits), claimed, estimated, confidence
     )
 
 
@@ -249,6 +253,21 @@ class _FirstStep:
         # The next bound follows from the noisy count. Its logarithm is linear in the count.
         bound = np.atleast_1d(np.float64(state.bound_scale))
         return [*leaves, np.log(bound) if adaptive.geometric else bound]
+
+    def rounding(self, one: list[np.ndarray], other: list[np.ndarray]) -> list[float]:
+        """For each leaf, how far the roundings of two steps can move them apart."""
+        leaves = jax.tree.leaves(self.state.params)
+        before = [trees.on_host(leaf).astype(np.float64) for leaf in leaves]
+        digits = [float(jnp.finfo(leaf.dtype).eps) for leaf in leaves]
+        if len(one) > len(leaves):  # the bound, or its logarithm
+            before, digits = [*before, np.ones(1)], [*digits, float(jnp.finfo(jnp.float32).eps)]
+
+        def apart(w: np.ndarray, a: np.ndarray, b: np.ndarray, eps: float) -> float:
+            # Half a last digit of each sum, and of each of the two factors of its update.
+            largest = np.maximum(np.abs(a), np.abs(b))
+            return eps * float(np.linalg.norm(largest + np.abs(a - w) + np.abs(b - w)))
+
+        return [apart(*x) for x in zip(before, one, other, digits, strict=True)]
 
 
 def _deviations(

@@ -155,6 +155,8 @@ def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
     # Both names are needed: `str` is equal for bfloat16 and other void types, `name` for both
     # byte orders.
     kind = [inputs.dtype.name, inputs.dtype.str]
+    # Both are equal for all structured types of one size.
+    kind += [repr(inputs.dtype.descr)] * (inputs.dtype.fields is not None)
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     # Of all images: a changed image must not be given the features of the old one.

@@ -24,6 +24,8 @@ from dpjax.noise.link import add_noise
 from dpjax.noise.seals import require_one_sum, seal
 from dpjax.types import Key, Purpose
 
+_ROWS = 2**16  # examples that are added together in float64, on the host
+
 Features = Float[Array, "examples height width channels"]
 
 _MEANS, _SQUARES = 0, 1  # the two queries; their threshold searches have the streams 2 and 3
@@ -234,13 +236,30 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     """The noisy sum of rows that are clipped to a bound: one Gaussian query on all examples."""
     rule = clipping.flat(bound)
     factors = rule.factors(trees.group_norms(rows, (0,), 1))
-    total = trees.scaled_sum(rows, factors, (0,))
+    total, lost = _summed(rows, factors)
     # The library's own rule and noise link: the tests of training also cover this query. The
     # purpose keeps its noise apart from the noise of every training step with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     deviations = noise.standard_deviations(multiplier, rule, 0)
     # The root key says whether it is a published seed; no key of a stream looks like one.
     if not trees.seeded(key):
-        sealed = seal((total, [jnp.float32(deviation) for deviation in deviations]))
+        sealed = seal((total, lost, [jnp.float32(deviation) for deviation in deviations]))
         require_one_sum(stream, 0, sealed[None], "features.Normalization")
-    return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0)[0])
+    return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0, lost=lost)[0])
+
+
+def _summed(rows: Array, factors: Array) -> tuple[Array, Array]:
+    """The sum of rows times their factors, and what its dtype lacks of it.
+
+    One float32 sum over all examples rounds by percents of a bound for a million, and one row can
+    move roundings of all others.
+    """
+    total = np.zeros(rows.shape[1:], np.float64)
+    for start in range(0, rows.shape[0], _ROWS):
+        part = np.asarray(rows[start : start + _ROWS])
+        scale = np.asarray(factors[start : start + _ROWS], part.dtype)
+        # 0 * NaN is NaN: a dropped example must contribute exactly 0.
+        kept = np.where(scale != 0, part, 0)
+        total += np.sum(kept * scale, axis=0, dtype=np.float64)
+    high = total.astype(rows.dtype)
+    return jnp.asarray(high), jnp.asarray((total - high).astype(rows.dtype))

@@ -303,7 +303,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         return outputs
     # A view is recomputed in float32. An operation that rounds to a narrower dtype in the model
     # would give other values there, and so another gradient.
-    narrow = any(map(_narrow, outputs)) and not (len(views) == 1 and name in _WIDEN)
+    trained = [view.value for view in views if view.leaves]
+    narrow = any(map(_narrow, [*outputs, *trained])) and not (len(views) == 1 and name in _WIDEN)
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
@@ -313,12 +314,13 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         return outputs
 
     cast = name == "convert_element_type" and _narrow(outputs[0]) and bool(leaves)
-    smooth = any(_is(jnp.floating, x) for x in outputs)
+    smooth = bool(leaves) and any(_is(jnp.floating, x) for x in outputs)
 
     def compute(leaves: Leaves, memo: Memo) -> list[Array]:
         if id(views) not in memo:
             inputs = [view.of(leaves, memo) for view in views]
-            if not smooth:  # a comparison or an index must see the numbers that the model has
+            # A comparison, an index or what is frozen must see the numbers that the model has.
+            if not smooth:
                 given = zip(inputs, equation.invars, strict=True)
                 inputs = [jnp.asarray(x, dtype(variable)) for x, variable in given]
             found = bind(equation, inputs)
