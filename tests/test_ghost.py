@@ -802,13 +802,6 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     "gradients/_xla_cpu/tanh.py", "1 + y) * (1 - y", "1 - y", case="tanh of few channels", slow=True
 )
 @kills(
-    "gradients/_bookkeeping/trace.py",
-    "_narrow(outputs[0]) and bool(leaves)",
-    "_narrow(outputs[0])",
-    case="a frozen shift in bfloat16",
-    slow=True,
-)
-@kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "entries[0].scaled(factors)",
     "entries[0]",

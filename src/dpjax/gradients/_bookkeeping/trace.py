@@ -313,7 +313,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         book.materialise(leaves, f"more than {_DEEP} equations of parameters alone")
         return outputs
 
-    cast = name == "convert_element_type" and _narrow(outputs[0]) and bool(leaves)
+    cast = name == "convert_element_type" and _narrow(outputs[0])
     smooth = bool(leaves) and any(_is(jnp.floating, x) for x in outputs)
 
     def compute(leaves: Leaves, memo: Memo) -> list[Array]:
