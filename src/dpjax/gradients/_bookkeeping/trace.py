@@ -303,8 +303,9 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         return outputs
     # A view is recomputed in float32. An operation that rounds to a narrower dtype in the model
     # would give other values there, and so another gradient.
-    trained = [view.value for view in views if view.leaves]
-    narrow = any(map(_narrow, [*outputs, *trained])) and not (len(views) == 1 and name in _WIDEN)
+    floats = [x for x in outputs if _is(jnp.floating, x)]
+    trained = [view.value for view in views if view.leaves and floats]
+    narrow = any(map(_narrow, [*floats, *trained])) and not (len(views) == 1 and name in _WIDEN)
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
@@ -314,7 +315,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         return outputs
 
     cast = name == "convert_element_type" and _narrow(outputs[0])
-    smooth = bool(leaves) and any(_is(jnp.floating, x) for x in outputs)
+    smooth = bool(leaves and floats)
 
     def compute(leaves: Leaves, memo: Memo) -> list[Array]:
         if id(views) not in memo:
