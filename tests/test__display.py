@@ -45,7 +45,7 @@ def test_a_line_says_what_an_object_was_made_from():
     assert "target=Target(epsilon=3.0, delta=1e-05, method='rdp')" in repr(calibrated)
 
 
-@kills("_display.py", "if name in secrets else", "if False else")
+@kills("_display.py", "if name in secrets else", "if False else", slow=True)
 def test_no_state_shows_its_key():
     key, adaptive = dpjax.noise.secret_key(), clipping.Quantile(count_multiplier=20.0)
     states = [

@@ -190,7 +190,7 @@ def test_the_private_link_is_the_chain_of_its_parts():
         adapted.private(jax.random.key(0))
 
 
-@kills("noise/link.py", "if not isinstance(state.step, Tracer):", "if False:")
+@kills("noise/link.py", "if not isinstance(state.step, Tracer):", "if False:", slow=True)
 @pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
 def test_a_state_that_is_a_constant_is_refused(link):
     clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
@@ -216,6 +216,7 @@ def test_a_state_that_is_a_constant_is_refused(link):
     "updates = updates.value if isinstance(updates, ClippedSum) else updates",
     "if isinstance(updates, ClippedSum):\n        return updates.value",
     case="jitted",
+    slow=True,
 )
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 def test_a_clipped_sum_says_by_which_rule(jitted):

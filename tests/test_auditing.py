@@ -308,7 +308,7 @@ def test_a_broken_step_is_found(name, monkeypatch):
         assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
 
 
-@kills("auditing/algorithm_step.py", "max(0.0, m - r)", "m")
+@kills("auditing/algorithm_step.py", "max(0.0, m - r)", "m", slow=True)
 def test_roundings_of_parameters_refute_no_step():
     """Parameters of 1 in float32 round each coordinate by half of 2^-23, many times the update."""
     mechanism = dpjax.Mechanism(

@@ -42,7 +42,7 @@ def ask(folder, compute, inputs, **settings):
     return features.cached(compute, inputs, settings=settings, directory=folder)
 
 
-@kills("features/cache.py", "* (inputs.dtype.fields is not None)", "* 0")
+@kills("features/cache.py", "* (inputs.dtype.fields is not None)", "* 0", slow=True)
 def test_two_readings_of_the_same_bytes_are_two_inputs(tmp_path):
     one = np.ones(3, [("x", "<f4"), ("y", "<i4")])
     other = one.view([("x", "<i4"), ("y", "<f4")])
@@ -369,7 +369,9 @@ def test_every_query_has_a_stream_of_its_own():
     assert abs(together).max() < 0.2
 
 
-@kills("features/normalization.py", "axis=0, dtype=np.float64)", "axis=0, dtype=np.float32)")
+@kills(
+    "features/normalization.py", "axis=0, dtype=np.float64)", "axis=0, dtype=np.float32)", slow=True
+)
 def test_a_row_moves_the_sum_of_a_million_by_its_bound():
     """Without noise: what one float32 sum rounds away would count for all other rows."""
     rows = np.random.default_rng(0).normal(0.7, 0.05, (2**20, 2)).astype(np.float32)

@@ -846,6 +846,7 @@ def test_ghost_is_the_definition(name):
     "gradients/_bookkeeping/trace.py",
     "[_rounded(*inputs, *found)] if cast else found",
     "inputs if cast else found",
+    slow=True,
 )
 def test_what_follows_a_cast_sees_rounded_numbers():
     """Outside of jit, where XLA does not leave the two casts out."""

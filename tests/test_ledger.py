@@ -63,7 +63,12 @@ def test_what_ran_costs_what_was_planned_and_less_if_it_stopped():
     assert ledger.epsilon(ledger.empty(), mechanism, 1e-5) == 0.0
 
 
-@kills("ledger.py", 'return method or ("rdp" if target is None else target.method)', 'return "rdp"')
+@kills(
+    "ledger.py",
+    'return method or ("rdp" if target is None else target.method)',
+    'return "rdp"',
+    slow=True,
+)
 def test_a_budget_admits_what_was_calibrated_for_it():
     mechanism = mechanism_with(sampling=sampling.full(50), steps=8).calibrate(4.0, 1e-3)
     assert mechanism.target.method == "pld", "which is less than RDP"

@@ -114,7 +114,12 @@ def noised(gradient):
     "jax.make_jaxpr(derivative)(params, example)",
     "jax.make_jaxpr(self)(params, example)",
 )
-@kills("training/dpsgd.py", "require_one_example(gradient,", "require_one_example(loss.jaxpr,")
+@kills(
+    "training/dpsgd.py",
+    "require_one_example(gradient,",
+    "require_one_example(loss.jaxpr,",
+    slow=True,
+)
 @pytest.mark.parametrize("function", [centred, noised], ids=["custom_vmap", "rbg"])
 def test_derivatives_of_the_user_are_read(function):
     loss, message = backwards(function), "gradient of the loss: its program holds"
@@ -126,7 +131,7 @@ def test_derivatives_of_the_user_are_read(function):
     jax.eval_shape(dpjax.clipped_grad(vouched, clipping.flat(1.0)), W, X)
 
 
-@kills("training/recipe.py", 'require_one_example(program, "dpsgd: weights")', "pass")
+@kills("training/recipe.py", 'require_one_example(program, "dpsgd: weights")', "pass", slow=True)
 def test_weights_are_read():
     def weigh(step, params, x):
         return centred(x)[0]
@@ -139,7 +144,10 @@ def test_weights_are_read():
 
 
 @kills(
-    "gradients/clipped_grad.py", "check_loss(traced, params, trees.one_row(rows))", "pass  # row"
+    "gradients/clipped_grad.py",
+    "check_loss(traced, params, trees.one_row(rows))",
+    "pass  # row",
+    slow=True,
 )
 def test_a_step_reads_its_loss_whichever_algorithm_made_the_state():
     honest, mixing = (
@@ -166,7 +174,9 @@ def test_optimizers_of_clients_are_read():
         algorithm.init(jax.random.key(0), W)
 
 
-@kills("trees.py", '== "threefry2x32":\n        return key', '!= "":\n        return key')
+@kills(
+    "trees.py", '== "threefry2x32":\n        return key', '!= "":\n        return key', slow=True
+)
 def test_clients_order_their_rows_by_their_own_key_whatever_its_generator():
     def after(sizes):
         rows = [np.arange(3 * n, dtype=np.float32).reshape(n, 3) for n in sizes]

@@ -71,7 +71,7 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
 
 
 @kills("training/fit.py", '"chosen": ended', '"chosen": False')
-@kills("training/run_folder.py", 'if rows and rows[-1].get("stop"):', "if False:")
+@kills("training/run_folder.py", 'if rows and rows[-1].get("stop"):', "if False:", slow=True)
 @kills("reports/load_run.py", 'if last.get("stop"):', "if False:", slow=True)
 def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     run = algorithm()

@@ -240,7 +240,9 @@ def test_a_row_of_a_stream_that_changed_is_refused(tmp_path, monkeypatch):
     assert died(tmp_path, make(data=rows(DATA)), after=None)[0].ledger.steps == 6
 
 
-@kills("noise/seals.py", "& (now != 0) & (before != now)", "& (first > 0) & (before != now)")
+@kills(
+    "noise/seals.py", "& (now != 0) & (before != now)", "& (first > 0) & (before != now)", slow=True
+)
 def test_a_folder_and_its_process_agree(tmp_path, monkeypatch):
     """Another process ran steps there whose noise met other sums in this one."""
     key = noise.secret_key()

@@ -471,7 +471,9 @@ def test_an_argument_in_the_wrong_place_is_refused_before_anything_runs(name):
         dpjax.dpsgd(**{**right, **changed})
 
 
-@kills("training/dpsgd.py", "check_same_optimizer(name, recipe.optimizer, state)", "pass")
+@kills(
+    "training/dpsgd.py", "check_same_optimizer(name, recipe.optimizer, state)", "pass", slow=True
+)
 def test_states_modules_and_rules_in_wrong_places_are_named():
     adam, momentum = make(optimizer=optax.adam(0.1)), make(optimizer=optax.sgd(0.1, momentum=0.9))
     with pytest.raises(TypeError, match=r"leaves of the optimizer's state are \('0/count'"):

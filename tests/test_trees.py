@@ -82,7 +82,7 @@ def test_what_was_packed_is_unpacked():
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, tree)
 
 
-@kills("trees.py", "if last and within[path[:-1]] == 1 else", "if last else")
+@kills("trees.py", "if last and within[path[:-1]] == 1 else", "if last else", slow=True)
 def test_a_variable_of_nnx_is_a_leaf_of_its_name():
     params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)[1]
     assert trees.leaf_names({"first": params}) == ("first/bias", "first/kernel")
