@@ -109,6 +109,7 @@ def noised(gradient):
     return gradient + drawn(gradient)
 
 
+@kills("gradients/loss_checks.py", 'startswith("custom_")', 'startswith("custom_jvp")', slow=True)
 @kills(
     "gradients/_bookkeeping/trace.py",
     "jax.make_jaxpr(derivative)(params, example)",

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from dpjax._jaxpr import VOUCHED, inner_programs
+from dpjax._jaxpr import VOUCHED, equations, inner_programs
 from dpjax.types import PyTree
 
 _HOST = "calls the host, which may keep what it saw of other examples or see the whole batch"
@@ -96,6 +96,14 @@ def require_one_example(program: Jaxpr, name: str) -> None:
                 "jax.random.key(seed, impl='threefry2x32'). If the function treats each example "
                 "alone whatever batch it is given, wrap it: dpjax.losses.vouched(function)."
             )
+
+
+def has_own_derivatives(program: Jaxpr) -> bool:
+    """Whether the gradient of a program runs derivatives that its author wrote.
+
+    They stand in the program of the gradient alone.
+    """
+    return any(e.primitive.name.startswith("custom_") for e in equations(program))
 
 
 def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ from dpjax._jaxpr import equations
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Engine, Rows, microbatched
+from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -75,9 +76,11 @@ def differentiates_kernels(
 ) -> bool:
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
     loss = loss if isinstance(loss, Traced) else Traced(loss)
-    found = len(_convolutions(jax.make_jaxpr(loss)(params, example).jaxpr))
-    # The gradient of a convolution is two more; a derivative that a user wrote may hold others.
-    hidden = len(_convolutions(loss.gradient(params, example))) > 3 * found
+    program = jax.make_jaxpr(loss)(params, example).jaxpr
+    found, hidden = len(_convolutions(program)), False
+    if has_own_derivatives(program):
+        # The gradient of a convolution is two more; derivatives of the user's own may hold others.
+        hidden = len(_convolutions(loss.gradient(params, example))) > 3 * found
     return hidden or (found > 0 and found != harmless(loss, params, example))
 
 
