@@ -381,6 +381,15 @@ def test_a_row_moves_the_sum_of_a_million_by_its_bound():
     np.testing.assert_allclose(total + lost, rows.astype(np.float64).sum(axis=0), rtol=1e-12)
 
 
+@kills("features/normalization.py", "lost=lost", "lost=None", slow=True)
+def test_what_a_long_sum_lacks_meets_the_noise_first(monkeypatch):
+    """A sum of 2^24 has steps of 2: what it lacks is 1, and would round away without noise."""
+    parts = jnp.full(4000, 2.0**24), jnp.ones(4000)
+    monkeypatch.setattr(room, "_summed", lambda rows, factors: parts)
+    noisy = np.asarray(room._release(KEY, 0, jnp.zeros((1, 4000)), 1.0, 0.5), np.float64)
+    assert abs(np.mean(noisy - 2.0**24) - 1) < 0.1
+
+
 @pytest.mark.slow
 def test_thresholds_are_found():
     x = some(examples=2000)
