@@ -260,7 +260,7 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
     rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
     run = load_run.read(write(tmp_path, rows))
-    assert run.foreign == "it counts 10 steps, and the log ends at step 30"
+    assert run.foreign == "it counts 10 steps, and the log counts 30"
     assert (run.card, run.statement, run.config, run.evaluation, run.diagnostics) == (None,) * 5
     assert run.epsilons == {"the log": 15.0}
     with pytest.raises(load_run.Missing, match=r"evaluation.npz is not of this run"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,7 +163,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     card = _json(path / "privacy.json")
     # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
     # not stand on this run's page.
-    if card is not None and (why := _foreign(path, card, identity or {}, rows[-1])):
+    if card is not None and (why := _foreign(path, card, identity or {}, rows)):
         return Run(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
         plain_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
@@ -177,15 +177,15 @@ def _foreign(
     path: pathlib.Path,
     card: Mapping[str, Any],
     identity: Mapping[str, Any],
-    last: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Why a card does not belong to the run with this last row and this identity, or nothing."""
+    """Why a card does not belong to the run with these rows and this identity, or nothing."""
     check_format(card.get("mechanism"), str(path / "privacy.json"))
-    steps = int(last["step"])
-    if last.get("stop"):  # by results: all planned steps count
+    steps = int(rows[-1]["step"])
+    if any(row.get("stop") for row in rows):  # by results: all planned steps count
         steps = sum(count for _, count in card["mechanism"]["multiplier_and_steps"])
     if card.get("steps") != steps:
-        return f"it counts {card.get('steps')} steps, and the log ends at step {steps:,}"
+        return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
     # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.
     there, here = card["mechanism"], identity.get("mechanism", card["mechanism"])
     differ = [name for name in {**there, **here} if there.get(name) != here.get(name)]

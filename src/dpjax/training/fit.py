@@ -227,7 +227,7 @@ def fit(
                 ended = meshes.from_first(lambda: run.stopped)
                 if folder is not None:
                     last = ended or run.done == end
-                    facts = {"last": last, "chosen": ended}
+                    facts = {"last": last, "chosen": run.chosen}
                     leave(folder, mechanism, run.state, delta, method, **facts)
             if folder is not None:
                 _save(run, save_every, now=ended or run.done == end or stopped)

@@ -181,8 +181,8 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
     For a run that starts from the released parameters of that one, with other settings:
     ``Mechanism(..., before=earlier(folder))``, in its own folder and with its own key. A step
     counts as soon as a checkpoint, a row or the mark of an evaluation is on disk, and it still
-    counts when that file is damaged or removed later. All planned steps count if `evaluate` ended
-    the run.
+    counts when that file is damaged or removed later. All planned steps count if `evaluate` ever
+    ended the run.
 
     Example:
       >>> import tempfile
@@ -210,7 +210,7 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
     rows, steps = _rows(folder / "metrics.jsonl"), _furthest(folder)
     # The epsilon of the plan holds for a number of steps that results chose, not theirs alone.
-    if rows and rows[-1].get("stop"):
+    if any(row.get("stop") for row in rows):
         steps = sum(count for _, count in run["mechanism"]["multiplier_and_steps"])
     return spent_of(run["mechanism"], steps)
 

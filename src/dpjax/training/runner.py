@@ -61,6 +61,11 @@ class Run:
         last = self.rows[-1] if self.rows else {}
         return last.get("step") == self.done and bool(last.get("stop"))
 
+    @property
+    def chosen(self) -> bool:
+        """Whether an evaluation ended the run, now or before steps that were taken after it."""
+        return any(row.get("stop") for row in self.rows)
+
     def _take_up(self, folder: Folder) -> None:
         """Resumes from the last checkpoint, or writes the first."""
         found = folder.checkpoints.latest(like=self.state)
