@@ -431,6 +431,37 @@ def test_a_link_before_the_clipping_is_measured_too(name):
             testing.assert_private(chain, PARAMS)
 
 
+def leaking(chain, leak):
+    """A function around a chain that lets gradients pass beside the noise."""
+
+    def update(gradients, state, params=None):
+        updates, state = chain.update(gradients, state, params)
+        return jax.tree.map(leak, updates, gradients), state
+
+    return optax.GradientTransformation(chain.init, update)
+
+
+LEAKS = {
+    "the gradients": lambda u, g: u + 1e-9 * g.mean(axis=0),
+    "their length": lambda u, g: u * jnp.linalg.norm(g),
+    "nothing": lambda u, g: u * len(g),
+}
+
+
+@kills(
+    "testing.py", "and not _equal(released, again)", "and False", case="the gradients", slow=True
+)
+@kills("testing.py", "for share in (1, 2)", "for share in (1, 1)", case="the gradients", slow=True)
+@pytest.mark.parametrize("name", LEAKS)
+def test_gradients_beside_the_noise_are_found(name):
+    chain = leaking(MECHANISM.private(jax.random.key(0)), LEAKS[name])
+    if name == "nothing":
+        testing.assert_private(chain, PARAMS)
+    else:
+        with pytest.raises(testing.LawBroken, match="beside the noise"):
+            testing.assert_private(chain, PARAMS)
+
+
 # --- partitions and sums ----------------------------------------------------------------------
 
 

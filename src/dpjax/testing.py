@@ -192,9 +192,9 @@ def assert_private(
     link releases $s + \Sigma^{1/2} z$, and one example moves it by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
     $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. The
-    links behind the noise are taken for post-processing and not measured: a function around the
-    chain that adds raw gradients to its result is not found. With correlated noise the first step
-    alone draws the example, and $\mu$ of the whole run is at most $1 / m$.
+    updates must follow from the releases alone: an example and twice that example are clipped to
+    one sum, so they must give equal updates. With correlated noise the first step alone draws the
+    example, and $\mu$ of the whole run is at most $1 / m$.
 
     | chain | result |
     |---|---|
@@ -203,6 +203,7 @@ def assert_private(
     | noise for another bound | `LawBroken`, with the measured ratio |
     | a link before the clipping that mixes examples, as `optax.clip_by_global_norm` | the same |
     | one that keeps gradients of earlier batches, as `optax.trace` | the same |
+    | a function around the chain that lets gradients pass beside the noise | `LawBroken` |
 
     Args:
       chain: From per-example gradients ``(batch, ...)`` to updates, such as
@@ -220,14 +221,14 @@ def assert_private(
       >>> chain = optax.chain(dpjax.clip_and_sum(rule), link, optax.scale_by_adam())
       >>> assert_private(chain, {"w": jnp.zeros(5)})
     """
-    if canary is None:
-        canary = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
+    far = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
+    canary = far if canary is None else canary
     draws = [1 - step % 2 for step in range(steps)]
-    without, with_it = (_releases(chain, params, canary, each) for each in ([0] * steps, draws))
+    without, with_it = (_runs(chain, params, canary, each)[0] for each in ([0] * steps, draws))
     if alone := without[0].strategy:
         # Correlated noise hides an example that takes part once, at the least.
         draws = [int(step == 0) for step in range(steps)]
-        with_it = _releases(chain, params, canary, draws)
+        with_it = _runs(chain, params, canary, draws)[0]
     for step, (one, other, drawn) in enumerate(zip(with_it, without, draws, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -248,28 +249,51 @@ def assert_private(
                 "gradients of earlier batches. Below it noise is wasted, or the canary does not "
                 "reach the bound."
             )
+    # Scaled by a power of two, a gradient beyond its bound is clipped to the same bits.
+    (once, released), (twice, again) = (
+        _runs(chain, params, far, [share] * steps) for share in (1, 2)
+    )
+    if _equal([r.total for r in once], [r.total for r in twice]) and not _equal(released, again):
+        raise LawBroken(
+            "an example and twice that example have one clipped sum and give different updates, "
+            "so gradients reach the updates beside the noise. Usually a function around the chain "
+            "adds the gradients, or scales by their norms."
+        )
 
 
-def _releases(
+def _runs(
     chain: optax.GradientTransformation, params: PyTree, canary: PyTree, draws: Sequence[int]
-) -> list[seals.Release]:
-    """What the noise link of a chain releases, where the canary is in the batches with a 1."""
+) -> tuple[list[seals.Release], list[PyTree]]:
+    """What the noise link of a chain releases, and the updates of the chain.
+
+    Args:
+      chain: The chain.
+      params: Parameters.
+      canary: The gradient of one example.
+      draws: For each step, how many times the canary is in the batch's first row.
+    """
     # Other examples, because a link before the clipping could let the canary move their rows.
     others = _others(params, 3)
     with seals.watched() as found:
         try:
-            state = chain.init(params)
+            state, updates = chain.init(params), list[PyTree]()
             for share in draws:
                 row = jax.tree.map(lambda c, share=share: jnp.asarray(c)[None] * share, canary)
                 batch = jax.tree.map(lambda *rows: jnp.concatenate(rows), row, others)
-                _, state = chain.update(batch, state, params)
+                update, state = chain.update(batch, state, params)
+                updates.append(update)
         except (AttributeError, TypeError, ValueError) as error:
             raise LawBroken(f"the chain refuses to run: {error}") from error
     if len(found) != len(draws):
         raise LawBroken(
             f"the chain added noise {len(found)} times in {len(draws)} steps; expected once a step."
         )
-    return found
+    return found, updates
+
+
+def _equal(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees of equal structure have equal bits."""
+    return trees.fingerprint(one) == trees.fingerprint(other)
 
 
 def _others(params: PyTree, count: int) -> PyTree:
