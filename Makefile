@@ -66,7 +66,7 @@ clean: ## remove the environments and the caches, keep runs/
 # --- the environment -------------------------------------------------------------------------
 # A stamp is written only after everything before it has worked, so an interrupted set-up is
 # simply done again. An environment that no longer runs, or that belongs to another folder (a
-# moved or copied checkout), is caught here and built anew.
+# moved or copied checkout), is caught here and built again.
 
 PROBE := import importlib.util as u, os; \
   assert os.path.samefile(u.find_spec("dpjax").origin, "src/dpjax/__init__.py"); \

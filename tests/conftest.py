@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared set-up: deterministic property tests, and proof of which sources are tested."""
+"""Shared set-up: deterministic property tests, and a check that these sources are tested."""
 
 import collections
 import ctypes
@@ -35,7 +35,7 @@ hypothesis.settings.register_profile(
     deadline=None,
     derandomize=True,
     max_examples=50,
-    # Nobody reads why a mutant failed, so nothing is made shorter for a reader.
+    # No one reads why a mutant failed, so pytest shortens nothing for a reader.
     phases=PHASES - {hypothesis.Phase.shrink, hypothesis.Phase.explain} if MUTANT else PHASES,
     report_multiple_bugs=not MUTANT,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
@@ -92,7 +92,7 @@ def _leaves_no_programs():
     """A module's compiled programs go with it; kept, they fill gigabytes."""
     yield
     jax.clear_caches()
-    # The allocator keeps what compilers freed, unless it is asked; glibc alone can be.
+    # The allocator keeps what compilers freed until `malloc_trim` of glibc is called.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)

@@ -182,7 +182,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _left(config):
-    """What no test covers: of all raises where all tests ran, else of those that were reached."""
+    """The raises that no test covers: of all if all tests ran, else of the reached ones."""
     if config.args_source is not config.ArgsSource.TESTPATHS or config.option.keyword:
         return  # The test that fails without a guard may not have been selected.
     every = not config.option.markexpr

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data of other libraries: what NumPy can read trains, and the rest is answered by name.
 
-The classes below stand for those of torch, pandas and grain, which tests do not install.
+The classes below stand for classes of torch, pandas and grain, which tests do not install.
 """
 
 import re

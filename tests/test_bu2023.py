@@ -158,7 +158,7 @@ def test_the_rows_are_all_algorithms_and_clippings(algorithms):
 def test_every_row_of_exact_norms_costs_the_epsilon_of_the_table(algorithms):
     each = mechanisms(algorithms).values()
     events = {str(m.event): m for m in each if m.clipping.projections is None}
-    assert len(events) == 2, "all rows of examples have one event, and those of users another"
+    assert len(events) == 2, "all rows of examples have one event, and all rows of users another"
     for mechanism in events.values():
         found = mechanism.epsilon(algorithms.DELTA, "pld")
         assert 0.99 * algorithms.EPSILON < found <= 1.0005 * algorithms.EPSILON

@@ -247,7 +247,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_process_quietly():
 
 
 def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monkeypatch):
-    """So that another run can continue from its parameters; not those of another run."""
+    """Another run can continue from its parameters, and finds no parameters of an earlier run."""
     given = copy.deepcopy(FLAGS)
     given(["train", "--dataset=my.npz", f"--out={tmp_path / 'run'}", "--batch_size=20"])
     given(["train", "--steps=4", "--noise_multiplier=1", "--noreport"])

@@ -210,7 +210,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
 
 @pytest.mark.slow
 def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
-    """Those of another run, or of one that has not ended, are refused."""
+    """Parameters of another run, or of one that has not ended, are refused."""
     for name, steps in [("a", 2), ("b", 3)]:
         flags = [f"--steps={steps}", "--hidden=8", "--noreport"]
         run("train.py", "--out", tmp_path / name, *flags)
@@ -456,7 +456,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     bare = dpjax.accounting.subsampled_gaussian(4.0, 0.5, 2)
     assert card["epsilon"]["rdp"]["value"] > dpjax.accounting.epsilon(bare, 1e-5)
     assert len(list((tmp_path / "features").iterdir())) == 2
-    # A run that goes on does not ask the private data again: the answers are kept.
+    # A resumed run does not query the private data again: the answers are kept.
     moments = (tmp_path / "moments.npz").read_bytes()
     (tmp_path / "params.msgpack").unlink()
     run("train.py", "--out", tmp_path, "--data_dir", small_mnist, *SHORT, *scattered, *cache)
@@ -467,7 +467,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     given = ["--out", tmp_path, "--data_dir", small_mnist]
     words = run("train.py", *given, *SHORT, *quieter, status=1).stderr
     assert "holds the answers to other queries" in words
-    # Another run's folder is refused before they are asked, and a budget that they alone pass.
+    # Before the queries another run's folder is refused, and so is a budget that they alone pass.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text("{}")
     given = ["--out", tmp_path / "other", "--data_dir", small_mnist]

@@ -422,7 +422,7 @@ def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
 
 @pytest.mark.slow
 def test_clients_of_a_convolutional_network_move_as_by_plain_gradients(monkeypatch):
-    """One after the other by fast gradients, and together by those of JAX."""
+    """One after the other by fast gradients, and together by JAX's gradients."""
     work = {"local_batch_size": 2, "local_steps": 3, "local_epochs": None}
     work["client_optimizer"] = optax.sgd(0.01)
     plan = mechanism(3, rule=clipping.flat(1e6))
@@ -830,7 +830,7 @@ def test_examples_may_hold_keys():
 
 @kills("training/dpsgd.py", "    check_draw(mechanism.sampling)\n", "")
 def test_a_draw_that_is_made_once_is_refused():
-    """As for examples: NumPy is asked when the round is compiled."""
+    """As for examples: NumPy draws when the round is compiled."""
 
     def draw(key, step):
         drawn = np.random.default_rng().permutation(9)

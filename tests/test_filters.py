@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters: nothing that exceeds gets through, whatever is chosen, and nothing that fits is lost."""
+"""Filters: no choice of events gets more than the budget through, and none that fits is refused."""
 
 import math
 from typing import Any

@@ -343,7 +343,7 @@ def test_adapters_are_low_rank_changes_of_queries_and_values(minilm, small, rng)
 
 
 def tuned(binary, small, part):
-    """A small network of which a part is trained."""
+    """A small network with frozen and trained parts."""
     network, params, tokens = small
     if part == "lora":
         network = binary.pretrained_minilm.WithAdapters(network)

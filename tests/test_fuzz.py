@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random networks: the book-keeping engine against the definition.
 
-A network is a list of *parts*, each of which takes a sequence ``[6, 4]`` to another in one of
+A network is a list of *parts*. Each part takes a sequence ``[6, 4]`` to another in one of
 the ways in which losses use parameters.  The parts, their sizes, the rules, masks, weights,
 batch and microbatch sizes follow from a seed.  A network that fails is made shorter, part by
 part, and printed as the call of `check` that repeats it.
@@ -756,7 +756,7 @@ def disagreement(case, rule, mask, want, got, tolerance):
         return f"norms: {a.norms} and {b.norms}"
     held = expected_factors(case, rule, mask, got.norms)
     if not np.allclose(b.factors, held, rtol=1e-6, atol=0):
-        return f"factors are not those of the norms: {b.factors} and {held}"
+        return f"factors do not follow from the norms: {b.factors} and {held}"
     apart = np.abs(a.factors - b.factors)
     slack = tolerance * whole**2 / np.maximum(a.norms**2, 1e-300)
     if rule.startswith("hard_threshold") and np.any(np.abs(a.norms / SCREEN - 1) < slack):

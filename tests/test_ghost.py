@@ -1286,7 +1286,7 @@ def in_rounds(w, ids):
 @kills("gradients/_bookkeeping/cost.py", "once and entire", "entire", case="columns", slow=True)
 @pytest.mark.parametrize("taken", [lambda w, ids: w[:, ids], in_rounds], ids=["columns", "rounds"])
 def test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound(taken):
-    """Scaled cotangents are rounded again, and those of one column are summed."""
+    """Scaled cotangents are rounded again, and cotangents of one column are summed."""
     rng = np.random.default_rng(0)
     for bound in (1e-6, 1e-5, 1e-4):
         c = rng.normal(size=(1, 1, 512)) * 1e4
@@ -1398,7 +1398,7 @@ def test_constant_positions_that_cancel_do_not_slip_past_the_bound(width):
 def opposites(blocks, seed, tries=20_000):
     """Two rows, nearly equal, whose inner products are rounded apart at every addition.
 
-    Those of a row with itself are rounded down and those of the two with each other up, in
+    Products of a row with itself are rounded down and products of two rows up, in
     the order in which XLA on CPU adds 16 terms (four lanes, each one after the other) and
     `rules` adds the blocks: found by trying many rows for each lane, many pairs for each sum.
     """
@@ -1513,7 +1513,7 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
 )
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 def test_a_broken_image_stays_alone_where_the_loss_wipes_it_out(engine):
-    """No norm tells of it: the NaN is in a gradient inside the loss, and is gone after that."""
+    """No norm shows it: the NaN is in a gradient inside the loss, and is gone after that."""
 
     def inner(w, x):
         return jnp.sum(jnp.sin(lax.conv_general_dilated(x[None], w, (1,), "SAME")))

@@ -2,7 +2,7 @@
 """Golden behaviours: what a key, a step and a seed give, written down once.
 
 A stored run is resumed by drawing its next step again from (key, step).  If any figure
-here changes, old checkpoints go on with other batches or other noise: change it on
+here changes, old checkpoints resume with other batches or other noise: change it on
 purpose, say so in BUILD_NOTES.md, or find out what went wrong.
 """
 

@@ -446,7 +446,7 @@ def images(broken=None):
 )
 @pytest.mark.promotes
 def test_a_broken_image_takes_no_weight_from_others():
-    """A weight that is NaN is 0, and one example must not make those of others NaN."""
+    """A weight that is NaN is 0, and one example must not make the weights of others NaN."""
 
     def weigh(step, w, x):
         return 1 / (1 + jnp.linalg.norm(jax.grad(convolved)(w, x)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants: single edits that break the guarantee, each of which a named test must kill.
+"""Mutants: single edits that break the guarantee. A named test must kill each of them.
 
 A library whose parts are all tested can still leak where they meet.  Every `@kills(...)` above
 a test edits a copy of the sources and runs that test against the copy; a mutant that survives

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions are those of the platform that a program is lowered for."""
+"""The platform that a program is lowered for decides."""
 
 import itertools
 import re
@@ -179,7 +179,7 @@ def test_norm_and_sum_are_of_the_same_rounded_numbers():
 @kills("gradients/_bookkeeping/common.py", "[entry.rounded() for entry in own]", "own")
 @pytest.mark.slow
 def test_a_common_gradient_meets_rounded_numbers(monkeypatch):
-    """Its inner products with an example's gradient are those of what the sum adds."""
+    """Its products with an example's gradient equal the products with what the sum adds."""
     for module in (leaf_norms, leaf_sums):
         monkeypatch.setattr(module, "product", in_one_pass)
     short = [np.asarray(lax.reduce_precision(drawn((32, 40)), 8, 10)) for _ in range(2)]
@@ -438,7 +438,7 @@ def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
 @kills("gradients/sharding_checks.py", ' or jax.default_backend() == "cpu"', "", slow=True)
 def test_a_program_is_split_unless_one_device_is_sure_to_run_it(monkeypatch):
     split = sharding_checks.may_be_split
-    # This CPU may compile for accelerators, of which nothing is known here.
+    # This CPU may compile for accelerators that are unknown here.
     assert split()
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)

@@ -183,7 +183,7 @@ def test_what_a_killed_search_left_running_is_waited_for(stand_in, tmp_path):
     names = [f"x={x},repeat=0" for x in (10, 20, 30, 40)]
     first = subprocess.Popen(command(*flags), stdout=subprocess.DEVNULL)
     wait_for(lambda: all((out / name / "lives").exists() for name in names[:3]))
-    assert not (out / names[3]).exists(), "two at once, no more"
+    assert not (out / names[3]).exists(), "two simultaneously, no more"
     first.kill()
     first.wait()
     second = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True)

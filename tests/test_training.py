@@ -403,7 +403,7 @@ def test_parameters_that_are_not_finite_are_not_blamed_on_the_data(caplog):
 @kills("mechanism/check_sampler.py", "and not moved and not paid:", "and False:")
 @kills("mechanism/check_sampler.py", "and parts.precision >= 2", "", slow=True)
 def test_a_draw_that_is_made_once_is_refused():
-    """NumPy is asked when the step is compiled: all steps would see one batch."""
+    """NumPy draws when the step is compiled: all steps would see one batch."""
 
     def draw(key, step):
         return types.Draw(jnp.asarray(np.random.default_rng().permutation(50)), jnp.asarray(10))

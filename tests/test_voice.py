@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """One voice: the words that CONTRIBUTING.md rules out occur in no source and on no page."""
 
+import json
 import pathlib
 import re
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = ["README.md", "BUILD_NOTES.md", "CHANGELOG.md"]
+PAGES = ["README.md", "BUILD_NOTES.md", "CHANGELOG.md", "Makefile"]
 FILES = sorted(
     [
         *(ROOT / "src").rglob("*.py"),
         *(ROOT / "experiments").rglob("*.py"),
+        *(ROOT / "experiments").rglob("*.ipynb"),
+        *(
+            path
+            for path in (ROOT / "tests").glob("*.py")
+            if path.name != pathlib.Path(__file__).name
+        ),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / name for name in PAGES),
     ]
@@ -36,6 +43,8 @@ def test_the_table_is_read():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_speaks_the_language_of_the_field(path):
     text = path.read_text()
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
     found = [f"{text[: m.start()].count(chr(10)) + 1}: {m[0]!r}" for m in WORDS.finditer(text)]
     assert not found, f"{path.relative_to(ROOT)}, {', '.join(found)}: see CONTRIBUTING.md, Words"
 
