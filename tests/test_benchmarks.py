@@ -357,7 +357,7 @@ def test_steps_are_planned_or_said_what_is_needed(tmp_path):
     some = ["--plans=124M v5e:16x16 data:256 plain", "--compiler_python", absent]
     outcome = run("benchmarks/pods.py", *some)
     assert "no plan: there is no" in outcome.stdout
-    assert "pip install . libtpu" in outcome.stdout
+    assert "pip install . 'jax[tpu]'" in outcome.stdout
 
 
 @pytest.mark.usefixtures("benchmarks")

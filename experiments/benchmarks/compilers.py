@@ -29,7 +29,7 @@ SETTINGS = {
 }
 ADVICE = """\
 compilers of accelerators need an environment of their own. For TPUs:
-  python -m venv .venv-compilers && .venv-compilers/bin/pip install . libtpu
+  python -m venv .venv-compilers && .venv-compilers/bin/pip install . 'jax[tpu]'
 for GPUs: . 'jax[cuda12]' in the last command; elsewhere: --compiler_python=PATH."""
 
 Plan = dict[str, Any]

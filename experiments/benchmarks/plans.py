@@ -24,7 +24,7 @@ several forms and precisions (`plans_cases.form_of`), and of one kernel (example
 image x inputs x outputs), by `vmap` and by the forms of the engine (`plans_cases.kernel_form_of`).
 
 The environment is that of `pods`: ``python -m venv .venv-compilers``, then
-``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs; for its
+``.venv-compilers/bin/pip install . 'jax[tpu]'`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs; for its
 rows, ``jax-privacy`` as well. A plan takes minutes; ``--out`` is written after each, and a plan
 that it holds is not compiled again.
 """
@@ -130,7 +130,16 @@ def table(report: dict[str, Any]) -> str:
         plain = report["plans"].get(f"{device}: {model}: plain", {})
         cells = shown(found, found if step == "plain" else plain)
         rows.append(f"| {device} | {model} | {step} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n" + versions(report["plans"])
+
+
+def versions(plans: dict[str, Any]) -> str:
+    """Which compilers made the plans, in Markdown."""
+    found: dict[str, list[str]] = {}
+    for name, each in plans.items():
+        found.setdefault(each["compiler"], []).append(name.rpartition(": ")[0])
+    lines = [f"* {compiler}: {', '.join(dict.fromkeys(made))}" for compiler, made in found.items()]
+    return "\nWhat compiled them:\n\n" + "\n".join(lines) + "\n"
 
 
 def on_page(page: str, report: dict[str, Any]) -> str:

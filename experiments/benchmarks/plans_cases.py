@@ -231,12 +231,13 @@ def plan(task: dict[str, Any]) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if not (found := pods_cases.too_large(error)):
             raise
-        return {"too_large": found}
+        return {"too_large": found, "compiler": pods_cases.compiler_of(task["device"])}
     memory, text = compiled.memory_analysis(), compiled.as_text()
     answer = {
         "temporary_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "compile_s": time.perf_counter() - began,
+        "compiler": pods_cases.compiler_of(task["device"]),
     }
     if task["device"].startswith("h100"):
         # The compiler of a GPU has no analysis of its own for a device that is not there.

@@ -16,7 +16,7 @@ gives no cycles of collectives, so cycles are of computation alone. For the priv
 bytes alone are known: jaxlib 0.10.2 cannot read the program of libtpu 0.0.52 (an `async-update`).
 
 The compilers need an environment of their own: ``python -m venv .venv-compilers``, then
-``.venv-compilers/bin/pip install . libtpu`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
+``.venv-compilers/bin/pip install . 'jax[tpu]'`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
 takes minutes; ``--out`` is written after each, and a plan that it holds is not compiled again.
 ``--train=20`` trains a decoder of 28 million parameters on eight host devices instead.
 """

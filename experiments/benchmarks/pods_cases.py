@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One plan for `pods`: a training step that is compiled for devices that are not there.
 
-The process needs an environment with the compiler of these devices (``pip install libtpu`` for
+The process needs an environment with the compiler of these devices (``pip install 'jax[tpu]'`` for
 TPUs, ``pip install 'jax[cuda12]'`` for GPUs).  It allocates nothing: arguments are shapes.
 
 The compiler's own totals count the body of a loop once, so `pods_hlo` reads the compiled program
@@ -11,6 +11,7 @@ and multiplies by the trips of the loops.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import math
 import re
@@ -54,7 +55,7 @@ OPTIMIZER = optax.adamw(1e-4)
 def devices_of(kind: str) -> list[Any]:
     """The devices of ``v5e:16x16``, ``v5p:4x4x4``, ``h100:8`` (of one host) or ``cpu:8``."""
     name, _, size = kind.partition(":")
-    package = {"cpu": "jaxlib", "h100": "jax_cuda12_plugin"}.get(name, "libtpu")
+    package = _package(kind)
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(name=package)
     if name == "cpu":
@@ -64,6 +65,16 @@ def devices_of(kind: str) -> list[Any]:
             topology_name="h100", platform="cuda", topology=f"1x1x{size}", target_config=H100
         ).devices
     return topologies.get_topology_desc(platform="tpu", topology_name=kind).devices
+
+
+def compiler_of(kind: str) -> str:
+    """The package that compiles for these devices, with its version."""
+    return f"{_package(kind)} {importlib.metadata.version(_package(kind))}"
+
+
+def _package(kind: str) -> str:
+    packages = {"cpu": "jaxlib", "h100": "jax_cuda12_plugin"}
+    return packages.get(kind.partition(":")[0], "libtpu")
 
 
 def decoder(shape: dict[str, int]) -> tuple[PyTree, Any]:
