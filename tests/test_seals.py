@@ -10,7 +10,7 @@ from mutation import kills
 
 import dpjax
 from dpjax import clipping, ledger, noise, sampling
-from dpjax._jaxpr import fingerprint
+from dpjax._jaxpr import _hash, fingerprint
 from dpjax.noise.seals import remembered, seal
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
@@ -334,3 +334,13 @@ def test_equal_programs_have_one_hash(name):
 def test_other_programs_have_another_hash(name):
     one, other = DIFFERENT[name]
     assert traced(one, jnp.ones(3)) != traced(other, jnp.ones(3))
+
+
+@kills("_jaxpr.py", "_hash(sorted(map(repr, part)), write)", "_hash(list(map(repr, part)), write)")
+def test_a_set_has_one_hash_in_any_order():
+    """Axes of a mesh are a set, and each process orders a set of names in its own way."""
+    written = [[], []]
+    for order, out in zip(([0, 8], [8, 0]), written, strict=True):
+        _hash(frozenset(order), out.append)
+    assert list(frozenset([0, 8])) != list(frozenset([8, 0]))
+    assert written[0] == written[1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -148,6 +148,8 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
         write(f"({len(part)}".encode())
         for each in part:
             _hash(each, write)
+    elif isinstance(part, Set):  # of axes of a mesh: their order differs from process to process
+        _hash(sorted(map(repr, part)), write)
     elif callable(part) and not isinstance(part, type):
         write(getattr(part, "__qualname__", type(part).__qualname__).encode())
     else:
