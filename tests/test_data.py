@@ -824,6 +824,9 @@ class TestOwnFiles:
             ({"x": np.full((10, 2), 2**40), "y": Y}, "more than 32 bits"),
             ({"x_train": X, "y_train": Y, "x_test": X[:, :3], "y_test": Y}, "expected one shape"),
             ({"x": X, "y": np.array([None] * 10)}, "not a whole .npz"),
+            ({"x": np.full((10, 2), 1e300), "y": Y}, r"beyond float32.* \[0, 0\]"),
+            ({"x": X[:, :0], "y": Y}, r"inputs have shape \(10, 0\)"),
+            ("a,b\n" + "1," + "0" * 140_000 + "\n", "field larger than"),
         ],
         ids=lambda value: value[:20] if isinstance(value, str) else "",
     )

@@ -107,7 +107,7 @@ def _arrays(path: Path, call: str) -> list[Split]:
 
 def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
     column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
-    if column.ndim != 1 or x.ndim < 2 or len(x) != len(y):
+    if column.ndim != 1 or x.ndim < 2 or len(x) != len(y) or 0 in x.shape[1:]:
         raise ValueError(
             f"{call}: inputs have shape {x.shape} and labels {y.shape}. Expected an example a row, "
             "and one label for each. Convert one-hot labels by y.argmax(axis=1), and a single "
@@ -126,9 +126,11 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
         raise ValueError(f"{call}: expected text in UTF-8 ({error}).") from error
     first = text.partition("\n")[0]
     separator = max(",;\t", key=first.count)
-    header, *rows = [row for row in csv.reader(text.splitlines(), delimiter=separator) if row] or [
-        []
-    ]
+    try:
+        lines = [row for row in csv.reader(text.splitlines(), delimiter=separator) if row]
+    except csv.Error as error:
+        raise ValueError(f"{call}: expected a table with {separator!r} ({error}).") from error
+    header, *rows = lines or [[]]
     header = [name.strip() for name in header]
     if len(header) < 2 or any(_number(name) is not None for name in header):
         raise ValueError(
@@ -187,15 +189,20 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
         return images.astype(np.float32) / np.float32(255)
     if x.dtype.kind not in "biuf":
         raise ValueError(f"{call}: inputs are of type {x.dtype}; expected numbers.")
-    if not np.isfinite(x).all():
-        first = np.argwhere(~np.isfinite(x))[0].tolist()
+    if x.dtype.kind in "iu":
+        if not (x.min() >= -(2**31) and x.max() < 2**31):
+            raise ValueError(f"{call}: some inputs are whole numbers of more than 32 bits.")
+        return x.astype(np.int32)
+    with np.errstate(over="ignore"):
+        found = x.astype(np.float32)
+    if not np.isfinite(found).all():
+        first = np.argwhere(~np.isfinite(found))[0].tolist()
         raise ValueError(
-            f"{call}: some inputs are NaN or infinite, the first at index {first}; expected finite "
-            "numbers. Usually values are missing: fill them, or leave their rows out."
+            f"{call}: some inputs are NaN, infinite or beyond float32, the first at index {first}; "
+            "expected finite numbers below 3e38. Usually values are missing: fill them, or leave "
+            "their rows out."
         )
-    if x.dtype.kind in "iu" and not (x.min() >= -(2**31) and x.max() < 2**31):
-        raise ValueError(f"{call}: some inputs are whole numbers of more than 32 bits.")
-    return x.astype(np.int32 if x.dtype.kind in "iu" else np.float32)
+    return found
 
 
 def _numbered(
