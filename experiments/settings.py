@@ -305,7 +305,7 @@ def main(argv: list[str]) -> None:
         page.write_text(with_tables(page.read_text()))
         return
     results = paper_runs.results()
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     for table, sweep in SWEEPS.items():
         for name, settings in sweep.items() if table in (_ROWS.value or SWEEPS) else ():
             for setting in settings:

@@ -419,7 +419,7 @@ def main(argv: list[str]) -> None:
         page.write_text(with_tables(page.read_text(), json.loads(kept.read_text())["rows"]))
         return
     results = paper_runs.results()
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     if any(word in "sst2 phrases of a sentence" for word in _ROWS.value or [""]):
         print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))
     made = {name: (sentiment, row) for name, row in SENTIMENT.items()}

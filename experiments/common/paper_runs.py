@@ -124,6 +124,11 @@ def results() -> Results:
     return Results(OUT.value, RUNS.value, "smoke: " if SMOKE.value else "")
 
 
+def seeds() -> range:
+    """The seeds of each row, by the flags."""
+    return range(1 if SMOKE.value else SEEDS.value)
+
+
 def written(content: Mapping[str, Any]) -> str:
     """Results as strict JSON, a line per run, floats with five digits."""
     facts = {name: value for name, value in content.items() if name != "rows"}

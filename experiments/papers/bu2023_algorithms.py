@@ -235,7 +235,7 @@ def run(row: Row, seed: int, folder: Any) -> Mapping[str, Any]:
 
 def line(name: str, row: Row, results: paper_runs.Results) -> list[str]:
     """A row of the table, run where it is not known."""
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     runs = [results.of(f"algorithms {name}", seed, partial(run, row)) for seed in seeds]
     seconds = [each["training_seconds"] for each in runs if "training_seconds" in each]
     return [

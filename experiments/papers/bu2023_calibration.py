@@ -105,7 +105,7 @@ def lines_of(
     task: str, names: Iterable[str], results: paper_runs.Results
 ) -> tuple[list[list[str]], dict[str, list[Mapping[str, Any]]]]:
     """A row for each clipping, and the runs behind it."""
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     lines, found = [], {}
     setting = settings.SETTINGS[task]
     same = {f"R = {setting.small:g}": SMALL, f"R = {setting.large:g}": LARGE}

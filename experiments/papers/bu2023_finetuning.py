@@ -259,7 +259,7 @@ def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
     results, lines = paper_runs.results(), []
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     for row, epsilon, name in chosen():
         work = partial(run, ROWS[row], epsilon, name)
         found = [results.of(titled(row, epsilon, name), seed, work) for seed in seeds]

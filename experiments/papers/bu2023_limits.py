@@ -125,7 +125,7 @@ def figure_1(results: paper_runs.Results) -> str:
     """How far noise, and how far clipping, moves the test loss at one time, by step size."""
     time, rates = (4.0, RATES[:1]) if paper_runs.SMOKE.value else (TIME, RATES)
     noises = NOISES[-1:] if paper_runs.SMOKE.value else NOISES
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     dataset = data.load("digits")
     model = models.MLP(features=(32,), activation=nn.relu)
     sampler = sampling.full(dataset.examples)

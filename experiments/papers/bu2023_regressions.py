@@ -97,7 +97,7 @@ def run(name: str, way: str, seed: int, folder: Any) -> Mapping[str, Any]:
 
 def figure_10(results: paper_runs.Results) -> str:
     """Test errors by step under a small bound, a large one and none."""
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     lines, drawn = [], []
     for name, setting in settings.SETTINGS.items():
         if name not in SCALES:

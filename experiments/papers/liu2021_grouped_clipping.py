@@ -173,7 +173,7 @@ def rows_of(trial: Trial, results: paper_runs.Results) -> Iterable[dict[str, Any
     name = trial.dataset
     setting, dataset = SETTINGS[name], data.load(name, paper_runs.DATA_DIR.value)
     dataset = paper_runs.standardized(dataset)
-    seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+    seeds = paper_runs.seeds()
     sweep = [int(k) for k in _GROUPS.value or [setting.groups]]
     asked = [float(epsilon) for epsilon in _EPSILONS.value or setting.steps]
     lengths = [(epsilon, steps) for epsilon, steps in setting.steps.items() if epsilon in asked]

@@ -76,7 +76,7 @@ class Job:
 
     def found(self, kinds: Sequence[str]) -> epoch_probes.Found:
         """The results of all kinds and seeds; a seed's features serve all kinds."""
-        seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+        seeds = paper_runs.seeds()
         found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in kinds}
         for seed, kind in itertools.product(seeds, kinds):
             words = f"{self.title}{paper_runs.copied(self.dataset)} {kind}"

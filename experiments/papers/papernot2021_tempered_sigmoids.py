@@ -118,7 +118,7 @@ class Job:
         self.name, self.results = name, results
         loaded = data.load(name.removesuffix("_1024"), paper_runs.DATA_DIR.value)
         self.dataset = paper_runs.standardized(loaded)
-        self.seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+        self.seeds = paper_runs.seeds()
         self.title = name.removesuffix("_1024") + paper_runs.copied(self.dataset)
         # Rows of a setting without momentum keep their names while the rate is the default.
         told = self.setting.momentum or self.setting != setting

@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
     results, lines = paper_runs.results(), []
     for name, row in chosen.items():
         dataset = data.load(row.dataset, paper_runs.DATA_DIR.value)
-        seeds = range(1 if paper_runs.SMOKE.value else paper_runs.SEEDS.value)
+        seeds = paper_runs.seeds()
         name += paper_runs.copied(dataset)
         found = [results.of(name, seed, partial(run, row, dataset)) for seed in seeds]
         two = paper_runs.epsilons(
