@@ -93,7 +93,7 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
         state, _ = dpjax.fit(run, state, steps=1, directory=tmp_path, progress=False)
 
 
-@kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")
+@kills("_files.py", "0o666 if public else 0o600", "0o666")
 @kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()

@@ -475,7 +475,7 @@ def test_damaged_files_are_refused_in_words(tmp_path):
     write(tmp_path)
     whole = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text("{half\n" + whole)
-    with pytest.raises(ValueError, match="line 1: expected a JSON object with a step"):
+    with pytest.raises(ValueError, match="line 1 of 11 is not a JSON object with a step"):
         reports.report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{half")
     with pytest.raises(ValueError, match="no whole line"):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
+from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
 from dpjax.reports.load_run import Missing, Run, read
@@ -60,9 +61,8 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     folder = run.path / "figures"
     folder.mkdir(exist_ok=True)
     for figure in figures:
-        file = folder / f"{figure.plot.name}.png"
-        file.write_bytes(figure.png)
-        file.chmod(0o644 if figure.badge == RELEASED else 0o600)
+        public = figure.badge == RELEASED
+        replace(folder / f"{figure.plot.name}.png", figure.png, public=public)
     for plot, _ in absent:  # an earlier page may have written it, perhaps from other data
         (folder / f"{plot.name}.png").unlink(missing_ok=True)
     path = run.path / "report.html"
@@ -74,8 +74,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
         *_left_out(absent),
     ]
     # Figures first, page last: a page never names an image that is not there yet.
-    path.write_text(page(_name(run), body), encoding="utf-8")
-    path.chmod(0o600)
+    replace(path, page(_name(run), body))
     return path
 
 

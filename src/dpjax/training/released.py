@@ -15,8 +15,9 @@ import jax
 from absl import logging
 
 from dpjax import meshes, reports, trees
+from dpjax._files import replace
 from dpjax.mechanism import Mechanism
-from dpjax.training.run_folder import Folder, replace
+from dpjax.training.run_folder import Folder
 
 
 def leave(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import app, flags
 
+from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
@@ -161,7 +162,7 @@ def compare(
     badge = next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
     image, picture, absent = draw(groups, badge)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".png").write_bytes(picture)
+    replace(out.with_suffix(".png"), picture, public=badge == RELEASED)
     notices = [
         cost or price(runs),
         *seeds(runs),
@@ -170,7 +171,7 @@ def compare(
     if unread:
         notices[0] += " What could not be read is not in these numbers."
     body = body_of(groups, image, absent, badge, notices)
-    out.write_text(page.page("Runs compared", body), encoding="utf-8")
+    replace(out, page.page("Runs compared", body), public=badge == RELEASED)
     return out
 
 

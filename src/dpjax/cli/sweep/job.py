@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from absl import app, flags
 
 from dpjax import accounting, noise
+from dpjax._files import lock, read_json, replace
 from dpjax.cli.compare.job import compare
 from dpjax.cli.flag_checks import cure
 from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
@@ -84,11 +84,8 @@ def planned(
         drawn = draw(given, candidates)
         require_flags(given, drawn)  # before the plan binds this folder to them
         plan = {"search": now, "trials": search_space.stored(drawn)}
-        partial_file = path.with_suffix(".part")
-        partial_file.touch(mode=0o600)
-        partial_file.write_text(json.dumps(plan, indent=2) + "\n")
-        os.replace(partial_file, path)
-    plan = json.loads(path.read_text())
+        replace(path, json.dumps(plan, indent=2) + "\n")
+    plan = read_json(path)
     if differ := [name for name in now if plan["search"].get(name) != now[name]]:
         lines = (f"  --{n}: {plan['search'].get(n)} there, {now[n]} now" for n in differ)
         raise app.UsageError(
@@ -207,7 +204,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
     candidates, out = candidates_from_flags(given), pathlib.Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
-    if child_processes.locked(out / "lock") is None:
+    if lock(out / "lock") is None:
         raise app.UsageError(f"another search is running in {out}; wait for it.")
     trials = {out / trial.name: trial for trial in planned(given, out, candidates)}
     failed = run_missing(given, trials)
