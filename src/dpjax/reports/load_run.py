@@ -115,6 +115,20 @@ class Run(NamedTuple):
         return {method: values[method] for method in best_first} or {"any method": math.inf}
 
     @property
+    def epsilon(self) -> float:
+        """The final epsilon by the best proven method: the claim."""
+        return min(self.epsilons.values())
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy of the released parameters, a fraction; NaN if it was not measured.
+
+        An earlier row's accuracy is of earlier parameters, so it never stands in for the last one.
+        """
+        last = self.rows[-1].get("accuracy")
+        return math.nan if last is None else float(last)
+
+    @property
     def stated(self) -> str:
         """At which delta and by which accountant the log states epsilon, for labels of axes.
 

@@ -33,13 +33,13 @@ class Group(NamedTuple):
     runs: list[Run]
 
     def finals(self) -> np.ndarray:
-        """The last accuracy of each run that has one, in per cent."""
-        last = [run.rows[-1].get("accuracy") for run in self.runs]
-        return 100 * np.array([value for value in last if value is not None], float)
+        """The accuracy of each run that has one, in per cent."""
+        found = 100 * np.array([run.accuracy for run in self.runs])
+        return found[~np.isnan(found)]
 
     def epsilon(self) -> float:
         """What the dearest of the runs cost, by its best proven method."""
-        return max(min(run.epsilons.values()) for run in self.runs)
+        return max(run.epsilon for run in self.runs)
 
 
 def groups_of(runs: Iterable[Run]) -> list[Group]:
@@ -187,7 +187,7 @@ def seeds(runs: list[Run]) -> Iterator[str]:
 
 def price(runs: list[Run]) -> str:
     """What all runs cost together, by adding up, which holds whatever they are."""
-    epsilon = sum(min(run.epsilons.values()) for run in runs)
+    epsilon = sum(run.epsilon for run in runs)
     if math.isinf(epsilon):
         return "One of these runs is not private, so neither are all of them together."
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5

@@ -138,7 +138,7 @@ def outcome(end: child_processes.Ended) -> str:
         failed = f"FAILED with status {end.status}: {child_processes.last_line(end.folder)}"
         return "stopped" if end.asked else failed
     try:
-        return f"{search_results.accuracy(read(end.folder, arrays=False)):.2f} %"
+        return f"{100 * read(end.folder, arrays=False).accuracy:.2f} %"
     except (OSError, ValueError):  # `conclude` reports it again with the cure
         return "no results"
 
