@@ -20,6 +20,7 @@ from dpjax.cli.compare.job import compare
 from dpjax.cli.flag_checks import cure
 from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
 from dpjax.cli.train import FLAGS as TRAIN
+from dpjax.mechanism.card import strict
 from dpjax.reports.load_run import read
 from dpjax.training.signals import Stop
 
@@ -155,7 +156,7 @@ def costs(
     candidates: search_space.Candidates,
     trials: dict[pathlib.Path, search_space.Trial],
 ) -> tuple[dict[str, Any], str]:
-    """The cost of the search, for JSON and in words."""
+    """The cost of the search, as numbers and in words."""
     done = finished(trials)
     prices, delta, relation = search_cost.prices(
         [search_cost.card_of(folder) for folder in done],
@@ -172,10 +173,7 @@ def costs(
     if given.seed is not None:
         lines.append("These seeds are published: a search with secret keys would cost this.")
     said = {"delta": delta, "neighbours": relation, "seed_published": given.seed}
-    listed = [
-        {**price._asdict(), "epsilon": search_results.number(price.epsilon)} for price in prices
-    ]
-    return {**said, "prices": listed}, "\n".join(lines)
+    return {**said, "prices": [price._asdict() for price in prices]}, "\n".join(lines)
 
 
 def conclude(
@@ -187,9 +185,10 @@ def conclude(
     """Prints and writes the results and the cost of the search."""
     done = finished(trials)
     rows = search_results.results(done)
-    (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
+    replace(out / "results.jsonl", written, public=True)
     spent, said = costs(given, candidates, trials)
-    (out / "costs.json").write_text(json.dumps(spent, indent=2) + "\n")
+    replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=True)
     print(f"\n{search_results.table(rows)}\n\n{said}", flush=True)
     if given.page:
         try:
