@@ -8,7 +8,6 @@ mistaken flag costs neither files nor privacy.
 from __future__ import annotations
 
 import importlib.util
-import json
 import pathlib
 import sys
 import time
@@ -210,11 +209,7 @@ def report(
     """Writes and prints what a run that has ended leaves."""
     folder, (params, state, history) = pathlib.Path(given.out), trained
     # What ran, and not what was planned: a budget may have ended the run earlier.
-    facts = {"ledger": state.ledger, "seed": given.seed}
-    words = dpjax.statement(mechanism, given.delta, **facts)
-    card = reports.card(mechanism, given.delta, **facts)
-    (folder / "privacy.json").write_text(json.dumps(card, indent=2) + "\n")
-    (folder / "statement.txt").write_text(words + "\n")
+    words = dpjax.statement(mechanism, given.delta, ledger=state.ledger, seed=given.seed)
     describe(
         *(given, dataset, started),
         seconds=round(time.time() - started, 1),
