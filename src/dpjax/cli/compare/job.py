@@ -26,7 +26,7 @@ REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
 COLUMNS = ("runs", "test accuracy", "of", "epsilon", "delta", "time of one")
 
 
-class Group(NamedTuple):
+class RunGroup(NamedTuple):
     """Runs of one and the same configuration."""
 
     label: str
@@ -42,7 +42,7 @@ class Group(NamedTuple):
         return max(run.epsilon for run in self.runs)
 
 
-def groups_of(runs: Iterable[Run]) -> list[Group]:
+def groups_of(runs: Iterable[Run]) -> list[RunGroup]:
     """Groups runs by their flags, and names each group by the flags in which groups differ."""
     found: dict[str, list[Run]] = {}
     for run in runs:
@@ -52,7 +52,7 @@ def groups_of(runs: Iterable[Run]) -> list[Group]:
     settings = [flags_of for members in found.values() if (flags_of := configuration(members[0]))]
     names = sorted({name for flags_of in settings for name in flags_of})
     varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings}) > 1]
-    return [Group(label_of(members[0], varied), members) for members in found.values()]
+    return [RunGroup(label_of(members[0], varied), members) for members in found.values()]
 
 
 def configuration(run: Run) -> dict[str, Any] | None:
@@ -70,7 +70,7 @@ def label_of(run: Run, varied: list[str]) -> str:
     return ", ".join(f"{name}={page.value(settings[name])}" for name in varied if name in settings)
 
 
-def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
+def curve(group: RunGroup) -> tuple[np.ndarray, np.ndarray]:
     """Epsilon at each evaluated step, and the accuracies of all runs there, in per cent.
 
     A step is left out where any of its runs has no finite epsilon: it has no place on that axis.
@@ -91,7 +91,7 @@ def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
     return epsilon[finite], accuracy[finite]
 
 
-def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
+def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
     """The curves as SVG and PNG, and why groups are missing from them."""
     absent = []
     with style.style():
@@ -116,7 +116,7 @@ def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
         return image, png(figure, "" if badge == RELEASED else badge), absent
 
 
-def line(group: Group) -> list[str]:
+def line(group: RunGroup) -> list[str]:
     """A group as a line of the table."""
     finals, count = group.finals(), len(group.runs)
     spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
@@ -200,7 +200,7 @@ def price(runs: list[Run]) -> str:
 
 
 def body_of(
-    groups: list[Group], image: str, absent: list[str], words: str, notices: list[str]
+    groups: list[RunGroup], image: str, absent: list[str], words: str, notices: list[str]
 ) -> Iterator[str]:
     """The page's body."""
     count = sum(len(group.runs) for group in groups)
