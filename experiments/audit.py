@@ -24,8 +24,9 @@ import jax
 from absl import app, flags, logging
 from common import audited_algorithms
 
-from dpjax.cli.audit.job import HEAD, OF_A_RUN, Line, conclude, line_of_step, rows
+from dpjax.cli.audit.job import HEAD, OF_A_RUN, Line, conclude, line_of_step
 from dpjax.cli.flag_checks import only_flags
+from dpjax.mechanism.card import strict
 
 _ALGORITHMS = flags.DEFINE_string(
     "algorithms", "all", "Audit the algorithms that have this in their name; all for every one."
@@ -43,7 +44,7 @@ def audit_algorithms(names: str, out: pathlib.Path | None) -> list[Line]:
         bounds = found.run, found.claimed, OF_A_RUN
         run = Line(f"{name}: run", words, *bounds, found.run > found.claimed)
         lines += [step, run]
-        kept[name] = {"step": rows([step])[0], "run": rows([run])[0]}
+        kept[name] = {"step": strict(step._asdict()), "run": strict(run._asdict())}
         print(f"{step}\n{run}", flush=True)
     if not lines:
         known = ", ".join(one.name for one in audited_algorithms.ALGORITHMS)

@@ -14,8 +14,6 @@ noise and must not be published.  `--smoke` takes seconds: digits and 20 clients
 
 from __future__ import annotations
 
-import json
-import pathlib
 import time
 from typing import Any
 
@@ -26,7 +24,7 @@ import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import clipping, data, federated, losses, metrics, models, noise, reports, sampling
+from dpjax import clipping, data, federated, losses, metrics, models, noise, sampling
 from dpjax.cli.flag_checks import only_flags
 from dpjax.cli.mesh_flag import HELP, mesh_in_force
 
@@ -120,7 +118,7 @@ def train(
         evaluate_every=max(1, mechanism.steps // 10),
         delta=_DELTA.value,
         directory=_OUT.value,
-        configuration={k: v for k, v in flags.FLAGS.flag_values_dict().items() if k in _MINE},
+        configuration={f"--{name}": flags.FLAGS[name].value for name in sorted(_MINE)},
     )
 
 
@@ -145,12 +143,7 @@ def run() -> None:
     mechanism = mechanism_from_flags(count, rounds)
     key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
     state, history = train(dataset, clients, mechanism, key)
-    facts = {"ledger": state.ledger, "seed": _SEED.value}
-    print(dpjax.statement(mechanism, _DELTA.value, **facts))
-    if _OUT.value is not None:
-        card = reports.card(mechanism, _DELTA.value, **facts)
-        path = pathlib.Path(_OUT.value) / "privacy.json"
-        path.write_text(json.dumps(card, indent=2) + "\n")
+    print(dpjax.statement(mechanism, _DELTA.value, ledger=state.ledger, seed=_SEED.value))
     last, sizes = history[-1], np.asarray(clients.counts)
     print(f"\n{count} clients with {sizes.min()} to {sizes.max()} examples, {rounds} rounds")
     print(f"Test accuracy {last['accuracy']:.1%} on {dataset.name} {dataset.note}")

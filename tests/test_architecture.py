@@ -25,6 +25,7 @@ FLOORS = {
     "_jaxpr": 1,
     "_marks": 1,
     "_draws": 1,
+    "_files": 1,
     "_foreign": 1,
     "meshes": 1,
     "schedules": 1,

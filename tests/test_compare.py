@@ -7,7 +7,7 @@ import pytest
 import run_binary
 from html_pages import parsed, text
 
-from dpjax.cli.compare.job import Group
+from dpjax.cli.compare.job import RunGroup
 from dpjax.cli.compare.job import curve as curve_of
 from dpjax.reports.load_run import Missing, read
 
@@ -154,7 +154,7 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
         return path
 
     def curve(*runs):
-        group = Group("some", [read(logged(epsilons), arrays=False) for epsilons in runs])
+        group = RunGroup("some", [read(logged(epsilons), arrays=False) for epsilons in runs])
         return [values.round(6).tolist() for values in curve_of(group)]
 
     inf = float("inf")

@@ -16,7 +16,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, sampling, schedules
 from dpjax.mechanism import Spent
-from dpjax.mechanism.card import spent_of
+from dpjax.mechanism.card import spent_of, strict
 
 
 def make(examples=60_000, batch=600, **facts):
@@ -469,3 +469,10 @@ def test_a_delta_that_protects_no_record_is_noticed(caplog):
     assert "publishes one whole record" in caplog.text
     with pytest.raises(TypeError, match="expected a number"):
         make().calibrate("3", 1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_no_claim_is_not_written_as_infinity(value):
+    assert strict({"epsilon": (1.0, math.inf)}) == {"epsilon": [1.0, "inf"]}
+    with pytest.raises(ValueError, match="expected a number or infinity"):
+        strict({"epsilon": [value]})

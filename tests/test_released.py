@@ -44,8 +44,8 @@ def left(folder):
 
 @kills(
     "training/fit.py",
-    "                    leave(",
-    "                    (lambda *a, **k: 0)(",
+    "                _leave(run, delta, method,",
+    "                (lambda *a, **k: 0)(",
     slow=True,
 )
 def test_every_row_leaves_card_statement_and_parameters(tmp_path):
@@ -93,13 +93,52 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
         state, _ = dpjax.fit(run, state, steps=1, directory=tmp_path, progress=False)
 
 
-@kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")
+@kills("_files.py", "0o666 if public else 0o600", "0o666")
 @kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)
     open_to_all = {path.name for path in tmp_path.iterdir() if path.stat().st_mode & 0o077}
     assert open_to_all == {"privacy.json", "statement.txt", "params.msgpack"}
+
+
+@kills("training/released.py", 'folder.identity.get("--seed")', "None")
+def test_every_row_says_that_its_seed_is_published(tmp_path):
+    """Also where the key does not show it, as of a seed above 2^32 with x64."""
+    run, words = algorithm(), []
+
+    def evaluate(state):
+        if state.ledger.steps > 2:
+            assert left(tmp_path)[0]["seed_published"] == 2**33
+            words.append((tmp_path / "statement.txt").read_text())
+        return {}
+
+    options = {"configuration": {"--seed": 2**33}, "evaluate": evaluate, "evaluate_every": 2}
+    dpjax.fit(run, started(run), directory=tmp_path, progress=False, **options)
+    assert words
+    assert all("Seed published (8589934592): not for release" in said for said in words)
+
+
+@kills("training/fit.py", "if run.at_row:", "if False:", slow=True)
+def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
+    """Or a kill between the row and its files: a page would have no card, or an older one."""
+    run, names = algorithm(), ("privacy.json", "statement.txt", "params.msgpack")
+    state = started(run)
+    for steps in (4, None):  # at a row of the run, and at its end
+        dpjax.fit(run, state, steps=steps, evaluate_every=2, directory=tmp_path, progress=False)
+        before = [(tmp_path / name).read_bytes() for name in names]
+        for name in names:
+            (tmp_path / name).unlink()
+        dpjax.fit(run, state, steps=steps, evaluate_every=2, directory=tmp_path, progress=False)
+        assert [(tmp_path / name).read_bytes() for name in names] == before
+
+
+def test_a_run_that_is_forgotten_leaves_no_half_a_file(tmp_path):
+    run = algorithm()
+    dpjax.fit(run, started(run), directory=tmp_path, progress=False)
+    (tmp_path / "metrics.jsonl.0123.part").write_text("private numbers")
+    dpjax.training.forget(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_parameters_of_any_tree_are_left():

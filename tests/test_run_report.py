@@ -226,7 +226,7 @@ def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 
 
-@kills("reports/html_report.py", "{upwards(epsilon)},", "{epsilon:.4g},", slow=True)
+@kills("reports/html_report.py", "{upwards(run.epsilon)},", "{run.epsilon:.4g},", slow=True)
 @kills("reports/card.py", "why_infinite(mechanism, ran),", "None,", slow=True)
 @pytest.mark.parametrize(
     ("changes", "verdict"),
@@ -475,7 +475,7 @@ def test_damaged_files_are_refused_in_words(tmp_path):
     write(tmp_path)
     whole = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text("{half\n" + whole)
-    with pytest.raises(ValueError, match="line 1: expected a JSON object with a step"):
+    with pytest.raises(ValueError, match="line 1 of 11 is not a JSON object with a step"):
         reports.report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{half")
     with pytest.raises(ValueError, match="no whole line"):
@@ -511,6 +511,24 @@ def test_nulls_leave_gaps(tmp_path):
     assert np.all(np.asarray(bound.get_ydata()) == 0.5)
     assert seen == "2 at the end. The line is the mean of 2 groups, the band their range."
     assert len(figure.axes[0].collections) == 1, "the band from the shortest to the longest group"
+
+
+def test_an_accuracy_is_of_the_last_row_or_of_none(tmp_path):
+    """Earlier ones are of other parameters than the released ones."""
+    assert load_run.read(write(tmp_path, [row(2), row(4, accuracy=0.5)])).accuracy == 0.5
+    run = load_run.read(write(tmp_path, [row(2, accuracy=0.9), row(4, accuracy=None)]))
+    assert math.isnan(run.accuracy)
+    head = text(parsed(reports.report(tmp_path)).find(".//header"))
+    assert "test accuracy" not in head
+
+
+@kills("reports/html_report.py", "figure.png, public=public)", "figure.png, public=True)")
+def test_what_only_the_owner_may_see_only_the_owner_can_read(whole):
+    """And no process could read it before: `_files.replace` has no moment between."""
+    reports.report(whole)
+    assert (whole / "report.html").stat().st_mode & 0o077 == 0
+    for path in (whole / "figures").iterdir():
+        assert bool(path.stat().st_mode & 0o077) == (path.stem not in PRIVATE), path
 
 
 def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):

@@ -24,9 +24,12 @@ from small_mechanisms import mechanism_with
 
 from dpjax import accounting
 from dpjax.accounting.rounding import upwards
-from dpjax.cli.sweep import FLAGS, search_cost, search_space
+from dpjax.cli.compare.job import groups_of
+from dpjax.cli.sweep import FLAGS, search_cost, search_results, search_space
+from dpjax.cli.sweep.job import candidates_from_flags, planned, require_flags
 from dpjax.cli.sweep.job import command as command_of
-from dpjax.cli.sweep.job import require_flags
+from dpjax.mechanism.card import strict
+from dpjax.reports.load_run import read
 
 STAND_IN = """
 import json, os, pathlib, sys, time
@@ -358,3 +361,29 @@ def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):
     assert accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5) == math.inf
     with pytest.raises(ValueError, match="expected the privacy card"):
         search_cost.card_of(tmp_path)
+
+
+def test_a_run_without_a_last_accuracy_has_none_in_a_search_either(tmp_path):
+    """As in `dpjax compare`: an earlier accuracy is of other parameters."""
+    trials = {}
+    for name, last in (("a", 0.5), ("b", None)):
+        (tmp_path / name).mkdir()
+        rows = [{"step": 1, "epsilon": 1.0, "accuracy": 0.9}, {"step": 2, "epsilon": None}]
+        rows[1]["accuracy"] = last
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(lines)
+        trials[tmp_path / name] = search_space.Trial({"x": name}, None, 0)
+    found = search_results.results(trials)
+    assert [row["mean"] for row in found] == [50.0, None]
+    assert [row["epsilon"] for row in found] == [math.inf, math.inf]
+    groups = groups_of([read(folder, arrays=False) for folder in trials])
+    assert [group.finals().tolist() for group in groups] == [[50.0], []]
+    assert json.loads(json.dumps(strict(found)))[0]["epsilon"] == "inf"
+
+
+@kills("cli/sweep/job.py", "replace(path, json.dumps(plan,", "path.write_text(json.dumps(plan,")
+def test_a_plan_is_its_owners_alone(tmp_path):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--grid=learning_rate=0.1", f"--out={tmp_path}"])
+    planned(given, tmp_path, candidates_from_flags(given))
+    assert (tmp_path / "sweep.json").stat().st_mode & 0o077 == 0

@@ -219,7 +219,12 @@ def until(step):
 
 @kills("training/fit.py", "while run.done < end and not ended:", "while run.done < end:", slow=True)
 @kills("training/fit.py", "now=ended or run.done == end", "now=run.done == end", slow=True)
-@kills("training/fit.py", "last = ended or run.done == end", "last = run.done == end", slow=True)
+@kills(
+    "training/fit.py",
+    "_leave(run, delta, method, last=ended or run.done == end)\n            if",
+    "_leave(run, delta, method, last=run.done == end)\n            if",
+    slow=True,
+)
 def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
     evaluate, options = until(8), {"evaluate_every": 2, "directory": tmp_path}
     algorithm = make()
@@ -237,7 +242,7 @@ def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
     assert evaluate.calls == 4, "a run that was stopped is over"
 
 
-@kills("training/runner.py", 'last.get("step") == self.done and bool', "bool", slow=True)
+@kills("training/runner.py", "return self.at_row and bool", "return bool", slow=True)
 def test_a_run_that_was_stopped_goes_further_in_another_folder_alone(tmp_path):
     algorithm = make()
     state, _ = fit(algorithm, evaluate=until(4), evaluate_every=2, directory=tmp_path / "one")

@@ -28,6 +28,7 @@ from absl import flags
 
 import dpjax
 from dpjax import accounting, data, losses, metrics, training
+from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.sweep.search_space import file_name
@@ -101,9 +102,7 @@ class Results:
             }
             self.content["rows"].setdefault(row, {})[str(seed)] = found
             if self.path is not None:
-                partial_file = self.path.with_suffix(".partial")
-                partial_file.write_text(written(self.content))
-                partial_file.replace(self.path)
+                replace(self.path, written(self.content), public=True)
 
 
 @contextlib.contextmanager

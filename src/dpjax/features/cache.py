@@ -18,13 +18,14 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import jax
 import numpy as np
 from absl import logging
 
 from dpjax import checks
+from dpjax._files import replacing
 from dpjax.scattering import scatter
 
 _VERSION = 1  # raise it when the values of a transform change: old files are then not found
@@ -192,26 +193,16 @@ def _try(folder: Path) -> None:
 
 
 def _write(path: Path, array: np.ndarray) -> None:
-    """Writes a file under a temporary name, and renames it when it is whole."""
-    # In the same folder, because a rename is atomic within one file system only.
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "w+b") as file:
-            file.write(bytes(_DIGEST))
-            np.save(file, array, allow_pickle=False)
-            file.seek(_DIGEST)
-            digest = _digest(file)
-            file.seek(0)
-            file.write(digest)
-            file.flush()
-            os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(bytes(_DIGEST))
+        np.save(file, array, allow_pickle=False)
+        file.seek(_DIGEST)
+        digest = _digest(file)
+        file.seek(0)
+        file.write(digest)
 
 
-def _digest(file: BinaryIO) -> bytes:
+def _digest(file: IO[bytes]) -> bytes:
     """The hash of a file from its current position to its end."""
     hashed = hashlib.sha256()
     while piece := file.read(2**20):

@@ -141,12 +141,22 @@ def check_format(facts: Any, where: str) -> None:
 
 
 def strict(value: Any) -> Any:
-    """A value as strict JSON holds it: tuples are lists, and infinity is a word."""
+    """A value as strict JSON holds it: tuples are lists, and infinity is a word.
+
+    Raises:
+      ValueError: For NaN and minus infinity, which no bound and no noise is.
+    """
     if isinstance(value, Mapping):
         return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [strict(inner) for inner in value]
-    return "inf" if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and (math.isnan(value) or value == -math.inf):
+        raise ValueError(
+            f"mechanism.card.strict({value}): expected a number or infinity. A reader would take "
+            "the word for it as a claim. Usually an epsilon or a bound was computed from numbers "
+            "that are not finite: find that computation."
+        )
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
 def _spent(spent: Spent) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def of_what_was_released(run: Run) -> str:
     """The badge of a figure that is computed from the trained model, protected by its noise."""
     # Without a finite proven epsilon the parameters protect no one, and neither does a figure of
     # them.
-    if math.isinf(min(run.epsilons.values())):
+    if math.isinf(run.epsilon):
         return PRIVATE
     return RELEASED if run.seed is None else SEEDED
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
+from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
 from dpjax.reports.load_run import Missing, Run, read
@@ -60,9 +61,8 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     folder = run.path / "figures"
     folder.mkdir(exist_ok=True)
     for figure in figures:
-        file = folder / f"{figure.plot.name}.png"
-        file.write_bytes(figure.png)
-        file.chmod(0o644 if figure.badge == RELEASED else 0o600)
+        public = figure.badge == RELEASED
+        replace(folder / f"{figure.plot.name}.png", figure.png, public=public)
     for plot, _ in absent:  # an earlier page may have written it, perhaps from other data
         (folder / f"{plot.name}.png").unlink(missing_ok=True)
     path = run.path / "report.html"
@@ -74,8 +74,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
         *_left_out(absent),
     ]
     # Figures first, page last: a page never names an image that is not there yet.
-    path.write_text(page(_name(run), body), encoding="utf-8")
-    path.chmod(0o600)
+    replace(path, page(_name(run), body))
     return path
 
 
@@ -93,13 +92,11 @@ def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
 def _header(run: Run) -> Iterator[str]:
     last, config = run.rows[-1], run.config or {}
     units = f"{run.mechanism.get('unit', 'example')}s"
-    # The best proven bound is the claim; the small print lists the other methods.
-    epsilon = min(run.epsilons.values())
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
-    right, rate = last.get("accuracy"), last.get(f"{units}_per_second")
-    accuracy = "" if right is None else f"{100 * right:.1f} %"
-    yield f'<p class="verdict">{_verdict(run, epsilon, accuracy)}</p>'
+    rate = last.get(f"{units}_per_second")
+    accuracy = "" if math.isnan(run.accuracy) else f"{100 * run.accuracy:.1f} %"
+    yield f'<p class="verdict">{_verdict(run, accuracy)}</p>'
     if run.seed is not None:
         yield f'<p class="notice">{escape(seed_notice(run.seed))}</p>'
     if run.foreign:
@@ -108,10 +105,11 @@ def _header(run: Run) -> Iterator[str]:
             "This page leaves out the card and the files written with it. This run writes its own "
             "when it ends.</p>"
         )
+    # The best proven bound is the claim; the small print lists the other methods.
     (best, _), *others = run.epsilons.items()
     bounds = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
     numbers = [
-        ("epsilon", three_digits(epsilon), "; ".join(bounds)),
+        ("epsilon", three_digits(run.epsilon), "; ".join(bounds)),
         ("delta", power(run.delta), ""),
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
@@ -127,12 +125,12 @@ def _header(run: Run) -> Iterator[str]:
     yield "</dl>\n</header>"
 
 
-def _verdict(run: Run, epsilon: float, accuracy: str) -> str:
+def _verdict(run: Run, accuracy: str) -> str:
     """As in the statement: proved, not private, or neither."""
     right = f", with {accuracy} test accuracy" if accuracy else ""
     # An infinite epsilon means two things: known not to be private, or merely not proved.
-    if not math.isinf(epsilon):
-        return f"({upwards(epsilon)}, {power(run.delta)})-differentially private{right}."
+    if not math.isinf(run.epsilon):
+        return f"({upwards(run.epsilon)}, {power(run.delta)})-differentially private{right}."
     if run.card is not None and run.card.get("not_private"):
         return f"<strong>Not</strong> differentially private: epsilon is infinite{right}."
     return f"<strong>Not proved</strong> to be differentially private{right}."

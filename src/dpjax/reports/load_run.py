@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the folder of a run.
 
-Only ``metrics.jsonl`` is required. A resumed run may have written a step twice, and then the
-last line counts; an interrupted run may end in half a line, which is skipped. Numbers that
-were not finite are null in JSON and NaN here.
+Only ``metrics.jsonl`` is required. Numbers that were not finite are null in JSON and NaN here,
+except epsilon, which is infinite.
 
 A privacy card whose steps differ from the log's, or whose mechanism differs from the one in
 ``run.json``, belongs to an earlier run in the same folder. The card and the files written with
@@ -12,7 +11,6 @@ it are ignored: the epsilon of one run with the accuracy of another would be a f
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dpjax import accounting
+from dpjax._files import read_json, read_log
 from dpjax.accounting.rounding import upwards
 from dpjax.data.files import plain_arrays
 from dpjax.mechanism.card import check_format
@@ -101,12 +100,11 @@ class Run(NamedTuple):
     def epsilons(self) -> dict[str, float]:
         """The final epsilon by each proven method, best first; without a card, the log's."""
         if self.card is None:
-            last = self.rows[-1].get("epsilon")
+            last = self.rows[-1]
             # An estimate in the log is no bound, so the page must not print it as one.
-            if self.rows[-1].get("estimate"):
+            if last.get("estimate"):
                 return {"any method": math.inf}
-            method = self.rows[-1].get("method", "the log")
-            return {method: math.inf if last is None else float(last)}
+            return {last.get("method", "the log"): float(last.get("epsilon", math.inf))}
         values = {
             method: float(claim["value"])
             for method, claim in self.card["epsilon"].items()
@@ -115,6 +113,20 @@ class Run(NamedTuple):
         # Ties go to the method that this version knows, whose words can be printed.
         best_first = sorted(values, key=lambda m: (values[m], m not in accounting.METHODS))
         return {method: values[method] for method in best_first} or {"any method": math.inf}
+
+    @property
+    def epsilon(self) -> float:
+        """The final epsilon by the best proven method: the claim."""
+        return min(self.epsilons.values())
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy of the released parameters, a fraction; NaN if it was not measured.
+
+        An earlier row's accuracy is of earlier parameters, so it never stands in for the last one.
+        """
+        last = self.rows[-1].get("accuracy")
+        return math.nan if last is None else float(last)
 
     @property
     def stated(self) -> str:
@@ -193,30 +205,16 @@ def _foreign(
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    text = _text(path)
-    if text is None:
+    if not path.is_file():
         raise FileNotFoundError(
             f"reports.report: {path.parent} has no {path.name}, so it is not the folder of a run. "
             "Usually the path is one level off; otherwise train with dpjax.fit(..., "
             "directory=...), which writes it."
         )
-    lines, rows = text.splitlines(), {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            # A resumed run may write a step again; the last row counts.
-            rows[row["step"]] = row
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            if number == len(lines):  # the run was interrupted while it wrote
-                continue
-            raise ValueError(
-                f"{path}, line {number}: expected a JSON object with a step, got {line[:60]!r}. "
-                "Usually two runs wrote into one folder simultaneously. Remove the line to read "
-                "the others."
-            ) from error
+    rows = read_log(path)
     if not rows:
         raise ValueError(f"{path}: holds no whole line yet, so there is nothing to show.")
-    return [rows[step] for step in sorted(rows)]
+    return rows
 
 
 def _text(path: pathlib.Path) -> str | None:
@@ -224,13 +222,4 @@ def _text(path: pathlib.Path) -> str | None:
 
 
 def _json(path: pathlib.Path) -> dict[str, Any] | None:
-    text = _text(path)
-    if text is None:
-        return None
-    try:
-        return dict(json.loads(text))
-    except (json.JSONDecodeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: expected a JSON object, got {text[:60]!r} ({error}). Usually the run was "
-            "interrupted while it wrote the file. Remove the file to read the others."
-        ) from error
+    return read_json(path) if path.is_file() else None

@@ -29,7 +29,7 @@ from dpjax.training.released import leave
 from dpjax.training.run_folder import Folder
 from dpjax.training.runner import Run, numbers
 from dpjax.training.signals import Stop
-from dpjax.types import Algorithm
+from dpjax.types import Algorithm, Plan
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 Show = Callable[[Sequence[Mapping[str, Any]]], object]
@@ -147,10 +147,7 @@ def fit(
     steps = None if steps is None else whole("fit(steps", steps, least=0)
     evaluate_every = None if evaluate_every is None else whole("fit(evaluate_every", evaluate_every)
     save_every = None if save_every is None else whole("fit(save_every", save_every)
-    # A budget without a target for the noise, or a target without a budget, is the usual case.
-    chosen = algorithm.budget or getattr(mechanism, "target", None)
-    delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
-    method = ledger.method_of(mechanism, method or (chosen.method if chosen else None))
+    delta, method = _settled(algorithm, mechanism, delta, method)
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
@@ -195,6 +192,9 @@ def fit(
             show.say(f"The run in {directory} resumes at step {run.done:,} of {end:,}.")
         stack.callback(show.close)
         ended = run.stopped
+        # A kill or a full disk may have come between the row of this step and its files.
+        if run.at_row:
+            _leave(run, delta, method, last=ended or run.done == end)
         while run.done < end and not ended:
             to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
             show.begin()
@@ -203,17 +203,7 @@ def fit(
             # A signal to one process stops all of them at the same step.
             stopped = meshes.any_process(stop.asked)
             if run.done == end or _until(run.done - begin, every) == every:
-                epsilon = ledger.epsilon(run.state.ledger, mechanism, delta, method)
-                row: dict[str, Any] = {
-                    "step": run.done,
-                    "epsilon": epsilon,
-                    "delta": delta,
-                    "method": method,
-                    **({} if accounting.METHODS[method].proven else {"estimate": True}),
-                    **numbers(algorithm.released(run.state)),
-                }
-                if speed := show.rate():
-                    row[f"{mechanism.unit}s_per_second"] = speed * mechanism.batch_size
+                row = _row(algorithm, run.state, delta, method, show.rate())
                 # Before `evaluate` or a file gets the parameters: what happens with them is out of
                 # reach, so the step counts as released.
                 run.mark()
@@ -225,10 +215,7 @@ def fit(
                     progress(run.rows)
                 # Processes may measure different numbers, and all of them stop at one step.
                 ended = meshes.from_first(lambda: run.stopped)
-                if folder is not None:
-                    last = ended or run.done == end
-                    facts = {"last": last, "chosen": run.chosen}
-                    leave(folder, mechanism, run.state, delta, method, **facts)
+                _leave(run, delta, method, last=ended or run.done == end)
             if folder is not None:
                 _save(run, save_every, now=ended or run.done == end or stopped)
             if stopped:
@@ -238,6 +225,42 @@ def fit(
                     + " The same command resumes the run." * (folder is not None)
                 )
         return run.state, run.rows
+
+
+def _settled(
+    algorithm: Algorithm, mechanism: Plan, delta: float | None, method: str | None
+) -> tuple[float, str]:
+    """The delta and the method of the log, as given or as the run was planned."""
+    # A budget without a target for the noise, or a target without a budget, is the usual case.
+    chosen = algorithm.budget or getattr(mechanism, "target", None)
+    delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
+    return delta, ledger.method_of(mechanism, method or (chosen.method if chosen else None))
+
+
+def _row(
+    algorithm: Algorithm, state: Any, delta: float, method: str, speed: float
+) -> dict[str, Any]:
+    """What the log says of a step before it is evaluated; ``speed`` is in steps per second."""
+    mechanism = algorithm.mechanism
+    assert mechanism is not None  # `fit` refuses such an algorithm
+    row: dict[str, Any] = {
+        "step": state.ledger.steps,
+        "epsilon": ledger.epsilon(state.ledger, mechanism, delta, method),
+        "delta": delta,
+        "method": method,
+        **({} if accounting.METHODS[method].proven else {"estimate": True}),
+        **numbers(algorithm.released(state)),
+    }
+    if speed:
+        row[f"{mechanism.unit}s_per_second"] = speed * mechanism.batch_size
+    return row
+
+
+def _leave(run: Run, delta: float, method: str, *, last: bool) -> None:
+    """Leaves what may be released of the last row in the run's folder, if it has one."""
+    if run.folder is not None:
+        facts = {"last": last, "chosen": run.chosen}
+        leave(run.folder, run.algorithm.mechanism, run.state, delta, method, **facts)
 
 
 def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import jax
 from absl import logging
 
 from dpjax import meshes, reports, trees
+from dpjax._files import replace
 from dpjax.mechanism import Mechanism
-from dpjax.training.run_folder import Folder, replace
+from dpjax.training.run_folder import Folder
 
 
 def leave(
@@ -49,6 +50,7 @@ def leave(
             # Loss distributions of many different steps take seconds: the last card has them.
             methods = None if last else ("rdp", "rdp-classic", method)
             facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods, "chosen": chosen}
+            facts["seed"] = folder.identity.get("--seed")  # a flag, so a command publishes it
             card = reports.card(mechanism, delta, **facts)
             facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
             words = reports.statement(mechanism, delta, **facts)

@@ -11,7 +11,6 @@ change only where no released step would run again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -25,12 +24,11 @@ import numpy as np
 from absl import logging
 
 from dpjax import meshes
+from dpjax._files import lock, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
-
-RELEASED = ("privacy.json", "statement.txt", "params.msgpack")  # see `dpjax.training.released`
 
 
 class Folder:
@@ -57,7 +55,7 @@ class Folder:
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
-        self._lock = _locked(self.path / "lock", self.path)
+        self._lock = _locked(self.path)
         try:
             _same_run(self.path / "run.json", self.identity, self.path)
             self._marked = _furthest(self.path)
@@ -75,7 +73,7 @@ class Folder:
 
     def _resume(self, done: int) -> bool:
         path, now = self.path / "run.json", self.identity["numerics"]
-        was = json.loads(path.read_text(encoding="utf-8")).get("numerics", {})
+        was = read_json(path).get("numerics", {})
         # Other versions or devices may change draws, noise or last bits. A repeated step would
         # then be a second release of the same data, counted once.
         changed = "\n".join(
@@ -131,7 +129,7 @@ class Folder:
         # Steps that ran and were not released may run again with another sum.
         kept = data[: 8 * min(len(data) // 8, _furthest(self.path))]
         if kept != data:
-            path.write_bytes(kept)
+            replace(path, kept)
         return np.frombuffer(kept, np.uint64)
 
     def rows(self, until: int) -> list[dict[str, Any]]:
@@ -139,7 +137,7 @@ class Folder:
         return meshes.from_first(lambda: self._rows(until))
 
     def _rows(self, until: int) -> list[dict[str, Any]]:
-        rows = _rows(self.log)
+        rows = read_log(self.log)
         # Rows after the checkpoint are written again by the resumed run. Someone may have read
         # them, so `furthest` keeps their step as released.
         kept = [row for row in rows if row["step"] <= until]
@@ -201,14 +199,14 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
     """
     folder = pathlib.Path(directory)
     try:
-        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        run = read_json(folder / "run.json")
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"training.earlier({str(directory)!r}): found no run.json; expected the folder of a "
             "run of dpjax.fit(directory=...). Usually the folder above it was given."
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
-    rows, steps = _rows(folder / "metrics.jsonl"), _furthest(folder)
+    rows, steps = read_log(folder / "metrics.jsonl"), _furthest(folder)
     # The epsilon of the plan holds for a number of steps that results chose, not theirs alone.
     if any(row.get("stop") for row in rows):
         steps = sum(count for _, count in run["mechanism"]["multiplier_and_steps"])
@@ -227,18 +225,20 @@ def forget(directory: str | os.PathLike[str]) -> None:
     folder = pathlib.Path(directory)
     if not (folder / "run.json").exists():
         return
-    lock = _locked(folder / "lock", folder)
+    held = _locked(folder)
     try:
         _remove(folder)
     finally:
-        os.close(lock)
+        os.close(held)
 
 
 def _remove(folder: pathlib.Path) -> None:
     for name in ("checkpoints", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
+    released = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
+    left = (path.name for path in folder.glob("*.part"))  # by a process that was killed
     # In this order: the run exists as long as run.json does.
-    for name in ("metrics.jsonl", "furthest", "seals", *RELEASED, "run.json"):
+    for name in ("metrics.jsonl", "furthest", "seals", *released, *left, "run.json"):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -248,7 +248,7 @@ def _furthest(folder: pathlib.Path) -> int:
     saved = (re.fullmatch(r"(?:damaged-)?(\d+)(?:-\d+)?", name) for name in names)
     mark = folder / "furthest"
     steps = [int(found[1]) for found in saved if found]
-    steps += [row["step"] for row in _rows(folder / "metrics.jsonl")]
+    steps += [row["step"] for row in read_log(folder / "metrics.jsonl")]
     return max([*steps, int(mark.read_text()) if mark.exists() else 0])
 
 
@@ -258,44 +258,20 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
 
 
-def _rows(log: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a log, without a last line that a kill cut off."""
-    rows, lines = [], log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            rows.append(row | ({"epsilon": math.inf} if row.get("epsilon", 0) is None else {}))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{log}: line {number} of {len(lines)} is not JSON ({error}). A kill can cut off "
-                "the last line alone, so the file was edited. Restore the line, or remove it if "
-                "the rows around it are enough."
-            ) from error
-    return rows
-
-
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _locked(path: pathlib.Path, folder: pathlib.Path) -> int:
-    """Takes the lock. The operating system releases it when this process ends."""
-    # flock and not a file that exists or not: the lock of a killed process is free.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(handle, 20, 0).decode() or "unknown"
-        os.close(handle)
+def _locked(folder: pathlib.Path) -> int:
+    """Takes the lock of a run's folder."""
+    handle = lock(folder / "lock")
+    if handle is None:
+        holder = (folder / "lock").read_text() or "unknown"
         raise Refused(
             f"fit(directory={str(folder)!r}): process {holder} is running there. Two processes in "
             "one folder would overwrite each other's checkpoints. Wait until it ends, or choose "
             "another folder."
-        ) from error
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, str(os.getpid()).encode(), 0)
+        )
     return handle
 
 
@@ -309,7 +285,7 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
             )
         replace(path, json.dumps(identity, indent=2) + "\n")
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_json(path)
     if "mechanism" in identity:
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
     there, now = map(_leaves, (before, identity))
@@ -358,18 +334,3 @@ def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[
 def _short(text: str | None) -> str:
     text = "null" if text is None else text
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
-    """Replaces a file atomically: it holds the whole new content, or the old one.
-
-    Unless it is ``public``, its owner alone can read it.
-    """
-    beside = path.with_name(path.name + ".part")
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if public else 0o600)
-    # fsync before the rename: after a power failure the new name must not hold an empty file.
-    with os.fdopen(handle, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)

@@ -56,10 +56,14 @@ class Run:
         return self.state.ledger.steps
 
     @property
+    def at_row(self) -> bool:
+        """Whether the last row of the log is of the last step."""
+        return bool(self.rows) and self.rows[-1]["step"] == self.done
+
+    @property
     def stopped(self) -> bool:
         """Whether the evaluation after the last step ended the run."""
-        last = self.rows[-1] if self.rows else {}
-        return last.get("step") == self.done and bool(last.get("stop"))
+        return self.at_row and bool(self.rows[-1].get("stop"))
 
     @property
     def chosen(self) -> bool:

@@ -24,7 +24,7 @@ from absl import app
 import dpjax
 from dpjax import auditing, losses
 from dpjax.cli.train import FLAGS, inputs, run_files
-from dpjax.cli.train.job import Plan, plan
+from dpjax.cli.train.job import Planned, plan
 from dpjax.reports.load_run import Run, read
 
 _MOST = 10_000  # rows whose losses are compared
@@ -35,7 +35,7 @@ class Rebuilt(NamedTuple):
     """A run, built again from its folder."""
 
     run: Run
-    plan: Plan
+    planned: Planned
     dataset: dpjax.data.Dataset
     first: Any
     """The parameters before the first step."""
@@ -45,12 +45,12 @@ class Rebuilt(NamedTuple):
     @property
     def loss(self) -> Callable[..., jax.Array]:
         """The loss of one example, as the step differentiates it."""
-        return losses.of(self.plan.model, self.plan.loss)
+        return losses.of(self.planned.model, self.planned.loss)
 
     @property
     def per_step(self) -> Callable[[Any], Any] | None:
         """What the loss takes of the step."""
-        epoch = self.plan.per_epoch
+        epoch = self.planned.per_epoch
         return None if epoch is None else (lambda step: step // epoch)
 
     def algorithm(self, mechanism: Any, optimizer: Any, train: Any) -> dpjax.types.Algorithm:
@@ -135,7 +135,7 @@ def _words(given: Any, values: Mapping[str, Any]) -> list[str]:
 
 def step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Separation:
     """The white-box audit of the first step, with the row whose clipped gradient is longest."""
-    dataset, mechanism = rebuilt.dataset, rebuilt.plan.mechanism
+    dataset, mechanism = rebuilt.dataset, rebuilt.planned.mechanism
     size = dataset.examples
     some = np.linspace(0, size - 1, min(512, size)).astype(int)
     rows = jax.tree.map(jnp.asarray, dataset.rows(some))
@@ -172,7 +172,7 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
     A canary is an image of white noise with a random label, as long as the row in whose place it
     stands: its gradient is nearly orthogonal to all others.
     """
-    (x, y), settings = rebuilt.dataset.train, rebuilt.plan
+    (x, y), settings = rebuilt.dataset.train, rebuilt.planned
     draw, size = np.random.default_rng(0), rebuilt.dataset.examples
     count = min(1000, size // 4) if count is None else count
     if not 10 <= count < size:
@@ -217,7 +217,7 @@ def membership(
     rebuilt: Rebuilt, confidence: float
 ) -> tuple[auditing.Membership, tuple[np.ndarray, np.ndarray]]:
     """Guesses training rows from the losses of the released parameters; and these scores."""
-    model, dataset = rebuilt.plan.model, rebuilt.dataset
+    model, dataset = rebuilt.planned.model, rebuilt.dataset
     loss = losses.of(model, losses.cross_entropy)
 
     @jax.jit

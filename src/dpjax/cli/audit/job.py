@@ -9,16 +9,18 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from absl import app, flags, logging
 
 from dpjax import auditing
+from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit import audited_run
+from dpjax.mechanism.card import strict
 from dpjax.reports import style
 from dpjax.reports.figure_output import png
 from dpjax.reports.figures import PRIVATE
@@ -64,7 +66,7 @@ def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
 def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) -> list[Line]:
     """Audits the run in a folder, and writes figures and plot into another."""
     run = audited_run.rebuild(folder)
-    delta, claimed = run.run.delta, min(run.run.epsilons.values())
+    delta, claimed = run.run.delta, run.run.epsilon
     name = "one step in which the row is drawn"
     step = line_of_step(audited_run.step(run, given.pairs, OF_A_STEP), delta, name)
     guessed = audited_run.canaries(run, given.canaries, given.steps, OF_A_RUN)
@@ -83,20 +85,12 @@ def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) 
     bounds = found.epsilon, claimed, found.confidence
     third = Line("losses of the released model", words, *bounds, found.epsilon > claimed)
     lines = [step, second, third]
-    facts = {"run": str(folder), "delta": delta, "publish": PRIVATE, "audits": rows(lines)}
+    audits = [line._asdict() for line in lines]
+    facts = {"run": str(folder), "delta": delta, "publish": PRIVATE, "audits": audits}
     out.mkdir(parents=True, exist_ok=True)
-    keep_private(out / "audit.json", (json.dumps(facts, indent=2) + "\n").encode())
-    keep_private(out / "audit.png", draw(lines, found, scores, delta))
+    replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
+    replace(out / "audit.png", draw(lines, found, scores, delta))
     return lines
-
-
-def rows(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Lines for JSON, which has no infinity."""
-    said = [line._asdict() for line in lines]
-    return [
-        {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in row.items()}
-        for row in said
-    ]
 
 
 def draw(
@@ -128,13 +122,6 @@ def draw(
         right.set_xlabel("others guessed to be members")
         right.set_ylabel("members guessed")
         return png(figure, PRIVATE)
-
-
-def keep_private(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that its owner alone can read."""
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_bytes(content)
 
 
 def conclude(lines: Sequence[Line], seconds: float) -> None:

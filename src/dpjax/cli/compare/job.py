@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import app, flags
 
+from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
@@ -25,23 +26,23 @@ REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
 COLUMNS = ("runs", "test accuracy", "of", "epsilon", "delta", "time of one")
 
 
-class Group(NamedTuple):
+class RunGroup(NamedTuple):
     """Runs of one and the same configuration."""
 
     label: str
     runs: list[Run]
 
     def finals(self) -> np.ndarray:
-        """The last accuracy of each run that has one, in per cent."""
-        last = [run.rows[-1].get("accuracy") for run in self.runs]
-        return 100 * np.array([value for value in last if value is not None], float)
+        """The accuracy of each run that has one, in per cent."""
+        found = 100 * np.array([run.accuracy for run in self.runs])
+        return found[~np.isnan(found)]
 
     def epsilon(self) -> float:
         """What the dearest of the runs cost, by its best proven method."""
-        return max(min(run.epsilons.values()) for run in self.runs)
+        return max(run.epsilon for run in self.runs)
 
 
-def groups_of(runs: Iterable[Run]) -> list[Group]:
+def groups_of(runs: Iterable[Run]) -> list[RunGroup]:
     """Groups runs by their flags, and names each group by the flags in which groups differ."""
     found: dict[str, list[Run]] = {}
     for run in runs:
@@ -51,7 +52,7 @@ def groups_of(runs: Iterable[Run]) -> list[Group]:
     settings = [flags_of for members in found.values() if (flags_of := configuration(members[0]))]
     names = sorted({name for flags_of in settings for name in flags_of})
     varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings}) > 1]
-    return [Group(label_of(members[0], varied), members) for members in found.values()]
+    return [RunGroup(label_of(members[0], varied), members) for members in found.values()]
 
 
 def configuration(run: Run) -> dict[str, Any] | None:
@@ -69,7 +70,7 @@ def label_of(run: Run, varied: list[str]) -> str:
     return ", ".join(f"{name}={page.value(settings[name])}" for name in varied if name in settings)
 
 
-def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
+def curve(group: RunGroup) -> tuple[np.ndarray, np.ndarray]:
     """Epsilon at each evaluated step, and the accuracies of all runs there, in per cent.
 
     A step is left out where any of its runs has no finite epsilon: it has no place on that axis.
@@ -90,7 +91,7 @@ def curve(group: Group) -> tuple[np.ndarray, np.ndarray]:
     return epsilon[finite], accuracy[finite]
 
 
-def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
+def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
     """The curves as SVG and PNG, and why groups are missing from them."""
     absent = []
     with style.style():
@@ -115,7 +116,7 @@ def draw(groups: list[Group], badge: str) -> tuple[str, bytes, list[str]]:
         return image, png(figure, "" if badge == RELEASED else badge), absent
 
 
-def line(group: Group) -> list[str]:
+def line(group: RunGroup) -> list[str]:
     """A group as a line of the table."""
     finals, count = group.finals(), len(group.runs)
     spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
@@ -161,7 +162,7 @@ def compare(
     badge = next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
     image, picture, absent = draw(groups, badge)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".png").write_bytes(picture)
+    replace(out.with_suffix(".png"), picture, public=badge == RELEASED)
     notices = [
         cost or price(runs),
         *seeds(runs),
@@ -170,7 +171,7 @@ def compare(
     if unread:
         notices[0] += " What could not be read is not in these numbers."
     body = body_of(groups, image, absent, badge, notices)
-    out.write_text(page.page("Runs compared", body), encoding="utf-8")
+    replace(out, page.page("Runs compared", body), public=badge == RELEASED)
     return out
 
 
@@ -186,7 +187,7 @@ def seeds(runs: list[Run]) -> Iterator[str]:
 
 def price(runs: list[Run]) -> str:
     """What all runs cost together, by adding up, which holds whatever they are."""
-    epsilon = sum(min(run.epsilons.values()) for run in runs)
+    epsilon = sum(run.epsilon for run in runs)
     if math.isinf(epsilon):
         return "One of these runs is not private, so neither are all of them together."
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
@@ -199,7 +200,7 @@ def price(runs: list[Run]) -> str:
 
 
 def body_of(
-    groups: list[Group], image: str, absent: list[str], words: str, notices: list[str]
+    groups: list[RunGroup], image: str, absent: list[str], words: str, notices: list[str]
 ) -> Iterator[str]:
     """The page's body."""
     count = sum(len(group.runs) for group in groups)

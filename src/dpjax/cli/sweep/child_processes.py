@@ -9,7 +9,6 @@ lives.  If this process is killed while children run, the next process waits for
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pathlib
 import subprocess
@@ -18,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from dpjax._files import lock
 from dpjax.training.signals import Stop
 
 FINISHED = "finished"
@@ -32,21 +32,10 @@ class Ended(NamedTuple):
     asked: bool
 
 
-def locked(path: pathlib.Path) -> int | None:
-    """The handle of a lock, or None if a process holds it; the system frees it at process end."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
-
-
 def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[bytes] | None:
     """Starts a command in its own session, or returns None if its folder is locked."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = locked(folder / "sweep.lock")
+    handle = lock(folder / "sweep.lock")
     if handle is None:
         return None
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,10 +15,12 @@ import numpy as np
 from absl import app, flags
 
 from dpjax import accounting, noise
+from dpjax._files import lock, read_json, replace
 from dpjax.cli.compare.job import compare
 from dpjax.cli.flag_checks import cure
 from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
 from dpjax.cli.train import FLAGS as TRAIN
+from dpjax.mechanism.card import strict
 from dpjax.reports.load_run import read
 from dpjax.training.signals import Stop
 
@@ -84,11 +85,8 @@ def planned(
         drawn = draw(given, candidates)
         require_flags(given, drawn)  # before the plan binds this folder to them
         plan = {"search": now, "trials": search_space.stored(drawn)}
-        partial_file = path.with_suffix(".part")
-        partial_file.touch(mode=0o600)
-        partial_file.write_text(json.dumps(plan, indent=2) + "\n")
-        os.replace(partial_file, path)
-    plan = json.loads(path.read_text())
+        replace(path, json.dumps(plan, indent=2) + "\n")
+    plan = read_json(path)
     if differ := [name for name in now if plan["search"].get(name) != now[name]]:
         lines = (f"  --{n}: {plan['search'].get(n)} there, {now[n]} now" for n in differ)
         raise app.UsageError(
@@ -141,7 +139,7 @@ def outcome(end: child_processes.Ended) -> str:
         failed = f"FAILED with status {end.status}: {child_processes.last_line(end.folder)}"
         return "stopped" if end.asked else failed
     try:
-        return f"{search_results.accuracy(read(end.folder, arrays=False)):.2f} %"
+        return f"{100 * read(end.folder, arrays=False).accuracy:.2f} %"
     except (OSError, ValueError):  # `conclude` reports it again with the cure
         return "no results"
 
@@ -158,7 +156,7 @@ def costs(
     candidates: search_space.Candidates,
     trials: dict[pathlib.Path, search_space.Trial],
 ) -> tuple[dict[str, Any], str]:
-    """The cost of the search, for JSON and in words."""
+    """The cost of the search, as numbers and in words."""
     done = finished(trials)
     prices, delta, relation = search_cost.prices(
         [search_cost.card_of(folder) for folder in done],
@@ -175,10 +173,7 @@ def costs(
     if given.seed is not None:
         lines.append("These seeds are published: a search with secret keys would cost this.")
     said = {"delta": delta, "neighbours": relation, "seed_published": given.seed}
-    listed = [
-        {**price._asdict(), "epsilon": search_results.number(price.epsilon)} for price in prices
-    ]
-    return {**said, "prices": listed}, "\n".join(lines)
+    return {**said, "prices": [price._asdict() for price in prices]}, "\n".join(lines)
 
 
 def conclude(
@@ -190,9 +185,10 @@ def conclude(
     """Prints and writes the results and the cost of the search."""
     done = finished(trials)
     rows = search_results.results(done)
-    (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
+    replace(out / "results.jsonl", written, public=True)
     spent, said = costs(given, candidates, trials)
-    (out / "costs.json").write_text(json.dumps(spent, indent=2) + "\n")
+    replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=True)
     print(f"\n{search_results.table(rows)}\n\n{said}", flush=True)
     if given.page:
         try:
@@ -207,7 +203,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
     candidates, out = candidates_from_flags(given), pathlib.Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
-    if child_processes.locked(out / "lock") is None:
+    if lock(out / "lock") is None:
         raise app.UsageError(f"another search is running in {out}; wait for it.")
     trials = {out / trial.name: trial for trial in planned(given, out, candidates)}
     failed = run_missing(given, trials)

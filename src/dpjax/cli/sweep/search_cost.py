@@ -8,7 +8,6 @@ method, except that of a random number of runs, for which only RDP has a proof.
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Collection, Iterable, Sequence
@@ -18,6 +17,7 @@ import dp_accounting
 import numpy as np
 
 from dpjax import accounting, training
+from dpjax._files import read_json
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.sweep import search_space
 from dpjax.cli.train.inputs import MOMENTS
@@ -45,8 +45,8 @@ def card_of(folder: pathlib.Path) -> dict[str, Any]:
     """The privacy card of a finished run."""
     path = folder / "privacy.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        return read_json(path)
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{path}: expected the privacy card of a run that has finished ({error}). The binary "
             "must leave one in --out, as dpjax train does; dpjax.reports.card makes it."
@@ -63,7 +63,7 @@ def spent_so_far(folder: pathlib.Path) -> dp_accounting.DpEvent:
         with np.load(moments) as kept:
             return accounting.compose(*map(accounting.gaussian, kept["multipliers"].tolist()))
     runs = training.earlier(folder)
-    mechanism = json.loads(path.read_text(encoding="utf-8"))["mechanism"]
+    mechanism = read_json(path)["mechanism"]
     bare = math.inf in map(float, mechanism["clipping"]["bounds"])
     if bare and runs[-1].steps:
         return dp_accounting.NonPrivateDpEvent()

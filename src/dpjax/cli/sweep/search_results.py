@@ -12,18 +12,7 @@ import numpy as np
 
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.sweep import search_space
-from dpjax.reports.load_run import Run, read
-
-
-def accuracy(run: Run) -> float:
-    """The last test accuracy of a run, in per cent; NaN if it has none."""
-    seen = [row["accuracy"] for row in run.rows if row.get("accuracy") is not None]
-    return 100 * seen[-1] if seen else math.nan
-
-
-def epsilon(run: Run) -> float:
-    """The epsilon of a run by its best proven method, as its own statement begins."""
-    return min(run.epsilons.values())
+from dpjax.reports.load_run import read
 
 
 def results(trials: Mapping[pathlib.Path, search_space.Trial]) -> list[dict[str, Any]]:
@@ -38,23 +27,21 @@ def results(trials: Mapping[pathlib.Path, search_space.Trial]) -> list[dict[str,
 def row(folders: list[pathlib.Path], settings: dict[str, str]) -> dict[str, Any]:
     """One setting: the mean of its runs, and their standard deviation if there are several."""
     runs = [read(folder, arrays=False) for folder in folders]
-    seen = [accuracy(run) for run in runs]
+    seen = [100 * run.accuracy for run in runs]
     return {
         "settings": settings,
         "runs": len(runs),
-        "mean": number(float(np.mean(seen))),
-        "deviation": number(float(np.std(seen, ddof=1))) if len(seen) > 1 else None,
-        "accuracies": list(map(number, seen)),
-        "epsilon": number(max(map(epsilon, runs))),
+        "mean": known(float(np.mean(seen))),
+        "deviation": known(float(np.std(seen, ddof=1))) if len(seen) > 1 else None,
+        "accuracies": list(map(known, seen)),
+        "epsilon": max(run.epsilon for run in runs),
         "folders": [folder.name for folder in folders],
     }
 
 
-def number(value: float | None) -> float | str | None:
-    """A number for strict JSON: infinity becomes "inf", and NaN becomes null."""
-    if value is None or math.isnan(value):
-        return None
-    return value if math.isfinite(value) else "inf"
+def known(value: float) -> float | None:
+    """A number, or None for NaN: a run without an accuracy."""
+    return None if math.isnan(value) else value
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -63,6 +50,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"
         mean = "none" if row["mean"] is None else f"{row['mean']:.2f} %{spread}"
-        spent, name = float(row["epsilon"]), search_space.words(row["settings"])
+        spent, name = row["epsilon"], search_space.words(row["settings"])
         lines.append(f"{mean:>17}  {row['runs']:>4}  {upwards(spent, '.3f'):>7}  {name}")
     return "\n".join(lines)

@@ -31,6 +31,7 @@ from dpjax import (
 )
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.train import names, own_model
+from dpjax.mechanism import Spent
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
 
@@ -132,26 +133,14 @@ def build_mechanism(
     steps = given.steps
     if steps is None:
         steps = round(given.epochs * examples / given.batch_size)
-    noise_multiplier: Any = 1.0
-    if given.noise_schedule != "constant":
-        # The curriculum spans the steps that run: `--steps` may cut its last epoch short.
-        curriculum = schedules.CURRICULA[given.noise_schedule]
-        epochs = max(1, -(-steps // per_epoch))
-        noise_multiplier = curriculum(epochs=epochs, steps_per_epoch=per_epoch)
     batches = build_sampler(given, examples)
-    before: tuple[Any, ...] = ()
-    if given.continue_from is not None:
-        try:
-            before = meshes.from_first(lambda: training.earlier(given.continue_from))
-        except FileNotFoundError as error:
-            raise app.UsageError(f"--continue_from={given.continue_from}: {error}") from error
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=getattr(clipping, given.clipping)(given.bound, **options),
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=build_noise_schedule(given, steps, per_epoch),
         steps=steps,
         preparation=queries,
-        before=before,
+        before=earlier_runs(given),
         noise=build_strategy(given, batches, steps),
     )
     if not mechanism.steps:
@@ -165,20 +154,26 @@ def build_mechanism(
     mechanism = mechanism.scaled(given.noise_multiplier)
     if given.max_epsilon is None or given["epochs"].present or given["steps"].present:
         return mechanism
-    if given.noise_schedule != "constant":
-        raise app.UsageError(
-            f"--noise_schedule={given.noise_schedule} --max_epsilon={given.max_epsilon:g}: a "
-            "schedule is spread over the steps that run, and how many fit would depend on the "
-            "schedule. Give --steps or --epochs too, or take --target_epsilon in place of "
-            "--noise_multiplier."
-        )
-    if mechanism.noise is not None:
-        raise app.UsageError(
-            f"--noise={given.noise} --max_epsilon={given.max_epsilon:g}: correlated noise is "
-            "designed for a number of steps, and how many fit would depend on the noise. Give "
-            "--steps or --epochs too, or take --target_epsilon in place of --noise_multiplier."
-        )
     return dataclasses.replace(mechanism, steps=steps_that_fit(given, mechanism))
+
+
+def build_noise_schedule(given: flags.FlagValues, steps: int, per_epoch: int) -> Any:
+    """The noise multiplier up to a factor: 1, or a curriculum over the steps that run."""
+    if given.noise_schedule == "constant":
+        return 1.0
+    # `--steps` may cut the last epoch of the curriculum short.
+    epochs = max(1, -(-steps // per_epoch))
+    return schedules.CURRICULA[given.noise_schedule](epochs=epochs, steps_per_epoch=per_epoch)
+
+
+def earlier_runs(given: flags.FlagValues) -> tuple[Spent, ...]:
+    """What was spent by the run that this one continues, and before it."""
+    if given.continue_from is None:
+        return ()
+    try:
+        return meshes.from_first(lambda: training.earlier(given.continue_from))
+    except FileNotFoundError as error:
+        raise app.UsageError(f"--continue_from={given.continue_from}: {error}") from error
 
 
 def build_sampler(given: flags.FlagValues, examples: int) -> Sampler:
@@ -211,7 +206,20 @@ def accountant(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> str:
 
 
 def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
-    """The largest number of steps within `--max_epsilon`; raises if it is 0."""
+    """The largest number of steps within `--max_epsilon`; raises if none is."""
+    if given.noise_schedule != "constant":
+        raise app.UsageError(
+            f"--noise_schedule={given.noise_schedule} --max_epsilon={given.max_epsilon:g}: a "
+            "schedule is spread over the steps that run, and how many fit would depend on the "
+            "schedule. Give --steps or --epochs too, or take --target_epsilon in place of "
+            "--noise_multiplier."
+        )
+    if mechanism.noise is not None:
+        raise app.UsageError(
+            f"--noise={given.noise} --max_epsilon={given.max_epsilon:g}: correlated noise is "
+            "designed for a number of steps, and how many fit would depend on the noise. Give "
+            "--steps or --epochs too, or take --target_epsilon in place of --noise_multiplier."
+        )
     by = given.delta, accountant(given, mechanism)
     found = accounting.largest_steps(
         # Of the whole mechanism, so that preparation and earlier runs are counted.

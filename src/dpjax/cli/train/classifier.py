@@ -25,6 +25,7 @@ from absl import app
 
 import dpjax
 from dpjax import data, diagnostics, losses, meshes, metrics, reports, training, trees
+from dpjax._files import replace, replacing
 
 _SAMPLE = 128  # training examples whose gradients are measured
 
@@ -81,10 +82,11 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
-        (folder / "params.msgpack").write_bytes(flax.serialization.to_bytes(params))
+        replace(folder / "params.msgpack", flax.serialization.to_bytes(params), public=True)
         x, y = self.test
         probabilities = jax.nn.softmax(self.logits(params, x))
-        np.savez(folder / "evaluation.npz", labels=y, probabilities=probabilities)
+        with replacing(folder / "evaluation.npz", public=True) as file:
+            np.savez(file, labels=y, probabilities=probabilities)
         weights, hidden = diagnostics.weight_norms(params), {}
         # A linear model has no pre-activations; other libraries' models keep none.
         with contextlib.suppress(ValueError):
@@ -101,8 +103,8 @@ class Evaluation:
             norms = self.bias(params, self.sample).norms
             found |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
         arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.items()}
-        np.savez(folder / "diagnostics.npz", **arrays)
-        (folder / "diagnostics.npz").chmod(0o600)  # of training examples, without noise
+        with replacing(folder / "diagnostics.npz") as file:  # of training examples, without noise
+            np.savez(file, **arrays)
 
 
 def train(

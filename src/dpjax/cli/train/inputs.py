@@ -7,7 +7,6 @@ resumed run reads them there, because a second query would spend privacy again.
 
 from __future__ import annotations
 
-import os
 import pathlib
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from absl import flags
 
 import dpjax
 from dpjax import data, features, meshes, scattering
+from dpjax._files import replacing
 
 MOMENTS = "moments.npz"
 
@@ -97,9 +97,8 @@ def release_once(
                 f"--out={path.parent}: a run is there that asked nothing of its data beforehand, "
                 "so this is another run. Give another folder, or --overwrite."
             )
-        partial_file = path.with_suffix(".part.npz")
-        np.savez(partial_file, **asked, **normalization.release(key, x)._asdict())
-        os.replace(partial_file, path)  # atomic: a killed process leaves all answers or none
+        with replacing(path, public=True) as file:  # a killed process leaves all answers or none
+            np.savez(file, **asked, **normalization.release(key, x)._asdict())
     kept = np.load(path)
     if any(not np.array_equal(kept[name], asked[name]) for name in asked):
         raise dpjax.ledger.Refused(

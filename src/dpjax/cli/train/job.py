@@ -8,7 +8,6 @@ mistaken flag costs neither files nor privacy.
 from __future__ import annotations
 
 import importlib.util
-import json
 import pathlib
 import sys
 import time
@@ -32,7 +31,7 @@ from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import settings
 
 
-class Plan(NamedTuple):
+class Planned(NamedTuple):
     """A run that has passed every check, before it has touched anything."""
 
     dataset: data.Dataset
@@ -70,7 +69,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         )
 
 
-def plan(given: flags.FlagValues) -> Plan:
+def plan(given: flags.FlagValues) -> Planned:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
     require_one_of_each(given)
     require_another_folder(given)
@@ -108,7 +107,7 @@ def plan(given: flags.FlagValues) -> Plan:
     )
     # Last, because only the whole plan has a price, and still before a file is touched.
     require_affordable(given, mechanism, budget)
-    return Plan(
+    return Planned(
         *(dataset, model, loss, normalization, mechanism, optimizer, method),
         *(per_epoch, earlier, budget),
     )
@@ -132,35 +131,35 @@ def load(given: flags.FlagValues) -> data.Dataset:
         raise app.UsageError(f"--dataset={given.dataset}: {error}") from error
 
 
-def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
+def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     """Trains, and writes and prints the reports."""
-    folder, mechanism, per_epoch = pathlib.Path(given.out), plan.mechanism, plan.per_epoch
+    folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
     # Printed before the first step: a user who meant another epsilon can still stop.
-    planned = mechanism.epsilon(given.delta, plan.method)
+    epsilon = mechanism.epsilon(given.delta, planned.method)
     say(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {upwards(planned)} at delta={given.delta:g} ({plan.method})"
+        f"cost epsilon {upwards(epsilon)} at delta={given.delta:g} ({planned.method})"
     )
-    dataset = inputs.with_features(given, plan.dataset)
+    dataset = inputs.with_features(given, planned.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
     key = secret_key() if given.seed is None else jax.random.key(given.seed)
     meshes.from_first(lambda: prepare(folder, given.overwrite))
-    dataset = inputs.with_scale(given, dataset, plan.normalization, key, folder)
+    dataset = inputs.with_scale(given, dataset, planned.normalization, key, folder)
     configuration = {f"--{name}": value for name, value in settings(given).items()}
     try:
         params, state, history = train(
             dataset,
-            plan.model,
-            plan.loss,
+            planned.model,
+            planned.loss,
             mechanism,
-            plan.optimizer,
+            planned.optimizer,
             key=key,
-            params=plan.earlier,
+            params=planned.earlier,
             per_step=None if per_epoch is None else lambda step: step // per_epoch,
-            budget=plan.budget,
+            budget=planned.budget,
             evaluations=given.evaluations,
             delta=given.delta,
-            method=plan.method,
+            method=planned.method,
             directory=folder,
             configuration=configuration,
             save_every=given.save_every,
@@ -171,7 +170,7 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
             describe(given, dataset, started)
         raise
     if meshes.first_process():
-        report(given, plan.mechanism, dataset, Trained(params, state, history), started)
+        report(given, planned.mechanism, dataset, Trained(params, state, history), started)
 
 
 def say(words: str) -> None:
@@ -210,11 +209,7 @@ def report(
     """Writes and prints what a run that has ended leaves."""
     folder, (params, state, history) = pathlib.Path(given.out), trained
     # What ran, and not what was planned: a budget may have ended the run earlier.
-    facts = {"ledger": state.ledger, "seed": given.seed}
-    words = dpjax.statement(mechanism, given.delta, **facts)
-    card = reports.card(mechanism, given.delta, **facts)
-    (folder / "privacy.json").write_text(json.dumps(card, indent=2) + "\n")
-    (folder / "statement.txt").write_text(words + "\n")
+    words = dpjax.statement(mechanism, given.delta, ledger=state.ledger, seed=given.seed)
     describe(
         *(given, dataset, started),
         seconds=round(time.time() - started, 1),

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from absl import app
 
+from dpjax._files import read_json, replace
 from dpjax.cli.train.inputs import MOMENTS
 from dpjax.reports.figures import PLOTS
 
@@ -42,7 +43,7 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
         **facts,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    replace(folder / "config.json", json.dumps(config, indent=2) + "\n", public=True)
 
 
 def clear(folder: pathlib.Path, *more: str) -> None:
@@ -60,7 +61,7 @@ def present(folder: pathlib.Path) -> list[str]:
 def has_released(folder: pathlib.Path, configuration: Mapping[str, Any]) -> bool:
     """Whether the run with this configuration has left parameters in the folder."""
     try:
-        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        run = read_json(folder / "run.json")
     except (OSError, ValueError):
         return False
     # An interrupt may come before `dpjax.fit` has compared the folder's run with this one.
@@ -71,7 +72,7 @@ def has_released(folder: pathlib.Path, configuration: Mapping[str, Any]) -> bool
 def released(folder: pathlib.Path) -> bytes:
     """The parameters that a run released; refuses parameters of another run."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         # A later run in this folder may have left the parameters of the first: then run.json does
         # not say what they cost.
         if config["released"] == _digest(folder):

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a folder that several processes may read while one of them writes.
+
+A file is replaced whole: a reader, also after a kill, finds the new content or the old one. Its
+owner alone can read it from its first byte, unless the caller calls it public. A lock says which
+process writes. JSON that was edited or cut off is refused with the file, the fault and the cure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pathlib
+import secrets
+from collections.abc import Iterator
+from typing import IO, Any
+
+__all__ = ["lock", "read_json", "read_log", "replace", "replacing"]
+
+
+def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
+    """Replaces a file atomically: it holds the whole new content, or the old one.
+
+    Unless it is ``public``, its owner alone can read it.
+    """
+    with replacing(path, public=public) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]]:
+    """A file to write and read, which replaces another one when the block ends without an error."""
+    # In the same folder, because a rename is atomic within one file system only. Under a name of
+    # its own: another process may write too, and what a kill left may have another mode.
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    mode = 0o666 if public else 0o600
+    handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            yield file
+            file.flush()
+            # Before the rename: after a power failure the new name must not hold an empty file.
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def lock(path: pathlib.Path) -> int | None:
+    """The handle of a lock, or None if another process holds it; the file names its process.
+
+    The operating system frees the lock when the last process with the handle ends.
+    """
+    # flock and not a file that exists or not: the lock of a killed process is free.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      FileNotFoundError: There is no file.
+      ValueError: It holds something else.
+    """
+    text, found, error = path.read_text(encoding="utf-8"), None, "not an object"
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as fault:
+        error = str(fault)
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path}: expected a JSON object, got {text[:60]!r} ({error}). Usually the run was "
+            "interrupted while it wrote the file, or the file was edited. Restore it, or remove it "
+            "to read the others."
+        )
+    return found
+
+
+def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a run's log in the order of their steps; none without a file.
+
+    Of rows of one step the last one counts. A last line that a kill cut off is no row. JSON has no
+    infinity, so an infinite epsilon is null in the file.
+    """
+    rows, lines = {}, path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows[row["step"]] = row
+            if row.get("epsilon", 0) is None:
+                row["epsilon"] = math.inf
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if isinstance(error, json.JSONDecodeError) and number == len(lines):
+                break
+            raise ValueError(
+                f"{path}: line {number} of {len(lines)} is not a JSON object with a step: "
+                f"{line[:60]!r}. A kill can cut off the last line alone, so usually the file was "
+                "edited, or two runs wrote into it. Restore the line, or remove it if the rows "
+                "around it are enough."
+            ) from error
+    return [rows[step] for step in sorted(rows)]
