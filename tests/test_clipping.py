@@ -229,6 +229,11 @@ def test_partitions():
     }
     assert clipping.by_leaf(params).size == 4
     assert clipping.by_layer(params).names == ("conv", "dense")
+    top = clipping.by_layer({"b": 0, "layer": {"kernel": 0}, "w": 0})
+    assert (top.names, top.assign({"b": 0, "layer": {"kernel": 0}, "w": 0})) == (
+        ("(top)", "layer"),
+        (0, 1, 0),
+    )
     by_path = clipping.by_path(params, {"bias$": "biases", "conv": "conv", ".*": "rest"})
     assert by_path.assign(params) == (0, 1, 0, 2)
     assert clipping.balanced(2).assign(params) == (0, 0, 0, 1)
