@@ -6,6 +6,7 @@ begins in some tens of milliseconds.
 """
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -57,6 +58,17 @@ def read(directory):
     state, rows = fit(directory)
     assert state.ledger.steps == STEPS
     return state, [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def dies_after(algorithm, steps):
+    """The same algorithm, whose process dies at that step."""
+
+    def run(state, count):
+        if state.ledger.steps + count > steps:
+            raise InterruptedError
+        return algorithm.run(state, count)
+
+    return dataclasses.replace(algorithm, run=run)
 
 
 def life(directory, born, largest=None, options=None):

@@ -44,8 +44,11 @@ def test_the_dtype_is_kept():
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"scale": 0.0}, r"\(scale=0.0\): expected a positive number.*negate the input"),
-        ({"inverse_temperature": -1.0}, r"\(inverse_temperature=-1.0\): expected a positive"),
+        ({"scale": 0.0}, r"\(scale=0.0\): expected a finite number above 0.*negate the input"),
+        (
+            {"inverse_temperature": -1.0},
+            r"\(inverse_temperature=-1.0\): expected a finite number above 0",
+        ),
         ({"offset": float("nan")}, "offset must be finite"),
     ],
 )

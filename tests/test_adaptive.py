@@ -428,8 +428,10 @@ def uncounted():
 UNBOUNDED = {"clipping": clipping.flat(math.inf), "noise_multiplier": 0.0, "adaptive": Quantile()}
 TEACHES = [
     (lambda: Quantile(target=1.5), "fraction from 0 to 1"),
-    (lambda: Quantile(rate=0.0), "expected a positive number"),
+    (lambda: Quantile(rate=0.0), "expected a finite number above 0"),
     (lambda: Quantile(count_multiplier=-1.0), "how far one example moves it"),
+    (lambda: Quantile(count_multiplier=math.inf), "expected a finite number, 0 or more"),
+    (lambda: Quantile(target="0.5"), r"clipping\.Quantile\(target='0.5'\): expected a number"),
     (lambda: described(adaptive=Quantile(count_multiplier=1.0)), "together they cannot cost less"),
     (lambda: described(**UNBOUNDED), "expected a positive, finite bound"),
     (lambda: make(X, bound_schedule=lambda step: 1.0), "Leave one of the two out"),

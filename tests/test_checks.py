@@ -19,9 +19,10 @@ def test_scalars_of_every_type_mean_the_same(three):
 
 @pytest.mark.parametrize("wrong", ["3", True, [3], None, math.nan, np.array([3]), object()])
 @pytest.mark.parametrize("check", [checks.number, checks.whole, checks.positive, checks.fraction])
-def test_what_is_no_number_is_a_type_error(check, wrong):
-    with pytest.raises(TypeError, match=r"f\(n=.*expected a number\. Usual cause\."):
-        check("f", "n", wrong, "Usual cause.")
+def test_what_is_no_number_is_of_a_wrong_type_and_a_wrong_value(check, wrong):
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match=r"f\(n=.*expected a number\. Usual cause\."):
+            check("f", "n", wrong, "Usual cause.")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ def test_what_is_no_number_is_a_type_error(check, wrong):
         (checks.whole, math.inf),
         (checks.positive, 0),
         (checks.positive, math.inf),
+        (checks.not_negative, -1.0),
         (checks.fraction, 0),
         (checks.fraction, 1),
         (lambda *call: checks.one_of(*call[:3], ["a", "b"], *call[3:]), "c"),
@@ -44,6 +46,9 @@ def test_a_wrong_value_is_named_with_what_was_expected(check, wrong):
 
 def test_the_least_and_the_choices_are_kept():
     assert checks.whole("f", "n", 0, least=0) == 0
+    assert checks.whole_or_none("f", "n", 2.0) == 2
+    assert checks.whole_or_none("f", "n", None) is None
+    assert checks.not_negative("f", "n", math.inf) == math.inf
     assert checks.one_of("f", "n", "a", ["a", "b"]) == "a"
     assert checks.instance("f", "n", 3, int) == 3
     with pytest.raises(TypeError, match="f: n is a str; expected a int"):

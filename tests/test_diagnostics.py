@@ -404,5 +404,7 @@ def test_gradients_of_a_tempered_softmax_regression_are_bounded(classes):
 
 
 def test_a_temperature_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"tempered_bias\(temperature=0.0\): expected a positive"):
+    with pytest.raises(
+        ValueError, match=r"tempered_bias\(temperature=0.0\): expected a finite number above 0"
+    ):
         diagnostics.tempered_bias(DIGIT, SIDE, 0.0, 1.0)

@@ -14,6 +14,7 @@ import optax
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from killable_runs import dies_after
 from mutation import kills
 
 import dpjax
@@ -625,15 +626,6 @@ def test_rounds_of_all_sizes_trace_the_loss_no_more_than_one_round():
 # As any algorithm ----------------------------------------------------------------------
 
 
-def dies_after(algorithm, steps):
-    def step(state):
-        if state.ledger.steps >= steps:
-            raise InterruptedError
-        return algorithm.step(state)
-
-    return dataclasses.replace(algorithm, step=step, run=None)
-
-
 def long_run(**options):
     plan = mechanism(30, sampler=sampling.poisson(30, 6), multiplier=1.0, steps=14, **options)
     work = {"local_batch_size": 4, "local_epochs": 2, "client_optimizer": optax.sgd(0.1)}
@@ -772,9 +764,9 @@ VALUES_REFUSED = [
     (lambda: Clients.of([ROWS, np.ones((0, 3)), np.ones(3)]), "client 2 is a number"),
 ]
 WORK_REFUSED = {
-    "and either epochs or steps": [{"local_epochs": None}, {"local_steps": 2}],
-    "at least 1: the batch size": [{"local_batch_size": 0}],
-    "whole numbers of at least 1": [
+    "expected one of the two": [{"local_epochs": None}, {"local_steps": 2}],
+    r"^fedavg\(local_\w+=.*: expected a (whole )?number": [
+        {"local_batch_size": 0},
         {"local_batch_size": 2.5},
         {"local_batch_size": True},
         {"local_epochs": 1.5},
@@ -787,6 +779,12 @@ WORK_REFUSED = {
     ],
     "expected True or False": [{"project": "no"}, {"project": 1}],
 }
+VALUES_REFUSED += [
+    (
+        lambda: start(fedavg(some_clients(1), mechanism(1), lambda w, x: w - x)),
+        r"^fedavg: the loss of one example is .*expected a real scalar",
+    )
+]
 VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items() for given in all_]
 NO_CLIENTS = r"clients is a list.*Clients\.of"
 TYPES_REFUSED = [

@@ -159,7 +159,7 @@ REFUSED = {
     "order 1": ({"order": 1.0}, "one order above 1"),
     "all orders": ({"order": math.inf}, "one order above 1"),
     "an order for gdp": ({"method": "gdp"}, "leave it out"),
-    "no epsilon": ({"epsilon": 0.0}, "expected a positive number"),
+    "no epsilon": ({"epsilon": 0.0}, "expected a finite number above 0"),
     "epsilon for delta": ({"delta": 3.0}, "expected a number between 0 and 1"),
     "spent less than nothing": ({"spent": -10.0}, "more than the budget"),
     "spent NaN": ({"spent": math.nan}, "0 or more"),

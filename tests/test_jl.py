@@ -398,7 +398,7 @@ MIXED = [mechanism_for(multiplier=8.0).event, dp_accounting.LaplaceDpEvent(1.0)]
 MIXED = dp_accounting.ComposedDpEvent(MIXED)
 FIXED = mechanism_for(sampler=sampling.fixed(12, 6))
 TEACHES = [
-    (lambda: clipping.jl(1.0, 0), ValueError, "at least 1, and better 30"),
+    (lambda: clipping.jl(1.0, 0), ValueError, "at least 1. 30 directions and more are usual"),
     (lambda: estimated()(PARAMS, X), ValueError, "need a key"),
     (lambda: mechanism_for(**ADAPTIVE), ValueError, "norms are estimated"),
     (lambda: swapped().epsilon(1e-5, "pld"), ValueError, NO_PROOF),

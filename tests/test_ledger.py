@@ -203,7 +203,7 @@ def test_no_step_is_taken_back(steps):
     ("options", "message"),
     [
         ({"epsilon": 0.0, "delta": 1e-5}, "positive epsilon"),
-        ({"epsilon": "3", "delta": 1e-5}, "one number"),
+        ({"epsilon": "3", "delta": 1e-5}, "expected a number"),
         ({"epsilon": 1.0, "delta": 1.0}, "delta"),
         ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, "an estimate"),
         ({"epsilon": 1.0, "delta": 1e-5, "method": "best"}, "best"),

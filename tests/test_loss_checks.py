@@ -116,9 +116,9 @@ def noised(gradient):
     "jax.make_jaxpr(self)(params, example)",
 )
 @kills(
-    "training/dpsgd.py",
+    "gradients/loss_checks.py",
     "require_one_example(gradient,",
-    "require_one_example(loss.jaxpr,",
+    "require_one_example(program.jaxpr,",
     slow=True,
 )
 @pytest.mark.parametrize("function", [centred, noised], ids=["custom_vmap", "rbg"])
@@ -130,6 +130,18 @@ def test_derivatives_of_the_user_are_read(function):
         run(loss)
     vouched = backwards(losses.vouched(function))
     jax.eval_shape(dpjax.clipped_grad(vouched, clipping.flat(1.0)), W, X)
+
+
+def test_init_traces_a_loss_once():
+    seen = []
+
+    def counted(w, x):
+        seen.append(x)
+        return loss_of(lambda x: x)(w, x)
+
+    algorithm = dpjax.dpsgd(counted, optax.sgd(0.1), mechanism(), X)
+    algorithm.init(jax.random.key(0), W)
+    assert len(seen) == 1
 
 
 @kills("training/recipe.py", 'require_one_example(program, "dpsgd: weights")', "pass", slow=True)
@@ -146,7 +158,7 @@ def test_weights_are_read():
 
 @kills(
     "gradients/clipped_grad.py",
-    "check_loss(traced, params, trees.one_row(rows))",
+    'check_loss(traced, params, trees.one_row(rows), "dpsgd")',
     "pass  # row",
     slow=True,
 )
@@ -286,7 +298,9 @@ HONEST = {
 
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_losses_pass(name):
-    jax.eval_shape(dpjax.clipped_grad(HONEST[name], clipping.flat(1.0)), W, X)
+    found = jax.eval_shape(dpjax.clipped_grad(HONEST[name], clipping.flat(1.0)), W, X)
+    assert found.value.shape == W.shape
+    assert found.norms.shape == (len(X), 1)
 
 
 def test_a_rule_that_calls_the_host_is_refused():

@@ -12,7 +12,8 @@ import scipy.stats
 from jax.extend.random import threefry_2x32
 from mutation import kills
 
-from dpjax import clipping, noise, sampling, schedules, testing, trees, types
+import dpjax
+from dpjax import clipping, noise, sampling, schedules, strategies, testing, trees, types
 from dpjax.noise import normal
 
 RULE = clipping.flat(1.0)
@@ -244,10 +245,10 @@ def test_multi_steps_around_a_link_breaks_the_law_of_noise():
 @pytest.mark.parametrize(
     ("multiplier", "rule", "message"),
     [
-        (-1.0, RULE, "expected a number >= 0"),
-        (math.nan, RULE, "expected a number >= 0"),
+        (-1.0, RULE, "expected a number, 0 or more"),
+        (math.nan, RULE, "expected a number"),
         ((1.0, 2.0), RULE, "2 multipliers for a rule with 1 groups"),
-        ((1.0, -2.0), clipping.grouped(1.0, 2), "expected a number >= 0"),
+        ((1.0, -2.0), clipping.grouped(1.0, 2), "expected a number, 0 or more"),
         (np.ones((2, 2)), RULE, "A number for each step is a schedule"),
         (1.0, clipping.flat(math.inf), "no finite noise hides one example"),
         (schedules.linear_down(), clipping.flat(math.inf), "no finite noise"),
@@ -256,3 +257,21 @@ def test_multi_steps_around_a_link_breaks_the_law_of_noise():
 def test_errors_teach(multiplier, rule, message):
     with pytest.raises(ValueError, match=message):
         noise.gaussian(multiplier, rule, key=jax.random.key(0))
+
+
+BLAMED = {
+    "noise.gaussian": lambda z: noise.gaussian(z, RULE, key=jax.random.key(0)),
+    "noise.correlated": lambda z: noise.correlated(
+        strategies.square_root(steps=4), z, RULE, key=jax.random.key(0)
+    ),
+    "Mechanism": lambda z: dpjax.Mechanism(
+        sampling=dpjax.sampling.full(4), clipping=RULE, noise_multiplier=z, steps=1
+    ),
+}
+
+
+@pytest.mark.parametrize("call", BLAMED)
+@pytest.mark.parametrize("wrong", [-1.0, "1", np.ones((2, 2)), (1.0, 2.0)])
+def test_an_error_names_the_function_that_was_called(call, wrong):
+    with pytest.raises(ValueError, match=rf"^{call}\b(?!\.).*expected|^{call}: 2 multipliers"):
+        BLAMED[call](wrong)

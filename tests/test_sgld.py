@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Langevin dynamics: the posterior is the known one, and the noise is what is paid for."""
 
-import dataclasses
 import json
 import math
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from killable_runs import dies_after
 from mutation import kills
 
 import dpjax
@@ -266,17 +266,6 @@ def test_another_rate_prior_or_temperature_is_another_run():
     assert json.loads(json.dumps(from_arrays)) == from_arrays, "a folder can hold it"
 
 
-def dies_after(algorithm, steps):
-    """The same algorithm, whose process dies at that step."""
-
-    def run(state, count):
-        if state.ledger.steps + count > steps:
-            raise InterruptedError
-        return algorithm.run(state, count)
-
-    return dataclasses.replace(algorithm, run=run)
-
-
 @kills(
     "training/samples.py", "max(0, taken - size), taken) % size", "min(taken, size))", case="23-1-0"
 )
@@ -366,12 +355,12 @@ REFUSED = {
         {"rate": optax.linear_schedule(1e-3, 0.0, 3)},
         r"0\.0 at step 3 of 4; .*End the schedule above 0",
     ),
-    "no temperature": ({"temperature": 0.0}, "at 0 there is no noise"),
+    "no temperature": ({"temperature": 0.0}, "At 0 there is no noise"),
     "no prior": ({"prior_deviation": 0.0}, "math.inf is a flat prior"),
-    "no bound": ({"rule": clipping.flat(math.inf)}, "no finite noise hides an example"),
+    "no bound": ({"rule": clipping.flat(math.inf)}, "No finite noise hides an example"),
     "a bound of 0": ({"rule": clipping.flat(0.0)}, "rule.sensitivity"),
-    "no samples": ({"samples": 0}, "1 or more"),
-    "a burn-in below 0": ({"burn_in": -1}, "0 or more"),
+    "no samples": ({"samples": 0}, "at least 1"),
+    "a burn-in below 0": ({"burn_in": -1}, "at least 0"),
     "half a step": ({"every": 1.5}, "whole number"),
 }
 
@@ -388,6 +377,13 @@ def test_arguments_in_the_wrong_place_and_narrow_parameters_are_refused():
         training.dp_sgld(flat, 1e-4, WIDE, sampling.full(10), 4, np.zeros((10, 3)))
     with pytest.raises(ValueError, match="examples is the size of the whole data set"):
         noise.langevin_multiplier(1e-4, WIDE, examples=256, batch_size=60_000)
+    for wrong in (0.0, "1e-4"):
+        with pytest.raises(ValueError, match=r"^noise\.langevin_multiplier\(learning_rate="):
+            noise.langevin_multiplier(wrong, WIDE, **MNIST)
+        with pytest.raises(ValueError, match=r"^noise\.langevin\(learning_rate="):
+            noise.langevin(wrong, WIDE, **MNIST, key=jax.random.key(0))
+        with pytest.raises(ValueError, match=r"^training\.dp_sgld\(learning_rate="):
+            chain(rate=wrong)
     with pytest.raises(TypeError, match="narrow dtype rounds them to zero"):
         chain().init(jax.random.key(0), {"w": jnp.zeros(3, jnp.bfloat16)})
 
@@ -395,6 +391,9 @@ def test_arguments_in_the_wrong_place_and_narrow_parameters_are_refused():
 def test_samples_that_are_not_there():
     with pytest.raises(ValueError, match="holds no samples"):
         training.samples(optax.sgd(0.1).init(jnp.zeros(3)))
+    for wrong in (math.inf, "3", 2.5):
+        with pytest.raises(ValueError, match=r"^training\.keep_samples\(count=.*: expected a"):
+            training.keep_samples(wrong)
     link = training.keep_samples(2)
     with pytest.raises(ValueError, match="update needs the parameters"):
         link.update(jnp.zeros(3), link.init(jnp.zeros(3)))

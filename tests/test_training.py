@@ -167,7 +167,7 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
     [
         ({"steps": 2.5}, ValueError, r"fit\(steps=2.5\)"),
         ({"steps": -1}, ValueError, r"fit\(steps=-1\)"),
-        ({"steps": "3"}, ValueError, r"fit\(steps='3'\): expected one number"),
+        ({"steps": "3"}, ValueError, r"fit\(steps='3'\): expected a number"),
         ({"steps": math.nan}, ValueError, r"fit\(steps=nan\)"),
         ({"save_every": 0}, ValueError, r"fit\(save_every=0\)"),
         ({"evaluate_every": -1}, ValueError, r"fit\(evaluate_every=-1\)"),
@@ -416,7 +416,7 @@ def test_a_draw_that_is_made_once_is_refused():
     # One Gaussian for both steps of the epoch pays for one of them.
     for paid_in_part in (sampling.poisson(50, 10), sampling.shuffled(50, 10)):
         own = dataclasses.replace(paid_in_part, draw=draw)
-        with pytest.raises(ValueError, match="every step would see the same examples"):
+        with pytest.raises(ValueError, match=r"every step would see.*dpjax\.trees\.step_key"):
             algorithm_with(mechanism_with(sampling=own))
 
 
@@ -456,7 +456,7 @@ MISTAKES = {
     "a module": ({"loss": linen.Dense(2)}, TypeError, r"loss is a Dense.*losses.of\(model"),
     "a number": ({"loss": 0.5}, TypeError, "the loss is a float"),
     "an epsilon": ({"budget": 3.0}, TypeError, r"budget=3.0\): expected a dpjax.ledger.Budget"),
-    "an engine": ({"engine": "fast"}, ValueError, "engine='fast'.*'auto' or one of"),
+    "an engine": ({"engine": "fast"}, ValueError, "engine='fast'.*one of auto"),
     "a data set": ({"data": Dataset("mine", (DATA, DATA), (), 2)}, TypeError, r"its \.train"),
     "words": ({"data": (DATA, np.array(["a"] * 50))}, TypeError, "leaf 1 is of type <U1"),
     "objects": ({"data": {"y": np.array([None] * 50)}}, TypeError, "leaf y is of type object"),
@@ -544,7 +544,9 @@ def test_an_optimizer_that_needs_more_than_a_private_gradient_is_refused(optimiz
 
 
 def test_an_optimizer_with_arguments_of_its_own_runs():
-    first_step(make(optimizer=optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
+    state, _ = first_step(make(optimizer=optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
+    assert state.params.shape == (3,)
+    assert np.all(np.asarray(state.params) != 0)
 
 
 @pytest.mark.slow
@@ -568,7 +570,9 @@ def test_an_optimizer_whose_state_grows_is_told_so():
     with pytest.raises(TypeError, match=r"another structure after an update.*optax.snapshot"):
         start(algorithm)
     algorithm = make(optimizer=optax.chain(optax.snapshot("size", optax.tree.norm), optax.sgd(1)))
-    algorithm.run(start(algorithm), 2)
+    state, _ = algorithm.run(start(algorithm), 2)
+    assert state.params.shape == (3,)
+    assert np.all(np.asarray(state.params) != 0)
 
 
 def test_an_optimizer_that_returns_a_measurement_is_told_so():
@@ -633,7 +637,7 @@ def test_float64_parameters_of_numpy_train_as_float32_without_a_warning():
 
 
 def test_a_loss_without_a_value_is_refused():
-    with pytest.raises(ValueError, match="the loss of one example is None"):
+    with pytest.raises(ValueError, match=r"^dpsgd: the loss of one example is None"):
         start(algorithm_with(loss=lambda w, x: None))
 
 
@@ -1125,7 +1129,7 @@ def test_data_of_another_size_are_refused(data, message):
 def test_batch_statistics_are_refused_at_the_first_step():
     algorithm = algorithm_with(loss=lambda p, x: loss(p["params"], x))
     params = {"params": jnp.zeros(3), "batch_stats": {"mean": jnp.zeros(3)}}
-    with pytest.raises(ValueError, match="Batch normalisation mixes"):
+    with pytest.raises(ValueError, match=r"^dpsgd: .*Batch normalisation mixes"):
         algorithm.step(algorithm.init(jax.random.key(0), params))
 
 

@@ -57,6 +57,11 @@ def test_keys_of_purposes_steps_and_leaves_differ():
     assert tree["b"].dtype == jnp.float32
 
 
+def test_a_bare_seed_is_no_key():
+    with pytest.raises(TypeError, match=r"^trees\.step_key\(key: int\): expected a key"):
+        trees.step_key(0, types.Purpose.SAMPLING, 0)
+
+
 def test_leading_size_teaches():
     assert trees.leading_size((jnp.zeros((3, 2)), jnp.zeros(3))) == 3
     for bad in ((jnp.zeros((3, 2)), jnp.zeros(4)), jnp.zeros(()), ()):

@@ -12,15 +12,31 @@ import math
 from collections.abc import Collection
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
-__all__ = ["fraction", "instance", "number", "one_of", "positive", "whole"]
+__all__ = [
+    "fraction",
+    "instance",
+    "key",
+    "not_negative",
+    "number",
+    "one_of",
+    "positive",
+    "whole",
+    "whole_or_none",
+]
 
 T = TypeVar("T")
 
 
 class Refused(ValueError):
     """A step was refused before anything was released."""
+
+
+# Both: text is of a wrong type, NaN a wrong value, and a caller may expect either.
+class NotANumber(TypeError, ValueError):
+    """Text, an array, a boolean or NaN where a number is expected."""
 
 
 def number(call: str, name: str, value: Any, hint: str = "") -> float:
@@ -33,7 +49,7 @@ def number(call: str, name: str, value: Any, hint: str = "") -> float:
     except (TypeError, ValueError):
         sound = False
     if not sound:
-        raise TypeError(_message(call, name, value, "a number", hint))
+        raise NotANumber(_message(call, name, value, "a number", hint))
     return float(value)
 
 
@@ -46,11 +62,26 @@ def whole(call: str, name: str, value: Any, hint: str = "", *, least: int = 1) -
     return int(value)
 
 
+def whole_or_none(
+    call: str, name: str, value: Any, hint: str = "", *, least: int = 1
+) -> int | None:
+    """As `whole`, for an argument that may be left out: None is None."""
+    return None if value is None else whole(call, name, value, hint, least=least)
+
+
+def not_negative(call: str, name: str, value: Any, hint: str = "") -> float:
+    """A number of 0 or more; infinity is one."""
+    found = number(call, name, value, hint)
+    if found < 0:
+        raise ValueError(_message(call, name, value, "a number, 0 or more", hint))
+    return found
+
+
 def positive(call: str, name: str, value: Any, hint: str = "") -> float:
     """A finite number above 0."""
     found = number(call, name, value, hint)
     if not 0 < found < math.inf:
-        raise ValueError(_message(call, name, value, "a positive number", hint))
+        raise ValueError(_message(call, name, value, "a finite number above 0", hint))
     return found
 
 
@@ -76,6 +107,25 @@ def instance(call: str, name: str, value: Any, kind: type[T], hint: str = "") ->
     if not isinstance(value, kind):
         given = f"{call}: {name} is a {type(value).__name__}; expected a {kind.__name__}."
         raise TypeError(f"{given} {hint}".rstrip())
+    return value
+
+
+def key(call: str, value: Any) -> Any:
+    """A key, typed or not, traced or not, whose folds are keys of their own."""
+    typed = isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not typed and not (isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32):
+        raise TypeError(
+            f"{call}(key: {type(value).__name__}): expected a key, such as "
+            "dpjax.noise.secret_key() or, to repeat a run, jax.random.key(seed). Usually a bare "
+            "seed was passed, or arguments were swapped: init(key, params)."
+        )
+    # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1.
+    if "unsafe" in str(jax.random.key_impl(value)):
+        raise ValueError(
+            f"{call}(key of {jax.random.key_impl(value)}): keys of this generator are folded by an "
+            "exclusive or, so that different steps and leaves would share their noise. Take "
+            "dpjax.noise.secret_key(), or jax.random.key(seed, impl='threefry2x32')."
+        )
     return value
 
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dpjax import accounting, checks, trees
+from dpjax import accounting, checks
 from dpjax.accounting import Refused
 from dpjax.accounting.rounding import upwards
 from dpjax.types import Plan, PyTree
@@ -54,7 +54,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuses budgets that mean nothing."""
-        if not trees.number(self.epsilon, "Budget(epsilon") > 0:
+        if not checks.number("Budget", "epsilon", self.epsilon) > 0:
             raise ValueError(
                 f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
             )

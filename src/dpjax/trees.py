@@ -13,7 +13,6 @@ import collections
 import hashlib
 import itertools
 import math
-import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,9 +23,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Shaped, UInt32
 
+from dpjax import checks
 from dpjax.types import Key, Purpose, PyTree
 
-__all__ = ["copy"]
+__all__ = ["copy", "step_key"]
 
 # Numbers per draw, 16 MiB: many small draws run, and above all compile, far more slowly.
 _TOGETHER = 2**22
@@ -49,26 +49,6 @@ def wide(dtype: Any) -> jnp.dtype:
             "in the loss by jax.lax.complex(real, imaginary)."
         )
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
-
-
-def number(value: Any, where: str) -> int | float:
-    """Python's own number; infinite and NaN are numbers, text and lists are none.
-
-    Args:
-      value: What was given.
-      where: By which name, as ``room.function(argument``.
-
-    Example:
-      >>> number(np.float32(0.5), "clipping.flat(bound")
-      0.5
-    """
-    found = np.asarray(value)
-    if found.ndim or found.dtype.kind not in "iuf":
-        raise ValueError(
-            f"{where}={reprlib.repr(value)}): expected one number. Usually a flag was read as "
-            "text, or two arguments were exchanged."
-        )
-    return found.item()
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
@@ -253,8 +233,17 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
 
     ``fold_in(fold_in(root, purpose), step)``: one root key serves a whole run, every
     step can be drawn again alone, and no two purposes ever share a stream.
+
+    Args:
+      root: The root key of the run; a sampler of your own receives it in ``draw(key, step)``.
+      purpose: What the numbers are for: ``dpjax.types.Purpose.SAMPLING`` in a sampler.
+      step: The number of the step, traced or not.
+
+    Example:
+      >>> key = step_key(jax.random.key(0), Purpose.SAMPLING, step=3)
+      >>> rows = jax.random.choice(key, 100, (10,), replace=False)
     """
-    check_key(root, "dpjax")
+    checks.key("trees.step_key", root)
     # Purpose first, so that the steps of two purposes come from two keys and never meet.
     return jax.random.fold_in(jax.random.fold_in(root, purpose), step)
 
@@ -271,29 +260,6 @@ def mappable(key: Key) -> Key:
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def check_key(key: Any, where: str) -> None:
-    """Raises unless it is a key whose folds are keys of their own.
-
-    Args:
-      key: Typed or not, traced or not.
-      where: What was given it.
-    """
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed and not (isinstance(key, jax.Array | np.ndarray) and key.dtype == np.uint32):
-        raise TypeError(
-            f"{where}(key: {type(key).__name__}): expected a key, such as dpjax.noise.secret_key() "
-            "or, to repeat a run, jax.random.key(seed). Usually a bare seed was passed, or "
-            "arguments were swapped: init(key, params)."
-        )
-    # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1.
-    if "unsafe" in str(jax.random.key_impl(key)):
-        raise ValueError(
-            f"{where}(key of {jax.random.key_impl(key)}): keys of this generator are folded by an "
-            "exclusive or, so that different steps and leaves would share their noise. Take "
-            "dpjax.noise.secret_key(), or jax.random.key(seed, impl='threefry2x32')."
-        )
-
-
 def seeded(key: Key) -> bool:
     """Whether a root key is that of a small seed, such as ``jax.random.key(42)``.
 
@@ -302,33 +268,6 @@ def seeded(key: Key) -> bool:
     """
     # JAX puts a seed below 2^32 behind a zero word; the generator rbg repeats both words.
     return not on_host(key).reshape(-1)[0]
-
-
-def check_params(params: PyTree) -> None:
-    """Refuses leaves that no gradient has."""
-    kinds = type(params).__mro__
-    if any((kind.__module__, kind.__name__) == ("flax.nnx.module", "Module") for kind in kinds):
-        raise TypeError(
-            f"init(key, params): the parameters are a {type(params).__name__}, a module of NNX; "
-            "expected a tree of arrays. Split it, graph, params, rest = nnx.split(model, "
-            "nnx.Param, ...), and join it in the loss: nnx.merge(graph, params, rest, copy=True)."
-        )
-    for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
-        kind = getattr(leaf, "dtype", None)
-        if callable(leaf):
-            raise TypeError(
-                f"init(key, params): leaf {name} is a function ({type(leaf).__name__}); expected "
-                "arrays of real floating-point numbers. Usually a whole module of Equinox was "
-                "given: params, rest = eqx.partition(model, eqx.is_inexact_array), and the loss "
-                "joins them, model = eqx.combine(params, rest)."
-            )
-        if kind is None or not jnp.issubdtype(kind, jnp.inexact):
-            raise TypeError(
-                f"init(key, params): leaf {name or '(the array)'} is "
-                f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
-                "floating-point numbers. Usually a Python number, a counter or a key sits among "
-                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
-            )
 
 
 def random_like(

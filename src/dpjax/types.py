@@ -308,7 +308,8 @@ class Sampler:
       batch_size: The expected size of a batch; public; what sums are divided by.
       capacity: The largest size that a draw can have.
       draw: ``(key, step) -> Draw``; a pure function, so that any step of any run can be
-        drawn again without the steps before it.
+        drawn again without the steps before it. Its random numbers follow from
+        ``trees.step_key(key, Purpose.SAMPLING, step)``, whose stream the noise does not share.
       event: Multipliers of the steps that ran, ``[steps]`` -> the privacy event that is
         *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
       neighbours: The neighbouring relation for which ``event`` holds.

@@ -36,18 +36,16 @@ class AllocatedGaussianDpEvent(DpEvent):
 
 
 def _check_multiplier(value: float, who: str) -> float:
-    value = float(value)
-    if math.isnan(value) or value < 0:
-        raise ValueError(
-            f"{who}: noise_multiplier must be zero or more; got {value}. It is the standard "
-            "deviation of the noise on the sum divided by how far one example can move that sum."
-        )
-    return value
+    hint = (
+        "It is the standard deviation of the noise on the sum divided by how far one example can "
+        "move that sum."
+    )
+    return checks.not_negative(who, "noise_multiplier", value, hint)
 
 
 def check_rate(value: float, who: str) -> float:
     """The sampling rate as a float; raises unless it is a probability, 0 and 1 included."""
-    value = float(value)
+    value = checks.number(who, "sampling_rate", value, "It is a probability in [0, 1].")
     if not 0 <= value <= 1:
         raise ValueError(
             f"{who}: sampling_rate must be a probability in [0, 1]; got {value}. A number above 1 "

@@ -86,13 +86,15 @@ def by_leaf(params: PyTree) -> Partition:
 def by_layer(params: PyTree) -> Partition:
     """One group a layer: leaves that share all of their path but the last name.
 
+    Leaves at the top of the tree, which have one name alone, are one group, ``(top)``.
+
     Example:
       >>> import jax.numpy as jnp
       >>> layer = {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}
       >>> by_layer({"first": layer, "second": layer}).names
       ('first', 'second')
     """
-    return _named(params, [name.rpartition("/")[0] for name in trees.leaf_names(params)])
+    return _named(params, [name.rpartition("/")[0] or "(top)" for name in trees.leaf_names(params)])
 
 
 def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:

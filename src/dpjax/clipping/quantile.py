@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
+from dpjax import checks
 from dpjax.types import Clipping
 
 # The scale stays within this factor of 1: beyond it, losses divided by it would overflow.
@@ -74,22 +75,21 @@ class Quantile:
 
     def __post_init__(self) -> None:
         """Refuses what is no quantile, no rate, and noise that is no number."""
-        if not 0 <= self.target <= 1:
+        call = "clipping.Quantile"
+        if not 0 <= checks.number(call, "target", self.target) <= 1:
             raise ValueError(
                 f"clipping.Quantile(target={self.target}): expected a fraction from 0 to 1; at "
                 "0.5 half of the examples are clipped. Usually a norm was given: the bound "
                 "at which the rule begins is the rule's own."
             )
-        if not 0 < self.rate < math.inf:
+        hint = "0.2 follows within some tens of steps. For a bound that stays, leave adaptive= out."
+        checks.positive(call, "rate", self.rate, hint)
+        given = self.count_multiplier
+        if given is not None and not 0 <= checks.number(call, "count_multiplier", given) < math.inf:
             raise ValueError(
-                f"clipping.Quantile(rate={self.rate}): expected a positive number; 0.2 follows "
-                "within some tens of steps. For a bound that stays, leave adaptive= out."
-            )
-        if self.count_multiplier is not None and not 0 <= self.count_multiplier < math.inf:
-            raise ValueError(
-                f"clipping.Quantile(count_multiplier={self.count_multiplier}): expected a number "
-                ">= 0: the standard deviation of the count's noise divided by 1/2, which is "
-                "how far one example moves it."
+                f"{call}(count_multiplier={given}): expected a finite number, 0 or more: the "
+                "standard deviation of the count's noise divided by 1/2, which is how far one "
+                "example moves it."
             )
 
     def below(

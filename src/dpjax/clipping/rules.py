@@ -17,11 +17,16 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpjax import trees
+from dpjax import checks
 from dpjax.clipping.partitions import Groups, partition_of
 from dpjax.types import Clipping
 
 Norms: TypeAlias = Float[Array, "batch groups"]
+
+_BOUND = (
+    "It is the most that one example can move the sum. Usually a flag was read as text, or two "
+    "arguments were exchanged."
+)
 
 
 def flat(bound: float) -> Clipping:
@@ -88,8 +93,11 @@ def grouped(
             "each group's own bound, total= is the sensitivity of all groups together."
         )
     partition = partition_of(groups)
-    each = bound if bound is not None else _share(total, partition.size)
-    return _rule("grouped", each, partition, jnp.ones_like)
+    if bound is None:
+        # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
+        total = checks.not_negative("clipping.grouped", "total", total, _BOUND)
+        bound = float(total / partition.size**0.5)
+    return _rule("grouped", bound, partition, jnp.ones_like)
 
 
 def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> Clipping:
@@ -115,7 +123,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
                 f"{sorted(partition.names)}; every group needs exactly one bound."
             )
         bounds = [bounds[name] for name in partition.names]
-    each = [float(trees.number(bound, "clipping.per_group(bounds")) for bound in bounds]
+    each = [checks.not_negative("clipping.per_group", "bounds", bound, _BOUND) for bound in bounds]
     return Clipping(partition, tuple(each), jnp.ones_like, "per_group")
 
 
@@ -126,7 +134,8 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
 
     Args:
       bound: $C$; with several groups, of each group.
-      gamma: Keeps the direction of very small gradients from being blown up.
+      gamma: $\gamma$, 0 or more. It is added to every norm, so that very small gradients are not
+        scaled without limit. `psac` calls its own number ``stabilizer``.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -140,12 +149,8 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
     References:
       Bu et al., "Automatic Clipping", 2022.
     """
-    if not gamma >= 0:
-        raise ValueError(
-            f"clipping.automatic(gamma={gamma}): gamma must not be negative; it is added "
-            "to every norm, and 0.01 is the usual choice."
-        )
-
+    hint = "It is added to every norm; 0.01 is the usual choice."
+    gamma = checks.not_negative("clipping.automatic", "gamma", gamma, hint)
     _require_a_length("automatic", bound)
 
     def wish(norms: Norms) -> Norms:
@@ -154,7 +159,7 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
         length = norms + gamma
         return jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)
 
-    return _rule("automatic", bound, groups, wish, gamma=float(gamma))
+    return _rule("automatic", bound, groups, wish, gamma=gamma)
 
 
 def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> Clipping:
@@ -165,7 +170,8 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
 
     Args:
       bound: $C$; with several groups, of each group.
-      stabilizer: $r$, positive.  A gradient near 0 is scaled by $C$, a long one to nearly $C$.
+      stabilizer: $r$, positive. A gradient near 0 is scaled by $C$, a long one to nearly $C$.
+        `automatic` calls its own number ``gamma``; the two have different scales.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -179,12 +185,8 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     References:
       Xia et al., "Differentially Private Learning with Per-Sample Adaptive Clipping", 2023.
     """
-    if not stabilizer > 0:
-        raise ValueError(
-            f"clipping.psac(stabilizer={stabilizer}): expected a positive number; "
-            "without it this is clipping.normalized. 0.1 is a usual choice."
-        )
-
+    hint = "Without it this is clipping.normalized. 0.1 is a usual choice."
+    stabilizer = checks.positive("clipping.psac", "stabilizer", stabilizer, hint)
     _require_a_length("psac", bound)
 
     def wish(norms: Norms) -> Norms:
@@ -192,7 +194,7 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
         # infinity, so gradients that are mostly noise are not stretched.
         return bound / (norms + stabilizer / (norms + stabilizer))
 
-    return _rule("psac", bound, groups, wish, stabilizer=float(stabilizer))
+    return _rule("psac", bound, groups, wish, stabilizer=stabilizer)
 
 
 def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
@@ -244,14 +246,12 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
       Bu et al., "On the Convergence and Calibration of Deep Learning with Differential
       Privacy", 2023, section 4.
     """
-    if screen is None:
+    bound = checks.not_negative("clipping.hard_threshold", "bound", bound, _BOUND)
+    hint = "Examples with longer gradients are dropped; None is the bound."
+    if screen is None or screen == bound:
         screen = bound
-    elif screen != bound and not screen > 0:
-        raise ValueError(
-            f"clipping.hard_threshold(bound={bound}, screen={screen}): screen must be "
-            "positive; examples with longer gradients are dropped."
-        )
-    if screen != bound:
+    else:
+        screen = checks.positive("clipping.hard_threshold", "screen", screen, hint)
         _require_a_length("hard_threshold", bound)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
     scale = 1.0 if screen == bound else bound / screen
@@ -259,7 +259,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     def wish(norms: Norms) -> Norms:
         return jnp.where(norms <= screen, scale, 0.0).astype(norms.dtype)
 
-    return _rule("hard_threshold", bound, groups, wish, screen=float(screen))
+    return _rule("hard_threshold", bound, groups, wish, screen=screen)
 
 
 def jl(bound: float, projections: int = 50) -> Clipping:
@@ -301,13 +301,10 @@ def jl(bound: float, projections: int = 50) -> Clipping:
       Bu, Gopi, Kulkarni, Lee, Shen, Tantipongpipat, "Fast and Memory Efficient Differentially
       Private-SGD via JL Projections", 2021.
     """
-    if isinstance(projections, bool) or projections < 1 or projections % 1 != 0:
-        raise ValueError(
-            f"clipping.jl(projections={projections}): expected a whole number of directions, at "
-            "least 1, and better 30: each costs a forward-mode pass."
-        )
-    length = float(trees.number(bound, "clipping.jl(bound"))
-    return Clipping(partition_of(1), (length,), jnp.ones_like, "jl", int(projections))
+    hint = "30 directions and more are usual; each costs a forward-mode pass."
+    count = checks.whole("clipping.jl", "projections", projections, hint)
+    length = checks.not_negative("clipping.jl", "bound", bound, _BOUND)
+    return Clipping(partition_of(1), (length,), jnp.ones_like, "jl", count)
 
 
 # bound / norm with an infinite bound would be an infinite factor.
@@ -326,15 +323,5 @@ def _rule(
     """A rule that gives every group of the partition the same bound."""
     partition = partition_of(groups)
     # A NumPy or JAX scalar becomes Python's number, which cards can hold.
-    each = float(trees.number(bound, f"clipping.{name}(bound"))
+    each = checks.not_negative(f"clipping.{name}", "bound", bound, _BOUND)
     return Clipping(partition, (each,) * partition.size, wish, name, facts=facts)
-
-
-def _share(total: float | None, size: int) -> float:
-    if total is None or not total >= 0:
-        raise ValueError(
-            f"clipping.grouped(total={total}): total must be positive; it is the most "
-            "that one example can move the sum."
-        )
-    # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
-    return total / size**0.5

@@ -30,7 +30,8 @@ def weight_norms(params: PyTree) -> dict[str, Array]:
     """
     layers: dict[str, list[Array]] = {}
     for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
-        # Kernel and bias share their path up to the last name, as in `clipping.by_layer`.
+        # Kernel and bias share their path up to the last name, as in `clipping.by_layer`. Leaves at
+        # the top of the tree are layers of their own here, and one group there.
         layers.setdefault(name.rpartition("/")[0] or name, []).append(leaf)
     return {name: length(leaves) for name, leaves in layers.items()}
 

@@ -76,11 +76,11 @@ class Search:
 
     def __post_init__(self) -> None:
         """Refuses searches that cannot find a threshold."""
-        _check_number("Search", self.noise_multiplier, bound=1.0)
+        _check_number("features.Search", self.noise_multiplier, bound=1.0)
         if not (0 < self.quantile < 1 and 0 < self.lowest < self.highest and self.bins >= 2):
             raise ValueError(
-                f"{self}: expected 0 < quantile < 1, 0 < lowest < highest and 2 bins or more. "
-                "The bins are a public guess of the range of the norms; choose them too wide."
+                f"features.{self}: expected 0 < quantile < 1, 0 < lowest < highest and 2 bins or "
+                "more. The bins are a public guess of the range of the norms; choose them too wide."
             )
 
     @property
@@ -145,15 +145,17 @@ class Normalization:
     def __post_init__(self) -> None:
         """Refuses impossible descriptions."""
         hint = "It is the number of examples, which divides the sums and is public."
-        checks.whole("Normalization", "examples", self.examples, hint)
+        checks.whole("features.Normalization", "examples", self.examples, hint)
         bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
         if np.shape(bounds) != (2,):
             raise ValueError(
-                f"Normalization(thresholds={self.thresholds}): expected two, for the norms of "
-                "the channel means and of the mean squares, or a features.Search."
+                f"features.Normalization(thresholds={self.thresholds}): expected two, for norms "
+                "of the channel means and of the mean squares, or a features.Search."
             )
+        hint = "It is the most that one example can move the sum."
         for bound in bounds:
-            _check_number("Normalization", self.noise_multiplier, bound)
+            checks.not_negative("features.Normalization", "thresholds", bound, hint)
+            _check_number("features.Normalization", self.noise_multiplier, bound)
 
     @property
     def multipliers(self) -> tuple[float, ...]:
@@ -178,7 +180,7 @@ class Normalization:
         """
         if features.shape[0] != self.examples:
             raise ValueError(
-                f"Normalization.release: got {features.shape[0]} examples; expected "
+                f"features.Normalization.release: got {features.shape[0]} examples; expected "
                 f"{self.examples}, by which the sums are divided. Give this data set's number of "
                 "examples to Normalization, and release from the training examples alone."
             )
@@ -209,13 +211,13 @@ class Normalization:
         return float(search.edges[np.argmax(below) if below.any() else -1])
 
 
-def _check_number(name: str, multiplier: float, bound: float) -> None:
+def _check_number(call: str, multiplier: float, bound: float) -> None:
     if callable(multiplier) or np.ndim(multiplier):
         raise TypeError(
-            f"{name}(noise_multiplier={multiplier}): expected one number. Every query runs once, "
+            f"{call}(noise_multiplier={multiplier}): expected one number. Every query runs once, "
             "so there is neither a schedule nor a multiplier per group."
         )
-    noise.check_multiplier(multiplier, clipping.flat(bound))
+    noise.check_multiplier(call, multiplier, clipping.flat(bound))
 
 
 @jax.jit

@@ -23,8 +23,10 @@ from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
-from dpjax.gradients.clipped_grad import check_loss
+from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients.loss_checks import check_loss
 from dpjax.mechanism import Mechanism
+from dpjax.training.checks import check_is_optimizer
 from dpjax.training.dpsgd import assemble
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
@@ -109,17 +111,24 @@ def fedavg(
       algorithm 1; Reddi et al., "Adaptive Federated Optimization", 2021, for the server.
     """
     _check_kinds(clients, server_optimizer=server_optimizer, client_optimizer=client_optimizer)
-    _check_work(local_batch_size, local_epochs, local_steps)
+    if (local_epochs is None) == (local_steps is None):
+        raise ValueError(
+            f"fedavg(local_epochs={local_epochs}, local_steps={local_steps}): expected one of the "
+            "two, and None for the other. It says how long a drawn client trains."
+        )
+    hint = "It says how a drawn client trains."
+    size = checks.whole("fedavg", "local_batch_size", local_batch_size, hint)
+    epochs = checks.whole_or_none("fedavg", "local_epochs", local_epochs, hint)
+    steps = checks.whole_or_none("fedavg", "local_steps", local_steps, hint)
     if not isinstance(project, bool):
         raise ValueError(
             f"fedavg(project={project!r}): expected True or False. Usually a flag was not "
             "converted from text, and any text counts as True."
         )
-    epochs, steps = (None if x is None else int(x) for x in (local_epochs, local_steps))
     # The ball of the rule's own bounds: an update that is projected in every step is hardly clipped
     # at the end.
     within = ball(mechanism.clipping) if project else None
-    local = Local(loss, client_optimizer, int(local_batch_size), epochs, steps, within)
+    local = Local(loss, client_optimizer, size, epochs, steps, within)
     work = {"batch_size": local.batch_size, "epochs": epochs, "steps": steps, "project": project}
     name = {"algorithm": "fedavg", "local": work}
     options = (weights, microbatch_size, budget)
@@ -179,7 +188,7 @@ def _algorithm(
     def init(key: Key, params: PyTree) -> State:
         one = trees.one_row(clients.examples)
         # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(lambda p, x: (local.loss(p, x), None), params, one)
+        check_loss(Traced(lambda p, x: (local.loss(p, x), None)), params, one, name["algorithm"])
         return algorithm.init(key, params)
 
     # The recipe's sampler orders clients by size, which changes no event: users see their
@@ -237,23 +246,7 @@ def _check_kinds(clients: Clients, **optimizers: Any) -> None:
     )
     checks.instance("federated", "clients", clients, Clients, hint)
     for name, given in optimizers.items():
-        if not (hasattr(given, "init") and hasattr(given, "update")):
-            raise TypeError(
-                f"federated: {name} is a {type(given).__name__}; expected an Optax optimizer, such "
-                "as optax.sgd(0.1). Usually the learning rate alone was given, or the function "
-                "optax.sgd without one."
-            )
-
-
-def _check_work(batch_size: int, epochs: int | None, steps: int | None) -> None:
-    given = [batch_size, *(x for x in (epochs, steps) if x is not None)]
-    whole = [isinstance(x, int | np.integer) and not isinstance(x, bool) for x in given]
-    if len(given) != 2 or not all(whole) or min(given) < 1:
-        raise ValueError(
-            f"fedavg(local_batch_size={batch_size}, local_epochs={epochs}, local_steps={steps}): "
-            "expected whole numbers of at least 1: the batch size, and either epochs or steps. "
-            "They say how long a drawn client trains."
-        )
+        check_is_optimizer(f"federated: {name}", given)
 
 
 def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> None:

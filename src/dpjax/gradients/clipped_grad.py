@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax._foreign import arrays
 from dpjax._marks import certified
 from dpjax.gradients import complex_leaves, platforms
@@ -24,9 +23,9 @@ from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding, microbatched, spread
-from dpjax.gradients.engines import ENGINES
+from dpjax.gradients.engines import ENGINES, named
 from dpjax.gradients.layout import layout
-from dpjax.gradients.loss_checks import has_own_derivatives, noted, require_one_example
+from dpjax.gradients.loss_checks import check_loss, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.sharding_checks import refuse_meshes
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -102,13 +101,10 @@ def clipped_grad(
             "Clipping, such as dpjax.clipping.flat(1.0). Usually the bound alone was given, as "
             "other libraries take it; a rule also partitions the leaves."
         )
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(
-            f"clipped_grad: engine={engine!r}; expected 'auto' or one of "
-            f"{sorted(ENGINES)}. Engines differ in speed alone."
-        )
-    count = None if isinstance(devices, Mesh) else devices
-    check_sizes("clipped_grad", microbatch_size=microbatch_size, devices=count)
+    engine = named("clipped_grad", engine)
+    microbatch_size = checked_size("clipped_grad", "microbatch_size", microbatch_size)
+    if not isinstance(devices, Mesh):
+        devices = checked_size("clipped_grad", "devices", devices)
     check_rule(rule)
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
@@ -155,7 +151,7 @@ def clipped_grad(
         # gradients of a device before they are clipped.
         refuse_meshes(batch)
         example, traced = trees.one_row(batch), Traced(with_aux)
-        check_loss(traced, params, example)
+        check_loss(traced, params, example, "clipped_grad")
         # Any nonzero entry marks a real example, so float masks work too.
         real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask, bool)
         if real.shape != (size,):
@@ -167,7 +163,7 @@ def clipped_grad(
         # influence.
         held = _held_weights(weights, size, rule.partition.size)
         # The layout needs an example. Without examples every engine returns zeros.
-        name = "vmap" if size == 0 else "ghost" if engine == "auto" else engine
+        name = "vmap" if size == 0 else engine
         # In float32 or wider, whatever the parameters are: the sum must not lose what one example
         # adds.
         start = trees.zeros_wide(params) if start is None else start
@@ -220,10 +216,10 @@ def clipped_sum(
     """
     refuse_meshes(rows)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
-    run = _engine("ghost" if engine == "auto" else engine, rule, key)
+    run = _engine(named("dpsgd", engine), rule, key)
     traced = Traced(lambda p, x: (loss(p, x), None))
     # Where the loss is mapped over examples, so that no path to a step goes around it.
-    check_loss(traced, params, trees.one_row(rows))
+    check_loss(traced, params, trees.one_row(rows), "dpsgd")
     return run(traced, rule, params, Rows(rows, mask, held), start)
 
 
@@ -268,57 +264,13 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
 
 
-def check_sizes(who: str, **sizes: int | None) -> None:
-    """Raises unless each size is a whole number from 1, or None."""
-    for name, size in sizes.items():
-        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if size is not None and not (whole and size >= 1):
-            raise ValueError(
-                f"{who}({name}={size!r}): expected a whole number, at least 1, or None for a "
-                "choice by dpjax. Usually a float comes from a division: write //, or int(...)."
-            )
-
-
-def check_loss(loss: LossFn, params: PyTree, example: PyTree) -> None:
-    """Raises unless ``loss(params, example)`` is one real number, of one example alone."""
-    check_trainable(params)
-    loss = loss if isinstance(loss, Traced) else Traced(loss)
-    with noted(example):
-        program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
-        check_scalar(found[0])
-    require_one_example(program.jaxpr, "clipped_grad: the loss")
-    if has_own_derivatives(program.jaxpr):
-        with noted(example):
-            gradient = loss.gradient(params, example)
-        require_one_example(gradient, "clipped_grad: the gradient of the loss")
+def checked_size(call: str, name: str, size: Any) -> int | None:
+    """A whole number from 1, or None for a choice by dpjax."""
+    hint = "None leaves the choice to dpjax. Usually a float comes from a division: write //."
+    return checks.whole_or_none(call, name, size, hint)
 
 
 def check_rule(rule: Clipping) -> None:
     """Raises if the wish of a rule could see several examples in spite of `jax.vmap`."""
     norms = jax.ShapeDtypeStruct((1, rule.partition.size), jnp.float32)
     require_one_example(jax.make_jaxpr(rule.factors)(norms).jaxpr, f"{rule.name}: factors")
-
-
-def check_trainable(params: PyTree) -> None:
-    """Refuses parameters that hold the statistics of batch normalisation."""
-    # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
-    if any("batch_stats" in name.split("/")[:-1] for name in trees.leaf_names(params)):
-        raise ValueError(
-            "clipped_grad: the parameters hold a 'batch_stats' collection. Batch "
-            "normalisation mixes the examples of a batch, so clipping one example's "
-            "gradient no longer bounds its influence. Use GroupNorm or LayerNorm, and "
-            "pass variables['params'] alone."
-        )
-
-
-def check_scalar(value: Any) -> None:
-    """Raises unless the loss of one example is a real scalar."""
-    scalar = getattr(value, "shape", None) == ()
-    if not scalar or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(
-            f"clipped_grad: the loss of one example is {value}; expected a real scalar. "
-            "Usually the loss was written for a batch: dpjax passes one example, without batch "
-            "axis; return its own loss and do not average. Or it returns (loss, aux): "
-            "clipped_grad(..., has_aux=True) returns aux, and dpsgd takes losses that return the "
-            "scalar alone."
-        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dpjax import clipping
+from dpjax import checks, clipping
 from dpjax.gradients._bookkeeping.ghost import by_patches, ghost
 from dpjax.gradients.batching import Engine, Rows, adding
 from dpjax.gradients.nan_isolation import isolated
@@ -31,3 +31,10 @@ ENGINES: dict[str, Engine] = {
     "scan": isolated(adding(vmap)),
     "ghost": isolated(ghost, harmless=by_patches),
 }
+
+
+def named(call: str, engine: str) -> str:
+    """The name of an engine in `ENGINES`, where "auto" is "ghost"; refuses other names."""
+    hint = "Engines differ in speed alone."
+    checks.one_of(call, "engine", engine, ("auto", *ENGINES), hint)
+    return "ghost" if engine == "auto" else engine

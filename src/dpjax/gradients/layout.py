@@ -31,9 +31,9 @@ from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Layout
+from dpjax.gradients.engines import named
 from dpjax.types import LossFn, PyTree
 
-_GHOST = ("auto", "ghost")
 # The share of the memory for one microbatch.
 _SHARE = 1 / 8
 # The most bytes for one on a TPU. Larger ones leave its on-chip memory: plans for a v5p with an
@@ -90,6 +90,7 @@ def layout(
     """
     if batch_size == 0:
         return Layout(1)
+    engine = named("gradients.layout", engine)
     with platforms.traced_for(devices):
         return _layout(loss, params, example, batch_size, engine, microbatch_size, devices)
 
@@ -155,7 +156,7 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
 
 def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
     """The number of examples in flight on all devices: a power of two, or all."""
-    if engine not in _GHOST and platforms.on_cpu() and _trains_kernels(loss, params, example):
+    if engine != "ghost" and platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
     each = bytes_per_example(loss, params, example, engine)
     fits = _budget(loss, params, example, engine) / max(1, each)
@@ -175,7 +176,7 @@ def _trains_kernels(loss: LossFn, params: PyTree, example: PyTree) -> bool:
     return any(e.primitive.name == "conv_general_dilated" for e in inside)
 
 
-def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str = "auto") -> int:
+def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str) -> int:
     """An estimate of the memory for one example in flight.
 
     It counts the values of the forward pass that depend on the example. For the book-keeping
@@ -185,7 +186,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
     """
     program, leaves = jax.make_jaxpr(loss)(params, example).jaxpr, jax.tree.leaves(params)
     moving = [i >= len(leaves) for i in range(len(program.invars))]
-    if engine not in _GHOST:
+    if engine != "ghost":
         return 4 * _program_bytes(program, moving) + 2 * _bytes(leaves)
     # From the trace that the engine will use, so the forecast knows which leaves are materialised.
     found = trace(loss, params, example)
@@ -243,7 +244,7 @@ def _total(
 
 def _budget(loss: LossFn, params: PyTree, example: PyTree, engine: str) -> int:
     """Bytes that may be in flight on one device."""
-    if platforms.on_cpu() and engine in _GHOST:
+    if platforms.on_cpu() and engine == "ghost":
         frozen = _FROZEN_PASSES * _frozen_bytes(loss, params, example)
         return _CACHES + _PASSES * _bytes(jax.tree.leaves(params)) + frozen
     if platforms.on_cpu():

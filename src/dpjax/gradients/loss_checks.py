@@ -4,7 +4,7 @@
 The guarantee rests on one sentence: the loss of an example is a function of this example and of the
 parameters. The loss is evaluated for a whole microbatch by `jax.vmap`, and a few primitives do
 something else there than they do for one example. `require_one_example` finds them in the traced
-program, and refuses them by name.
+program, and refuses them by name. `check_loss` reads a loss and its gradient so.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from dpjax import trees
 from dpjax._jaxpr import VOUCHED, equations, inner_programs
+from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.types import PyTree
 
 _HOST = "calls the host, which may keep what it saw of other examples or see the whole batch"
@@ -35,6 +38,27 @@ _COULD: dict[str, str] = {
 }
 # JAX's own name of the keys of threefry. Other generators draw for a whole batch by its first key.
 _THREEFRY = "key<fry>"
+
+
+def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> ClosedJaxpr:
+    """The program of a loss; raises unless it is one real number, of one example alone.
+
+    Args:
+      loss: ``loss(params, example) -> (scalar, aux)``.
+      params: Parameters.
+      example: Shapes of one example.
+      name: How errors call the function that received the loss.
+    """
+    _check_trainable(params, name)
+    with noted(example):
+        program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
+        _check_scalar(found[0], name)
+    require_one_example(program.jaxpr, f"{name}: the loss")
+    if has_own_derivatives(program.jaxpr):
+        with noted(example):
+            gradient = loss.gradient(params, example)
+        require_one_example(gradient, f"{name}: the gradient of the loss")
+    return program
 
 
 @contextlib.contextmanager
@@ -116,6 +140,31 @@ def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:
     shapes = (getattr(constant, "shape", ()) for constant in _constants(program))
     # A single row would match every scalar that was given an axis.
     return next((shape for shape in shapes if examples > 1 and shape[:1] == (examples,)), None)
+
+
+def _check_trainable(params: PyTree, name: str) -> None:
+    """Refuses parameters that hold the statistics of batch normalisation."""
+    # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
+    if any("batch_stats" in leaf.split("/")[:-1] for leaf in trees.leaf_names(params)):
+        raise ValueError(
+            f"{name}: the parameters hold a 'batch_stats' collection. Batch "
+            "normalisation mixes the examples of a batch, so clipping one example's "
+            "gradient no longer bounds its influence. Use GroupNorm or LayerNorm, and "
+            "pass variables['params'] alone."
+        )
+
+
+def _check_scalar(value: Any, name: str) -> None:
+    """Raises unless the loss of one example is a real scalar."""
+    scalar = getattr(value, "shape", None) == ()
+    if not scalar or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"{name}: the loss of one example is {value}; expected a real scalar. "
+            "Usually the loss was written for a batch: dpjax passes one example, without batch "
+            "axis; return its own loss and do not average. Or it returns (loss, aux): "
+            "clipped_grad(..., has_aux=True) returns aux, and dpsgd takes losses that return the "
+            "scalar alone."
+        )
 
 
 def _not_vouched(program: Jaxpr) -> Iterator[JaxprEqn]:

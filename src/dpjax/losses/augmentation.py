@@ -54,7 +54,7 @@ def augmented(
       Image Classification through Scale", 2022, section 3.3.
     """
     checks.whole("losses.augmented", "views", views, "8 or 16 are usual.")
-    trees.check_key(key, "losses.augmented")
+    checks.key("losses.augmented", key)
     key = trees.mappable(key)
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:

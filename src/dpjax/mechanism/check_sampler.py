@@ -27,5 +27,6 @@ def check_draw(sampler: Sampler) -> None:
             f"The sampler {sampler.name!r} draws indices that depend neither on its key nor on the "
             "step, so every step would see the same examples, but the accounting assumes fresh "
             "draws. Usually the indices were drawn with NumPy, which runs once, when the step is "
-            "compiled. Draw with jax.random, from trees.step_key(key, Purpose.SAMPLING, step)."
+            "compiled. Draw with jax.random, from dpjax.trees.step_key(key, "
+            "dpjax.types.Purpose.SAMPLING, step)."
         )

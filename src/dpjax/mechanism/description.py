@@ -24,7 +24,7 @@ from absl import logging
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt32
 
-from dpjax import accounting, checks, clipping, noise, trees
+from dpjax import accounting, checks, clipping, noise
 from dpjax._display import brief, short, table
 from dpjax._marks import require_clipped_sum
 from dpjax.mechanism import card
@@ -115,7 +115,7 @@ class Mechanism:
         hint = "For epochs: round(epochs * examples / batch_size)."
         steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0)
         object.__setattr__(self, "steps", steps)
-        multiplier = planned(noise.plain_multiplier(self.noise_multiplier), self.steps)
+        multiplier = planned(noise.plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
         # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
         queries = checked_queries(self.preparation, "Mechanism")
@@ -130,7 +130,7 @@ class Mechanism:
                 )
         # Units do not mix: what one example costs says nothing of what one client costs.
         _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
-        noise.check_multiplier(self.noise_multiplier, self.clipping)
+        noise.check_multiplier("Mechanism", self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
                 "Mechanism(noise_multiplier=schedule): the schedule is negative or NaN at "
@@ -392,8 +392,8 @@ class Mechanism:
           `AdaptiveState`, sum and mean are relative to its scale, and ``update`` needs
           ``below=``, from `dpjax.clipping.Quantile.below`.
         """
-        noise.check_multiplier(self.gradient_multiplier, self.clipping)
-        trees.check_key(key, "Mechanism.privatize")
+        noise.check_multiplier("Mechanism.privatize", self.gradient_multiplier, self.clipping)
+        checks.key("Mechanism.privatize", key)
         key_of_zeros = is_zero(key)
 
         def init(params: PyTree) -> Any:
@@ -492,7 +492,7 @@ class Mechanism:
                 "Mechanism.private: the bound is adapted to the norms of each batch, which the "
                 "links of a chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
             )
-        trees.check_key(key, "Mechanism.private")
+        checks.key("Mechanism.private", key)
         return optax.chain(clipping.clip_and_sum(self.clipping), self.privatize(key))
 
     def private_mean(

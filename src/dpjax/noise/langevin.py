@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from dpjax import checks
 from dpjax.noise.link import gaussian
 from dpjax.types import Clipping, Key, Schedule
 
@@ -63,9 +64,8 @@ def langevin(
       ...     optax.scale(-rate * n / 2),
       ... )
     """
-    multiplier = langevin_multiplier(
-        learning_rate, rule, examples=examples, batch_size=batch_size, temperature=temperature
-    )
+    sizes = (examples, batch_size)
+    multiplier = multiplier_of("noise.langevin", learning_rate, rule, *sizes, temperature)
     return gaussian(multiplier, rule, key=key, replay=replay)
 
 
@@ -108,20 +108,36 @@ def langevin_multiplier(
       Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
       Differential Privacy", 2023, section 4.5.
     """
-    _expect(temperature, "temperature", "at 0 there is no noise and no privacy")
-    _expect(
-        rule.sensitivity, "rule.sensitivity", "no finite noise hides an example of unbounded norm"
-    )
-    _expect(batch_size, "batch_size", "it is the expected size of a batch")
-    if not examples >= batch_size:
+    sizes = (examples, batch_size)
+    return multiplier_of("noise.langevin_multiplier", learning_rate, rule, *sizes, temperature)
+
+
+def multiplier_of(
+    call: str,
+    learning_rate: float | Schedule,
+    rule: Clipping,
+    examples: int,
+    batch_size: float,
+    temperature: float,
+) -> float | Schedule:
+    """The multiplier of `langevin_multiplier`; ``call`` is how errors call the function."""
+    hint = "At 0 there is no noise and no privacy."
+    temperature = checks.positive(call, "temperature", temperature, hint)
+    hint = "No finite noise hides an example of unbounded norm: give the rule a finite bound."
+    sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity, hint)
+    hint = "It is the expected size of a batch."
+    batch_size = checks.positive(call, "batch_size", batch_size, hint)
+    hint = "It is the number of examples of the data."
+    if not checks.number(call, "examples", examples, hint) >= batch_size:
         raise ValueError(
-            f"noise.langevin(examples={examples}, batch_size={batch_size}): expected a batch no "
-            "larger than the data. examples is the size of the whole data set, not of a batch."
+            f"{call}(examples={examples}, batch_size={batch_size}): expected a batch no larger "
+            "than the data. examples is the size of the whole data set, not of a batch."
         )
     # Setting (eta n / 2) * (m * Delta / L) = sqrt(eta T) and solving for m.
-    scale = 2 * batch_size * math.sqrt(temperature) / (examples * rule.sensitivity)
+    scale = 2 * batch_size * math.sqrt(temperature) / (examples * sensitivity)
     if not callable(learning_rate):
-        _expect(learning_rate, "learning_rate", "it is the variance of the noise on the parameters")
+        hint = "It is the variance of the noise on the parameters."
+        learning_rate = checks.positive(call, "learning_rate", learning_rate, hint)
         return scale / math.sqrt(learning_rate)
     rate = learning_rate
 
@@ -131,10 +147,3 @@ def langevin_multiplier(
         return scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
 
     return multiplier
-
-
-def _expect(value: float, name: str, why: str) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"noise.langevin({name}={value}): expected a positive, finite number; {why}."
-        )

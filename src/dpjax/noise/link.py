@@ -115,9 +115,9 @@ def noise_link(
     """
     hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
     checks.instance(name, "rule", rule, Clipping, hint)
-    noise_multiplier = plain_multiplier(noise_multiplier)
-    check_multiplier(noise_multiplier, rule)
-    trees.check_key(key, name)
+    noise_multiplier = plain_multiplier(name, noise_multiplier)
+    check_multiplier(name, noise_multiplier, rule)
+    checks.key(name, key)
     key_of_zeros = is_zero(key)
 
     def init(params: PyTree) -> GaussianState:
@@ -307,53 +307,61 @@ def _product(multiplier: Any, bound: float) -> Any:
     return 0.0 if math.isinf(bound) else multiplier * bound
 
 
-def plain_multiplier(noise_multiplier: Any) -> NoiseMultiplier:
-    """The multiplier as a Python number, a tuple of numbers, or a schedule."""
+def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
+    """The multiplier as a Python number, a tuple of numbers, or a schedule.
+
+    Args:
+      call: How errors call the function that received it.
+      noise_multiplier: As in `gaussian`.
+    """
     if callable(noise_multiplier):
         return noise_multiplier
     each = np.asarray(noise_multiplier)
     if each.dtype.kind not in "iuf" and each.size:
         raise ValueError(
-            f"noise.gaussian(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a "
+            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a "
             "number, a schedule of the step, or one number per group. Usually a flag was not "
             "converted from text."
         )
     each = each.astype(np.float64)
     if each.ndim > 1:
         raise ValueError(
-            f"noise.gaussian: noise multipliers of shape {each.shape}; expected a number, a "
+            f"{call}: noise multipliers of shape {each.shape}; expected a number, a "
             "schedule of the step, or one number per group. A number for each step is a schedule: "
             "dpjax.schedules.table(multipliers)."
         )
     return tuple(each.tolist()) if each.ndim else float(each)
 
 
-def check_multiplier(noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
-    """Raises if this multiplier does not fit this rule."""
+def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
+    """Raises if this multiplier does not fit this rule.
+
+    Args:
+      call: How errors call the function that received them.
+      noise_multiplier: As in `gaussian`.
+      rule: As in `gaussian`.
+    """
     if callable(noise_multiplier):
         multipliers: Sequence[Any] = ()
     elif isinstance(noise_multiplier, Sequence):
         multipliers = noise_multiplier
         if len(multipliers) != rule.partition.size:
             raise ValueError(
-                f"noise.gaussian: {len(multipliers)} multipliers for a rule with "
+                f"{call}: {len(multipliers)} multipliers for a rule with "
                 f"{rule.partition.size} groups ({', '.join(rule.partition.names)}); give "
                 "one number, a schedule, or one number per group."
             )
     else:
         multipliers = (noise_multiplier,)
+    hint = "It is the noise's standard deviation divided by the sensitivity."
     for multiplier in multipliers:
-        if not multiplier >= 0:
-            raise ValueError(
-                f"noise.gaussian(noise_multiplier={multiplier}): expected a number >= 0; "
-                "it is the noise's standard deviation divided by the sensitivity."
-            )
+        checks.not_negative(call, "noise_multiplier", multiplier, hint)
     # 0 * inf is NaN; the pair is allowed only as "no clipping, no noise".
     if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
         raise ValueError(
-            "noise.gaussian: the rule's bound is infinite, so no finite noise hides one example. "
-            "Give the rule a finite bound; or, for a run that is not private, set "
-            "noise_multiplier=0.0 too."
+            f"{call}: the rule's bound is infinite, so no finite noise hides one example. Give "
+            "the rule a finite bound; or, for a run that is not private, set noise_multiplier=0.0 "
+            "too."
         )
 
 

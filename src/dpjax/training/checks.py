@@ -16,54 +16,30 @@ import numpy as np
 import optax
 from absl import logging
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType
 
 from dpjax import clipping, ledger, noise, schedules, trees
 from dpjax._foreign import no_arrays
 from dpjax.data import Dataset, Stream
-from dpjax.gradients import ENGINES
-from dpjax.gradients.clipped_grad import check_scalar, check_trainable
-from dpjax.gradients.loss_checks import closed_over, noted
+from dpjax.gradients.engines import named
+from dpjax.gradients.loss_checks import closed_over
 from dpjax.mechanism import Mechanism
 from dpjax.training.recipe import extra_arguments
-from dpjax.types import LossFn, PyTree, Schedule, State
+from dpjax.types import PyTree, Schedule, State
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
-def whole(name: str, count: Any, least: int = 1) -> int:
-    """A number of steps as an integer; 3.0 is 3.
-
-    Args:
-      name: The function and its argument: ``"fit(steps"``.
-      count: The value.
-      least: The smallest allowed value.
-    """
-    number = trees.number(count, name)
-    if number % 1 != 0 or number < least:
-        raise ValueError(
-            f"{name}={number}): expected a whole number of steps, at least {least}. For epochs: "
-            "round(epochs * examples / batch_size)."
-        )
-    return int(number)
-
-
 def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: Any) -> None:
     """Refuses arguments of `dpjax.dpsgd` of the wrong kind; usually two were swapped."""
-    right = "dpsgd(loss, optimizer, mechanism, data)"
     if not isinstance(mechanism, Mechanism):
         raise TypeError(
             f"dpsgd: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism. "
-            f"Usually arguments were swapped: {right}."
+            "Usually arguments were swapped: dpsgd(loss, optimizer, mechanism, data)."
         )
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"dpsgd: the optimizer is a {type(optimizer).__name__}; expected an Optax optimizer, "
-            "such as optax.sgd(0.1). Usually the learning rate alone was given, the function "
-            f"optax.sgd without a rate, or arguments were swapped: {right}."
-        )
+    check_is_optimizer("dpsgd: the optimizer", optimizer)
     # A Linen module has both methods; a loss object of the user may have one that is called so.
     if not callable(loss) or (hasattr(loss, "apply") and hasattr(loss, "init")):
         raise TypeError(
@@ -76,16 +52,55 @@ def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: 
             f"dpsgd(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...), "
             "because an epsilon needs its delta."
         )
-    if engine != "auto" and engine not in ENGINES:
-        raise ValueError(
-            f"dpsgd(engine={engine!r}): expected 'auto' or one of {', '.join(ENGINES)}."
-        )
+    named("dpsgd", engine)
     if mechanism.unit != "example":
         raise ValueError(
             f"dpsgd: the mechanism protects one {mechanism.unit}, and dpsgd draws and clips single "
             "examples. Leave unit= out. dpjax.federated protects a client with all of its "
             "examples; dpjax.accounting.for_groups bounds what example-level training costs it."
         )
+
+
+def check_is_optimizer(name: str, given: Any) -> None:
+    """Refuses what is no Optax optimizer.
+
+    Args:
+      name: The function and its argument, as ``dpsgd: the optimizer``.
+      given: The argument.
+    """
+    if not (hasattr(given, "init") and hasattr(given, "update")):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}; expected an Optax optimizer, such as "
+            "optax.sgd(0.1). Usually the learning rate alone was given, the function optax.sgd "
+            "without a rate, or arguments were swapped."
+        )
+
+
+def check_params(params: PyTree) -> None:
+    """Refuses leaves that no gradient has."""
+    kinds = type(params).__mro__
+    if any((kind.__module__, kind.__name__) == ("flax.nnx.module", "Module") for kind in kinds):
+        raise TypeError(
+            f"init(key, params): the parameters are a {type(params).__name__}, a module of NNX; "
+            "expected a tree of arrays. Split it, graph, params, rest = nnx.split(model, "
+            "nnx.Param, ...), and join it in the loss: nnx.merge(graph, params, rest, copy=True)."
+        )
+    for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
+        kind = getattr(leaf, "dtype", None)
+        if callable(leaf):
+            raise TypeError(
+                f"init(key, params): leaf {name} is a function ({type(leaf).__name__}); expected "
+                "arrays of real floating-point numbers. Usually a whole module of Equinox was "
+                "given: params, rest = eqx.partition(model, eqx.is_inexact_array), and the loss "
+                "joins them, model = eqx.combine(params, rest)."
+            )
+        if kind is None or not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"init(key, params): leaf {name or '(the array)'} is "
+                f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
+                "floating-point numbers. Usually a Python number, a counter or a key sits among "
+                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
+            )
 
 
 def check_optimizer(
@@ -313,21 +328,6 @@ def check_devices(name: str, **parts: PyTree) -> None:
         )
 
 
-def traced_loss(loss: LossFn, params: PyTree, example: PyTree) -> ClosedJaxpr:
-    """The program of ``loss(params, example)``; raises unless it is one real number.
-
-    Args:
-      loss: ``loss(params, example) -> scalar``.
-      params: Parameters.
-      example: Shapes of one example.
-    """
-    check_trainable(params)
-    with noted(example):
-        program, value = jax.make_jaxpr(loss, return_shape=True)(params, example)
-        check_scalar(value)
-    return program
-
-
 def tell_of_constants(loss: ClosedJaxpr, examples: int) -> None:
     """Warns about a constant of the loss that has a row for each example of the data."""
     # A warning, since frozen weights may have this length by chance.
@@ -341,27 +341,11 @@ def tell_of_constants(loss: ClosedJaxpr, examples: int) -> None:
         )
 
 
-def traced_gradient(loss: ClosedJaxpr, params: PyTree) -> Jaxpr:
-    """The program of the gradient of a loss, by the leaves of the parameters.
-
-    Args:
-      loss: The program of the loss, from `traced_loss`.
-      params: Parameters.
-    """
-    count = len(jax.tree.leaves(params))
-
-    def value(moved: list[Any], still: list[Any]) -> Any:
-        return jaxpr_as_fun(loss)(*moved, *still)[0]
-
-    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in loss.jaxpr.invars]
-    return jax.make_jaxpr(jax.grad(value))(inputs[:count], inputs[count:]).jaxpr
-
-
 def tell_of_idle(gradient: Jaxpr, params: PyTree) -> None:
     """Warns about leaves without a gradient, which receive noise like all others.
 
     Args:
-      gradient: From `traced_gradient`.
+      gradient: The program of the gradient of the loss.
       params: Parameters.
     """
     count = len(jax.tree.leaves(params))

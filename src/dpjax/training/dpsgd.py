@@ -18,12 +18,13 @@ from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from dpjax import ledger, meshes, schedules, trees
+from dpjax import checks, ledger, meshes, schedules, trees
 from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
-from dpjax.gradients.clipped_grad import check_rule, check_sizes
-from dpjax.gradients.loss_checks import require_one_example
+from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients.clipped_grad import check_rule, checked_size
+from dpjax.gradients.loss_checks import check_loss
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import start
@@ -33,6 +34,7 @@ from dpjax.training.checks import (
     check_devices,
     check_kinds,
     check_optimizer,
+    check_params,
     check_same_optimizer,
     check_schedule,
     check_state,
@@ -40,9 +42,6 @@ from dpjax.training.checks import (
     tell_of_batch_norm,
     tell_of_constants,
     tell_of_idle,
-    traced_gradient,
-    traced_loss,
-    whole,
 )
 from dpjax.training.in_memory import in_memory
 from dpjax.training.info import Sums, mean_info, tell_of_unscored
@@ -188,7 +187,8 @@ def assemble(
     """
     mechanism, mesh, name = recipe.mechanism, recipe.mesh, identity["algorithm"]
     check_draw(mechanism.sampling)
-    check_sizes(name, microbatch_size=recipe.microbatch_size)
+    size = checked_size(name, "microbatch_size", recipe.microbatch_size)
+    recipe = recipe._replace(microbatch_size=size)
     check_rule(mechanism.clipping)
     stream = isinstance(data, Stream)
     # Shapes alone: nothing is read from a stream before the first step but its first row.
@@ -198,47 +198,17 @@ def assemble(
     agreed: set[bytes] = set()  # the runs, by key, that fit the optimizer and all processes
 
     def init(key: Key, params: PyTree) -> State:
-        trees.check_key(key, f"{name}: init")
-        params = arrays(params, f"{name}: init(params)")
-        trees.check_params(params)
-        if mesh is None:
-            check_devices(name, parameters=params, key=key, data=data)
-        else:
-            params = meshes.placed(params, mesh)
-        loss = traced_loss(bound_to(recipe, shared).loss, params, example_of(recipe, row))
-        # The steps read both programs too; here the error comes before anything is compiled.
-        require_one_example(loss.jaxpr, f"{name}: the loss")
-        gradient = traced_gradient(loss, params)
-        require_one_example(gradient, f"{name}: the gradient of the loss")
-        tell_of_idle(gradient, params)
-        tell_of_batch_norm(params)
-        # A client's loss closes over all clients.
-        if shared is None:
-            tell_of_constants(loss, mechanism.sampling.examples)
+        checks.key(f"{name}: init", key)
+        params = _placed(name, key, params, data, mesh)
+        _read_loss(name, bound_to(recipe, shared), params, row, tell=shared is None)
         for known in (told, agreed):  # a run that begins again has said nothing yet
             known.discard(trees.on_host(key).tobytes())
-        optimizer = recipe.optimizer.init(trees.widened(params))
-        check_optimizer(recipe.optimizer, optimizer, params)
-        one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
-        if seeded := trees.seeded(key):
-            logging.warning(
-                "%s: init(key, params): the key is that of a seed below 2^32. Anyone can try all "
-                "of these seeds and subtract the noise. For parameters that are released, use "
-                "dpjax.noise.secret_key().",
-                name,
-            )
-        memory = start(mechanism.noise, params)
-        if mesh is not None and jax.tree.leaves(memory):
-            memory = meshes.placed_rows(memory, params, mesh)
-        state = State(params, optimizer, one, key, zero, None, memory)
-        state = state if mesh is None else meshes.placed(state, mesh)
-        # No two leaves share a buffer, nor one with the caller: `run` donates them.
-        return trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))
+        return _first_state(name, recipe, key, params)
 
     def run(state: State, count: int) -> tuple[State, Any]:
         check_state(name, state)
         ledger.require_untraced(state, name)
-        count = whole(f"{name}: run(count", count)
+        count = checks.whole(f"{name}: run", "count", count)
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
@@ -299,3 +269,53 @@ def assemble(
         return {"bound": float(state.bound_scale) * np.array(mechanism.clipping.bounds)}
 
     return Algorithm(init, step, mechanism, budget, run, identify, released)
+
+
+def _placed(name: str, key: Key, params: PyTree, data: PyTree, mesh: Mesh | None) -> PyTree:
+    """The parameters as arrays, on the devices of the run; refuses leaves that cannot train."""
+    params = arrays(params, f"{name}: init(params)")
+    check_params(params)
+    if mesh is not None:
+        return meshes.placed(params, mesh)
+    check_devices(name, parameters=params, key=key, data=data)
+    return params
+
+
+def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> None:
+    """Refuses a loss that is no loss of one example, before anything is compiled.
+
+    Args:
+      name: The algorithm.
+      recipe: What the run does, bound to its shared arrays.
+      params: Parameters.
+      row: Shapes of one row of the data.
+      tell: Whether constants may be the data; a client's loss closes over all clients.
+    """
+    example = example_of(recipe, row)
+    loss = Traced(lambda params, example: (recipe.loss(params, example), None))
+    program = check_loss(loss, params, example, name)
+    tell_of_idle(loss.gradient(params, example), params)
+    tell_of_batch_norm(params)
+    if tell:
+        tell_of_constants(program, recipe.mechanism.sampling.examples)
+
+
+def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree) -> State:
+    """The state before the first step."""
+    optimizer = recipe.optimizer.init(trees.widened(params))
+    check_optimizer(recipe.optimizer, optimizer, params)
+    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
+    if seeded := trees.seeded(key):
+        logging.warning(
+            "%s: init(key, params): the key is that of a seed below 2^32. Anyone can try all "
+            "of these seeds and subtract the noise. For parameters that are released, use "
+            "dpjax.noise.secret_key().",
+            name,
+        )
+    memory, mesh = start(recipe.mechanism.noise, params), recipe.mesh
+    if mesh is not None and jax.tree.leaves(memory):
+        memory = meshes.placed_rows(memory, params, mesh)
+    state = State(params, optimizer, one, key, zero, None, memory)
+    state = state if mesh is None else meshes.placed(state, mesh)
+    # No two leaves share a buffer, nor one with the caller: `run` donates them.
+    return trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))

@@ -21,8 +21,8 @@ from typing import Any
 
 from absl import logging
 
-from dpjax import accounting, ledger, meshes
-from dpjax.training.checks import check_state, whole
+from dpjax import accounting, checks, ledger, meshes
+from dpjax.training.checks import check_state
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
 from dpjax.training.released import leave
@@ -144,9 +144,10 @@ def fit(
             "fit: this algorithm has no mechanism, so the cost of a step is unknown. Build it as "
             "Algorithm(init, step, mechanism)."
         )
-    steps = None if steps is None else whole("fit(steps", steps, least=0)
-    evaluate_every = None if evaluate_every is None else whole("fit(evaluate_every", evaluate_every)
-    save_every = None if save_every is None else whole("fit(save_every", save_every)
+    hint = "For epochs: round(epochs * examples / batch_size)."
+    steps = checks.whole_or_none("fit", "steps", steps, hint, least=0)
+    evaluate_every = checks.whole_or_none("fit", "evaluate_every", evaluate_every, hint)
+    save_every = checks.whole_or_none("fit", "save_every", save_every, hint)
     delta, method = _settled(algorithm, mechanism, delta, method)
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.

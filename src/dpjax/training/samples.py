@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from dpjax import checks
 from dpjax.types import PyTree
 
 
@@ -57,12 +58,11 @@ def keep_samples(
       >>> samples(state).tolist()
       [5.0, 7.0]
     """
-    for name, value, least in (("count", count, 1), ("burn_in", burn_in, 0), ("every", every, 1)):
-        if int(value) != value or value < least:
-            raise ValueError(
-                f"training.keep_samples({name}={value}): expected a whole number, {least} or more. "
-                "Start with 20 samples and a burn-in of half the steps."
-            )
+    call = "training.keep_samples"
+    hint = "Start with 20 samples and a burn-in of half the steps."
+    count = checks.whole(call, "count", count, hint)
+    burn_in = checks.whole(call, "burn_in", burn_in, hint, least=0)
+    every = checks.whole(call, "every", every, hint)
 
     def init(params: PyTree) -> SamplesState:
         # A ring, so that memory is that of `count` models however long the run is.

@@ -18,8 +18,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int
 
-from dpjax import ledger, noise, schedules, trees
+from dpjax import ledger, schedules, trees
 from dpjax.mechanism import Mechanism, Spent
+from dpjax.noise.langevin import multiplier_of
 from dpjax.training.dpsgd import dpsgd
 from dpjax.training.samples import keep_samples
 from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule, State
@@ -126,13 +127,8 @@ def dp_sgld(
         before=before,
     )
     rate = _fixed(learning_rate, steps)
-    multiplier = noise.langevin_multiplier(
-        rate,
-        clipping,
-        examples=sampling.examples,
-        batch_size=sampling.batch_size,
-        temperature=temperature,
-    )
+    sizes = (sampling.examples, sampling.batch_size)
+    multiplier = multiplier_of("training.dp_sgld", rate, clipping, *sizes, temperature)
     # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
     burn_in = steps // 2 if burn_in is None else burn_in
