@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from absl import app, flags
+from mutation import kills
 
 import dpjax
 from dpjax import cli, data, models, schedules
@@ -246,6 +247,12 @@ def test_a_reader_that_closes_the_pipe_ends_the_process_quietly():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@kills(
+    "cli/train/run_files.py",
+    'replace(folder / "digest", _digest(folder))',
+    'replace(folder / "digest", _digest(folder), public=True)',
+    slow=True,
+)
 def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monkeypatch):
     """Another run can continue from its parameters, and finds no parameters of an earlier run."""
     given = copy.deepcopy(FLAGS)
@@ -270,7 +277,10 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
     assert config["columns"] == ["x", "y", "z"]
     (tmp_path / "run" / "notes.txt").touch()
-    assert run_files.present(tmp_path / "run") == ["config.json", "params.msgpack", "run.json"]
+    left = ["config.json", "digest", "params.msgpack", "run.json"]
+    assert run_files.present(tmp_path / "run") == left
+    assert (tmp_path / "run" / "digest").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "run" / "digest").read_text() not in str(config)
     (tmp_path / "run" / "params.msgpack").write_bytes(b"others")
     with pytest.raises(app.UsageError, match="or was stopped by Ctrl-C"):
         run_files.released(tmp_path / "run")

@@ -217,7 +217,7 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
         flags = [f"--steps={steps}", "--hidden=8", "--noreport"]
         run("train.py", "--out", tmp_path / name, *flags)
     mixed = tmp_path / "mixed"
-    for files in [("params.msgpack",), ("config.json",), ("params.msgpack", "config.json")]:
+    for files in [("params.msgpack",), ("digest",), ("params.msgpack", "digest")]:
         shutil.rmtree(mixed, ignore_errors=True)
         shutil.copytree(tmp_path / "b", mixed)
         for file in files:

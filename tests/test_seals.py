@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise is released once: the seals of a process and of a folder, and the identity of a program."""
 
+import contextlib
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ import dpjax
 from dpjax import clipping, ledger, noise, sampling
 from dpjax._jaxpr import _hash, fingerprint
 from dpjax.noise.seals import remembered, seal
+from dpjax.training import run_folder
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 RULE = clipping.flat(1.0)
@@ -283,6 +287,38 @@ def test_steps_that_were_not_released_may_run_otherwise(tmp_path, monkeypatch):
     forgotten(monkeypatch)
     assert died(tmp_path, make(), after=None)[0].ledger.steps == 6
     assert len((tmp_path / "seals").read_bytes()) == 6 * 8
+
+
+@kills("training/run_folder.py", "file.truncate(file.tell() // 8 * 8)", "file.tell()", slow=True)
+def test_a_part_of_a_seal_that_a_full_disk_left_is_removed(tmp_path):
+    with contextlib.closing(run_folder.Folder(tmp_path, {"numerics": {}})) as folder:
+        folder.seal(np.arange(1, 3, dtype=np.uint64))
+        with (tmp_path / "seals").open("ab") as file:
+            file.write(b"half")
+        folder.seal(np.arange(1, 6, dtype=np.uint64))
+    found = np.frombuffer((tmp_path / "seals").read_bytes(), np.uint64)
+    np.testing.assert_array_equal(found, [1, 2, 3, 4, 5])
+
+
+@kills("training/runner.py", "        folder.seals()  # drops", "        # drops", slow=True)
+def test_seals_of_a_key_that_is_lost_bind_no_other_key(tmp_path, monkeypatch):
+    died(tmp_path, make(), after=2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    for name in ("metrics.jsonl", "furthest"):
+        (tmp_path / name).unlink()
+    forgotten(monkeypatch)
+    died(tmp_path, make(), after=3)
+    forgotten(monkeypatch)
+    assert died(tmp_path, make(), after=None)[0].ledger.steps == 6
+
+
+@kills("training/run_folder.py", "if left := [name for", "if False and [name for", slow=True)
+def test_a_folder_whose_run_is_unknown_is_refused(tmp_path):
+    died(tmp_path, make(), after=2)
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ledger.Refused, match=r"checkpoints, furthest, seals and no run\.json"):
+        died(tmp_path, make(), after=None)
 
 
 # --- programs ---------------------------------------------------------------------------------

@@ -115,7 +115,9 @@ class Folder:
             return
         try:
             with open(path, "ab", opener=_private) as file:
-                file.write(seals[file.tell() // 8 :].tobytes())
+                # A disk that was full may have left a part of a seal.
+                whole = file.truncate(file.tell() // 8 * 8)
+                file.write(seals[whole // 8 :].tobytes())
         except OSError as error:
             logging.error("fit: %s cannot be written (%s); the run continues.", path, error)
 
@@ -278,10 +280,12 @@ def _locked(folder: pathlib.Path) -> int:
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Writes the identity of a run, or compares it with the one in the folder."""
     if not path.exists():
-        if (folder / "metrics.jsonl").exists():
+        names = ("metrics.jsonl", "checkpoints", "furthest", "seals")
+        if left := [name for name in names if (folder / name).exists()]:
             raise Refused(
-                f"fit(directory={str(folder)!r}): found a metrics.jsonl and no run.json that says "
-                "which run wrote it. Choose another folder, or remove the file."
+                f"fit(directory={str(folder)!r}): found {', '.join(left)} and no run.json that "
+                "says which run wrote them. Usually run.json was deleted. Choose another folder; "
+                "what the run released stays spent."
             )
         replace(path, json.dumps(identity, indent=2) + "\n")
         return

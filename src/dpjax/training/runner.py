@@ -111,6 +111,7 @@ class Run:
             )
         folder.resume(self.done)
         folder.rows(until=self.done)
+        folder.seals()  # drops the seals of a key that is lost
         if not self.save(wait=True):
             raise OSError(
                 f"fit: no checkpoint can be written to {folder.path}, so the root key of the run "

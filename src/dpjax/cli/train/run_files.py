@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that `dpjax train` writes into a run's folder, where `dpjax.fit` writes its own.
 
-`config.json` records command, flags, versions and hardware, and a digest that ties
-`params.msgpack` to `run.json`.  `--continue_from` accepts parameters only with that digest:
-without it their privacy cost would be counted nowhere.
+`config.json` records command, flags, versions and hardware. `digest` ties `params.msgpack` to
+`run.json`. `--continue_from` accepts parameters only with that digest: without it their privacy
+cost would be counted nowhere.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from dpjax._files import read_json, replace
 from dpjax.cli.train.inputs import MOMENTS
 from dpjax.reports.figures import PLOTS
 
-WRITTEN = ("privacy.json", "statement.txt", "config.json", "params.msgpack", "evaluation.npz")
+WRITTEN = ("privacy.json", "statement.txt", "config.json", "digest", "params.msgpack")
+WRITTEN += ("evaluation.npz",)
 WRITTEN += ("diagnostics.npz", "report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
 _OF_FIT = ("run.json", "metrics.jsonl", "furthest", "seals", "lock", "checkpoints", "tensorboard")
 
 
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
-    """Writes `config.json`: the command, the flags, versions and hardware."""
+    """Writes `config.json`, with the command, the flags, versions and hardware; and `digest`."""
     names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
     device = jax.devices()[0]
     # Enough to run the command again elsewhere, and to see why another machine differs.
@@ -39,11 +40,13 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
         "flags": dict(flags),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in names},
-        "released": _digest(folder),
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
         **facts,
     }
     replace(folder / "config.json", json.dumps(config, indent=2) + "\n", public=True)
+    # As private as run.json, which holds a hash of the data: with a public digest of both, anyone
+    # could test a guess of all the data.
+    replace(folder / "digest", _digest(folder))
 
 
 def clear(folder: pathlib.Path, *more: str) -> None:
@@ -72,19 +75,18 @@ def has_released(folder: pathlib.Path, configuration: Mapping[str, Any]) -> bool
 def released(folder: pathlib.Path) -> bytes:
     """The parameters that a run released; refuses parameters of another run."""
     try:
-        config = read_json(folder / "config.json")
         # A later run in this folder may have left the parameters of the first: then run.json does
         # not say what they cost.
-        if config["released"] == _digest(folder):
+        if (folder / "digest").read_text() == _digest(folder):
             return (folder / "params.msgpack").read_bytes()
-    except (OSError, ValueError, KeyError):
+    except OSError:
         pass
     raise app.UsageError(
-        f"--continue_from={folder}: expected params.msgpack, run.json and config.json of one run "
-        "that has ended or was stopped by Ctrl-C. Usually the run was killed before it wrote "
-        "config.json, or another run was started in its folder, and then nothing says whether "
-        "run.json counts the cost of these parameters. Repeat the run's own command, which ends it "
-        "and writes all three files."
+        f"--continue_from={folder}: expected params.msgpack, run.json and digest of one run that "
+        "has ended or was stopped by Ctrl-C. Usually the run was killed before it wrote digest, or "
+        "another run was started in its folder, and then nothing says whether run.json counts the "
+        "cost of these parameters. Repeat the run's own command, which ends it and writes all "
+        "three files."
     )
 
 
