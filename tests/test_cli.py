@@ -154,6 +154,13 @@ def number(classes):
 def plain(params, x):
     return x
 
+def passed_on(**options):
+    return Net(**options)
+
+class Flat(nn.Module):
+    def __call__(self, x):
+        return x
+
 class Batch(nn.Module):
     classes: int
 
@@ -187,6 +194,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     assert planned(f"--model={workshop}:Net", "--model_options=width=7").model.width == 7
     plan = planned(f"--model={workshop}:make")
     assert (plan.model.classes, plan.model.width, plan.dataset.classes) == (3, 2, 3)
+    assert planned(f"--model={workshop}:passed_on").model.classes == 3
     assert planned(f"--model={workshop}:make", "--classes=5").model.classes == 5
 
 
@@ -194,7 +202,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     ("model", "more", "answer"),
     [
         ("none_of_these:Net", [], "cannot be imported from"),
-        ("{}:Nte", [], "it has Batch, Net, made, make, number, plain"),
+        ("{}:Nte", [], "it has Batch, Flat, Net, made, make, number, passed_on, plain"),
         ("{}:Net", ["--model_options=depth=2"], "takes classes, width, .*not depth"),
         ("{}:made", ["--model_options=width=2"], "takes no options"),
         ("{}:number", [], "makes a int; expected a Flax module"),
@@ -202,6 +210,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
         ("{}:Net", ["--hidden=3"], "--model_options=name=value"),
         ("{}:made", ["--classes=4"], "returns 3 numbers for one example; expected 4, one for"),
         ("{}:Batch", [], "batch_stats"),
+        ("{}:Flat", [], "the model has no parameters"),
         ("mlp", ["--stream"], "expected one of the two"),
     ],
 )
@@ -236,6 +245,13 @@ def test_an_empty_folder_of_results_is_refused(name):
     given = copy.deepcopy(importlib.import_module(f"dpjax.cli.{name}").FLAGS)
     with pytest.raises(flags.IllegalFlagValueError, match="Usually a variable of the shell"):
         given([name, "--out= "])
+
+
+def test_a_terminal_of_ascii_shows_what_it_can():
+    code = "import dpjax.cli as c; c.COMMANDS['R\\u00e9nyi'] = ''; c.main(['--help'])"
+    ascii_alone = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=ascii_alone, capture_output=True)
+    assert (done.returncode, b"R?nyi" in done.stdout) == (0, True), done.stderr
 
 
 def test_a_reader_that_closes_the_pipe_ends_the_process_quietly():

@@ -158,8 +158,8 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
 
 @kills(
     "training/fit.py",
-    "if not isinstance(found, Mapping) or found.keys() & row.keys():",
-    "if not isinstance(found, Mapping):",
+    "if not named or found.keys() & row.keys():",
+    "if not named:",
     case="options7-TypeError-without the names of the log",
 )
 @pytest.mark.parametrize(
@@ -174,6 +174,9 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
         ({"evaluate": lambda state: 0.5}, TypeError, "returned float; expected a mapping"),
         ({"evaluate": lambda state: {"epsilon": 0.0}}, TypeError, "without the names of the log"),
         ({"evaluate": lambda state: {"model": "mlp"}}, TypeError, "not all of model are numbers"),
+        ({"evaluate": lambda state: {1: 0.5}}, TypeError, r"returned \[1\]; .* by words"),
+        ({"evaluate": lambda state: {"private": 3.0}}, TypeError, "'private' is 3.0; expected a"),
+        ({"evaluate": lambda state: {"stop": np.zeros(2)}}, TypeError, "expected one truth value"),
     ],
 )
 def test_options_that_fit_cannot_use_are_refused(options, error, message):

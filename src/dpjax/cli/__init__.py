@@ -15,6 +15,7 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
     A reader that closes the pipe, as in ``dpjax train | head``, ends the process quietly.
     """
+    # A terminal that knows ASCII alone shows a question mark in place of a letter of a name.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             _run_named(words)

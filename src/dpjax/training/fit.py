@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from dpjax import accounting, checks, ledger, meshes
@@ -281,11 +282,22 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
 
 def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of an evaluation, checked against the names of the log."""
-    if not isinstance(found, Mapping) or found.keys() & row.keys():
-        what = sorted(found) if isinstance(found, Mapping) else type(found).__name__
+    named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+    if not named or found.keys() & row.keys():
+        what = list(found) if isinstance(found, Mapping) else type(found).__name__
         raise TypeError(
             f"fit(evaluate=...): it returned {what}; expected a mapping such as "
-            f"{{'accuracy': 0.9}}, without the names of the log: {', '.join(row)}."
+            f"{{'accuracy': 0.9}}, by words and without the names of the log: {', '.join(row)}."
+        )
+    if not isinstance(found.get("private", {}), Mapping):
+        raise TypeError(
+            f"fit(evaluate=...): 'private' is {found['private']!r:.60}; expected a mapping of the "
+            "numbers that depend on private data, such as {'private': {'loss': 0.3}}."
+        )
+    if np.size(stop := found.get("stop", False)) != 1:
+        raise TypeError(
+            f"fit(evaluate=...): 'stop' is {stop!r:.60}; expected one truth value. Usually arrays "
+            "were compared: reduce the result by all() or any()."
         )
     try:
         return numbers(found)

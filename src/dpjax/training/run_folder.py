@@ -251,7 +251,7 @@ def _furthest(folder: pathlib.Path) -> int:
     mark = folder / "furthest"
     steps = [int(found[1]) for found in saved if found]
     steps += [row["step"] for row in read_log(folder / "metrics.jsonl")]
-    return max([*steps, int(mark.read_text()) if mark.exists() else 0])
+    return max([*steps, int(mark.read_text() or 0) if mark.exists() else 0])
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -102,7 +102,9 @@ def _start(
 
 def last_line(folder: pathlib.Path) -> str:
     """The last line that the command in a folder printed."""
-    lines = (folder / "output.txt").read_text(errors="replace").split("\n")
-    # A refusal of flags ends with a hint at the help.
-    said = [line.strip() for line in lines if line.strip() and "For all flags:" not in line]
+    text = (folder / "output.txt").read_text(errors="replace")
+    # A refusal of flags ends with a hint at the help, and an error of JAX with one at its frames.
+    hints = ("For all flags:", "JAX has removed its internal frames", "-" * 20)
+    lines = (line.strip() for line in text.split("\n"))
+    said = [line for line in lines if line and not any(hint in line for hint in hints)]
     return said[-1] if said else "nothing printed"

@@ -196,7 +196,9 @@ def rehearse(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     try:
         x = shape()
-        fresh = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+        fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params")
+        if not fresh:
+            raise ValueError("the model has no parameters, so there is nothing to train.")
         example = (x, number, number) if epochs else (x, number)
         jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
         outputs = jax.eval_shape(model.apply, {"params": fresh}, x)

@@ -40,9 +40,10 @@ def build(word: str, classes: int, options: dict[str, Any]) -> nn.Module:
             f"{word} is of type {type(found).__name__} and takes no options; {_EXPECTED}"
         )
     known = inspect.signature(found).parameters
+    any_name = any(each.kind is each.VAR_KEYWORD for each in known.values())
     # Also a model without the number of classes is one, if its outputs are as many.
-    taken = {"classes": classes, **options} if "classes" in known else options
-    if unknown := sorted(taken.keys() - known):
+    taken = {"classes": classes, **options} if "classes" in known or any_name else options
+    if not any_name and (unknown := sorted(taken.keys() - known)):
         raise ValueError(f"{word} takes {', '.join(known) or 'nothing'}, not {', '.join(unknown)}.")
     try:
         model = found(**taken)
