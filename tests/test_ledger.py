@@ -199,14 +199,18 @@ def test_no_step_is_taken_back(steps):
 
 
 @kills("accounting/methods.py", "proven=False", "proven=True", slow=True)
+@kills("ledger.py", 'checked_delta("Budget", self.delta)', "pass", slow=True)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"epsilon": 0.0, "delta": 1e-5}, "positive epsilon"),
         ({"epsilon": "3", "delta": 1e-5}, "one number"),
-        ({"epsilon": 1.0, "delta": 1.0}, "delta"),
+        ({"epsilon": 1.0, "delta": 1.0}, r"Budget\(delta=1.0\): expected a number between"),
         ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, "an estimate"),
-        ({"epsilon": 1.0, "delta": 1e-5, "method": "best"}, "best"),
+        (
+            {"epsilon": 1.0, "delta": 1e-5, "method": "best"},
+            r"Budget\(method='best'\): there is no such",
+        ),
     ],
 )
 def test_budgets_that_mean_nothing_are_refused(options, message):

@@ -324,7 +324,7 @@ def test_the_rate_that_is_counted_is_the_one_stated():
 
 def test_a_delta_above_one_over_n_is_pointed_out():
     assert "is not below 1/examples" in dpjax.statement(make(), 1e-3)
-    with pytest.raises(ValueError, match="delta"):
+    with pytest.raises(ValueError, match=r"dpjax\.statement\(delta.*between 0 and 1"):
         dpjax.statement(make(), 1.0)
 
 

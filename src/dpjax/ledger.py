@@ -23,8 +23,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dpjax import accounting, checks, trees
+from dpjax import checks, trees
 from dpjax.accounting import Refused
+from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.rounding import upwards
 from dpjax.types import Plan, PyTree
 
@@ -58,10 +59,8 @@ class Budget:
             raise ValueError(
                 f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
             )
-        # An empty computation costs 0: this only asks accounting to check the words.
-        method = self.method or "rdp"
-        accounting.epsilon(accounting.compose(), self.delta, method)
-        if not accounting.METHODS[method].proven:
+        checked_delta("Budget", self.delta)
+        if not checked_method("Budget", self.method or "rdp").proven:
             raise ValueError(
                 f"Budget(method={self.method!r}): this method is an estimate, and a budget "
                 "needs a bound. Use 'rdp' or 'pld'."
