@@ -367,7 +367,7 @@ CHANGES = {
         "jax_default_matmul_precision: None there, highest now",
     ),
     "versions": (
-        lambda: mock.patch.object(training.environment, "_version", return_value="0"),
+        lambda: mock.patch.object(training.environment, "version", return_value="0"),
         r"  dpjax: \S+ there, 0 now\n  jax: .*\n  jaxlib: .*\n  optax: ",
     ),
     "devices": (
@@ -380,7 +380,7 @@ CHANGES = {
 @kills("training/fit.py", "                run.mark()\n", "", case="versions", slow=True)
 @kills(
     "training/environment.py",
-    "**{name: _version(name) for name in _PACKAGES},",
+    "**{name: version(name) for name in _PACKAGES},",
     "",
     case="versions",
     slow=True,

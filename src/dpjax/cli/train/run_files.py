@@ -9,7 +9,6 @@ without it their privacy cost would be counted nowhere.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 from absl import app
 
+from dpjax._versions import version
 from dpjax.cli.train.inputs import MOMENTS
 from dpjax.reports.figures import PLOTS
 
@@ -36,8 +36,7 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
     config = {
         "command": " ".join(sys.argv),
         "flags": dict(flags),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in names},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "released": _digest(folder),
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
         **facts,
