@@ -212,7 +212,13 @@ OTHERS = {
 
 @pytest.mark.sample(3)
 @kills("training/dpsgd.py", '"data": content,', '"data": None,', case="data", slow=True)
-@kills("mechanism/description.py", "float(multipliers[i]),", "1.0,", case="multiplier", slow=True)
+@kills(
+    "mechanism/description.py",
+    "zip(values.tolist(), counts",
+    "zip([1.0] * len(values), counts",
+    case="multiplier",
+    slow=True,
+)
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_is_refused_by_name(tmp_path, other):
     settings, message = OTHERS[other]

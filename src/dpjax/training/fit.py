@@ -148,9 +148,9 @@ def fit(
     evaluate_every = None if evaluate_every is None else whole("fit(evaluate_every", evaluate_every)
     save_every = None if save_every is None else whole("fit(save_every", save_every)
     # A budget without a target for the noise, or a target without a budget, is the usual case.
-    chosen = algorithm.budget or getattr(mechanism, "target", None)
+    chosen = algorithm.budget or mechanism.target
     delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
-    method = ledger.method_of(mechanism, method or (chosen.method if chosen else None))
+    _, method = mechanism.stated(delta, method or (chosen.method if chosen else None))
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
@@ -185,8 +185,7 @@ def fit(
         # Epsilons at two deltas, or by two methods, are not shown as one.
         budget = algorithm.budget
         most = planned
-        by = method if budget is None else ledger.method_of(mechanism, budget.method)
-        if budget is not None and (budget.delta, by) == (delta, method):
+        if budget and mechanism.stated(budget.delta, budget.method) == (delta, method):
             most = budget.epsilon
         first = meshes.first_process()
         shown = first and bool(progress) and not callable(progress)
