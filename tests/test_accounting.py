@@ -277,8 +277,8 @@ def test_linear_en_route():
     spent = [
         accounting.epsilon(accounting.scheduled_gaussian(part, 0.01), 1e-5)
         for part in (
-            schedules.values(schedules.linear_down(), 1_000),
-            schedules.values(schedules.linear_up(), 100),
+            schedules.values(schedules.CURRICULA["linear-down"](), 1_000),
+            schedules.values(schedules.CURRICULA["linear-up"](), 100),
         )
     ]
     assert spent == pytest.approx([0.3097, 1.2141], rel=2e-3)
