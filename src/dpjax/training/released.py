@@ -17,12 +17,13 @@ from absl import logging
 from dpjax import meshes, reports, trees
 from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder, replace
+from dpjax.types import Plan, State
 
 
 def leave(
     folder: Folder,
-    mechanism: Any,
-    state: Any,
+    mechanism: Plan,
+    state: State,
     delta: float,
     method: str,
     *,

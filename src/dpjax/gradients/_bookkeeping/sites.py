@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-# All leaves in order, or those that a site in a scan reads, by number.
+# All leaves in order; or, by number, the leaves that a site in a scan reads.
 Leaves: TypeAlias = Sequence[Array] | Mapping[int, Array]
 Memo = dict[int, list[Array]]
 Axes = tuple[int | None, ...]
