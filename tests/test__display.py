@@ -21,7 +21,7 @@ PLAIN = (
     f"Mechanism(sampling={SAMPLER}, clipping=Clipping(name='flat', bounds=(1.0,)), "
     "noise_multiplier=2.0, steps=5)"
 )
-FALLING = schedules.linear_down(epochs=5, steps_per_epoch=1)
+FALLING = schedules.CURRICULA["linear-down"](epochs=5, steps_per_epoch=1)
 
 
 def of(**changes):

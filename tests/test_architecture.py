@@ -18,6 +18,7 @@ ROOT = pathlib.Path(dpjax.__file__).parent
 # A file imports only from floors with a smaller number.
 FLOORS = {
     "_display": -1,
+    "_versions": -1,
     "types": 0,
     "checks": 0,
     "verify": 0,  # imports nothing of dpjax

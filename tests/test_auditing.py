@@ -449,6 +449,19 @@ def test_a_step_that_cannot_be_audited_is_refused(name):
         separation(descent(), **{"pairs": 1, **options})
 
 
+def test_without_a_mechanism_nothing_is_claimed():
+    def build(sampler):
+        return dataclasses.replace(descent()(sampler), mechanism=None)
+
+    with pytest.raises(
+        TypeError, match=r"sampling\)\.mechanism is a NoneType; expected a Mechanism"
+    ):
+        separation(build, pairs=1)
+    state = types.SimpleNamespace(optimizer=auditing.canaries.Recorded(None, None))
+    with pytest.raises(TypeError, match=r"algorithm\.mechanism is a NoneType"):
+        auditing.score_canaries(build(sampling.full(8)), state, 1, linear, DATA, DATA)
+
+
 # Canaries in a run ------------------------------------------------------------------------
 
 

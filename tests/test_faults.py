@@ -212,7 +212,13 @@ OTHERS = {
 
 @pytest.mark.sample(3)
 @kills("training/dpsgd.py", '"data": content,', '"data": None,', case="data", slow=True)
-@kills("mechanism/description.py", "float(multipliers[i]),", "1.0,", case="multiplier", slow=True)
+@kills(
+    "mechanism/description.py",
+    "zip(values.tolist(), counts",
+    "zip([1.0] * len(values), counts",
+    case="multiplier",
+    slow=True,
+)
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_run_is_refused_by_name(tmp_path, other):
     settings, message = OTHERS[other]
@@ -367,7 +373,7 @@ CHANGES = {
         "jax_default_matmul_precision: None there, highest now",
     ),
     "versions": (
-        lambda: mock.patch.object(training.environment, "_version", return_value="0"),
+        lambda: mock.patch.object(training.environment, "version", return_value="0"),
         r"  dpjax: \S+ there, 0 now\n  jax: .*\n  jaxlib: .*\n  optax: ",
     ),
     "devices": (
@@ -380,7 +386,7 @@ CHANGES = {
 @kills("training/fit.py", "                run.mark()\n", "", case="versions", slow=True)
 @kills(
     "training/environment.py",
-    "**{name: _version(name) for name in _PACKAGES},",
+    "**{name: version(name) for name in _PACKAGES},",
     "",
     case="versions",
     slow=True,

@@ -160,7 +160,7 @@ REFUSED = {
     "all orders": ({"order": math.inf}, "one order above 1"),
     "an order for gdp": ({"method": "gdp"}, "leave it out"),
     "no epsilon": ({"epsilon": 0.0}, "expected a finite number above 0"),
-    "epsilon for delta": ({"delta": 3.0}, "expected a number between 0 and 1"),
+    "epsilon for delta": ({"delta": 3.0}, r"Filter\(delta=3.0\): expected a number between"),
     "spent less than nothing": ({"spent": -10.0}, "more than the budget"),
     "spent NaN": ({"spent": math.nan}, "0 or more"),
     "less than no steps": ({"steps": -1}, "how many they are"),
@@ -172,6 +172,13 @@ REFUSED = {
 
 @kills("accounting/filters.py", 'if method == "pld":', 'if method == "never":', case="pld")
 @kills("accounting/filters.py", "if not (self.spent >= 0 and ", "if not (")
+@kills(
+    "accounting/filters.py",
+    'checked_delta("accounting.Filter", self.delta)',
+    "pass",
+    case="epsilon for delta",
+    slow=True,
+)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_theorem_covers_is_refused(case):
     settings, message = REFUSED[case]
@@ -210,6 +217,22 @@ def test_noise_whose_square_underflows_is_none(multiplier):
     assert budget.room(multiplier, 1.0) == 0
     with pytest.raises(accounting.Refused):
         budget.admit(multiplier, 1.0)
+
+
+@kills(
+    "accounting/filters.py",
+    'checked_delta("accounting.best_order", delta)',
+    "pass",
+    case="2.0",
+    slow=True,
+)
+@pytest.mark.parametrize("delta", [0.0, 1.0, 2.0, math.inf])
+def test_an_order_is_for_a_delta_below_one(delta):
+    step = accounting.gaussian(10.0)
+    with pytest.raises(ValueError, match=r"best_order\(delta=.*between 0 and 1. Usually epsilon"):
+        accounting.best_order(step, 1.0, delta)
+    with pytest.raises(ValueError, match=r"best_order\(epsilon=.*a positive number"):
+        accounting.best_order(step, -1.0, 1e-5)
 
 
 def test_an_order_for_nothing_is_none():

@@ -136,7 +136,7 @@ def test_calibration():
     calibrated = base.calibrate(2.0, 1e-5, "rdp")
     assert calibrated.noise_multiplier == pytest.approx(1.2953, abs=0.001)
     assert calibrated.epsilon(1e-5) <= 2.0
-    linear = make(noise_multiplier=schedules.linear_down()).calibrate(2.0, 1e-5)
+    linear = make(noise_multiplier=schedules.CURRICULA["linear-down"]()).calibrate(2.0, 1e-5)
     assert linear.multipliers[0] / 5 == pytest.approx(0.8600, abs=0.002)
     assert linear.multipliers[-1] * 5 == pytest.approx(linear.multipliers[0], rel=1e-6)
 
@@ -158,7 +158,7 @@ def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
 
 
 def test_the_tightest_method_is_proven_and_quick():
-    schedule = schedules.linear_down()
+    schedule = schedules.CURRICULA["linear-down"]()
     for options, method in (
         ({}, "pld"),
         ({"noise_multiplier": schedule}, "rdp"),

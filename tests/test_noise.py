@@ -174,7 +174,7 @@ def test_the_deviation_is_multiplier_times_bound(bound, multiplier):
 
 
 def test_the_noise_follows_its_schedule_step_by_step():
-    schedule = schedules.linear_down(epochs=5, steps_per_epoch=2)
+    schedule = schedules.CURRICULA["linear-down"](epochs=5, steps_per_epoch=2)
     link = noise.gaussian(schedule, clipping.flat(2.0), key=jax.random.key(0))
     deviations = [np.std(out) / 2 for out in run(link, jnp.zeros(400_000), steps=12)]
     np.testing.assert_allclose(deviations, [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 1, 1], rtol=0.01)
@@ -251,7 +251,7 @@ def test_multi_steps_around_a_link_breaks_the_law_of_noise():
         ((1.0, -2.0), clipping.grouped(1.0, 2), "expected a number, 0 or more"),
         (np.ones((2, 2)), RULE, "A number for each step is a schedule"),
         (1.0, clipping.flat(math.inf), "no finite noise hides one example"),
-        (schedules.linear_down(), clipping.flat(math.inf), "no finite noise"),
+        (schedules.CURRICULA["linear-down"](), clipping.flat(math.inf), "no finite noise"),
     ],
 )
 def test_errors_teach(multiplier, rule, message):

@@ -15,7 +15,7 @@ from dpjax import sampling, schedules
 from dpjax.data import Stream
 from dpjax.types import Draw
 
-LINEAR = schedules.linear_down(epochs=20, steps_per_epoch=100)
+LINEAR = schedules.CURRICULA["linear-down"](epochs=20, steps_per_epoch=100)
 
 
 def epsilon(sampler, multiplier, steps, method="rdp", delta=1e-5, **options):

@@ -264,7 +264,7 @@ def test_a_key_draws_one_number():
         ({"runs": math.nan}, "1 or more, and finite"),
         ({"runs": math.inf}, "1 or more, and finite"),
         ({"distribution": "fixed"}, "'geometric'.*'logarithmic'.*'poisson'.*compose"),
-        ({"delta": 1.5}, "swapped"),
+        ({"delta": 1.5}, r"select_best\(delta=1\.5\).*swapped"),
         ({"event": []}, "several in a list"),
         ({"neighbours": "replace-one"}, "RDP has no proof for Poisson sampling"),
     ],

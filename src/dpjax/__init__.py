@@ -124,7 +124,7 @@ else:
     def __getattr__(name: str) -> Any:
         """Imports a module, or the module that defines a name, on first use (PEP 562)."""
         if name == "__version__":
-            return importlib.import_module("importlib.metadata").version("dpjax")
+            return importlib.import_module("dpjax._versions").version("dpjax")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = importlib.import_module(f"dpjax.{_HOMES.get(name, name)}")

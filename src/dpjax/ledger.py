@@ -23,8 +23,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dpjax import accounting, checks
+from dpjax import checks
 from dpjax.accounting import Refused
+from dpjax.accounting.events import runs_of
+from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.rounding import upwards
 from dpjax.types import Plan, PyTree
 
@@ -58,10 +60,8 @@ class Budget:
             raise ValueError(
                 f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
             )
-        # An empty computation costs 0: this only asks accounting to check the words.
-        method = self.method or "rdp"
-        accounting.epsilon(accounting.compose(), self.delta, method)
-        if not accounting.METHODS[method].proven:
+        checked_delta("Budget", self.delta)
+        if not checked_method("Budget", self.method or "rdp").proven:
             raise ValueError(
                 f"Budget(method={self.method!r}): this method is an estimate, and a budget "
                 "needs a bound. Use 'rdp' or 'pld'."
@@ -121,9 +121,7 @@ def admit(
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
     spent = _multipliers(mechanism)[: ledger.steps + steps]
     # Run-length encoded, so a million equal steps are one entry of the state.
-    starts = np.flatnonzero(np.diff(spent, prepend=np.nan))
-    counts = np.diff(starts, append=len(spent))
-    return Ledger(spent[starts], counts, _digest(mechanism), ledger.seeded)
+    return Ledger(*runs_of(spent), _digest(mechanism), ledger.seeded)
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
@@ -136,7 +134,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         )
     if budget is None:
         return
-    method = method_of(mechanism, budget.method)
+    _, method = mechanism.stated(budget.delta, budget.method)
     before = _prefix_epsilon(mechanism, 0, budget.delta, method)
     # An error of its own, because its cure is in the mechanism and not in fewer steps.
     if before > budget.epsilon:
@@ -188,7 +186,7 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
 @functools.lru_cache(maxsize=128)
 def _affordable(mechanism: Plan, budget: Budget) -> int:
     """Bisects: a longer prefix of the same steps never costs less."""
-    method = method_of(mechanism, budget.method)
+    _, method = mechanism.stated(budget.delta, budget.method)
 
     def passes(steps: int) -> bool:
         cost = _prefix_epsilon(mechanism, steps, budget.delta, method)
@@ -217,20 +215,7 @@ def epsilon(
     Raises:
       Refused: They ran under another mechanism.
     """
-    if delta is None:
-        delta = getattr(getattr(mechanism, "target", None), "delta", None)
-    if delta is None:
-        raise TypeError(
-            "ledger.epsilon: delta is missing, and the mechanism was not calibrated for one. Give "
-            "delta=, well below one over the number of examples."
-        )
-    return mechanism.epsilon_of(ran(ledger, mechanism), delta, method_of(mechanism, method))
-
-
-def method_of(mechanism: Plan, method: str | None) -> str:
-    """The method as given, or else the one for which the noise was chosen, or "rdp"."""
-    target = getattr(mechanism, "target", None)
-    return method or ("rdp" if target is None else target.method)
+    return mechanism.epsilon_of(ran(ledger, mechanism), *mechanism.stated(delta, method))
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:

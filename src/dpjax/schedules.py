@@ -76,7 +76,7 @@ def constant(noise_multiplier: float) -> optax.Schedule:
     return table([noise_multiplier])
 
 
-def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, "steps"]:
+def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
     """The values of a schedule at steps 0 to ``steps - 1``, as the accountant needs them.
 
     Args:
@@ -237,9 +237,3 @@ With H and L the largest and the smallest multiplier and T the number of epochs,
 References:
   An, Shi, "Differentially private stochastic gradient descent with curricula", 2021, table 1.
 """
-
-exponential_down, exponential_up = CURRICULA["exponential-down"], CURRICULA["exponential-up"]
-piecewise_down, piecewise_up = CURRICULA["piecewise-down"], CURRICULA["piecewise-up"]
-linear_down, linear_up = CURRICULA["linear-down"], CURRICULA["linear-up"]
-quadratic_down, quadratic_up = CURRICULA["quadratic-down"], CURRICULA["quadratic-up"]
-logarithmic_up = CURRICULA["logarithmic-up"]

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from dpjax import checks
 from dpjax.types import Key, Purpose, PyTree
 
 __all__ = ["copy", "step_key"]
+
+T = TypeVar("T")
 
 # Numbers per draw, 16 MiB: many small draws run, and above all compile, far more slowly.
 _TOGETHER = 2**22
@@ -67,6 +69,17 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
         return path[:-1] if last and within[path[:-1]] == 1 else path
 
     return tuple(jax.tree_util.keystr(named(p), simple=True, separator="/") for p in paths)
+
+
+def nodes(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
+    """The nodes of a type, or of several, wherever they stand in a tree.
+
+    Example:
+      >>> nodes([1, {"a": (2, 3)}], tuple)
+      [(2, 3)]
+    """
+    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]
 
 
 def leading_size(tree: PyTree, *, name: str = "batch") -> int:

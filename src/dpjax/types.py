@@ -413,6 +413,15 @@ class Plan(Protocol):
         """A hash of all that a step costs by, but multipliers: who is drawn, and how."""
         ...
 
+    @property
+    def target(self) -> Any:
+        """The epsilon, delta and method for which the noise was chosen, or None."""
+        ...
+
+    def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
+        """Delta and method of a statement: as given, or else as in `target`."""
+        ...
+
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str) -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
         ...

@@ -79,7 +79,13 @@ def split(event: DpEvent) -> Parts:
     sampled: dict[tuple[float, float], int] = {}
     foreign: dict[str, tuple[DpEvent, int]] = {}
     inverse_squares: list[float] = []
-    private = True
+    bare = 0  # how often something is released without noise
+
+    def keep(event: DpEvent, count: int) -> None:
+        if count:
+            text = repr(event)
+            foreign[text] = event, foreign.get(text, (event, 0))[1] + count
+
     # A stack instead of recursion: a schedule composes thousands of events, and Python's own stack
     # ends at about 1,000.
     stack = [(event, 1)]
@@ -94,7 +100,7 @@ def split(event: DpEvent) -> Parts:
             case dp_accounting.NoOpDpEvent():
                 pass
             case dp_accounting.NonPrivateDpEvent():
-                private = private and count == 0
+                bare += count
             case dp_accounting.ComposedDpEvent():
                 stack.extend((part, count) for part in leaf.events)
             case dp_accounting.SelfComposedDpEvent():
@@ -103,13 +109,17 @@ def split(event: DpEvent) -> Parts:
                     "accounting: SelfComposedDpEvent", "count", leaf.count, _COUNT, least=0
                 )
                 stack.append((leaf.event, count * runs))
-            case dp_accounting.GaussianDpEvent():
-                # `not >` is also true for NaN, which must count as no noise.
-                bare = not leaf.noise_multiplier > BARE
-                private = private and (count == 0 or not bare)
-                # Unsampled Gaussians compose exactly: their precisions 1 / m^2 add up to the
+            # `not >` is also true for NaN, which must count as no noise.
+            case (
+                dp_accounting.GaussianDpEvent(noise_multiplier=z)
+                | dp_accounting.LaplaceDpEvent(noise_multiplier=z)
+                | AllocatedGaussianDpEvent(noise_multiplier=z)
+            ) if not z > BARE:
+                bare += count
+            case dp_accounting.GaussianDpEvent(noise_multiplier=z):
+                # Unsampled Gaussians compose exactly: their precisions 1 / z^2 add up to the
                 # precision of one Gaussian.
-                inverse_squares += [] if bare else [count / leaf.noise_multiplier**2]
+                inverse_squares.append(count / z**2)
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 check_rate(rate, "accounting: PoissonSampledDpEvent")
                 # Amplification has a closed form for a bare Gaussian alone. Anything else stays one
@@ -122,32 +132,38 @@ def split(event: DpEvent) -> Parts:
                     # compose exactly.
                     stack.append((inner, count))
                 elif below.sampled or below.foreign:
-                    foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
+                    keep(leaf, count)
                 elif not below.private:
-                    private = private and count == 0
+                    bare += count
                 elif below.precision and count:
                     # Several Gaussians on one sample are one Gaussian, so they share the
                     # amplification.
                     key = (float(rate), below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
             case (
-                dp_accounting.LaplaceDpEvent(noise_multiplier=b)
-                | AllocatedGaussianDpEvent(noise_multiplier=b)
-            ) if not b > BARE:
-                private = private and count == 0
-            case (
                 dp_accounting.SampledWithoutReplacementDpEvent(event=inner)
                 | RepeatAndSelectDpEvent(event=inner)
-            ) if split(inner).empty or not split(inner).private:
-                private = private and (count == 0 or split(inner).private)
-            case _ if count:
-                # Equal foreign events are found by their text, and the text of a long array leaves
-                # out digits, and in the middle numbers. A list prints all of them.
-                if isinstance(leaf, MixtureOfGaussiansDpEvent):
-                    both = (leaf.sensitivities, leaf.sampling_probs)
-                    both = (np.asarray(each, np.float64).tolist() for each in both)
-                    leaf = MixtureOfGaussiansDpEvent(leaf.standard_deviation, *both)
-                foreign[repr(leaf)] = (leaf, foreign.get(repr(leaf), (leaf, 0))[1] + count)
+            ):
+                below = split(inner)
+                if not below.private:
+                    bare += count
+                elif not below.empty:
+                    keep(leaf, count)
+            case _:
+                keep(_as_lists(leaf), count)
     # Sorted, and summed without rounding: the order in which events were composed must not change a
     # claim in its last digit.
-    return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, private)
+    return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, bare == 0)
+
+
+def _as_lists(event: DpEvent) -> DpEvent:
+    """A mixture with lists in place of arrays; any other event as it is.
+
+    Equal foreign events are found by their text, and the text of a long array leaves out digits,
+    and in the middle numbers.
+    """
+    if not isinstance(event, MixtureOfGaussiansDpEvent):
+        return event
+    both = (event.sensitivities, event.sampling_probs)
+    both = (np.asarray(each, np.float64).tolist() for each in both)
+    return MixtureOfGaussiansDpEvent(event.standard_deviation, *both)

@@ -138,6 +138,17 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     )
 
 
+def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Run-length encoded, in order: the multipliers, and how many steps in a row had each.
+
+    Example:
+      >>> runs_of(np.array([2.0, 2.0, 1.0, 2.0]))
+      (array([2., 1., 2.]), array([2, 1, 1]))
+    """
+    starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
+    return multipliers[starts], np.diff(starts, append=len(multipliers))
+
+
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
     """Gaussian steps, each on a uniform batch of a fixed size; equal steps are grouped."""
     values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)

@@ -26,7 +26,7 @@ from dpjax import checks
 from dpjax.accounting import rdp_accountant
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import gaussian
-from dpjax.accounting.methods import epsilon as epsilon_of
+from dpjax.accounting.methods import checked_delta
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.checks import Refused
 
@@ -87,7 +87,7 @@ class Filter:
         """Refuses what no theorem covers, and orders at which nothing fits."""
         _check_method(self.method, self.order)
         checks.positive("accounting.Filter", "epsilon", self.epsilon)
-        epsilon_of(dp_accounting.NoOpDpEvent(), self.delta)  # only asks it to check delta
+        checked_delta("accounting.Filter", self.delta)
         if not (self.spent >= 0 and self.steps >= 0 and self.steps % 1 == 0):
             raise ValueError(
                 f"accounting.Filter(spent={self.spent}, steps={self.steps}): expected the sum over "
@@ -180,6 +180,8 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
       >>> best_order(step, epsilon=3.0, delta=1e-5)
       7.3
     """
+    checks.positive("accounting.best_order", "epsilon", epsilon)
+    checked_delta("accounting.best_order", delta)
     # Of what is expected to run: the order is a guess in advance, and a bad guess costs steps, not
     # privacy.
     divergences = rdp_accountant.total(split(event), "add-or-remove")

@@ -112,8 +112,9 @@ def epsilon(
       >>> accounting.epsilon(event, delta=1e-5, method="gdp")
       Estimate(2.324..., not a bound)
     """
-    checks.fraction("accounting.epsilon", "delta", delta, _DELTA)
-    row, parts = method_named(method), _sorted(event, neighbours, method)
+    call = "accounting.epsilon"
+    delta, row = checked_delta(call, delta), checked_method(call, method)
+    parts = _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else math.inf)
     # The improved conversion can be negative for large delta; epsilon is not.
@@ -141,7 +142,7 @@ def delta(
             f"accounting.delta(epsilon={epsilon}): epsilon must be zero or more. It is usually "
             "between 0.1 and 10; a negative one often means that its logarithm was given."
         )
-    row, parts = method_named(method), _sorted(event, neighbours, method)
+    row, parts = checked_method("accounting.delta", method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
     # An infinite epsilon allows everything, and conversions would compute inf - inf.
@@ -172,11 +173,16 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
     return "pld" if len(parts.sampled) <= _FEW and not parts.foreign else "rdp"
 
 
-def method_named(name: str) -> Method:
+def checked_delta(call: str, delta: float) -> float:
+    """Delta, or an error that names the call in which it was given."""
+    return checks.fraction(call, "delta", delta, _DELTA)
+
+
+def checked_method(call: str, name: str) -> Method:
     """The row of `METHODS`, or an error that lists all rows."""
     if name not in METHODS:
         rows = "; ".join(f"{row.name!r}: {row.words}" for row in METHODS.values())
-        raise ValueError(f"accounting: method={name!r} is not known. There are: {rows}.")
+        raise ValueError(f"{call}(method={name!r}): there is no such method. There are: {rows}.")
     return METHODS[name]
 
 

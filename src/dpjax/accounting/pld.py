@@ -26,7 +26,7 @@ from dpjax.accounting import allocation, gdp, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
-_MIXED = 1e-3  # with mixtures, whose losses are found by search: a tenth of the time, 0.1 %
+MIXED = 1e-3  # with mixtures, whose losses are found by search: a tenth of the time, 0.1 %
 LEVELS = 64  # distinct steps that are composed as they are; beyond them multipliers are rounded
 # Points of one distribution, 32 MB: composition by FFT holds several copies.
 _POINTS = 4_000_000
@@ -141,10 +141,7 @@ def _loss(parts: Parts, neighbours: str) -> PrivacyLossDistribution:
     return composed
 
 
-# Finding the loss of one step takes nearly all the time of an answer. Other questions about a run
-# (another delta, more steps, the epsilon of a row) are about the same steps.
-@functools.lru_cache(maxsize=16)
-def _one_step(
+def one_step(
     rate: float, multiplier: float, grid: float, neighbours: str
 ) -> PrivacyLossDistribution:
     """The loss of one Poisson-subsampled Gaussian."""
@@ -154,6 +151,11 @@ def _one_step(
         sampling_prob=rate,
         neighboring_relation=relation(neighbours),
     )
+
+
+# Finding the loss of one step takes nearly all the time of an answer. Other questions about a run
+# (another delta, more steps, the epsilon of a row) are about the same steps.
+_one_step = functools.lru_cache(maxsize=16)(one_step)
 
 
 def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
@@ -194,7 +196,7 @@ def _grid(parts: Parts, neighbours: str) -> float:
         for event, count in parts.foreign.values()
         if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0
     ]
-    finest = _MIXED if mixed else GRID
+    finest = MIXED if mixed else GRID
     # The grid must span the losses of one step and of all steps: with a fixed grid, a huge epsilon
     # would need more points than memory has.
     span = 2 * max(_hint(parts, neighbours), smallest**-2 / 2 + 10 / smallest, *mixed)

@@ -17,7 +17,7 @@ PLD refuses such events.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from typing import TypeAlias
 
 import dp_accounting
 import numpy as np
@@ -28,14 +28,17 @@ from scipy import stats
 
 from dpjax import checks
 from dpjax.accounting import pld
-from dpjax.accounting.event_parts import Parts, relation
+from dpjax.accounting.event_parts import Parts
 
-_GRID = 1e-3  # between losses
+_GRID = pld.MIXED
 _BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is likely and where not
 _RARE = 0.05
 _LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
 _CHANCE = 1e-12
 _LEVELS = 8  # distinct multipliers of a schedule; beyond them they are rounded down
+
+# `{(rate, multiplier, projections): count}`
+Steps: TypeAlias = dict[tuple[float, float, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +107,27 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       >>> round(pld_epsilon(parts, 1e-5, "add-or-remove"), 2)
       1.02
     """
-    if not _steps(parts):
+    steps = _steps(parts)
+    if not steps:
         return pld.pld_epsilon(parts, delta, neighbours)
-    if _bare(_steps(parts)):
+    if _bare(steps):
         return math.inf
-    return float(_whole(parts, neighbours).get_epsilon_for_delta(delta))
+    return float(_whole(parts, steps, neighbours).get_epsilon_for_delta(delta))
 
 
 def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
     """As `pld.pld_delta`, for events with estimated norms too."""
-    if not _steps(parts):
+    steps = _steps(parts)
+    if not steps:
         return pld.pld_delta(parts, epsilon, neighbours)
-    if _bare(_steps(parts)):
+    if _bare(steps):
         return 1.0
-    return min(1.0, float(_whole(parts, neighbours).get_delta_for_epsilon(epsilon)))
+    return min(1.0, float(_whole(parts, steps, neighbours).get_delta_for_epsilon(epsilon)))
 
 
-def _steps(parts: Parts) -> dict[tuple[float, float, int], int]:
+def _steps(parts: Parts) -> Steps:
     """`{(rate, multiplier, projections): count}` of the steps with estimated norms."""
-    found: dict[tuple[float, float, int], int] = {}
+    found: Steps = {}
     for event, count in parts.foreign.values():
         rate = 1.0
         if isinstance(event, dp_accounting.PoissonSampledDpEvent):
@@ -133,14 +138,13 @@ def _steps(parts: Parts) -> dict[tuple[float, float, int], int]:
     return found
 
 
-def _bare(steps: Iterable[tuple[float, float, int]]) -> bool:
+def _bare(steps: Steps) -> bool:
     """Whether the proof allows some step to release an example without protection."""
     return any(z == 0 or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps)
 
 
-def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
+def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDistribution:
     """The composed loss distribution of everything."""
-    steps, kind = _steps(parts), relation(neighbours)
     # The mixture is over one random scale; replace-one would need the joint law of two.
     if neighbours == "replace-one":
         raise ValueError(
@@ -156,18 +160,18 @@ def _whole(parts: Parts, neighbours: str) -> library.PrivacyLossDistribution:
     total = library.identity(_GRID)
     if parts.precision:
         z = parts.unsampled_multiplier
-        total = total.compose(_gaussian(z, 1.0, kind))
+        total = total.compose(pld.one_step(1.0, z, _GRID, neighbours))
     for (q, z), count in pld.rounded(parts.sampled).items():
-        total = total.compose(_gaussian(z, q, kind).self_compose(count))
+        total = total.compose(pld.one_step(q, z, _GRID, neighbours).self_compose(count))
     for (q, z, r), count in _rounded(steps).items():
         total = total.compose(_mixture(q, z, r, neighbours).self_compose(count))
     return total
 
 
-def _rounded(steps: dict[tuple[float, float, int], int]) -> dict[tuple[float, float, int], int]:
+def _rounded(steps: Steps) -> Steps:
     """At most `_LEVELS` distinct multipliers, rounded down: steps that cost no less."""
     multipliers = pld.levels(np.array([z for _, z, _ in steps]), _LEVELS)
-    out: dict[tuple[float, float, int], int] = {}
+    out: Steps = {}
     for (q, z, r), count in steps.items():
         key = (q, float(multipliers[np.searchsorted(multipliers, z, side="right") - 1]), r)
         out[key] = out.get(key, 0) + count
@@ -192,7 +196,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     # From the rarest scale to the most likely: mixing two distributions rescales the weights of
     # what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
-        one = _gaussian(z / float(s), q, relation(neighbours))
+        one = pld.one_step(q, z / float(s), _GRID, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))
         weight += float(share)
     return total
@@ -202,14 +206,3 @@ def _beyond(z: float, r: int) -> float:
     """The probability of a scale at which the proof counts the example as unprotected."""
     # P(S > s) = P(chi2 < r / s^2)
     return max(_CHANCE, float(stats.chi2(r).cdf(r * (_LEAST / z) ** 2)))
-
-
-def _gaussian(
-    z: float, q: float, kind: dp_accounting.NeighboringRelation
-) -> library.PrivacyLossDistribution:
-    return library.from_gaussian_mechanism(
-        z,
-        sampling_prob=q,
-        value_discretization_interval=_GRID,
-        neighboring_relation=kind,
-    )

@@ -18,8 +18,8 @@ from dp_accounting import DpEvent
 from scipy.optimize import root_scalar
 
 from dpjax import checks
+from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.methods import epsilon as epsilon_of
-from dpjax.accounting.methods import method_named
 
 # Relative width of the answer. PLD answers on a grid, so a tighter search would chase its steps.
 _TIGHTNESS = {"rdp": 1e-6, "rdp-classic": 1e-6, "pld": 1e-4}
@@ -57,7 +57,7 @@ def calibrate(
       >>> round(accounting.calibrate(make, epsilon=2.0, delta=1e-5), 4)
       1.2953
     """
-    _check(epsilon, method, "accounting.calibrate")
+    _check(epsilon, delta, method, "accounting.calibrate")
 
     @functools.cache
     def spent(value: float) -> float:
@@ -107,7 +107,7 @@ def largest_steps(
       >>> accounting.largest_steps(make, epsilon=2.0, delta=1e-6)
       133
     """
-    _check(epsilon, method, "accounting.largest_steps")
+    _check(epsilon, delta, method, "accounting.largest_steps")
     if maximum != math.inf:
         hint = "It may also be infinity: a whole number, zero or more, or infinity."
         checks.whole("accounting.largest_steps", "maximum", maximum, hint, least=0)
@@ -176,12 +176,14 @@ def _crossing(
     return float(found.root)
 
 
-def _check(target: float, method: str, who: str) -> None:
-    if not method_named(method).proven:
+def _check(target: float, delta: float, method: str, who: str) -> None:
+    checked_delta(who, delta)
+    row = checked_method(who, method)
+    if not row.proven:
         raise ValueError(
-            f"{who}(method={method!r}): refused. It is {method_named(method).words}, and noise or "
-            "steps chosen by it would promise what is not proven. Use 'rdp' or 'pld', and print "
-            "the estimate beside them."
+            f"{who}(method={method!r}): refused. It is {row.words}, and noise or steps chosen by "
+            "it would promise what is not proven. Use 'rdp' or 'pld', and print the estimate "
+            "beside them."
         )
     if not checks.number(who, "epsilon", target) > 0:
         raise ValueError(

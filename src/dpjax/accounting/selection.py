@@ -21,7 +21,7 @@ from scipy.special import exprel
 
 from dpjax.accounting import rdp_accountant
 from dpjax.accounting.event_parts import split
-from dpjax.accounting.methods import epsilon
+from dpjax.accounting.methods import checked_delta, epsilon
 from dpjax.accounting.rdp_divergence import ORDERS
 from dpjax.types import Key
 
@@ -116,6 +116,7 @@ def select_best(
     """
     who = "accounting.select_best"
     row, runs = _row(distribution, who), _mean(runs, who)
+    checked_delta(who, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
     if not events:
         raise ValueError(f"{who}(event=[]): expected the event of one run, or several in a list.")

@@ -19,7 +19,7 @@ from dpjax import checks
 from dpjax.accounting.allocation import known_bins
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import compose, gaussian
-from dpjax.accounting.methods import epsilon
+from dpjax.accounting.methods import checked_delta, epsilon
 
 
 def for_groups(event: DpEvent, records: int) -> DpEvent:
@@ -102,6 +102,7 @@ def epsilon_for_users(
       >>> [round(epsilon_for_users(event, 1e-5, records), 3) for records in (1, 2)]
       [0.912, 1.947]
     """
+    checked_delta("accounting.epsilon_for_users", delta)
     if neighbours == "replace-one":
         raise ValueError(
             "accounting.epsilon_for_users(neighbours='replace-one'): mixtures have no proof there. "

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
 from dpjax import accounting, checks, noise, trees
+from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, Draw, Key, Neighbours, PyTree, Sampler, State
 
 _SEEDS = 2**16  # how many keys are searched for one that draws the canary
@@ -155,7 +156,7 @@ def audit_algorithm(
     other = without(base, [canary]) if instead is None else _renamed(base, canary, instead)
     # Compilation takes longest, so the program without the canary measures the noise as well.
     whole, lacking = (_FirstStep(build(each), params) for each in (base, _silent_beyond(other)))
-    mechanism: Any = whole.mechanism
+    mechanism = whole.mechanism
     estimated = mechanism.clipping.projections
     risk = 1 - confidence if estimated is None else (1 - confidence) / 2
     deviations, limits = _deviations(lambda n: lacking(_SEEDS + n), pairs, risk)
@@ -239,7 +240,11 @@ class _FirstStep:
     """The first step of an algorithm under the key of any seed: what it releases, leaf by leaf."""
 
     def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
-        self.step, self.mechanism = algorithm.step, algorithm.mechanism
+        hint = "It says what is claimed; dpjax.dpsgd and dpjax.federated keep it."
+        self.mechanism = checks.instance(
+            "audit_algorithm", "build(sampling).mechanism", algorithm.mechanism, Mechanism, hint
+        )
+        self.step = algorithm.step
         # A secret key here, so that `init` does not warn of the small seeds below: nothing is
         # released.
         self.state: State = algorithm.init(noise.secret_key(), params)
@@ -247,7 +252,7 @@ class _FirstStep:
     def __call__(self, seed: int) -> list[np.ndarray]:
         state, _ = self.step(self.state._replace(key=jax.random.key(seed)))
         leaves = [trees.on_host(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.params)]
-        adaptive = getattr(self.mechanism, "adaptive", None)
+        adaptive = self.mechanism.adaptive
         if adaptive is None:
             return leaves
         # The next bound follows from the noisy count. Its logarithm is linear in the count.

@@ -20,8 +20,9 @@ import optax
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.gradients.clipped_grad import clipped_grad
+from dpjax.mechanism import Mechanism
 from dpjax.training.recipe import Recipe, with_entry
 from dpjax.types import Algorithm, Clipping, LossFn, PyTree, State
 
@@ -99,9 +100,15 @@ def score_canaries(
             " expected the means that auditing.recording keeps. Build the algorithm with "
             "recording(optimizer), which trains alike."
         )
-    mechanism: Any = algorithm.mechanism
+    mechanism = checks.instance(
+        "auditing.score_canaries",
+        "algorithm.mechanism",
+        algorithm.mechanism,
+        Mechanism,
+        "It clips the canaries' gradients; dpjax.dpsgd keeps it.",
+    )
     # Exact norms: the attacker need not estimate what it can compute.
-    rule: Clipping = dataclasses.replace(mechanism.clipping, projections=None)
+    rule = dataclasses.replace(mechanism.clipping, projections=None)
     # The entry of a step is a part of every example, as in the step itself.
     entry = None if per_step is None else (lambda key, step: per_step(step))
     recipe = Recipe(loss, optax.identity(), mechanism, entry=entry)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
-import importlib.metadata
 import inspect
 import io
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
+import dpjax
 from dpjax.cli.flag_checks import cure, only_flags
 from dpjax.cli.flag_groups import described
 
@@ -66,7 +66,7 @@ def _run_named(words: Sequence[str] | None) -> None:
         listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
         print(f"usage: dpjax SUBCOMMAND [--flag=value ...]\n\n{listed}\n\n{_MORE}")
     elif name == "--version":
-        print(f"dpjax {importlib.metadata.version('dpjax')}")
+        print(f"dpjax {dpjax.__version__}")
     elif name == "verify":
         sys.exit(importlib.import_module("dpjax.verify").main(rest))
     elif name in COMMANDS:

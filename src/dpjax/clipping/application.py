@@ -138,8 +138,7 @@ def trusted_sum(total: PyTree, rule: Clipping) -> PyTree:
 
 def _refuse_masked(gradients: PyTree) -> None:
     """Raises inside `optax.masked`: other leaves would pass it as raw per-example gradients."""
-    nodes = jax.tree.leaves(gradients, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    if any(isinstance(node, optax.MaskedNode) for node in nodes):
+    if trees.nodes(gradients, optax.MaskedNode):
         raise ValueError(
             "clip_and_sum: some leaves are masked, so clip_and_sum stands inside optax.masked or "
             "optax.multi_transform, and the other leaves would be released unclipped and without "

@@ -92,40 +92,32 @@ def layout(
         return Layout(1)
     engine = named("gradients.layout", engine)
     with platforms.traced_for(devices):
-        return _layout(loss, params, example, batch_size, engine, microbatch_size, devices)
-
-
-def _layout(
-    loss: LossFn,
-    params: PyTree,
-    example: PyTree,
-    batch_size: int,
-    engine: str,
-    microbatch_size: int | None,
-    devices: int | Mesh | None,
-) -> Layout:
-    together = microbatch_size or _together(loss, params, example, batch_size, engine)
-    if isinstance(devices, Mesh):
-        mesh = meshes.of(devices)
-    else:
-        # Under a mesh or inside a shard_map the user chooses the devices.
-        ours = jax.sharding.get_abstract_mesh().empty and jax.devices()[0].platform == "cpu"
-        several = ours and batch_size > together and platforms.on_cpu()
-        if several and devices is None:
-            # Told and not done: the number of devices is the user's, and is settled at JAX's first
-            # array. ``make bench BENCH=scaling`` has what they gain: W1 to W3 take 0.59 to 0.68 of
-            # the time on two cores, W5 0.83, and W4 1.17.
-            _tell_of_idle_cores()
-        most = min(jax.local_device_count(), -(-batch_size // together)) if several else 1
-        mesh = meshes.of_host(devices or most)
-    # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
-    split = mesh is not None and meshes.MODEL in mesh.axis_names
-    program = jax.make_jaxpr(loss)(params, example).jaxpr if split else None
-    axes = () if mesh is None else _batch_axes(mesh, program)
-    shares = Layout(1, mesh, axes).shares
-    # Host devices share the caches, so the estimate is for all of them together.
-    size = together // shares if platforms.on_cpu() else min(together, -(-batch_size // shares))
+        together = microbatch_size or _together(loss, params, example, batch_size, engine)
+        mesh = _mesh(devices, -(-batch_size // together))
+        # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
+        split = mesh is not None and meshes.MODEL in mesh.axis_names
+        program = jax.make_jaxpr(loss)(params, example).jaxpr if split else None
+        axes = () if mesh is None else _batch_axes(mesh, program)
+        shares = Layout(1, mesh, axes).shares
+        # Host devices share the caches, so the estimate is for all of them together.
+        size = together // shares if platforms.on_cpu() else min(together, -(-batch_size // shares))
     return Layout(microbatch_size or max(1, size), mesh, axes)
+
+
+def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
+    """The user's mesh; or one of host devices, for a batch of several microbatches."""
+    if isinstance(devices, Mesh):
+        return meshes.of(devices)
+    # Under a mesh or inside a shard_map the user chooses the devices.
+    ours = jax.sharding.get_abstract_mesh().empty and jax.devices()[0].platform == "cpu"
+    several = ours and microbatches > 1 and platforms.on_cpu()
+    if several and devices is None:
+        # Told and not done: the number of devices is the user's, and is settled at JAX's first
+        # array. ``make bench BENCH=scaling`` has what they gain: W1 to W3 take 0.59 to 0.68 of the
+        # time on two cores, W5 0.83, and W4 1.17.
+        _tell_of_idle_cores()
+    most = min(jax.local_device_count(), microbatches) if several else 1
+    return meshes.of_host(devices or most)
 
 
 @functools.cache  # once a process

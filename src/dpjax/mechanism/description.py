@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from dpjax import accounting, checks, clipping, noise
 from dpjax._display import brief, short, table
 from dpjax._marks import require_clipped_sum
+from dpjax.accounting.events import runs_of
 from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.correlated import check_strategy, sensitivity_of
@@ -258,12 +259,10 @@ class Mechanism:
     def spent(self, multipliers: np.ndarray) -> Spent:
         """The cost of this run alone, after steps with these multipliers, in this order."""
         # Run-length encoded: a card of a million equal steps holds one pair.
-        starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
-        counts = np.diff(starts, append=len(multipliers))
-        runs = [(float(multipliers[i]), int(n)) for i, n in zip(starts, counts, strict=True)]
+        values, counts = runs_of(multipliers)
         return Spent(
             sampling=self.sampling,
-            runs=tuple(runs),
+            runs=tuple(zip(values.tolist(), counts.tolist(), strict=True)),
             preparation=tuple(self.preparation),
             unit=self.unit,
             projections=self.clipping.projections,
@@ -292,15 +291,18 @@ class Mechanism:
 
     def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
         """The delta and the method of a statement: as given, or else as in `target`."""
-        if self.target is not None:
-            return (self.target.delta if delta is None else delta), method or self.target.method
         if delta is None:
-            raise TypeError(
-                "Mechanism: delta is missing, and this mechanism was not calibrated for one. Give "
-                "delta=, well below one over the number of examples, or take the mechanism that "
-                "calibrate(epsilon, delta) returns."
-            )
-        return delta, method or "rdp"
+            if self.target is None:
+                raise TypeError(
+                    "Mechanism: delta is missing, and this mechanism was not calibrated for one. "
+                    "Give delta=, well below one over the number of examples, or take the "
+                    "mechanism that calibrate(epsilon, delta) returns."
+                )
+            delta = self.target.delta
+        return delta, self._method(method)
+
+    def _method(self, given: str | None) -> str:
+        return given or ("rdp" if self.target is None else self.target.method)
 
     def epsilon(self, delta: float | None = None, method: str | None = None) -> float:
         """The epsilon of the whole computation at ``delta``.
@@ -319,8 +321,7 @@ class Mechanism:
 
     def delta(self, epsilon: float, method: str | None = None) -> float:
         """The delta of the whole computation at ``epsilon``; `epsilon` says which methods are."""
-        method = method or ("rdp" if self.target is None else self.target.method)
-        return accounting.delta(self.event, epsilon, method, self.relation)
+        return accounting.delta(self.event, epsilon, self._method(method), self.relation)
 
     def calibrate(self, epsilon: float, delta: float, method: str | None = None) -> Mechanism:
         """This mechanism with its noise scaled so that it costs at most ``epsilon``.

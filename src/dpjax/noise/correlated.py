@@ -68,6 +68,6 @@ def correlated(
             "example moves the noise of many steps, so a multiplier belongs to the whole run. "
             "Usually noise should fall over the run: give learning_rates= to the strategy."
         )
-    participation = strategies.once() if participation is None else participation
+    participation = participation or strategies.once()
     scale = strategies.sensitivity(strategy, participation)
     return noise_link("noise.correlated", noise_multiplier, rule, key, strategy, scale)

@@ -18,10 +18,10 @@ Numbers are the accounted ones, never rounded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 from dpjax import accounting
+from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.card import strict
@@ -72,15 +72,8 @@ def card(
         "not_private": why_infinite(mechanism, ran),
         "seed_published": published_seed(seed, ledger),
         "versions": {
-            name: _version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
+            name: version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
     }
     # JSON has no infinity, and a card must be readable by every parser.
     return strict(facts)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed: run from its sources"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dpjax import accounting
+from dpjax.accounting.methods import checked_delta
 from dpjax.ledger import Ledger, ran
 from dpjax.mechanism import Mechanism
 
@@ -38,8 +39,8 @@ def epsilons(
 def _epsilons(
     mechanism: Mechanism, multipliers: tuple[float, ...], delta: float, methods: tuple[str, ...]
 ) -> tuple[tuple[str, float], ...]:
-    # An invalid delta raises here; the loop below takes a ValueError for "no answer".
-    accounting.epsilon(accounting.compose(), delta)
+    # Before the loop, which takes a ValueError for "no answer".
+    checked_delta("dpjax.statement", delta)
     event, found = mechanism.event_of(np.array(multipliers, np.float64)), []
     for method in methods:
         try:

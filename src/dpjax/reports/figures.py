@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpjax.reports import curves, layers, predictions
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.load_run import Run
 from dpjax.reports.style import WIDTH, canvas, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
@@ -33,7 +36,7 @@ class Plot(NamedTuple):
     name: str
     title: str
     words: str
-    draw: Callable[..., str]
+    draw: Callable[[Figure, Run], str]
     badge: Callable[[Run], str]
 
 

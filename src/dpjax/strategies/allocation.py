@@ -13,7 +13,7 @@ from jaxtyping import Float
 from dpjax.strategies.strategy import Strategy
 
 
-def overlaps(strategy: Strategy, bins: int) -> Float[np.ndarray, "bins"]:
+def overlaps(strategy: Strategy, bins: int) -> Float[np.ndarray, " bins"]:
     r"""Bounds on the products of the moves of two bins, sorted within a row.
 
     With $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of the

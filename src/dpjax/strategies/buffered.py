@@ -65,12 +65,12 @@ class Buffered:
         return {"scales": list(self.scales), "decays": list(self.decays)}
 
     @property
-    def coefficients(self) -> Float[np.ndarray, "steps"]:
+    def coefficients(self) -> Float[np.ndarray, " steps"]:
         """All of them; the last are small."""
         powers = np.array(self.decays)[:, None] ** np.arange(self.steps - 1)
         return np.concatenate([[1.0], np.array(self.scales) @ powers])
 
-    def column_squares(self) -> Float[np.ndarray, "steps"]:
+    def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The first column is the longest."""
         return np.cumsum(np.square(self.coefficients))[::-1]
 
@@ -82,11 +82,11 @@ class Buffered:
         """The inverse of C."""
         return series.lower_triangular(self._reciprocal(self.steps))
 
-    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+    def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The reciprocal series in reverse."""
         return self._reciprocal(step + 1)[::-1]
 
-    def squares(self, of: Workload) -> Float[np.ndarray, "steps"]:
+    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """By prefix sums, as far as rows repeat."""
         return toeplitz_squares(self._reciprocal(self.steps), None, of)
 
@@ -106,7 +106,7 @@ class Buffered:
 
         return streams.mapped(one, z, memory)
 
-    def _reciprocal(self, length: int) -> Float[np.ndarray, "length"]:
+    def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
         """Pole by pole: the combined polynomial of nearly equal poles would lose all digits."""
         weights = np.sqrt(self.scales)
         # The zeros of c are the eigenvalues of a symmetric matrix, and so real.
@@ -157,7 +157,7 @@ def buffered(
     if buffers > 16:
         raise ValueError(f"{call}(buffers={buffers}): expected at most 16; 4 are mostly enough.")
     checks.one_of(call, "error", error, ("mean", "maximal"))
-    participation = once() if participation is None else participation
+    participation = participation or once()
     of = workload(call, steps, momentum, None)
     form = _searched(steps, buffers, participation, of, error)
     return Strategy(name=f"buffered, {buffers} buffers", form=form)

@@ -74,11 +74,11 @@ class Dense:
         return {"rows": self.rows}
 
     @property
-    def coefficients(self) -> Float[np.ndarray, "bands"] | None:
+    def coefficients(self) -> Float[np.ndarray, " bands"] | None:
         """None: not Toeplitz."""
         return None
 
-    def column_squares(self) -> Float[np.ndarray, "steps"]:
+    def column_squares(self) -> Float[np.ndarray, " steps"]:
         """From the matrix."""
         return np.sum(self.matrix() ** 2, axis=0)
 
@@ -90,11 +90,11 @@ class Dense:
         """The inverse of C."""
         return _inverse(self.steps, self.rows).copy()
 
-    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+    def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """A row of the inverse."""
         return _inverse(self.steps, self.rows)[step, : step + 1].copy()
 
-    def squares(self, of: Workload) -> Float[np.ndarray, "steps"]:
+    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """From the matrix."""
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
 
@@ -177,7 +177,7 @@ def dense(
             f"{call}(steps={steps}): expected at most {MOST_STEPS}; its cost grows with the cube. "
             "Take strategies.banded or strategies.buffered for longer runs."
         )
-    participation = once() if participation is None else participation
+    participation = participation or once()
     of = workload(call, steps, momentum, learning_rates)
     return Strategy(name="dense", form=_searched(steps, participation, of))
 

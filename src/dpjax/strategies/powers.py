@@ -23,14 +23,14 @@ from dpjax.strategies.workload import Workload
 
 # One row of rates for each direction in which the gradient is taken.
 Rates = Complex[np.ndarray, "directions rates"]
-Values = Complex[np.ndarray, "directions"]
+Values = Complex[np.ndarray, " directions"]
 
 _TINY = 1e-30
 
 
 def least_error(
     steps: int, buffers: int, participation: Participation, of: Workload, error: str
-) -> tuple[Float[np.ndarray, "buffers"], Float[np.ndarray, "buffers"]]:
+) -> tuple[Float[np.ndarray, " buffers"], Float[np.ndarray, " buffers"]]:
     r"""Scales and decays of the buffered Toeplitz matrix of least error.
 
     The rates of $\lambda_1, \theta_1, \lambda_2, \dots$ are the prefix sums of $e^{x}$, so that

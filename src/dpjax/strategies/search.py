@@ -18,7 +18,7 @@ from dpjax.strategies import descent, series
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.workload import Workload
 
-Series = Float[np.ndarray, "steps"]
+Series = Float[np.ndarray, " steps"]
 Valued = tuple[float, Series]
 
 
@@ -62,7 +62,9 @@ def _scheduled_variance(steps: int, of: Workload) -> Callable[[Series], Valued]:
     return value
 
 
-def first_pattern(coefficients: Series, participation: Participation) -> Float[np.ndarray, "steps"]:
+def first_pattern(
+    coefficients: Series, participation: Participation
+) -> Float[np.ndarray, " steps"]:
     """C times the indicator of steps 0, b, 2b, ..."""
     steps, apart = coefficients.size, participation.separation
     most = participation.within(steps)
@@ -88,7 +90,7 @@ def squared_sensitivity(coefficients: Series, participation: Participation) -> V
 
 def banded_coefficients(
     steps: int, bands: int, participation: Participation, of: Workload, error: str
-) -> Float[np.ndarray, "bands"]:
+) -> Float[np.ndarray, " bands"]:
     """The first column of the banded Toeplitz matrix of least error."""
     variance_of = variance(steps, of, error)
     # Apart enough, columns of one pattern do not meet, and any signs are exact. Otherwise the

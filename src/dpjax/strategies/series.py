@@ -27,8 +27,8 @@ def filtered(above: ArrayLike, below: ArrayLike, values: ArrayLike) -> np.ndarra
 
 
 def product(
-    left: Float[np.ndarray, "m"], right: Float[np.ndarray, "n"], length: int
-) -> Float[np.ndarray, "length"]:
+    left: Float[np.ndarray, " m"], right: Float[np.ndarray, " n"], length: int
+) -> Float[np.ndarray, " length"]:
     """The first coefficients of a product of two series."""
     from scipy.signal import oaconvolve
 
@@ -40,7 +40,7 @@ def product(
     return np.pad(found, (0, length - found.size))
 
 
-def reciprocal(coefficients: Float[np.ndarray, "n"], length: int) -> Float[np.ndarray, "length"]:
+def reciprocal(coefficients: Float[np.ndarray, " n"], length: int) -> Float[np.ndarray, " length"]:
     """The first coefficients of 1 / series.
 
     Example:
@@ -59,8 +59,8 @@ def reciprocal(coefficients: Float[np.ndarray, "n"], length: int) -> Float[np.nd
 
 
 def quotient(
-    poles: Float[np.ndarray, "d"], zeros: Float[np.ndarray, "d"], length: int
-) -> Float[np.ndarray, "length"]:
+    poles: Float[np.ndarray, " d"], zeros: Float[np.ndarray, " d"], length: int
+) -> Float[np.ndarray, " length"]:
     r"""The series $\prod_i (1 - p_i x) / (1 - q_i x)$ for ``poles`` p and ``zeros`` q."""
     found = np.zeros(length)
     found[0] = 1.0
@@ -69,7 +69,7 @@ def quotient(
     return found
 
 
-def square_root(length: int, power: float = -0.5) -> Float[np.ndarray, "length"]:
+def square_root(length: int, power: float = -0.5) -> Float[np.ndarray, " length"]:
     r"""The series $(1 - x)^{power}$; with -1/2, $c_k = \binom{2k}{k} / 4^k$.
 
     Example:
@@ -81,8 +81,8 @@ def square_root(length: int, power: float = -0.5) -> Float[np.ndarray, "length"]
 
 
 def correlated(
-    left: Float[np.ndarray, "n"], right: Float[np.ndarray, "n"], lags: int
-) -> Float[np.ndarray, "lags"]:
+    left: Float[np.ndarray, " n"], right: Float[np.ndarray, " n"], lags: int
+) -> Float[np.ndarray, " lags"]:
     """``[sum_j left[j + k] right[j] for k in range(lags)]``."""
     if lags <= _RECURSION:
         return np.array([left[k:] @ right[: right.size - k] for k in range(lags)])
@@ -91,7 +91,7 @@ def correlated(
     return oaconvolve(left, right[::-1])[right.size - 1 :][:lags]
 
 
-def lower_triangular(first_column: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n n"]:
+def lower_triangular(first_column: Float[np.ndarray, " n"]) -> Float[np.ndarray, "n n"]:
     """The lower-triangular Toeplitz matrix with this first column."""
     steps = np.arange(first_column.size)
     lag = steps[:, None] - steps

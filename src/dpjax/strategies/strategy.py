@@ -53,11 +53,11 @@ class Form(Protocol):
         ...
 
     @property
-    def coefficients(self) -> Float[np.ndarray, "bands"] | None:
+    def coefficients(self) -> Float[np.ndarray, " bands"] | None:
         """The first column of C without its trailing zeros, if C is Toeplitz."""
         ...
 
-    def column_squares(self) -> Float[np.ndarray, "steps"]:
+    def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The squared norm of each column of C."""
         ...
 
@@ -69,11 +69,11 @@ class Form(Protocol):
         """The inverse of C."""
         ...
 
-    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+    def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """A row of the inverse, up to the diagonal."""
         ...
 
-    def squares(self, of: Workload) -> Float[np.ndarray, "steps"]:
+    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """The squared norm of each row of W times the inverse."""
         ...
 
@@ -138,7 +138,7 @@ class Strategy:
         return self.form.remembers
 
     @property
-    def coefficients(self) -> Float[np.ndarray, "bands"] | None:
+    def coefficients(self) -> Float[np.ndarray, " bands"] | None:
         """The first column of C up to its last number that is not zero; None if not Toeplitz."""
         return self.form.coefficients
 
@@ -157,7 +157,7 @@ class Strategy:
         form = self.form
         return {"kind": form.kind, "name": self.name, "steps": form.steps, **form.facts}
 
-    def column_norms(self) -> Float[np.ndarray, "steps"]:
+    def column_norms(self) -> Float[np.ndarray, " steps"]:
         """The norm of each column of C: how much one example counts that takes part once."""
         return np.sqrt(self.form.column_squares())
 
@@ -171,7 +171,7 @@ class Strategy:
         self._check_size("inverse")
         return self.form.inverse()
 
-    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+    def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The noise of one step alone, as weights of the normal numbers of steps 0 to ``step``.
 
         Args:
@@ -243,7 +243,7 @@ class Strategy:
         call = "strategy.errors"
         of = workload(call, self.steps, momentum, learning_rates)
         squares = self.form.squares(of)
-        scale = sensitivity(self, once() if participation is None else participation)
+        scale = sensitivity(self, participation or once())
         mean, most = math.sqrt(np.mean(squares)), math.sqrt(np.max(squares))
         return Errors(mean=scale * mean, maximal=scale * most)
 

@@ -28,13 +28,13 @@ def stacked(tree: PyTree, size: int) -> PyTree:
     return jax.tree.map(rows, tree)
 
 
-def ages(step: Any, size: int) -> Int[Array, "size"]:
+def ages(step: Any, size: int) -> Int[Array, " size"]:
     """How many steps ago each slot of a ring was written, from 1 to ``size``."""
     # Step t - k wrote slot (t - k) % size.
     return (jnp.asarray(step) - 1 - jnp.arange(size)) % size + 1
 
 
-def weighted(weights: Float[Array, "size"], rows: Float[Array, "size ..."]) -> Float[Array, "..."]:
+def weighted(weights: Float[Array, " size"], rows: Float[Array, "size ..."]) -> Float[Array, "..."]:
     """``sum_k weights[k] rows[k]``."""
     # At the highest precision: accelerators would round noise to bfloat16 otherwise.
     weights = weights.astype(rows.dtype)

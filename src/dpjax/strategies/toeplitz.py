@@ -60,11 +60,11 @@ class Toeplitz:
         return {"values": list(self.values), "normalized": self.normalized}
 
     @property
-    def coefficients(self) -> Float[np.ndarray, "bands"] | None:
+    def coefficients(self) -> Float[np.ndarray, " bands"] | None:
         """None if normalized: the columns of that matrix are multiples of one another only."""
         return None if self.normalized else np.array(self.values)
 
-    def column_squares(self) -> Float[np.ndarray, "steps"]:
+    def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The last columns have fewer terms, unless normalized."""
         return np.ones(self.steps) if self.normalized else self._cut_squares()
 
@@ -78,12 +78,12 @@ class Toeplitz:
         whole = series.lower_triangular(self._reciprocal(self.steps))
         return whole * np.sqrt(self._cut_squares())[:, None] if self.normalized else whole
 
-    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+    def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The reciprocal series in reverse."""
         found = self._reciprocal(step + 1)[::-1]
         return found * np.sqrt(self._cut_squares()[step]) if self.normalized else found
 
-    def squares(self, of: Workload) -> Float[np.ndarray, "steps"]:
+    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """By prefix sums, as far as rows repeat."""
         scales = np.sqrt(self._cut_squares()) if self.normalized else None
         return toeplitz_squares(self._reciprocal(self.steps), scales, of)
@@ -111,13 +111,13 @@ class Toeplitz:
 
         return streams.mapped(one, z, memory)
 
-    def _padded(self) -> Float[np.ndarray, "steps"]:
+    def _padded(self) -> Float[np.ndarray, " steps"]:
         return np.pad(self.values, (0, self.steps - len(self.values)))
 
-    def _reciprocal(self, length: int) -> Float[np.ndarray, "length"]:
+    def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
         return series.reciprocal(np.array(self.values), length)
 
-    def _cut_squares(self) -> Float[np.ndarray, "steps"]:
+    def _cut_squares(self) -> Float[np.ndarray, " steps"]:
         """The squared norm of each column of T."""
         sums = np.cumsum(np.square(self.values))
         left = np.arange(self.steps, 0, -1)  # rows from the diagonal down
@@ -153,27 +153,27 @@ class InverseToeplitz:
         return {"values": list(self.values)}
 
     @property
-    def coefficients(self) -> Float[np.ndarray, "steps"]:
+    def coefficients(self) -> Float[np.ndarray, " steps"]:
         """The reciprocal series."""
         return series.reciprocal(np.array(self.values), self.steps)
 
-    def column_squares(self) -> Float[np.ndarray, "steps"]:
+    def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The first column is the longest."""
         return np.cumsum(np.square(self.coefficients))[::-1]
 
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C."""
-        return series.lower_triangular(series.reciprocal(np.array(self.values), self.steps))
+        return series.lower_triangular(self.coefficients)
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C."""
         return series.lower_triangular(self._padded())
 
-    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+    def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The coefficients in reverse."""
         return self._padded()[: step + 1][::-1]
 
-    def squares(self, of: Workload) -> Float[np.ndarray, "steps"]:
+    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """By prefix sums, as far as rows repeat."""
         return toeplitz_squares(self._padded(), None, of)
 
@@ -199,7 +199,7 @@ class InverseToeplitz:
 
         return streams.mapped(one, z, memory)
 
-    def _padded(self) -> Float[np.ndarray, "steps"]:
+    def _padded(self) -> Float[np.ndarray, " steps"]:
         return np.pad(self.values, (0, self.steps - len(self.values)))
 
 

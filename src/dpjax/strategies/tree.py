@@ -49,7 +49,7 @@ class Tree:
         return None if self.steps > 1 else 1
 
     @property
-    def coefficients(self) -> Float[np.ndarray, "bands"] | None:
+    def coefficients(self) -> Float[np.ndarray, " bands"] | None:
         """None: not Toeplitz."""
         return None
 
@@ -63,7 +63,7 @@ class Tree:
         """The number of steps says all."""
         return {}
 
-    def column_squares(self) -> Float[np.ndarray, "steps"]:
+    def column_squares(self) -> Float[np.ndarray, " steps"]:
         """Each step is in one node of each level."""
         return np.full(self.steps, float(self.remembers + 1))
 
@@ -84,7 +84,7 @@ class Tree:
         rows = [np.pad(self.row(t), (0, self.steps - 1 - t)) for t in range(self.steps)]
         return np.array(rows)
 
-    def row(self, step: int) -> Float[np.ndarray, "columns"]:
+    def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The stream, transposed: from the noise of the step back to each normal number."""
         found = np.zeros(step + 1)
         sums = np.zeros(self.remembers + 1)  # how the noise depends on the memory after step s
@@ -99,7 +99,7 @@ class Tree:
             found[s] = own / math.sqrt(precision)
         return found
 
-    def squares(self, of: Workload) -> Float[np.ndarray, "steps"]:
+    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """Prefix sums by doubling; other workloads by the matrix."""
         if not of.momentum and of.rates is None:
             return self._prefix_variances()
@@ -135,7 +135,7 @@ class Tree:
 
         return streams.mapped(one, z, memory)
 
-    def _variances(self) -> tuple[Float[np.ndarray, "levels"], Float[np.ndarray, "levels"]]:
+    def _variances(self) -> tuple[Float[np.ndarray, " levels"], Float[np.ndarray, " levels"]]:
         """V on each level: of a full node, and of the last node that is not empty."""
         full, last = [1.0], [1.0]
         for level in range(self.remembers):
@@ -165,7 +165,7 @@ class Tree:
             a = free + 1
         return numpy.asarray(weights, dtype=np.float64 if numpy is np else np.float32), a
 
-    def _prefix_variances(self) -> Float[np.ndarray, "steps"]:
+    def _prefix_variances(self) -> Float[np.ndarray, " steps"]:
         """The variance of each prefix sum of noise.
 
         In a node with noise sum s, the prefix sum to each step has the mean ``slope * s`` and some

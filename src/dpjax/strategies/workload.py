@@ -25,7 +25,7 @@ class Workload(NamedTuple):
     momentum: float = 0.0
     rates: tuple[float, ...] | None = None
 
-    def series(self, length: int) -> Float[np.ndarray, "length"]:
+    def series(self, length: int) -> Float[np.ndarray, " length"]:
         """The first column of the workload matrix for constant rates of 1."""
         return np.cumsum(self.momentum ** np.arange(length, dtype=np.float64))
 
@@ -65,10 +65,10 @@ def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike |
 
 
 def toeplitz_squares(
-    inverse: Float[np.ndarray, "steps"],
-    scales: Float[np.ndarray, "steps"] | None,
+    inverse: Float[np.ndarray, " steps"],
+    scales: Float[np.ndarray, " steps"] | None,
     of: Workload,
-) -> Float[np.ndarray, "steps"]:
+) -> Float[np.ndarray, " steps"]:
     r"""Squared row norms of $W D C^{-1}$ for a Toeplitz $C^{-1}$, without a matrix.
 
     As long as scales and rates are constant, row t holds the first coefficients of one series in

@@ -15,6 +15,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from dpjax import trees
 from dpjax.types import PyTree
 
 
@@ -87,9 +88,8 @@ def averaged(optimizer_state: Any) -> PyTree:
     Raises:
       ValueError: The state has no average, or no step ran yet.
     """
-    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, AverageState))
     # Found by its type wherever it stands, so the optimizer around it may have any shape.
-    kept = next((node for node in nodes if isinstance(node, AverageState)), None)
+    kept = next(iter(trees.nodes(optimizer_state, AverageState)), None)
     if kept is not None:
         if not isinstance(kept.weight, Tracer) and not kept.weight > 0:
             raise ValueError(

@@ -161,8 +161,7 @@ def _check_public(optimizer_state: Any) -> None:
         noise.GaussianState,
         optax.contrib.DifferentiallyPrivateAggregateState,
     )
-    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda node: isinstance(node, private))
-    if found := [type(node).__name__ for node in nodes if isinstance(node, private)]:
+    if found := [type(node).__name__ for node in trees.nodes(optimizer_state, private)]:
         raise ValueError(
             f"dpsgd: the optimizer holds {', '.join(found)}, so it clips or adds noise itself; "
             "expected an optimizer of private means, such as optax.sgd(0.1). dpsgd clips and adds "

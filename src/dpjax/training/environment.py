@@ -8,10 +8,11 @@ that the ledger did not count.
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 import jax
+
+from dpjax._versions import version
 
 _PACKAGES = ("dpjax", "jax", "jaxlib", "optax")
 _SETTINGS = ("jax_threefry_partitionable", "jax_enable_x64", "jax_default_matmul_precision")
@@ -20,15 +21,8 @@ _SETTINGS = ("jax_threefry_partitionable", "jax_enable_x64", "jax_default_matmul
 def numerics() -> dict[str, Any]:
     """What may make equal states give different steps, in JSON types."""
     return {
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version(name) for name in _PACKAGES},
         **{name: getattr(jax.config, name, None) for name in _SETTINGS},
         "platform": jax.default_backend(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -184,8 +184,7 @@ def fit(
         # Epsilons at two deltas, or by two methods, are not shown as one.
         budget = algorithm.budget
         most = planned
-        by = method if budget is None else ledger.method_of(mechanism, budget.method)
-        if budget is not None and (budget.delta, by) == (delta, method):
+        if budget and mechanism.stated(budget.delta, budget.method) == (delta, method):
             most = budget.epsilon
         first = meshes.first_process()
         shown = first and bool(progress) and not callable(progress)
@@ -234,9 +233,9 @@ def _settled(
 ) -> tuple[float, str]:
     """The delta and the method of the log, as given or as the run was planned."""
     # A budget without a target for the noise, or a target without a budget, is the usual case.
-    chosen = algorithm.budget or getattr(mechanism, "target", None)
+    chosen = algorithm.budget or mechanism.target
     delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
-    return delta, ledger.method_of(mechanism, method or (chosen.method if chosen else None))
+    return mechanism.stated(delta, method or (chosen.method if chosen else None))
 
 
 def _row(
@@ -261,6 +260,7 @@ def _row(
 def _leave(run: Run, delta: float, method: str, *, last: bool) -> None:
     """Leaves what may be released of the last row in the run's folder, if it has one."""
     if run.folder is not None:
+        assert run.algorithm.mechanism is not None  # `fit` refuses such an algorithm
         facts = {"last": last, "chosen": run.chosen}
         leave(run.folder, run.algorithm.mechanism, run.state, delta, method, **facts)
 

@@ -18,12 +18,13 @@ from dpjax import meshes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder
+from dpjax.types import Plan, State
 
 
 def leave(
     folder: Folder,
-    mechanism: Any,
-    state: Any,
+    mechanism: Plan,
+    state: State,
     delta: float,
     method: str,
     *,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from dpjax import checks
+from dpjax import checks, trees
 from dpjax.types import PyTree
 
 
@@ -101,8 +101,7 @@ def samples(state: Any) -> PyTree:
     Returns:
       The parameters' tree, each leaf ``[samples, ...]``, the oldest first.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SamplesState))
-    kept = next((node for node in nodes if isinstance(node, SamplesState)), None)
+    kept = next(iter(trees.nodes(state, SamplesState)), None)
     if kept is None:
         raise ValueError(
             "training.samples: this state holds no samples. Use a state of training.dp_sgld, or "

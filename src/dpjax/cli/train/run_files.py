@@ -9,7 +9,6 @@ cost would be counted nowhere.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -21,6 +20,7 @@ import jax
 from absl import app
 
 from dpjax._files import read_json, replace
+from dpjax._versions import version
 from dpjax.cli.train.inputs import MOMENTS
 from dpjax.reports.figures import PLOTS
 
@@ -38,8 +38,7 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
     config = {
         "command": " ".join(sys.argv),
         "flags": dict(flags),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in names},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
         **facts,
     }

@@ -65,8 +65,9 @@ def norms(
         return _with_halves(_gram_norms(outers), outers), None
     # The pieces of one isometric site have the norm of the leaf's gradient, so they need not be put
     # together before they are squared.
-    if choice.rule == "instantiate" and len(entries) == 1 and entries[0].site.isometry:
-        place, gradients = placed(leaf, entries[0], forms[0], leaves, exact)
+    alone = forms[0] if len(entries) == 1 and entries[0].site.isometry else None
+    if choice.rule == "instantiate" and alone is not None:
+        place, gradients = placed(leaf, entries[0], alone, leaves, exact)
         kept = Pieces(gradients, place)
     else:
         kept = Pieces([instantiated(leaf, entries, forms, leaves, exact)])

@@ -259,13 +259,12 @@ def _over_all(form: Outer) -> list[Array]:
 
 
 def placed(
-    leaf: int, entry: Entry, form: Outer | None, leaves: Sequence[Array], exact: bool = True
+    leaf: int, entry: Entry, form: Outer, leaves: Sequence[Array], exact: bool = True
 ) -> tuple[Callable[[Sequence[Array]], Array], list[Array]]:
     """Each example's gradient in the pieces of its form, and the map from pieces to the leaf.
 
     Unless ``exact``, the gradients may be rounded to bfloat16.
     """
-    assert form is not None
     pull = _pulled(leaf, leaves, entry.site.of)
     precision = precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)

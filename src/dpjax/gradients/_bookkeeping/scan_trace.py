@@ -100,14 +100,14 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
         memo: Memo = {}
         chosen = {j: views[j].of(leaves, memo) for j in entering}
         if not data and not by_round:
-            return function(_Sparse(chosen))
+            return function(chosen)
         places = axis
         if data and site.equation.primitive.name in ENTRYWISE and platforms.on_cpu():
             # The VJP of this product sums over rounds by a product. XLA on CPU is slow at the fused
             # reduction of cotangents times one number for each round, such as the time.
             chosen = {j: x if sliced[j] else _repeated(x, length) for j, x in chosen.items()}
             places = dict.fromkeys(entering, 0)
-        each = jax.vmap(lambda c, *d: function(_Sparse(c), *d), (places, *(0 for _ in data)))
+        each = jax.vmap(lambda c, *d: function(c, *d), (places, *(0 for _ in data)))
         return each(chosen, *data)
 
     axes = None
@@ -134,7 +134,3 @@ def _repeated(x: Array, length: int) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.broadcast_to(x, (length, *x.shape))
     return product("r,...->r...", jnp.ones(length, x.dtype), x)
-
-
-class _Sparse(dict):
-    """Leaves by number, limited to the leaves that a site reads."""

@@ -9,14 +9,15 @@ meets the data, and which is linear in the view. A leaf that meets the data in a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-Leaves = Sequence[Array]
+# All leaves in order; or, by number, the leaves that a site in a scan reads.
+Leaves: TypeAlias = Sequence[Array] | Mapping[int, Array]
 Memo = dict[int, list[Array]]
 Axes = tuple[int | None, ...]
 

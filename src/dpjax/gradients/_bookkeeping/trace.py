@@ -44,7 +44,7 @@ from dpjax.gradients._xla_cpu.primitives import bind_fast
 from dpjax.types import LossFn, PyTree
 
 # Primitives that rearrange entries, and so change no norm.
-_REARRANGE = {"reshape", "transpose", "squeeze", "expand_dims", "rev", "neg", "copy", "copy_p"}
+_REARRANGE = {"reshape", "transpose", "squeeze", "rev", "neg", "copy"}
 # Other primitives of one input that give the same result in float32 as in a narrower dtype.
 _WIDEN = {"broadcast_in_dim", "convert_element_type", "reduce_sum", "slice", *_REARRANGE}
 # Primitives that are linear (or affine) in one input at a time, and in which.
@@ -71,12 +71,8 @@ _DEEP = 100
 _FEW = 4
 # Calls whose inner program is traced too, and the parameter that holds it. A call with a custom
 # derivative is not entered, because that derivative would be lost.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-}
-_REMATERIALISED = {"checkpoint", "remat2"}
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
+_REMATERIALISED = "remat2"  # a region of `jax.checkpoint`
 
 
 class Traced:
@@ -191,7 +187,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         inner = equation.params[_CALLS[name]]
         inner, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
         return _walk(inner, constants, inputs, book)
-    if name in _REMATERIALISED:
+    if name == _REMATERIALISED:
         return _rematerialised(equation, inputs, book)
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
@@ -333,7 +329,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     axes = kept.axes if kept else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
-    elif name in _REARRANGE - {"copy", "copy_p"} or (name == "sub" and views[1] is kept):
+    elif name in _REARRANGE - {"copy"} or (name == "sub" and views[1] is kept):
         # A change of sign keeps the norm at one site, but not inner products of two sites.
         axes = None
     made = (equation, tuple(views)) if len(outputs) == 1 else None

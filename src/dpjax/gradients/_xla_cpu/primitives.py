@@ -68,7 +68,7 @@ def fast(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def step(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         # Functions of `jax.numpy` and many layers are programs of their own.
-        if equation.primitive.name not in ("jit", "pjit"):
+        if equation.primitive.name != "jit":
             return bind_fast(equation, inputs)
         inner = equation.params["jaxpr"]
         return evaluate(inner.jaxpr, inner.consts, inputs, step)
