@@ -231,7 +231,7 @@ def test_an_order_is_for_a_delta_below_one(delta):
     step = accounting.gaussian(10.0)
     with pytest.raises(ValueError, match=r"best_order\(delta=.*between 0 and 1. Usually epsilon"):
         accounting.best_order(step, 1.0, delta)
-    with pytest.raises(ValueError, match=r"best_order\(epsilon=.*a positive number"):
+    with pytest.raises(ValueError, match=r"best_order\(epsilon=.*a finite number above 0"):
         accounting.best_order(step, -1.0, 1e-5)
 
 
