@@ -253,9 +253,14 @@ def test_the_sum_of_a_place_and_a_step_carries():
 
 
 @kills(
-    "sampling.py", "chosen = batch(key, step // turn,", "chosen = batch(key, 0 * step,", slow=True
+    "sampling/epochs.py",
+    "chosen = batch(key, step // turn,",
+    "chosen = batch(key, 0 * step,",
+    slow=True,
 )
-@kills("sampling.py", "* (examples // batch_size)", "* (examples // batch_size - 1)", slow=True)
+@kills(
+    "sampling/epochs.py", "* (examples // batch_size)", "* (examples // batch_size - 1)", slow=True
+)
 def test_an_epoch_of_a_large_data_set_sees_no_example_twice():
     sampler = sampling.shuffled(2**16 + 5, 4096)
     draw = jax.jit(sampler.draw)

@@ -18,6 +18,7 @@ import dpjax
 from dpjax import accounting, clipping, noise, reports, sampling, strategies, training
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import spent_of
+from dpjax.sampling.coins import parts_of
 
 RULE = clipping.flat(2.0)
 ZEROS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
@@ -62,7 +63,7 @@ def test_the_link_adds_rows_of_the_inverse(name):
     np.testing.assert_allclose(seen, scale * strategy.inverse() @ white, rtol=1e-5, atol=1e-5)
 
 
-@kills("sampling.py", "strategies.cycles(bins)", "strategies.once()")
+@kills("sampling/cycles.py", "strategies.cycles(bins)", "strategies.once()")
 def test_one_example_moves_the_run_by_at_most_one_over_the_multiplier():
     """For every participation that the sampler allows, at every sign, in the metric of the noise.
 
@@ -157,11 +158,11 @@ class TestEvents:
         assert planned.epsilon_of(planned.multipliers[:0], 1e-3) == 0
 
     @kills("mechanism/correlated.py", "strategy.bands <= cycle", "cycle > 1")
-    @kills("sampling.py", "strategies.cycles(cycle)", "strategies.once()", slow=True)
+    @kills("sampling/cycles.py", "strategies.cycles(cycle)", "strategies.once()", slow=True)
     @kills(
-        "sampling.py",
-        "_gaussians(_least(multipliers, cycle), rate)",
-        "_gaussians(_least(multipliers, cycle), batch_size / examples)",
+        "sampling/cycles.py",
+        "gaussians(least(multipliers, cycle), rate)",
+        "gaussians(least(multipliers, cycle), batch_size / examples)",
         slow=True,
     )
     def test_bands_beyond_the_cycle_are_not_amplified(self):
@@ -214,8 +215,8 @@ class TestSamplers:
         return rows
 
     @kills(
-        "sampling.py",
-        "here = _parts(key, examples, cycle) == step % cycle",
+        "sampling/cycles.py",
+        "here = parts_of(key, examples, cycle) == step % cycle",
         "here = True",
         slow=True,
     )
@@ -237,11 +238,11 @@ class TestSamplers:
         assert (rows[:10] == rows[10:20]).all(), "in the same place"
         assert sampler.event(np.full(30, 1.0)) == accounting.gaussian(1.0, 3)
 
-    @kills("sampling.py", "(examples,), jnp.uint32) % parts", "(1,), jnp.uint32) % parts")
+    @kills("sampling/coins.py", "(examples,), jnp.uint32) % parts", "(1,), jnp.uint32) % parts")
     def test_parts_are_independent_of_other_examples(self):
         """Every pair of parts of two examples is equally likely."""
         keys = jax.vmap(jax.random.key)(np.arange(1600))
-        parts = jax.jit(jax.vmap(lambda key: sampling._parts(key, 8, 4)))(keys)
+        parts = jax.jit(jax.vmap(lambda key: parts_of(key, 8, 4)))(keys)
         parts = np.broadcast_to(parts, (1600, 8))
         counts = np.bincount(parts[:, 0] * 4 + parts[:, 1], minlength=16)
         assert ((counts - 100) ** 2 / 100).sum() < 45, "chi-square of 15 degrees: 1e-4"
@@ -249,7 +250,7 @@ class TestSamplers:
         assert (rows.argmax(axis=0) == parts[0]).all()
 
     @kills(
-        "sampling.py",
+        "sampling/coins.py",
         "return np.minimum.reduceat(multipliers, starts)",
         "return multipliers[starts]",
         slow=True,

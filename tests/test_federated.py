@@ -277,7 +277,9 @@ def test_the_order_of_clients_does_not_matter():
 
 
 @pytest.mark.slow
-@kills("sampling.py", "- which * size < draw.size", "+ size <= draw.size", case="3", slow=True)
+@kills(
+    "sampling/draws.py", "- which * size < draw.size", "+ size <= draw.size", case="3", slow=True
+)
 @kills(
     "training/step.py",
     "jnp.where(mask, recipe.sizes(rows), 0)",

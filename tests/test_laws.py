@@ -449,15 +449,17 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 
 @pytest.mark.sample(1)
 @kills(
-    "sampling.py",
+    "sampling/draws.py",
     "- which * size < draw.size",
     "< jnp.minimum(draw.size, size)",
     case="3-poisson",
     slow=True,
 )
-@kills("sampling.py", "start + of * size,", "start + of * size - 1,", case="3-poisson", slow=True)
 @kills(
-    "sampling.py",
+    "sampling/draws.py", "start + of * size,", "start + of * size - 1,", case="3-poisson", slow=True
+)
+@kills(
+    "sampling/draws.py",
     "mask = start + jnp.arange(size) < draw.size",
     "mask = jnp.ones(size, bool)",
     case="3-poisson",
@@ -541,7 +543,7 @@ def test_poisson_draws_are_poisson():
     assert windows.var() == pytest.approx(0.95, abs=0.05)
 
 
-@kills("sampling.py", "math.floor(rate * _WORDS)", "math.floor(2 * rate * _WORDS)", slow=True)
+@kills("sampling/coins.py", "math.floor(rate * WORDS)", "math.floor(2 * rate * WORDS)", slow=True)
 def test_poisson_draws_of_a_small_set():
     found = draws(sampling.poisson(100, 5), 20_000)
     sizes = found.sum(axis=1)
@@ -565,7 +567,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
 
 
 @kills(
-    "sampling.py",
+    "sampling/uniform.py",
     "SAMPLING, step)\n        if block",
     "SAMPLING, 0)\n        if block",
     case="poisson",
@@ -618,7 +620,7 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
     assert epsilon(delta=1e-4) <= here * slack
 
 
-@kills("sampling.py", "_gaussians(multipliers, rate)", "_gaussians(multipliers, rate / 2)")
+@kills("sampling/uniform.py", "gaussians(multipliers, rate)", "gaussians(multipliers, rate / 2)")
 @kills("mechanism/description.py", "self.steps, multiplier, np", "self.steps // 2, multiplier, np")
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
     mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=14_063)

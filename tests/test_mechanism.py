@@ -448,7 +448,7 @@ ALIKE = {  # what costs the same, and does not do the same
 }
 
 
-@kills("sampling.py", 'facts={"public": public}', "facts={}", case="whose order", slow=True)
+@kills("sampling/epochs.py", 'facts={"public": public}', "facts={}", case="whose order", slow=True)
 @kills("mechanism/card.py", "                **rule.facts,\n", "", slow=True)
 @kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None", slow=True)
 @kills("mechanism/description.py", "self.sampling.fingerprint", "None", slow=True)

@@ -29,8 +29,8 @@ def test_poisson_is_amplified():
 
 
 @kills(
-    "sampling.py",
-    "_least(multipliers, steps), 1.0",
+    "sampling/epochs.py",
+    "least(multipliers, steps), 1.0",
     "multipliers, batch_size / examples",
     case="shuffled-1.0-28.3735",
 )
@@ -44,7 +44,7 @@ def test_shuffled_and_fixed_orders_are_one_gaussian_an_epoch(sampler, multiplier
     assert epsilon(sampler, multiplier, 2000, "pld") == pytest.approx(want, rel=0.005)
 
 
-@kills("sampling.py", "np.minimum.reduceat", "np.maximum.reduceat")
+@kills("sampling/coins.py", "np.minimum.reduceat", "np.maximum.reduceat")
 @pytest.mark.promotes
 def test_an_epoch_is_counted_by_its_worst_step():
     within = epsilon(sampling.shuffled(1000, 10), lambda t: 4.0 - 3.0 * (t % 100 == 50), 200)
@@ -59,7 +59,11 @@ def test_shuffled_neighbours_are_zero_out_and_replace_one_doubles():
     assert epsilon(shuffled, 1.38, 2000, "pld", **swapped) == pytest.approx(47.8798, rel=0.005)
 
 
-@kills("sampling.py", "neighbours=Neighbours.REPLACE_ONE", "neighbours=Neighbours.ADD_OR_REMOVE")
+@kills(
+    "sampling/uniform.py",
+    "neighbours=Neighbours.REPLACE_ONE",
+    "neighbours=Neighbours.ADD_OR_REMOVE",
+)
 @pytest.mark.parametrize(
     ("sampler", "multiplier", "steps", "want"),
     [
@@ -81,7 +85,7 @@ def test_no_sampler_claims_more_neighbours_than_are_proved(name):
         epsilon(getattr(sampling, name)(100, 10), 1.0, 10, neighbours="add-or-remove")
 
 
-@kills("sampling.py", "    if public:\n", "    if True:\n")
+@kills("sampling/epochs.py", "    if public:\n", "    if True:\n")
 def test_an_order_made_from_private_data_is_not_private():
     scores = jax.random.normal(jax.random.key(0), (100,))
     sampler = sampling.curriculum(np.argsort(scores), 10)
@@ -98,8 +102,10 @@ OPENED = np.tri(5)
 
 
 @pytest.mark.sample(2)
-@kills("sampling.py", "largest, of = table.max", "largest, of = table.mean", slow=True)
-@kills("sampling.py", "np.arange(len(multipliers))", "0 * np.arange(len(multipliers))", slow=True)
+@kills("sampling/bins.py", "largest, of = table.max", "largest, of = table.mean", slow=True)
+@kills(
+    "sampling/bins.py", "np.arange(len(multipliers))", "0 * np.arange(len(multipliers))", slow=True
+)
 @pytest.mark.parametrize(
     ("rates", "method", "expected"),
     [
@@ -116,7 +122,9 @@ def test_the_largest_rate_of_any_bin_is_counted(rates, method, expected):
 
 
 @pytest.mark.slow
-@kills("sampling.py", "[row][of], some[row][of]", "[row][0 * of], some[row][0 * of]", slow=True)
+@kills(
+    "sampling/bins.py", "[row][of], some[row][of]", "[row][0 * of], some[row][0 * of]", slow=True
+)
 def test_a_bin_is_drawn_at_its_own_rate_of_the_step():
     rates = np.array([[0.2, 0.0], [0.1, 1.0]])
     sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=3, batch_size=10)
@@ -150,7 +158,7 @@ def test_a_rate_of_one_draws_everyone():
     assert int(draw.size) == 50
 
 
-@kills("sampling.py", "math.floor(rate * _WORDS) - 1", "math.floor(rate * _WORDS)")
+@kills("sampling/coins.py", "math.floor(rate * WORDS) - 1", "math.floor(rate * WORDS)")
 def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatch):
     """2^32 / 3 is 1431655765 and a third: that many words mean yes, and not one more."""
     words = [0, 1431655764, 1431655765]
@@ -179,7 +187,9 @@ def test_more_examples_than_an_index_can_name_are_refused(name, most):
             assert draw.indices.dtype == (jnp.uint32 if shape else jnp.int32)
 
 
-@kills("sampling.py", "examples > _FEW and", "examples > 2 * _FEW and", case="poisson", slow=True)
+@kills(
+    "sampling/sizes.py", "examples > _FEW and", "examples > 2 * _FEW and", case="poisson", slow=True
+)
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
 def test_no_array_of_a_draw_is_larger_than_the_batch_needs(name):
     """Of the smallest and the largest data sets that are not drawn example by example."""

@@ -928,8 +928,15 @@ def test_a_mesh_is_used_or_answered_by_name():
 
 
 @pytest.mark.slow
-@kills("sampling.py", "asarray(which * size, jnp.int32)", "asarray(0 * size, jnp.int32)", slow=True)
-@kills("sampling.py", "return start + of * size, add(", "return start + size, add(", slow=True)
+@kills(
+    "sampling/draws.py",
+    "asarray(which * size, jnp.int32)",
+    "asarray(0 * size, jnp.int32)",
+    slow=True,
+)
+@kills(
+    "sampling/draws.py", "return start + of * size, add(", "return start + size, add(", slow=True
+)
 @kills(
     "gradients/batching.py",
     "psum((kept, lost, more), layout.axes)",

@@ -231,9 +231,9 @@ BATCHES = {
 
 
 @kills("verify/correlated.py", "rows = own + ", "rows = own + 0 * ", case="tree", slow=True)
-@kills("sampling.py", "strategies.apart(1, -(-steps // epoch))", "strategies.cycles(epoch)")
-@kills("sampling.py", "strategies.apart(1),", "strategies.once(),", slow=True)
-@kills("sampling.py", "strategies.cycles(epoch),", "strategies.once(),", slow=True)
+@kills("sampling/epochs.py", "strategies.apart(1, -(-steps // epoch))", "strategies.cycles(epoch)")
+@kills("sampling/uniform.py", "strategies.apart(1),", "strategies.once(),", slow=True)
+@kills("sampling/epochs.py", "strategies.cycles(epoch),", "strategies.once(),", slow=True)
 @kills("verify/cards.py", "        require_hidden(spent)\n", "")
 @pytest.mark.parametrize("name", CORRELATED)
 def test_correlated_noise_is_recomputed_with_its_strategy(name):

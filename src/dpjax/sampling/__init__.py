@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers: which examples each step sees, and the privacy event proved for that sampling.
+
+Each function builds a `Sampler` that holds both the draw and its event, so the sampler that
+is trained is the sampler that is accounted. A draw is a pure function of ``(key, step)``: a
+resumed run replays nothing, and any step can be drawn again. The list of drawn examples is
+secret; data set size, expected batch size and rates are public.
+
+`poisson`, `fixed` and `shuffled` draw small batches of large data sets in time and memory of the
+batch, by `dpjax._draws`. Indices are int32. Beyond 2^31 - 1 examples they are pairs of 32-bit
+words, which `on_host` joins for a `dpjax.data.Stream`.
+"""
+
+from dpjax.sampling.bins import scored
+from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
+from dpjax.sampling.draws import fold, on_host
+from dpjax.sampling.epochs import curriculum, shuffled
+from dpjax.sampling.names import by_name
+from dpjax.sampling.uniform import fixed, full, poisson
+
+__all__ = [
+    "balls_in_bins",
+    "by_name",
+    "curriculum",
+    "cyclic_poisson",
+    "fixed",
+    "fold",
+    "full",
+    "on_host",
+    "poisson",
+    "scored",
+    "shuffled",
+]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers in which an example returns after a fixed number of steps, for correlated noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from dpjax import _draws, strategies, trees
+from dpjax.sampling.coins import coins, gaussians, largest_word, least, parts_of
+from dpjax.sampling.sizes import checked, whole
+from dpjax.types import Draw, Key, Purpose, Sampler
+
+
+def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
+    r"""Poisson sampling from one part of the data after the other, for correlated noise.
+
+    Each example belongs to one of ``cycle`` parts, drawn once for the run, independently of all
+    other examples. Step $t$ draws from part $t \bmod b$, each example with probability
+    $q = b \cdot \mathrm{batch\_size} / \mathrm{examples}$. So an example can be in every $b$-th
+    step alone, and banded noise with at most $b$ bands is amplified.
+
+    Args:
+      examples: Size of the data set.
+      batch_size: The *expected* number of examples a step; sums are divided by it.
+      cycle: $b$, the number of parts; at most examples / batch_size.
+
+    Privacy:
+      With add-or-remove neighbours: $T$ steps are $\lceil T/b \rceil$ Poisson-subsampled Gaussians
+      at rate $q$. The same holds with banded noise of at most $b$ bands, whose multiplier is then
+      relative to one participation. With more bands nothing is amplified.
+
+    Example:
+      >>> sampler = cyclic_poisson(examples=60_000, batch_size=500, cycle=16)
+      >>> event = sampler.event(np.ones(160))
+      >>> event.count, round(event.event.sampling_probability, 4)
+      (10, 0.1333)
+
+    References:
+      Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta and Xu, "(Amplified) Banded Matrix
+      Factorization: A unified approach to private training", 2023, theorem 4.
+    """
+    examples, batch_size = checked("cyclic_poisson", examples, batch_size, _draws.LARGEST)
+    cycle = whole("cyclic_poisson", "cycle", cycle)
+    rate = cycle * batch_size / examples
+    if not cycle >= 1 or rate > 1:
+        raise ValueError(
+            f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}, "
+            f"cycle={cycle}): expected a cycle from 1 to {int(examples // batch_size)}, examples / "
+            "batch_size: a step draws from one part, and a part must hold a batch."
+        )
+    largest = largest_word(rate)
+    if largest < 0:
+        raise ValueError(
+            f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}): the rate "
+            f"{rate:.2e} of a part is below 2^-32, the resolution of the sampler. Usually "
+            "batch_size was given as a rate; it is an expected number of examples."
+        )
+
+    def draw(key: Key, step: Any) -> Draw:
+        here = parts_of(key, examples, cycle) == step % cycle
+        key = trees.step_key(key, Purpose.SAMPLING, step)
+        return coins(key, jnp.full(examples, largest, jnp.uint32), here)
+
+    return Sampler(
+        name="cyclic_poisson",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=examples,
+        draw=draw,
+        # An example can be in one step of a cycle, at an unknown place: count the least noise.
+        event=lambda multipliers: gaussians(least(multipliers, cycle), rate),
+        claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
+        facts={"cycle": cycle},
+        participation=lambda steps: strategies.cycles(cycle),
+    )
+
+
+def balls_in_bins(examples: int, batch_size: float) -> Sampler:
+    """Each example falls into one of the batches of an epoch, the same in every epoch.
+
+    Batches have random sizes, about ``batch_size``. An example returns after exactly ``examples //
+    batch_size`` steps, and so correlated noise has a small sensitivity.
+
+    Args:
+      examples: Size of the data set.
+      batch_size: The *expected* number of examples a step; sums are divided by it.
+
+    Privacy:
+      With add-or-remove neighbours, proved without amplification: one Gaussian an epoch, with the
+      epoch's smallest multiplier. An example's batch is drawn independently of all others, and
+      the event holds for each batch that it can be in. With a strategy, `strategies.white`
+      included, the event also counts that the batch is unknown, where batches overlap little.
+
+    Example:
+      >>> balls_in_bins(examples=60_000, batch_size=500).event(np.ones(240))
+      SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=1.0), count=2)
+
+    References:
+      Chua, Ghazi, Harrison, Kamath, Kumar, Leeman, Manurangsi, Sinha and Zhang, "Balls-and-Bins
+      Sampling for DP-SGD", 2024.
+    """
+    examples, batch_size = checked("balls_in_bins", examples, batch_size, _draws.LARGEST)
+    bins = int(examples // batch_size)
+
+    def draw(key: Key, step: Any) -> Draw:
+        return _draws.listed(parts_of(key, examples, bins) == step % bins)
+
+    return Sampler(
+        name="balls_in_bins",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=examples,
+        draw=draw,
+        event=lambda multipliers: gaussians(least(multipliers, bins), 1.0),
+        claim="one random batch of the epoch for each example, the same in every epoch",
+        participation=lambda steps: strategies.cycles(bins),
+    )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with a draw: a fold over its microbatches, and its indices on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dpjax.sampling.sizes import whole
+from dpjax.types import Draw
+
+T = TypeVar("T")
+
+
+def fold(
+    draw: Draw,
+    size: int,
+    add: Callable[..., T],
+    first: T,
+    share: tuple[Any, int] = (0, 1),
+    block: tuple[int, Callable[[T], T]] | None = None,
+) -> T:
+    """Folds ``add`` over a draw, ``size`` examples at a time; each example is visited once.
+
+    Args:
+      draw: Of any size, including an empty one.
+      size: Rows in a microbatch; speed and memory only.
+      add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
+        ``mask`` saying which of them belong to the draw: the last one is filled up.
+      first: The total of an empty draw.
+      share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
+        together are the draw.
+      block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
+        last, ``settle`` maps the total to the one that is continued.
+
+    Example:
+      >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
+      >>> add = lambda rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
+      >>> int(fold(draw, size=2, add=add, first=jnp.array(0)))
+      7
+    """
+    size = whole("fold", "size", size)
+    if draw.indices.ndim != 1:
+        raise ValueError(
+            f"sampling.fold(draw with indices {draw.indices.shape}): expected int32 indices, one "
+            "for each place. The draw is of more than 2^31 - 1 examples, whose indices are pairs "
+            "of words, and arrays in memory have no such rows: keep the examples on disk as a "
+            "data.Stream, and read stream.rows(sampling.on_host(draw))."
+        )
+    which, of = share
+    # The list of indices is padded so that the last microbatches are never shifted back.
+    indices = jnp.pad(draw.indices, (0, of * size))
+
+    # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
+    def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
+        start, total = carry
+        rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
+        mask = start + jnp.arange(size) < draw.size
+        # Devices take turns, so that their shares differ by one microbatch at most.
+        return start + of * size, add(rows, mask, total)
+
+    # By the first share's place: all shares take equally many trips, because a device that
+    # ends its loop early would leave the others waiting in a collective.
+    def more(carry: tuple[Int[Array, ""], T]) -> Any:
+        return carry[0] - which * size < draw.size
+
+    start = (jnp.asarray(which * size, jnp.int32), first)
+    if block is None:
+        return jax.lax.while_loop(more, body, start)[1]
+    count, settle = block
+
+    def settled(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
+        end = carry[0] + count * of * size
+        place, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end), body, carry)
+        return place, settle(total)
+
+    return jax.lax.while_loop(more, settled, start)[1]
+
+
+def on_host(draw: Draw) -> np.ndarray:
+    """The indices of a draw of any sampler, ``[size]``, as `dpjax.data.Stream` reads them.
+
+    Example:
+      >>> on_host(Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(2))).tolist()
+      [3, 0]
+    """
+    indices = np.asarray(draw.indices)[: int(draw.size)].astype(np.int64)
+    # Beyond 2^31 - 1 examples, an index is a high and a low word of 32 bits.
+    return indices if indices.ndim == 1 else (indices[:, 0] << 32) | indices[:, 1]

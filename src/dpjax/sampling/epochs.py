@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers whose batches are disjoint in an epoch: `shuffled` and `curriculum`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dpjax import _draws, strategies, trees
+from dpjax.sampling.coins import gaussians, least
+from dpjax.sampling.sizes import checked_whole, is_sparse
+from dpjax.strategies import Participation
+from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+def shuffled(examples: int, batch_size: int) -> Sampler:
+    """A fresh shuffle every epoch, cut into batches; the remainder of an epoch is skipped.
+
+    For small batches of large data sets the shuffle is a pseudo-random permutation (a Feistel
+    network) that is computed for the indices of one batch. No proof needs it to be uniform.
+
+    Privacy:
+      Shuffling is *not* Poisson sampling; the Poisson epsilon claims too much for it. The
+      proved event, for zero-out neighbours: an example is in at most one batch an epoch, so
+      each epoch is one Gaussian with the epoch's smallest multiplier, without amplification.
+    """
+    examples, batch_size = checked_whole("shuffled", examples, batch_size)
+
+    if is_sparse(examples, batch_size):
+        # Batch t has every steps-th place of the permutation from t: sums of int64 constants and
+        # an int32 step, because JAX has no int64 by default.
+        places = np.arange(batch_size) * (examples // batch_size)
+
+        def batch(key: Key, epoch: Any, number: Any) -> Array:
+            key = trees.step_key(key, Purpose.SAMPLING, epoch)
+            return _draws.permuted(key, examples, places, number)
+    else:
+        # Permutes the whole data set again at every step: a cached order would be state, and a
+        # draw is a function of (key, step) alone.
+        def batch(key: Key, epoch: Any, number: Any) -> Array:
+            order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
+            return jax.lax.dynamic_slice_in_dim(order, number * batch_size, batch_size)
+
+    kind = "pseudo-randomly shuffled" if is_sparse(examples, batch_size) else "shuffled"
+    return _epochs(
+        "shuffled",
+        examples,
+        batch_size,
+        batch,
+        f"{kind} batches; no amplification is proved: one Gaussian an epoch",
+        # The last batch of an epoch can share an example with the first one of the next.
+        lambda epoch, steps: strategies.apart(1, -(-steps // epoch)),
+    )
+
+
+def curriculum(
+    order: Sequence[int] | np.ndarray, batch_size: int, *, public: bool = False
+) -> Sampler:
+    """Identical batches in identical order every epoch, for example easy examples first.
+
+    Args:
+      order: A permutation of the examples.
+      batch_size: Examples a step; the remainder of an epoch is skipped.
+      public: Whether the order was computed *without the private data*, by a public scorer
+        with one fixed place per example.
+
+    Privacy:
+      An order computed from the private data is itself a release without noise, and moving
+      one example moves many others between batches: epsilon is infinite. A public order has
+      the event of `shuffled`.
+    """
+    indices = np.asarray(order)
+    if not np.array_equal(np.sort(indices), np.arange(indices.size)):
+        raise ValueError(
+            "sampling.curriculum(order): expected every index of the data set once (0 to "
+            f"{indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
+        )
+    _, batch_size = checked_whole("curriculum", indices.size, batch_size, _draws.LARGEST)
+    if not isinstance(public, bool):
+        raise ValueError(
+            f"sampling.curriculum(public={public!r}): expected True or False: whether the order "
+            "was computed without the private data. Other values are refused because True "
+            "promises a finite epsilon."
+        )
+    fixed_order = jnp.asarray(indices, jnp.int32)
+    sampler = _epochs(
+        "curriculum",
+        indices.size,
+        batch_size,
+        lambda key, epoch, number: jax.lax.dynamic_slice_in_dim(
+            fixed_order, number * batch_size, batch_size
+        ),
+        "a public fixed order; no amplification is proved: one Gaussian an epoch",
+        lambda epoch, steps: strategies.cycles(epoch),
+        trees.fingerprint(indices),
+    )
+    # `facts` are part of a run's identity: a run recorded with public=False can be neither
+    # resumed nor reported as public=True.
+    sampler = dataclasses.replace(sampler, facts={"public": public})
+    if public:
+        return sampler
+
+    def bare(multipliers: np.ndarray) -> DpEvent:
+        from dp_accounting import NonPrivateDpEvent
+
+        del multipliers
+        return NonPrivateDpEvent()
+
+    claim = "the order comes from the private data without noise: not private"
+    return dataclasses.replace(sampler, event=bare, claim=claim, participation=None)
+
+
+def _epochs(
+    name: str,
+    examples: int,
+    batch_size: int,
+    batch: Callable[[Key, Any, Any], Array],
+    claim: str,
+    participation: Callable[[int, int], Participation],
+    fingerprint: str | None = None,
+) -> Sampler:
+    """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``.
+
+    ``participation(epoch, steps)`` says in which steps of a run one example can be.
+    """
+    # A last, smaller batch would be divided by the same constant, and has no place in a compiled
+    # step.
+    steps = examples // batch_size
+    turn = min(steps, _draws.LARGEST)  # the step is an int32, and does not end a longer epoch
+
+    def draw(key: Key, step: Any) -> Draw:
+        chosen = batch(key, step // turn, step % turn)
+        return Draw(chosen, jnp.asarray(batch_size, jnp.int32))
+
+    def event(multipliers: np.ndarray) -> DpEvent:
+        # An example is in one batch an epoch, at an unknown place: count the least noise.
+        return gaussians(least(multipliers, steps), 1.0)
+
+    return Sampler(
+        name=name,
+        examples=examples,
+        batch_size=batch_size,
+        capacity=batch_size,
+        draw=draw,
+        event=event,
+        neighbours=Neighbours.ZERO_OUT,
+        claim=claim,
+        fingerprint=fingerprint,
+        participation=lambda planned: participation(steps, planned),
+    )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of data sets and batches: what samplers accept, and which batches are drawn sparsely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dpjax import _draws, checks
+
+# Up to this size a draw takes half a millisecond by either way, and runs keep their batches.
+_FEW = 2**16
+# Beyond a sixteenth of the data, a list of a batch is no shorter than a mask of the data.
+_SPARSE = 1 / 16
+MOST = 2**44
+"""The most examples of a sampler that is not held to int32."""
+_LARGEST_BATCH = 2**24
+
+
+def is_sparse(examples: int, batch_size: float) -> bool:
+    """Whether batches are drawn in time of the batch."""
+    return examples > _FEW and batch_size <= _SPARSE * examples
+
+
+def whole(who: str, what: str, value: Any) -> int:
+    """A whole number among the arguments of a sampler."""
+    hint = (
+        "Only the batch_size of sampling.poisson and sampling.scored may be a fraction. Usually "
+        "the value is a quotient: round it, as with //."
+    )
+    return checks.whole(f"sampling.{who}", what, value, hint)
+
+
+def checked_whole(name: str, examples: int, batch_size: int, most: int = MOST) -> tuple[int, int]:
+    """Both sizes, for a sampler whose batches all have that size."""
+    return checked(name, examples, batch_size, most)[0], whole(name, "batch_size", batch_size)
+
+
+def checked(name: str, examples: int, batch_size: float, most: int = MOST) -> tuple[int, float]:
+    """Both sizes as Python numbers: arithmetic on narrow NumPy types rounds or overflows."""
+    examples = whole(name, "examples", examples)
+    checks.number(f"sampling.{name}", "batch_size", batch_size)
+    batch_size = np.asarray(batch_size).item()  # 256 stays an int, also on the privacy card
+    if examples > most:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}): expected at most {most:,}, the number of "
+            "examples that its indices can name. Usually parts of examples were counted, such as "
+            "tokens or pixels; the unit of privacy is a whole example, such as a document. "
+            f"sampling.poisson, fixed and shuffled draw from up to {MOST:,} examples (2^44). For "
+            "a larger data set, train on a part of it."
+        )
+    if not 0 < batch_size <= examples:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected a batch_size "
+            "above 0 and at most the number of examples; it is the expected number of examples a "
+            "step. Usually the two arguments were swapped, or the batch size was tuned for a "
+            "larger data set."
+        )
+    if examples > _draws.LARGEST and batch_size > _LARGEST_BATCH:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected at most "
+            f"{_LARGEST_BATCH:,} examples a step (2^24) of more than {_draws.LARGEST:,}, because "
+            "the list of a batch is in memory. Usually batch_size was given in tokens: give the "
+            "number of examples."
+        )
+    return examples, batch_size

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers in which all examples are alike: `poisson`, `full` and `fixed`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from dpjax import _draws, strategies, trees
+from dpjax.sampling.coins import coins, gaussians, largest_word
+from dpjax.sampling.sizes import checked, checked_whole, is_sparse
+from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+def poisson(examples: int, batch_size: float) -> Sampler:
+    r"""Each example joins each batch independently with equal probability: Poisson sampling.
+
+    For up to 65,536 examples, and for batches above a sixteenth of the data, each example has a
+    coin of its own: exact Poisson sampling, with draws of any size. Smaller batches of larger data
+    sets are drawn by balls that fall on blocks of examples, in time and memory of the batch.
+    Whichever other examples are drawn, an example then joins with probability at most $q$. The
+    amplification below needs no more, and holds without an error term. The law of a draw differs
+    from Poisson sampling by less than $2^{-70}$ a block; a batch has about a quarter as many blocks
+    as examples, or fewer.
+
+    Args:
+      examples: Size of the data set.
+      batch_size: The *expected* number of examples a step; sums are divided by it.
+
+    Privacy:
+      With add-or-remove neighbours: the Poisson-subsampled Gaussian mechanism at rate
+      $q = \mathrm{batch\_size}/\mathrm{examples}$.
+
+    Example:
+      >>> sampler = poisson(examples=60_000, batch_size=256)
+      >>> round(sampler.sampling_rate, 5)
+      0.00427
+
+    References:
+      Abadi et al., "Deep Learning with Differential Privacy", 2016; Zhu and Wang,
+      "Poisson Subsampled Renyi Differential Privacy", 2019.
+    """
+    examples, batch_size = checked("poisson", examples, batch_size)
+    rate, sparse = batch_size / examples, is_sparse(examples, batch_size)
+    largest = largest_word(rate)
+    if rate < 2**-64 if sparse else largest < 0:
+        raise ValueError(
+            f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
+            f"is below 2^-{64 if sparse else 32}, the resolution of the sampler. Usually "
+            "batch_size was given as a rate; it is an expected number of examples."
+        )
+    if batch_size < 1:
+        logging.warning(
+            "sampling.poisson(examples=%d, batch_size=%g): less than one example a step is "
+            "expected, and sums are divided by it. If this number is a rate, give the number of "
+            "examples that it draws: %g.",
+            examples,
+            batch_size,
+            batch_size * examples,
+        )
+
+    block = _draws.block_of(rate) if sparse else None
+
+    def draw(key: Key, step: Any) -> Draw:
+        key = trees.step_key(key, Purpose.SAMPLING, step)
+        if block is not None:
+            return _draws.scattered(key, examples, block)
+        return coins(key, jnp.full(examples, largest, jnp.uint32), True)
+
+    exact = "exact Poisson sampling"
+    kind = "Poisson sampling by blocks, never above its rate" if sparse else exact
+    return Sampler(
+        name="poisson",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=examples if block is None else block.capacity(examples),
+        draw=draw,
+        event=lambda multipliers: gaussians(multipliers, rate),
+        claim=f"{kind}; amplification by sampling is proved and counted",
+    )
+
+
+def full(examples: int) -> Sampler:
+    """Every step sees the whole data set; there is no amplification by sampling.
+
+    Example:
+      >>> full(1279).sampling_rate
+      1.0
+    """
+    examples, _ = checked("full", examples, examples, _draws.LARGEST)
+    # Made once: a constant of the program, not a new array in every step.
+    everything = jnp.arange(examples)
+    return Sampler(
+        name="full",
+        examples=examples,
+        batch_size=examples,
+        capacity=examples,
+        draw=lambda key, step: Draw(everything, jnp.asarray(examples, jnp.int32)),
+        event=lambda multipliers: gaussians(multipliers, 1.0),
+        claim="every step uses every example; plain composition of Gaussians",
+        participation=lambda steps: strategies.apart(1),
+    )
+
+
+def fixed(examples: int, batch_size: int) -> Sampler:
+    """Every step sees a fresh uniform subset of exactly ``batch_size`` examples.
+
+    Small batches of large data sets are drawn with replacement, and repeated examples again until
+    all are distinct, which is exactly uniform too and takes time and memory of the batch.
+
+    Privacy:
+      Proved for replace-one neighbours, under which the sum moves by twice the
+      sensitivity; `dpjax.accounting` converts the multiplier itself.
+    """
+    examples, batch_size = checked_whole("fixed", examples, batch_size)
+
+    sparse = is_sparse(examples, batch_size)
+
+    def draw(key: Key, step: Any) -> Draw:
+        # Batches of different steps are independent, as the event assumes.
+        key, size = trees.step_key(key, Purpose.SAMPLING, step), jnp.asarray(batch_size, jnp.int32)
+        if sparse:
+            return Draw(_draws.distinct(key, examples, batch_size), size)
+        # A prefix of a uniform permutation is a uniform subset.
+        return Draw(jax.random.permutation(key, examples)[:batch_size], size)
+
+    def event(multipliers: np.ndarray) -> DpEvent:
+        from dpjax.accounting.events import without_replacement
+
+        return without_replacement(multipliers, examples, batch_size)
+
+    return Sampler(
+        name="fixed",
+        examples=examples,
+        batch_size=batch_size,
+        capacity=batch_size,
+        draw=draw,
+        event=event,
+        neighbours=Neighbours.REPLACE_ONE,
+        # The size is public and constant, so an example cannot leave without another taking its
+        # place.
+        claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
+    )
