@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.hijax import VJPHiPrimitive
 from jax.extend.core import Primitive, primitives
+from jax.interpreters import ad, batching, mlir
 from mutation import kills
 
 from dpjax import clipped_grad, clipping, gradients, losses, testing
@@ -762,8 +764,8 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    '.startswith("custom_vjp") or any(map(_bends, inside))',
-    '.startswith("custom_vjp")',
+    "own_vjp(equation) or any(map(_bends, inside))",
+    "own_vjp(equation)",
     case="a derivative of the user's own in a scan",
     slow=True,
 )
@@ -844,6 +846,73 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
 def test_ghost_is_the_definition(name):
     """By leaf: every norm of every leaf, and so every sum."""
     assert_is_the_definition(name, lambda p: clipping.grouped(0.1, clipping.by_leaf(p)), 2)
+
+
+class Held(VJPHiPrimitive):
+    """Itself; its cotangent is clipped by value."""
+
+    def __init__(self, kind):
+        self.in_avals, self.out_aval, self.params = (kind,), kind, {}
+        super().__init__()
+
+    def expand(self, w):
+        return w
+
+    def vjp_fwd(self, nonzero, w):
+        return self(w), ()
+
+    def vjp_bwd_retval(self, residuals, g):
+        return (jnp.clip(g, -0.01, 0.01),)
+
+    def batch_dim_rule(self, axis_data, dims):
+        return dims[0]
+
+
+def named(name):
+    """A primitive outside of JAX: w and x to sin(w) x."""
+    primitive = Primitive(name)
+
+    def sine(w, x):
+        return jnp.sin(w) * x
+
+    primitive.def_impl(sine)
+    primitive.def_abstract_eval(lambda w, x: x)
+    mlir.register_lowering(primitive, mlir.lower_fun(sine, multiple_results=False))
+    ad.defjvp(primitive, lambda g, w, x: g * jnp.cos(w) * x, lambda g, w, x: g * jnp.sin(w))
+    batching.primitive_batchers[primitive] = lambda given, axes: (jax.vmap(sine, axes)(*given), 0)
+    return primitive.bind
+
+
+FOREIGN = {
+    "hijax": lambda w, x: jnp.tanh(x @ Held(jax.typeof(w))(w)),
+    "a view": lambda w, x: x @ jnp.sin(Held(jax.typeof(w))(w)),
+    "a name of JAX": lambda w, x: named("mul")(w, jnp.broadcast_to(x, w.shape)),
+}
+
+
+@kills("_jaxpr.py", '"linear_call", "call_hi_primitive"', '"linear_call"', case="a view")
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "if not of_jax(equation.primitive):",
+    "if False:",
+    case="a name of JAX",
+    slow=True,
+)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_primitives_of_a_library_are_materialised(name):
+    function = losses.vouched(FOREIGN[name])
+
+    def loss(w, x):
+        return jnp.sum(function(w, x) ** 2)
+
+    params, batch = array(3, 3), array(4, 3, seed=1, scale=1.0)
+    each = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    found = clipped_grad(loss, clipping.flat(1e3), "ghost")(params, batch)
+    np.testing.assert_allclose(found.value, each.sum(0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        found.norms[:, 0], jnp.linalg.norm(each.reshape(4, -1), axis=1), rtol=1e-5
+    )
+    assert "materialised" in gradients.explain(loss, params, batch[0])
 
 
 @kills(

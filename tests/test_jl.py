@@ -13,10 +13,22 @@ import pytest
 import scipy.integrate
 import scipy.stats
 from jax import lax
+from jax.custom_derivatives import linear_call
 from mutation import kills
 
 import dpjax
-from dpjax import accounting, clipping, ledger, noise, reports, sampling, trees, types, verify
+from dpjax import (
+    accounting,
+    clipping,
+    ledger,
+    losses,
+    noise,
+    reports,
+    sampling,
+    trees,
+    types,
+    verify,
+)
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent
 from dpjax.data import Stream
 from dpjax.gradients._estimated_norms import jvp_magnitude
@@ -255,7 +267,9 @@ def test_large_numbers_that_are_no_tangents_are_none():
 def test_a_loss_without_forward_mode_is_refused():
     square = jax.custom_vjp(jnp.square)
     square.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
-    for own in (square, jax.checkpoint(square)):
+    # Forwards a function, backwards the transpose that its author wrote.
+    halved = losses.vouched(lambda y: linear_call(lambda _, y: y, lambda _, c: 0.5 * c, (), y))
+    for own in (square, jax.checkpoint(square), halved):
         clipped = estimated(lambda w, x, f=own: f(jnp.vdot(w, x)))
         with pytest.raises(TypeError, match=r"no forward mode.*jax.custom_jvp"):
             clipped(jnp.zeros(3), X, key=jax.random.key(0))

@@ -7,10 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.custom_derivatives import linear_call
+from jax.experimental.buffer_callback import buffer_callback
+from jax.experimental.hijax import VJPHiPrimitive
+from jax.experimental.pallas import pallas_call
+from jax.experimental.sparse import BCOO
+from jax.extend.core import Primitive
+from jax.interpreters import batching
 from mutation import kills
 
 import dpjax
 from dpjax import clipping, federated, losses, sampling
+from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.types import Clipping, Partition
 
 X = jnp.ones((4, 3))
@@ -28,12 +36,57 @@ def _(size, batched, x):
     return x - x.mean(axis=0), True
 
 
+def centring(name):
+    """A primitive outside of JAX that subtracts the mean of the batch."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    batching.primitive_batchers[primitive] = lambda given, axes: (
+        given[0] - given[0].mean(axes[0], keepdims=True),
+        axes[0],
+    )
+    return primitive.bind
+
+
+class Centring(VJPHiPrimitive):
+    def __init__(self, kind):
+        self.in_avals, self.out_aval, self.params = (kind,), kind, {}
+        super().__init__()
+
+    def expand(self, x):
+        return x
+
+    def batch(self, axis_data, args, dims):
+        return args[0] - args[0].mean(dims[0], keepdims=True), dims[0]
+
+
+def drawing(draw, impl="unsafe_rbg"):
+    """Draws from keys that follow from the example, under a root key of the run."""
+    root = jax.random.key(0, impl=impl)
+    return lambda x: x * draw(root, x[0].astype(int))
+
+
+def folded_late(root, i):
+    """Only `fold_in` meets the example; the draw itself is by a key of threefry."""
+    data = jax.random.key_data(jax.random.fold_in(root, i))
+    return jax.random.uniform(jax.random.wrap_key_data(data[:2], impl="threefry2x32"))
+
+
+def split_late(root, i):
+    data = jax.random.key_data(jax.random.split(root, 4)[i])
+    return jax.random.uniform(jax.random.wrap_key_data(data[:2], impl="threefry2x32"))
+
+
 def hosted(x, method="broadcast_all"):
     return jax.pure_callback(lambda x: np.asarray(x), ONE, x, vmap_method=method)
 
 
 def remembered(x):
     return jax.experimental.io_callback(lambda x: np.asarray(x), ONE, x)
+
+
+def buffered(x):
+    return buffer_callback(lambda context, out, x: None, ONE)(x)
 
 
 def drawn(x):
@@ -49,7 +102,22 @@ SEEN = {
     "pure_callback": (hosted, "pure_callback, which calls the host"),
     "sequential": (lambda x: hosted(x, "sequential"), "pure_callback, which calls the host"),
     "io_callback": (remembered, "io_callback, which calls the host"),
-    "rbg": (drawn, "random_bits, which draws from a key of another generator"),
+    "buffer_callback": (buffered, "buffer_callback, which calls the host"),
+    "rbg": (drawn, "random_seed, which has a key of another generator"),
+    "rbg bits": (
+        drawing(lambda k, i: jax.random.uniform(k), "rbg"),
+        "random_bits, which has a key",
+    ),
+    "fold_in": (drawing(folded_late), "random_fold_in, which has a key of another generator"),
+    "split": (drawing(split_late), "random_split, which has a key of another generator"),
+    "gamma": (drawing(lambda k, i: jax.random.gamma(k, 0.3)), "(random_split|random_gamma), which"),
+    "primitive": (centring("centre"), "centre, which is not one of JAX's primitives"),
+    "primitive of a known name": (centring("sin"), "sin, which is not one of JAX's primitives"),
+    "hijax": (lambda x: Centring(jax.typeof(x))(x), "call_hi_primitive, which has a batching"),
+    "linear_call": (
+        lambda x: linear_call(lambda _, x: x, lambda _, c: c, (), x),
+        "linear_call, which has a transpose",
+    ),
     "rng_uniform": (bits, "rng_uniform, which draws for the whole batch"),
     "in a jitted function": (jax.jit(centred), "custom_vmap_call"),
     "in a scan": (lambda x: jax.lax.scan(lambda c, _: (centred(c), 0), x, None, 2)[0], "custom_vm"),
@@ -81,7 +149,16 @@ def run(loss, data=X, rule=None):
     case="in a scan",
     slow=True,
 )
-@kills("gradients/loss_checks.py", "!= _THREEFRY", '== ""', case="rbg", slow=True)
+@kills("gradients/loss_checks.py", "set(others) - {_threefry()}", "set()", case="fold_in")
+@kills("gradients/loss_checks.py", "not of_jax(equation.primitive)", "False", case="primitive")
+@kills(
+    "_jaxpr.py",
+    "return primitive in _defined(len(sys.modules))",
+    "return primitive.name in {p.name for p in _defined(len(sys.modules))}",
+    case="primitive of a known name",
+    slow=True,
+)
+@kills("gradients/loss_checks.py", '"call_hi_primitive": _OWN_RULE,', "", case="hijax", slow=True)
 @pytest.mark.parametrize("name", SEEN)
 def test_losses_that_could_mix_examples_are_refused(name):
     function, message = SEEN[name]
@@ -109,7 +186,6 @@ def noised(gradient):
     return gradient + drawn(gradient)
 
 
-@kills("gradients/loss_checks.py", 'startswith("custom_")', 'startswith("custom_jvp")', slow=True)
 @kills(
     "gradients/_bookkeeping/trace.py",
     "jax.make_jaxpr(derivative)(params, example)",
@@ -142,6 +218,59 @@ def test_init_traces_a_loss_once():
     algorithm = dpjax.dpsgd(counted, optax.sgd(0.1), mechanism(), X)
     algorithm.init(jax.random.key(0), W)
     assert len(seen) == 1
+
+
+@kills("gradients/loss_checks.py", "or own_vjp(e) for e", "for e", slow=True)
+def test_primitives_of_a_library_have_derivatives_of_their_own():
+    for function in (centring("centre"), lambda x: Centring(jax.typeof(x))(x)):
+        program = jax.make_jaxpr(losses.vouched(function))(W).jaxpr
+        assert has_own_derivatives(program)
+    assert not has_own_derivatives(jax.make_jaxpr(losses.vouched(jnp.sin))(W).jaxpr)
+
+
+def test_keys_of_other_generators_may_be_read():
+    """Words of a key that came with the example are data of the example."""
+    keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 4)
+
+    def loss(w, e):
+        words = jax.random.key_data(e["key"])[:2]
+        return jnp.sum(w * jax.random.normal(jax.random.wrap_key_data(words), (3,)) * e["x"])
+
+    jax.eval_shape(dpjax.clipped_grad(loss, clipping.flat(1.0)), W, {"key": keys, "x": X})
+
+
+def test_attention_of_cudnn_is_read(monkeypatch):
+    """Its kernel adds the gradients of a bias over the batch."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_is_flash_attention", lambda *a, **k: None)
+    query, bias = jnp.ones((2, 1, 4, 2, 8), jnp.bfloat16), jnp.ones((1, 2, 4, 4), jnp.bfloat16)
+
+    def attend(bias, x, **options):
+        return cudnn.dot_product_attention(x, x, x, bias, **options).sum().astype(jnp.float32)
+
+    def clipped(loss):
+        return jax.eval_shape(dpjax.clipped_grad(loss, clipping.flat(1.0)), bias, query)
+
+    clipped(lambda w, x: w.sum().astype(jnp.float32) * attend(None, x))
+    for mixing in (
+        attend,
+        lambda w, x: w.sum().astype(jnp.float32) * attend(None, x, dropout_rate=0.1),
+    ):
+        with pytest.raises(ValueError, match="calls cuDNN once for the whole batch"):
+            clipped(mixing)
+
+
+@kills("gradients/loss_checks.py", 'e.primitive.name.startswith("custom_") or', "", slow=True)
+def test_forward_derivatives_of_the_user_are_read():
+    @jax.custom_jvp
+    def double(x):
+        return 2 * x
+
+    double.defjvp(lambda x, t: (2 * x[0], centred(x[0]) * t[0]))
+    with pytest.raises(ValueError, match="gradient of the loss: its program holds custom_vmap"):
+        dpjax.clipped_grad(lambda w, x: jnp.sum(double(w * x)), clipping.flat(1.0))(W, X)
 
 
 @kills("training/recipe.py", 'require_one_example(program, "dpsgd: weights")', "pass", slow=True)
@@ -229,18 +358,41 @@ def test_clients_losses_are_read_too():
     honest.step(honest.init(jax.random.key(0, impl="rbg"), W))
 
 
-def test_collectives_are_refused():
-    def loss(w, x):
-        return jnp.sum(w * jax.lax.pmean(x, "d"))
+COLLECTIVES = {
+    "psum": lambda x: jax.lax.pmean(x, "d"),
+    "pmax": lambda x: jax.lax.pmax(x, "d"),
+    "ppermute": lambda x: jax.lax.ppermute(x, "d", [(0, 0)]),
+    "all_gather": lambda x: jax.lax.all_gather(x, "d")[0],
+    "all_to_all": lambda x: jax.lax.all_to_all(x[None], "d", 0, 0)[0],
+    "reduce_scatter": lambda x: jax.lax.psum_scatter(x, "d", tiled=True),
+    "pbroadcast": lambda x: jax.lax.pbroadcast(x, "d", 0),
+    "ragged_all_to_all": lambda x: jax.lax.ragged_all_to_all(
+        x, x, *[jnp.array([n], jnp.int32) for n in (0, 3, 0, 3)], axis_name="d"
+    ),
+    "axis_index": lambda x: x * jax.lax.axis_index("d"),
+}
 
-    def mapped(x):
-        return dpjax.clipped_grad(loss, clipping.flat(1.0))(W, x).value
 
+def over_devices(function, check_vma=False):
+    """A function inside of a user's own `jax.shard_map`, on a part of its argument."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
-    cut = jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    with pytest.raises(ValueError, match="psum, which reads the examples of other devices"):
-        cut(X)
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+
+
+@kills("gradients/loss_checks.py", 'p.get("axis_name")', "()", case="ppermute", slow=True)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_are_refused(name):
+    clipped = dpjax.clipped_grad(loss_of(COLLECTIVES[name]), clipping.flat(1.0))
+    with pytest.raises(ValueError, match=f"{name}, which names an axis of devices"):
+        jax.eval_shape(over_devices(lambda x: clipped(W, x).value), X)
+
+
+@kills("gradients/loss_checks.py", 'name != "pvary" and not', "not", slow=True)
+def test_a_change_of_type_is_no_collective():
+    """`jax.shard_map` casts an example that all devices share where it meets a part of a model."""
+    clipped = dpjax.clipped_grad(loss_of(lambda x: x), clipping.flat(1.0), "vmap")
+    jax.eval_shape(over_devices(lambda w: clipped(w, X).value, True), W)
 
 
 @kills("gradients/loss_checks.py", 'equation.params.get("name") != VOUCHED', "True", slow=True)
@@ -277,7 +429,18 @@ def centred_by_axis(w, x):
     return jnp.sum(jax.vmap(lambda v: v - jax.lax.pmean(v, "i"), axis_name="i")(w * x) ** 2)
 
 
+def doubled(w, x):
+    """A kernel of Pallas, which JAX batches by one more axis of its grid."""
+
+    def kernel(given, out):
+        out[...] = 2 * given[...]
+
+    return jnp.sum(w * pallas_call(kernel, out_shape=ONE, interpret=True)(x))
+
+
 HONEST = {
+    "pallas": doubled,
+    "sparse": lambda w, x: jnp.sum(w * (BCOO.fromdense(jnp.outer(x, x), nse=9) @ w)),
     "an axis of the example": centred_by_axis,
     "linear algebra": lambda w, x: jnp.linalg.norm(
         jnp.linalg.solve(jnp.eye(3) + jnp.outer(x, x), w)

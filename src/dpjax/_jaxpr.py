@@ -9,15 +9,26 @@ tangents, and `depends` follows booleans instead of arrays.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    DropVar,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    jaxpr_as_fun,
+)
 
 __all__ = [
     "VOUCHED",
@@ -28,12 +39,19 @@ __all__ = [
     "evaluate",
     "fingerprint",
     "inner_programs",
+    "of_jax",
     "outputs_depend",
+    "own_vjp",
     "steady",
 ]
 
 VOUCHED = "dpjax_vouched"
 """The name of a jitted function whose author vouches for it; see `dpjax.losses.vouched`."""
+
+# Where the primitives of JAX are defined.
+_JAX = ("jax._src.", "jax.experimental.sparse")
+# Primitives of JAX that run a VJP of the user's own.
+_OWN_VJP = ("custom_vjp", "linear_call", "call_hi_primitive")
 
 Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 """``(equation, inputs) -> outputs``."""
@@ -165,6 +183,31 @@ def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
     ]
     opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in held]
     return [part for part in opened if isinstance(part, Jaxpr)]
+
+
+@functools.cache
+def of_jax(primitive: Primitive) -> bool:
+    """Whether JAX itself defines a primitive, and so how `jax.vmap` batches it."""
+    # By identity, since a library may give its primitive any name. The batching rule would not
+    # tell: JAX 0.10 wraps the rules of libraries in functions of its own.
+    return primitive in _defined(len(sys.modules))
+
+
+@functools.lru_cache(maxsize=1)
+def _defined(modules: int) -> frozenset[Primitive]:
+    """The primitives that are attributes of modules of JAX, given how many modules are imported."""
+    del modules  # a module that is imported later may define more
+    own = [m for name, m in sys.modules.copy().items() if name.startswith(_JAX)]
+    values = (value for module in own for value in vars(module).copy().values())
+    return frozenset(value for value in values if isinstance(value, Primitive))
+
+
+def own_vjp(equation: JaxprEqn) -> bool:
+    """Whether a user may have written the VJP of an equation, which then need not be linear.
+
+    The equations inside of it are not read.
+    """
+    return equation.primitive.name.startswith(_OWN_VJP) or not of_jax(equation.primitive)
 
 
 def called(equation: JaxprEqn) -> Jaxpr | None:

@@ -2,15 +2,18 @@
 """A loss is read before it is believed: primitives through which examples could see each other.
 
 The guarantee rests on one sentence: the loss of an example is a function of this example and of the
-parameters. The loss is evaluated for a whole microbatch by `jax.vmap`, and a few primitives do
-something else there than they do for one example. `require_one_example` finds them in the traced
-program, and refuses them by name. `check_loss` reads a loss and its gradient so.
+parameters. The loss is evaluated for a whole microbatch by `jax.vmap`, and a primitive may do
+something else there than it does for one example. `require_one_example` accepts the primitives that
+JAX defines and batches itself, except a few, and refuses all others by name. `check_loss` reads a
+loss and its gradient so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -18,26 +21,50 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from dpjax import trees
-from dpjax._jaxpr import VOUCHED, equations, inner_programs
+from dpjax._jaxpr import VOUCHED, equations, inner_programs, of_jax, own_vjp
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.types import PyTree
 
 _HOST = "calls the host, which may keep what it saw of other examples or see the whole batch"
-_DEVICES = "reads the examples of other devices"
-# What a primitive could do to the other examples of a batch.
+_FOREIGN = "calls foreign code, which JAX may batch by handing it all examples"
+_OWN_RULE = "has a batching rule of its own, which sees the whole batch"
+_DEVICES = "names an axis of devices, and so may read the examples of other devices"
+_OUTSIDE = "is not one of JAX's primitives, so its batching rule may mix the whole batch"
+_CUDNN = (
+    "calls cuDNN once for the whole batch, with one gradient of the bias, one seed of dropout and "
+    "one maximum in fp8"
+)
+_KEYS = "has a key of another generator than threefry, which may draw by the first example's key"
+# What primitives of JAX could do to the other examples of a batch.
 _COULD: dict[str, str] = {
-    "custom_vmap_call": "has a batching rule of its own, which sees the whole batch",
+    "custom_vmap_call": _OWN_RULE,
+    "call_hi_primitive": _OWN_RULE,
+    "linear_call": "has a transpose of its own, which JAX does not batch",
     "pure_callback": _HOST,
     "io_callback": _HOST,
-    "ffi_call": "calls foreign code, which JAX may batch by handing it all examples",
+    "buffer_callback": _HOST,
+    "ffi_call": _FOREIGN,
+    "tpu_custom_call": _FOREIGN,
     "rng_bit_generator": "is batched by the key of the first example alone",
     "rng_uniform": "draws for the whole batch, from no key",
-    **dict.fromkeys(
-        ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter"), _DEVICES
-    ),
 }
-# JAX's own name of the keys of threefry. Other generators draw for a whole batch by its first key.
-_THREEFRY = "key<fry>"
+# What may be done with the keys of other generators: nothing that runs the generator, which is
+# batched by its first key in `random_bits`, and for unsafe_rbg in `random_split` and
+# `random_fold_in` too. `random_gamma` and other samplers draw inside.
+_KEPT = {
+    "random_wrap",
+    "random_unwrap",
+    "broadcast_in_dim",
+    "concatenate",
+    "dynamic_slice",
+    "gather",
+    "pvary",
+    "reshape",
+    "select_n",
+    "slice",
+    "squeeze",
+    "transpose",
+}
 
 
 def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> ClosedJaxpr:
@@ -101,33 +128,55 @@ def require_one_example(program: Jaxpr, name: str) -> None:
       name: How errors call it.
 
     Raises:
-      ValueError: It holds one of the primitives of the table.
+      ValueError: It holds a primitive that could mix examples.
     """
     for equation in _not_vouched(program):
-        primitive = equation.primitive.name
-        why = _COULD.get(primitive.removesuffix("_invariant"))
-        # A jax.vmap inside of the loss made numbers of its axes: they are axes of the example.
-        if why is _DEVICES and all(isinstance(a, int) for a in equation.params.get("axes", ("",))):
-            continue
-        kinds = [getattr(variable.aval, "dtype", None) for variable in equation.invars]
-        if primitive == "random_bits" and str(kinds[0]) != _THREEFRY:
-            why = "draws from a key of another generator than threefry, by the first example's key"
-        if why:
+        if why := _mixes(equation):
             raise ValueError(
-                f"{name}: its program holds {primitive}, which {why}; expected a function of one "
-                "example. Clipping could then not bound what one example moves. Usually a host "
-                "callback or a custom_vmap came with a library, or keys are of rbg: make them by "
-                "jax.random.key(seed, impl='threefry2x32'). If the function treats each example "
-                "alone whatever batch it is given, wrap it: dpjax.losses.vouched(function)."
+                f"{name}: its program holds {equation.primitive.name}, which {why}; expected a "
+                "function of one example. Clipping could then not bound what one example moves. "
+                "Usually it came with a library (a host callback, a custom_vmap, a primitive or a "
+                "kernel), or keys are of rbg: make them by jax.random.key(seed, "
+                "impl='threefry2x32'). If the function treats each example alone whatever batch it "
+                "is given, wrap it: dpjax.losses.vouched(function)."
             )
 
 
+def _mixes(equation: JaxprEqn) -> str | None:
+    """How an equation could see several examples under `jax.vmap`, if it could."""
+    name, p = equation.primitive.name, equation.params
+    if not of_jax(equation.primitive):
+        return _OUTSIDE
+    # A jax.vmap inside of the loss made numbers of its axes: they are axes of the example.
+    axes = jax.tree.leaves((p.get("axes"), p.get("axis_name")))
+    # `pvary` changes the type of an array, not its numbers.
+    if name != "pvary" and not all(isinstance(axis, Integral) for axis in axes):
+        return _DEVICES
+    kinds = [getattr(v.aval, "dtype", None) for v in (*equation.invars, *equation.outvars)]
+    others = [k for k in kinds if k is not None and jnp.issubdtype(k, jax.dtypes.prng_key)]
+    # The equations inside of a call are read one by one.
+    if name not in _KEPT and not inner_programs(equation) and set(others) - {_threefry()}:
+        return _KEYS
+    # As JAX 0.10.2 batches the gradient of a bias that all examples share: it has no batch axis.
+    if name.startswith("dot_product_attention") and (
+        p.get("dropout_rate") or p.get("variadic_args", (True, True))[1]
+    ):
+        return _CUDNN
+    return _COULD.get(name)
+
+
+@functools.cache
+def _threefry() -> Any:
+    """The dtype of keys that draw for each example of a batch from its own key."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+
+
 def has_own_derivatives(program: Jaxpr) -> bool:
-    """Whether the gradient of a program runs derivatives that its author wrote.
+    """Whether the gradient of a program may run derivatives that its author wrote.
 
     They stand in the program of the gradient alone.
     """
-    return any(e.primitive.name.startswith("custom_") for e in equations(program))
+    return any(e.primitive.name.startswith("custom_") or own_vjp(e) for e in equations(program))
 
 
 def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:

@@ -14,13 +14,14 @@ from dpjax._jaxpr import VOUCHED
 def vouched(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as one of a single example, so that a loss may call it.
 
-    dpjax refuses losses with host callbacks, batching rules of their own, foreign code or
-    collectives, because it cannot see whether they mix the examples of a batch. This function is
-    for the ones that do not.
+    dpjax refuses losses with host callbacks, batching rules of their own, primitives outside of
+    JAX, foreign code or collectives, because it cannot see whether they mix the examples of a
+    batch. This function is for the ones that do not.
 
     Args:
       function: The function, of one example. You vouch that its result follows from its
-        arguments alone: under `jax.vmap` row by row, without a memory of earlier calls.
+        arguments alone: under `jax.vmap` row by row, without a memory of earlier calls. The same
+        holds for its derivatives.
 
     Returns:
       The same function, which dpjax does not read.

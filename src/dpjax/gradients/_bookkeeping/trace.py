@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax._jaxpr import bind, equations, evaluate, inner_programs
+from dpjax._jaxpr import bind, equations, evaluate, inner_programs, of_jax, own_vjp
 from dpjax.gradients._bookkeeping.outer_products import precision_of
 from dpjax.gradients._bookkeeping.rewrites import rewritten
 from dpjax.gradients._bookkeeping.scan_trace import scan_sites
@@ -183,6 +183,9 @@ def _walk(
 def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     """One equation: a call is entered, a view stays one, a site is tapped."""
     name = equation.primitive.name
+    if not of_jax(equation.primitive):
+        # What follows knows JAX's primitives by name, and a library may give its own any name.
+        return bind(equation, plain(inputs, book, name))
     if name in _CALLS:
         inner = equation.params[_CALLS[name]]
         inner, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
@@ -364,13 +367,13 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
 
 
 def _bends(equation: JaxprEqn) -> bool:
-    """Whether the equation has a VJP written by the user.
+    """Whether a user may have written the VJP of the equation, or of one inside of it.
 
     Such a VJP need not be linear in the cotangent (it may clip it), so that the VJP of a sum over
     examples may differ from the sum of the examples' VJPs.
     """
     inside = (e for program in inner_programs(equation) for e in program.eqns)
-    return equation.primitive.name.startswith("custom_vjp") or any(map(_bends, inside))
+    return own_vjp(equation) or any(map(_bends, inside))
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
