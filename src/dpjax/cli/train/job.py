@@ -139,7 +139,7 @@ def execute(given: flags.FlagValues, plan: Plan, started: float) -> None:
     planned = mechanism.epsilon(given.delta, plan.method)
     say(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {upwards(planned)} at delta={given.delta:g} ({plan.method})"
+        f"cost epsilon {upwards(planned)} at delta={upwards(given.delta, '.6g')} ({plan.method})"
     )
     dataset = inputs.with_features(given, plan.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
