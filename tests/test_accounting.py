@@ -25,6 +25,7 @@ from scipy.integrate import quad
 from dpjax import accounting, schedules
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.pld import _accountant, _loss, rounded
+from dpjax.accounting.rdp_accountant import least_epsilon
 
 METHODS = ("rdp-classic", "rdp", "pld", "gdp")
 TOLERANCE = {"rdp-classic": 0.002, "rdp": 0.002, "pld": 0.005, "gdp": 0.001}
@@ -703,6 +704,27 @@ def test_calibrate_inverts_epsilon(z, q, n):
         assert found == pytest.approx(z, rel=1e-5)
 
 
+@kills(
+    "accounting/rdp_accountant.py",
+    "-float(np.max(limits(0.0, delta, ORDERS)))",
+    "0.0",
+    case="rdp-1e-08",
+    slow=True,
+)
+@pytest.mark.parametrize(("method", "delta"), [("rdp", 1e-8), ("rdp", 1e-5), ("rdp-classic", 1e-5)])
+def test_noise_is_not_found_below_the_least_epsilon_of_a_method(method, delta):
+    """There it would be hundreds of times as large, or there is none."""
+    least = least_epsilon(delta, method)
+    free = accounting.epsilon(accounting.gaussian(3e4), delta, method)
+    assert free == pytest.approx(least, rel=1e-3)
+    with pytest.raises(ValueError, match="larger Rényi orders"):
+        accounting.calibrate(accounting.gaussian, least, delta, method)
+    found, tight = (
+        accounting.calibrate(accounting.gaussian, 2 * least, delta, by) for by in (method, "pld")
+    )
+    assert tight <= found <= 1.5 * tight
+
+
 def test_without_noise_there_is_nothing_to_calibrate():
     with pytest.raises(ValueError, match=r"noise_multiplier=0\.0"):
         accounting.calibrate(lambda z: steps((0.1, z, 5)), math.inf, 1e-5)
@@ -818,6 +840,14 @@ def test_absurd_noise_neither_hangs_nor_lies(neighbours):
     assert 1e6 < cost < math.inf
 
 
+@pytest.mark.parametrize("make", [accounting.gaussian, lambda z: steps((0.1, z, 10))])
+def test_the_square_of_a_multiplier_may_be_no_float(make):
+    one = accounting.gaussian(1.0)
+    for method in ("rdp", "pld"):
+        cost = accounting.epsilon(accounting.compose(make(1e200), one), 1e-5, method)
+        assert cost == pytest.approx(accounting.epsilon(one, 1e-5, method), rel=1e-3)
+
+
 def test_estimates_say_so():
     estimate = accounting.epsilon(steps((MNIST, 1.1, 14_063)), 1e-5, "gdp")
     assert isinstance(estimate, accounting.Estimate)
@@ -835,6 +865,10 @@ def beside_one(z):
 
 def steps_within(method="rdp", **options):
     return accounting.largest_steps(accounting.gaussian, 1.0, 1e-5, method, **options)
+
+
+def free_steps(maximum):
+    return accounting.largest_steps(lambda n: steps((0.0, 1.0, n)), 1.0, 1e-5, maximum=maximum)
 
 
 @kills("accounting/event_parts.py", "leaf.count, _COUNT, least=0", "leaf.count, _COUNT, least=-1")
@@ -870,6 +904,7 @@ def steps_within(method="rdp", **options):
         (lambda: accounting.calibrate(beside_one, 1.0, 1e-5), "not reachable"),
         (lambda: accounting.calibrate(lambda z: accounting.gaussian(z, 0), 1.0, 1e-5), "ignores"),
         (lambda: steps_within(maximum=-3), "maximum"),
+        (lambda: free_steps(math.inf), "any number fits"),
         (lambda: steps_within(maximum=1.5), "maximum"),
         (lambda: steps_within(maximum=math.nan), "whole number, zero or more, or infinity"),
         (lambda: accounting.gaussian(1.0, math.nan), "whole number"),

@@ -218,7 +218,9 @@ def test_long_runs_are_not_amplified(monkeypatch):
 
 
 @kills(
-    "accounting/allocation.py", "count / event.noise_multiplier**2", "event.noise_multiplier**-2"
+    "accounting/allocation.py",
+    "count / squared(event.noise_multiplier)",
+    "1 / squared(event.noise_multiplier)",
 )
 @kills(
     "accounting/rdp_accountant.py",

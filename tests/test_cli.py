@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 import tomllib
+import types
 
 import jax
 import numpy as np
 import pytest
 from absl import app, flags
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import cli, data, models, schedules
@@ -130,6 +132,18 @@ def test_names_of_flags_are_those_of_the_tables():
     assert tuple(build.LOSSES) == names.LOSSES
     assert tuple(build.OPTIMIZERS) == names.OPTIMIZERS
     assert tuple(schedules.CURRICULA) == names.CURRICULA
+
+
+@pytest.mark.parametrize(
+    ("target", "most", "method"), [(3.0, None, "rdp"), (0.01, None, "pld"), (3.0, 0.01, "pld")]
+)
+def test_a_small_epsilon_of_a_schedule_is_accounted_by_distributions(target, most, method):
+    given = types.SimpleNamespace(
+        accountant="tightest", target_epsilon=target, max_epsilon=most, delta=1e-8
+    )
+    falling = schedules.table(np.linspace(2.0, 1.0, 10), 4)
+    planned = mechanism_with(1000, 20, noise_multiplier=falling, steps=40)
+    assert build.accountant(given, planned) == method
 
 
 MODULE = """

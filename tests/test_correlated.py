@@ -16,7 +16,9 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, clipping, noise, reports, sampling, strategies, training
-from dpjax.mechanism import Spent
+from dpjax.accounting.event_parts import split
+from dpjax.accounting.rdp_accountant import total
+from dpjax.mechanism import Spent, correlated
 from dpjax.mechanism.card import spent_of
 from dpjax.sampling.coins import parts_of
 
@@ -147,6 +149,19 @@ def test_privatize_and_dpsgd_release_the_same(name):
     assert planned.strategy_sensitivity == scale
 
 
+SHORT = {
+    "square root": strategies.square_root(6),
+    "bands": strategies.toeplitz(6, [1.0, -0.5, 0.25]),
+    "normalized": strategies.toeplitz(6, [1.0, 0.5], normalized=True),
+    "inverse": strategies.banded_inverse_square_root(6, 3),
+    "one band": strategies.banded_inverse_square_root(6, 1),
+    "buffered": strategies.buffered(6, 1),
+    "tree": strategies.tree(6),
+    "dense": strategies.dense(6, strategies.apart(3)),
+    "one step": strategies.tree(1),
+}
+
+
 class TestEvents:
     """What a run costs, by its sampler and its bands."""
 
@@ -157,7 +172,7 @@ class TestEvents:
         assert planned.event_of(planned.multipliers[:1]) == accounting.gaussian(1.3)
         assert planned.epsilon_of(planned.multipliers[:0], 1e-3) == 0
 
-    @kills("mechanism/correlated.py", "strategy.bands <= cycle", "cycle > 1")
+    @kills("mechanism/correlated.py", "(strategy.bands or strategy.steps) <= cycle", "cycle > 1")
     @kills("sampling/cycles.py", "strategies.cycles(cycle)", "strategies.once()", slow=True)
     @kills(
         "sampling/cycles.py",
@@ -175,6 +190,35 @@ class TestEvents:
         planned = mechanism(20, sampling=batches, noise=wide)
         assert planned.event == accounting.gaussian(1.0)
         assert planned.strategy_sensitivity == strategies.sensitivity(wide, strategies.cycles(4))
+
+    @kills("mechanism/correlated.py", "strategy.bands or strategy.steps", "strategy.bands or 1")
+    @kills(
+        "mechanism/correlated.py",
+        "strategy.bands or strategy.steps",
+        "strategy.bands or strategy.steps + 1",
+        slow=True,
+    )
+    @pytest.mark.parametrize("name", SHORT)
+    def test_a_run_costs_no_less_than_all_sets_of_steps_of_an_example(self, name):
+        """The divergence at order 2 of the mixture over all coins, for gradients of any signs."""
+        strategy, rate, order = SHORT[name], 0.3, accounting.ORDERS == 2
+        steps, whole = strategy.steps, strategy.matrix()
+        for cycle in range(1, steps + 2):
+            batches = sampling.cyclic_poisson(100, 100 * rate / cycle, cycle=cycle)
+            event = correlated.correlated_event(strategy, batches, np.ones(steps))
+            counted = total(split(event), "add-or-remove")[order]
+            moves = whole / correlated.sensitivity_of(strategy, batches)
+            meets = False
+            for first in range(min(cycle, steps)):
+                columns = moves[:, first::cycle]
+                taken = np.array(list(itertools.product((0, 1), repeat=columns.shape[1])))
+                chance = np.prod(np.where(taken, rate, 1 - rate), axis=1)
+                for signs in itertools.product((1, -1), repeat=columns.shape[1]):
+                    sums = taken * signs @ columns.T
+                    mixed = np.log(chance @ np.exp(sums @ sums.T) @ chance)
+                    assert mixed <= counted * (1 + 1e-9)
+                meets |= np.any((columns != 0).sum(axis=1) > 1)
+            assert correlated.is_amplified(strategy, batches) == (not meets)
 
     def test_a_prefix_of_an_amplified_run_costs_the_cycles_that_it_began(self):
         batches = sampling.cyclic_poisson(1000, 10, cycle=4)

@@ -23,7 +23,7 @@ GOLDEN = [(3.0, 7.3, 1.635412, 18338), (2.0, 9.8, 1.058705, 8642), (1.0, 12.0, 0
 
 
 @kills(
-    "accounting/filters.py",
+    "accounting/rdp_accountant.py",
     "epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)",
     "epsilon - np.log1p(-1 / orders) + np.log(orders) / (orders - 1)",
     case="2.0-9.8-1.058705-8642",

@@ -157,6 +157,7 @@ def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
         base.epsilon()
 
 
+@kills("accounting/methods.py", "wanted < 2 * rdp", "wanted < 0 * rdp", slow=True)
 def test_the_tightest_method_is_proven_and_quick():
     schedule = schedules.CURRICULA["linear-down"]()
     for options, method in (
@@ -169,6 +170,20 @@ def test_the_tightest_method_is_proven_and_quick():
     ):
         mechanism = make(**options)
         assert dpjax.accounting.tightest(mechanism.event, mechanism.relation) == method, options
+    slow = make(noise_multiplier=schedule)
+    for target, method in (((1.0, 1e-8), "rdp"), ((0.015, 1e-8), "pld"), ((0.015, 1e-4), "rdp")):
+        assert dpjax.accounting.tightest(slow.event, slow.relation, target) == method
+
+
+@kills("mechanism/description.py", "self.relation, (epsilon, delta))", "self.relation)", slow=True)
+@pytest.mark.slow
+def test_a_schedule_for_a_small_epsilon_is_found_by_distributions():
+    """RDP has no order for it, and ended at multipliers of 13 million."""
+    schedule = schedules.table(np.linspace(2.0, 1.0, 5), 20)
+    found = make(noise_multiplier=schedule, steps=100).calibrate(0.01, 1e-8)
+    assert found.target.method == "pld"
+    assert found.epsilon() == pytest.approx(0.01, rel=1e-3)
+    assert found.multipliers[0] < 1000
 
 
 def test_delta_of_epsilon():

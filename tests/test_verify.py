@@ -15,6 +15,9 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, reports, sampling, strategies, verify
+from dpjax.accounting.rounding import upwards
+from dpjax.mechanism.correlated import is_amplified
+from dpjax.verify import cards
 from dpjax.verify.cards import BOUNDS
 
 DELTA = 1e-5
@@ -140,6 +143,58 @@ def test_no_changed_card_passes(path, value, expected, honest):
     assert not good
 
 
+OWN_FACTS = {
+    "scored": sampling.scored(np.arange(1000) % 2, [[0.1, 0.2]], steps_per_row=40, batch_size=100),
+    "cyclic": sampling.cyclic_poisson(1000, 20, cycle=5),
+}
+CONTRADICTIONS = [
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 0.0, "cost less than"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 1.2, "cost less than"),
+    ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[-0.2, 40]], "rates of scores"),
+    ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[0.2, -1]], "rates of scores"),
+    ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [], "rates of scores"),
+    ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], 51, "from 1 to 50"),
+    ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], -3, "from 1 to 50"),
+    ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], 2.5, "from 1 to 50"),
+    ({}, ["multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "number of steps is negative"),
+    ({}, ["multiplier_and_steps"], [[1.2, 40.5]], "number of steps is negative, or not whole"),
+]
+
+
+@kills("verify/cards.py", "        require_drawn(sampling)\n", "", case="cycle=51")
+@kills(
+    "verify/cards.py",
+    "not (both < count or both == count == 0):",
+    "False:",
+    case="count_multiplier=0.0",
+)
+@kills(
+    "verify/cards.py", "n % 1 == 0 and n >= 1 for", "True for", case="rates=[[0.2, -1]]", slow=True
+)
+@pytest.mark.parametrize(
+    ("options", "path", "value", "expected"),
+    CONTRADICTIONS,
+    ids=[f"{c[1][-1]}={c[2]}" for c in CONTRADICTIONS],
+)
+def test_facts_that_no_mechanism_has_are_refused(options, path, value, expected):
+    made = reports.card(mechanism(**options), DELTA, methods=["rdp"])
+    card = changed(json.loads(json.dumps(made)), ["mechanism", *path], value)
+    with pytest.raises(verify.Unreadable, match=expected):
+        list(verify.findings(card))
+
+
+@kills("verify/cards.py", "rounding=ROUND_CEILING", 'rounding="ROUND_HALF_EVEN"', slow=True)
+def test_no_verdict_prints_less_than_is_claimed(honest):
+    for value in (0.30703772616587044, 2.1, 9.99961, 1e-5, 0.0, 1234.5, 5e-324, np.inf):
+        assert cards.upwards(value) == upwards(value)
+    claimed = honest["epsilon"]["rdp"]["value"]
+    rdp, gdp = verdicts(changed(honest, ["epsilon", "gdp", "value"], 1.5e160))[1]
+    shown = [float(rdp.partition(word)[2].split()[0]) for word in ("claims epsilon", "recomputed")]
+    assert min(shown) >= claimed
+    assert f"epsilon {upwards(claimed)} for one example at delta=1e-05; recomputed" in rdp
+    assert gdp.endswith("estimates epsilon 1.5e+160: not checked, and no bound")
+
+
 def test_a_run_without_noise_promises_nothing():
     card = json.loads(json.dumps(reports.card(mechanism(noise_multiplier=0.0), DELTA)))
     said = "\n".join(verdicts(card)[1])
@@ -250,7 +305,7 @@ def test_correlated_noise_is_recomputed_with_its_strategy(name):
         assert "one example moves" in words[0]
 
 
-@kills("verify/correlated.py", 'bands <= sampling["cycle"]', "True", slow=True)
+@kills("verify/correlated.py", 'bands(noise) <= sampling["cycle"]', "True", slow=True)
 @kills("verify/cards.py", "[steps * rate for rate", "[rate for rate", slow=True)
 @kills(
     "verify/cards.py",
@@ -274,3 +329,30 @@ def test_correlated_noise_is_not_cheaper_than_its_events():
     assert not verdicts(changed(whole, ["epsilon", "rdp", "value"], amplified))[0]
     poisson = changed(card, ["mechanism", "sampling", "name"], "poisson")
     assert "no sensitivity" in verdicts(poisson)[1][0]
+
+
+@kills("verify/correlated.py", "int(np.max(rows - columns)) + 1", "steps", case="dense", slow=True)
+@kills(
+    "verify/correlated.py", "    return steps\n", "    return steps + 1\n", case="tree", slow=True
+)
+@kills(
+    "verify/correlated.py", 'and len(noise["values"]) == 1)', "and False)", case="one", slow=True
+)
+@pytest.mark.parametrize(
+    "noise",
+    [
+        pytest.param(strategies.dense(16, strategies.apart(4)), id="dense"),
+        pytest.param(strategies.banded_inverse_square_root(16, 1), id="one"),
+        pytest.param(strategies.tree(4), id="tree"),
+        pytest.param(strategies.buffered(1, 1), id="buffered"),
+        pytest.param(strategies.banded(4, 4, strategies.cycles(4)), id="banded"),
+        pytest.param(strategies.square_root(5), id="beyond"),
+    ],
+)
+def test_bands_are_counted_as_the_mechanism_counts_them(noise):
+    batches = sampling.cyclic_poisson(1000, 20, cycle=4)
+    made = mechanism(sampling=batches, noise=noise, steps=noise.steps)
+    good, lines = verdicts(json.loads(json.dumps(reports.card(made, DELTA, methods=["rdp"]))))
+    assert good, lines
+    facts = made.facts["noise"], made.facts["sampling"]
+    assert verify.correlated.is_amplified(*facts) is is_amplified(noise, batches)

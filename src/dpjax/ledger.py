@@ -135,11 +135,12 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     if budget is None:
         return
     _, method = mechanism.stated(budget.delta, budget.method)
+    at = upwards(budget.delta, ".6g")
     before = _prefix_epsilon(mechanism, 0, budget.delta, method)
     # An error of its own, because its cure is in the mechanism and not in fewer steps.
     if before > budget.epsilon:
         raise Refused(
-            f"ledger: epsilon is {upwards(before)} at delta={budget.delta:g} before the first "
+            f"ledger: epsilon is {upwards(before)} at delta={at} before the first "
             "step, for what was released ahead of it (Mechanism's preparation and before); the "
             f"budget is {budget.epsilon:g} ({method})."
         )
@@ -150,9 +151,8 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         cost = _prefix_epsilon(mechanism, done + steps, budget.delta, method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         raise Refused(
-            f"ledger: {what} would bring epsilon to {upwards(cost)} at "
-            f"delta={budget.delta:g}; the budget is {budget.epsilon:g} "
-            f"({method}). {fits} of {planned} steps fit."
+            f"ledger: {what} would bring epsilon to {upwards(cost)} at delta={at}; the budget is "
+            f"{budget.epsilon:g} ({method}). {fits} of {planned} steps fit."
         )
 
 
@@ -180,17 +180,20 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
       >>> affordable(mechanism, Budget(epsilon=2.0, delta=1e-5))
       8642
     """
-    return mechanism.steps if budget is None else _affordable(mechanism, budget)
-
-
-@functools.lru_cache(maxsize=128)
-def _affordable(mechanism: Plan, budget: Budget) -> int:
-    """Bisects: a longer prefix of the same steps never costs less."""
+    if budget is None:
+        return mechanism.steps
     _, method = mechanism.stated(budget.delta, budget.method)
+    return _affordable(mechanism, budget.epsilon, budget.delta, method)
+
+
+# The method is a key of its own: mechanisms are equal whatever they were calibrated for.
+@functools.lru_cache(maxsize=128)
+def _affordable(mechanism: Plan, epsilon: float, delta: float, method: str) -> int:
+    """Bisects: a longer prefix of the same steps never costs less."""
 
     def passes(steps: int) -> bool:
-        cost = _prefix_epsilon(mechanism, steps, budget.delta, method)
-        return not cost <= budget.epsilon
+        cost = _prefix_epsilon(mechanism, steps, delta, method)
+        return not cost <= epsilon
 
     return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=passes)
 

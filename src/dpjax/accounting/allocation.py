@@ -41,7 +41,7 @@ import math
 import numpy as np
 from scipy.special import logsumexp
 
-from dpjax.accounting.event_parts import Parts
+from dpjax.accounting.event_parts import Parts, squared
 from dpjax.accounting.events import AllocatedGaussianDpEvent
 from dpjax.accounting.rdp_divergence import ORDERS
 
@@ -83,7 +83,7 @@ def known_bins(parts: Parts) -> Parts:
     rest, precisions = {}, [parts.precision]
     for text, (event, count) in parts.foreign.items():
         if isinstance(event, AllocatedGaussianDpEvent):
-            precisions.append(count / event.noise_multiplier**2)
+            precisions.append(count / squared(event.noise_multiplier))
         else:
             rest[text] = event, count
     return parts._replace(foreign=rest, precision=math.fsum(precisions))

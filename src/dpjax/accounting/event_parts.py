@@ -67,6 +67,12 @@ def relation(neighbours: str) -> NeighboringRelation:
     return NEIGHBOURS[checks.one_of("accounting", "neighbours", neighbours, NEIGHBOURS, hint)]
 
 
+def squared(multiplier: float) -> float:
+    """The square of a multiplier; a finite one counts as at most 1e100."""
+    # Beyond 1e154 the square overflows, and less noise costs no less.
+    return multiplier**2 if math.isinf(multiplier) else min(multiplier, 1 / BARE) ** 2
+
+
 def split(event: DpEvent) -> Parts:
     """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
 
@@ -119,7 +125,7 @@ def split(event: DpEvent) -> Parts:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
                 # Unsampled Gaussians compose exactly: their precisions 1 / z^2 add up to the
                 # precision of one Gaussian.
-                inverse_squares.append(count / z**2)
+                inverse_squares.append(count / squared(z))
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 check_rate(rate, "accounting: PoissonSampledDpEvent")
                 # Amplification has a closed form for a bare Gaussian alone. Anything else stays one

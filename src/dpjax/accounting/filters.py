@@ -23,10 +23,10 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting import rdp_accountant
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import gaussian
 from dpjax.accounting.methods import checked_delta
+from dpjax.accounting.rdp_accountant import limits, total
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.checks import Refused
 
@@ -104,7 +104,7 @@ class Filter:
     def limit(self) -> float:
         """The largest sum over steps that is admitted."""
         if self.order is not None:
-            return float(_limits(self.epsilon, self.delta, np.float64(self.order)))
+            return float(limits(self.epsilon, self.delta, np.float64(self.order)))
         # The search ends within 1e-12 of the root, on either side of it.
         return dp_accounting.get_sigma_gaussian(self.epsilon, self.delta) ** -2 * (1 - 1e-9)
 
@@ -184,21 +184,16 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     checked_delta("accounting.best_order", delta)
     # Of what is expected to run: the order is a guess in advance, and a bad guess costs steps, not
     # privacy.
-    divergences = rdp_accountant.total(split(event), "add-or-remove")
-    limits = _limits(epsilon, delta, ORDERS)
-    if not np.any((limits > 0) & (divergences > 0) & np.isfinite(divergences)):
+    divergences = total(split(event), "add-or-remove")
+    left = limits(epsilon, delta, ORDERS)
+    if not np.any((left > 0) & (divergences > 0) & np.isfinite(divergences)):
         raise ValueError(
             f"accounting.best_order(event={event}, epsilon={epsilon}, delta={delta}): the event "
             "fits at no order, or it costs nothing. Allow a larger epsilon, or expect more noise."
         )
     # Orders at which the event costs nothing divide by 0, and are not candidates.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(ORDERS[np.nanargmax(limits / divergences)])
-
-
-def _limits(epsilon: float, delta: float, orders: np.ndarray | np.float64) -> np.ndarray:
-    """The improved conversion, turned round: the divergence that epsilon leaves at each order."""
-    return epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)
+        return float(ORDERS[np.nanargmax(left / divergences)])
 
 
 @functools.lru_cache(maxsize=4096)

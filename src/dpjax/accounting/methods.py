@@ -149,11 +149,21 @@ def delta(
     return _as(row, 0.0 if math.isinf(epsilon) else row.delta(parts, epsilon, neighbours))
 
 
-def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
+def tightest(
+    event: DpEvent,
+    neighbours: str = "add-or-remove",
+    target: tuple[float, float] | None = None,
+) -> str:
     """The method that proves the smallest epsilon of an event within seconds.
 
+    Args:
+      event: What was run, or is planned.
+      neighbours: as for `accounting.epsilon`.
+      target: the epsilon and the delta for which noise or steps are chosen, if they are.
+
     Returns:
-      "pld" where it has a proof and the event has few different steps, and else "rdp".
+      "pld" where it has a proof and the event has few different steps, or the target is too small
+      for the orders of "rdp"; and else "rdp".
 
     Example:
       >>> from dpjax import accounting
@@ -163,14 +173,19 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
     parts = allocation.known_bins(split(event))
     if not parts.private or parts.empty:
         return "rdp"
+    wanted, beside = target or (math.inf, 0.5)
     try:
         # RDP costs milliseconds. Where it has no proof, PLD alone can have one.
-        epsilon(event, 0.5, "rdp", neighbours)
+        epsilon(event, beside, "rdp", neighbours)
     except ValueError:
         return "pld"
     # A loss distribution is convolved once for each different step, and a search for the noise
     # asks for ten of them: a minute for a schedule of 60 steps. PLD knows few other events.
-    return "pld" if len(parts.sampled) <= _FEW and not parts.foreign else "rdp"
+    few = len(parts.sampled) <= _FEW
+    # Divergences grow as the order, and the conversion falls as 1 / order: up to twice the least
+    # epsilon, the best order is beyond the largest, and RDP wants several times the noise.
+    few = few or wanted < 2 * rdp_accountant.least_epsilon(beside, "rdp")
+    return "pld" if few and not parts.foreign else "rdp"
 
 
 def checked_delta(call: str, delta: float) -> float:

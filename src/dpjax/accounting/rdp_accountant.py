@@ -48,6 +48,23 @@ def rdp_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
     return float(library.compute_delta(ORDERS.tolist(), divergences.tolist(), epsilon)[0])
 
 
+def limits(epsilon: float, delta: float, orders: np.ndarray | np.float64) -> np.ndarray:
+    """The improved conversion, turned round: the divergence that epsilon leaves at each order."""
+    return epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)
+
+
+def least_epsilon(delta: float, method: str) -> float:
+    """What a conversion answers if the divergences are nearly 0; 0 for methods without orders.
+
+    Example:
+      >>> round(least_epsilon(1e-8, "rdp"), 5)
+      0.01025
+    """
+    if method == "rdp":
+        return max(0.0, -float(np.max(limits(0.0, delta, ORDERS))))
+    return -math.log(delta) / (ORDERS[CLASSIC].max() - 1) if method == "rdp-classic" else 0.0
+
+
 def classic_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     """Epsilon by the first conversion: `min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)`.
 

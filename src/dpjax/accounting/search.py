@@ -20,6 +20,8 @@ from scipy.optimize import root_scalar
 from dpjax import checks
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.methods import epsilon as epsilon_of
+from dpjax.accounting.rdp_accountant import least_epsilon
+from dpjax.accounting.rounding import upwards
 
 # Relative width of the answer. PLD answers on a grid, so a tighter search would chase its steps.
 _TIGHTNESS = {"rdp": 1e-6, "rdp-classic": 1e-6, "pld": 1e-4}
@@ -58,6 +60,15 @@ def calibrate(
       1.2953
     """
     _check(epsilon, delta, method, "accounting.calibrate")
+    # Below it the conversion answers 0 for divergences near delta^2 and nothing else, so a search
+    # would end at noise hundreds or millions of times what "pld" finds.
+    if epsilon <= (least := least_epsilon(delta, method)):
+        raise ValueError(
+            f"accounting.calibrate(epsilon={epsilon}, delta={delta}, method={method!r}): expected "
+            f"an epsilon above {upwards(least)}, which this method answers at this delta however "
+            "little is released. So small an epsilon needs larger Rényi orders than it has: use "
+            "method='pld', or allow a larger epsilon or delta."
+        )
 
     @functools.cache
     def spent(value: float) -> float:
@@ -127,6 +138,13 @@ def largest_steps(
     while spent(high) <= epsilon:
         if high == maximum:
             return high
+        if high >= 2**62:
+            raise ValueError(
+                f"accounting.largest_steps(epsilon={epsilon}, maximum={maximum}): epsilon is "
+                f"{spent(high):.4g} even for {high:.3g} steps, so any number fits. Usually the "
+                "sampling rate is 0, or the noise infinite. Give the steps that are planned as "
+                "maximum."
+            )
         low, high = high, int(min(maximum, 2 * high))
     steps = int(_crossing(lambda x: spent(int(x)), epsilon, low, high, 0.5))
     while spent(steps) > epsilon:

@@ -67,8 +67,12 @@ def check_strategy(mechanism: Mechanism) -> None:
 
 def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
     """Whether one participation ends before the next can begin, so that sampling amplifies each."""
+    # An example takes part at steps t, t + cycle, ... alone, each by a coin of its own, and moves
+    # rows t to t + bands - 1 of C G. With bands <= cycle no row depends on two coins, so each
+    # participation is a sampled Gaussian, given what was released before. C has at most `steps`
+    # bands: a run of one cycle has one coin for an example, whatever C is.
     cycle = sampler.facts.get("cycle")
-    return cycle is not None and strategy.bands is not None and strategy.bands <= cycle
+    return cycle is not None and (strategy.bands or strategy.steps) <= cycle
 
 
 def participation_of(strategy: Strategy, sampler: Sampler) -> Participation:

@@ -13,6 +13,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
+from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
 
 import dp_accounting as dp
@@ -144,8 +145,8 @@ def findings(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     if card["delta"] * card["mechanism"]["sampling"]["examples"] >= 1:
         yield (
             False,
-            f"promises nothing: delta={card['delta']:g} is not below one over the number of "
-            f"{card['mechanism']['unit']}s, and publishing one of them would satisfy it",
+            f"promises nothing: delta={upwards(card['delta'], 6)} is not below one over the "
+            f"number of {card['mechanism']['unit']}s, and publishing one of them would satisfy it",
         )
 
 
@@ -177,16 +178,25 @@ def claims(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
             good, verdict = False, "DOES NOT HOLD"
         elif claimed > largest * loose:
             # No honest card claims more than its facts cost: another delta, or other noise.
-            good, verdict = False, f"IS OF OTHER FACTS, which would cost at most {largest:.4f}"
+            good, verdict = False, f"IS OF OTHER FACTS, which would cost at most {upwards(largest)}"
         else:
             good, verdict = True, "holds"
         yield (
             good,
-            f"{name:12} claims epsilon {claimed:.4f} for one {unit} at delta={delta:g}; "
-            f"recomputed {smallest:.4f} by {best}, the best accountant here: {verdict}",
+            f"{name:12} claims epsilon {upwards(claimed)} for one {unit} at "
+            f"delta={upwards(delta, 6)}; recomputed {upwards(smallest)} by {best}, the best "
+            f"accountant here: {verdict}",
         )
     for name in found.keys() & set(ESTIMATES):
-        yield True, f"{name:12} estimates epsilon {found[name]:.4f}: not checked, and no bound"
+        yield True, f"{name:12} estimates epsilon {found[name]:.4g}: not checked, and no bound"
+
+
+def upwards(value: float, digits: int = 4) -> str:
+    """A number in few digits, never below its value: a claim rounded down would not be proved."""
+    if not math.isfinite(value):
+        return f"{value:g}"
+    with localcontext(prec=digits, rounding=ROUND_CEILING):
+        return f"{float(+Decimal(repr(float(value)))):.{digits}g}"
 
 
 def require_consistent(card: dict[str, Any]) -> None:
@@ -228,12 +238,23 @@ def require_consistent(card: dict[str, Any]) -> None:
             )
         if spent["unit"] != mechanism["unit"]:
             raise Unreadable("the card adds what one example costs to what one client costs.")
-        if not 0 < sampling["batch_size"] <= sampling["examples"]:
-            raise Unreadable("the batch size is not between 0 and the number of examples.")
+        require_drawn(sampling)
+        if not all(steps % 1 == 0 and steps >= 0 for _, steps in spent["multiplier_and_steps"]):
+            raise Unreadable("a number of steps is negative, or not whole.")
         require_hidden(spent)
         numbers = [*each_multiplier(spent), *map(float, spent["preparation"])]
         if not all(number >= 0 for number in numbers):
             raise Unreadable("a noise multiplier is negative.")
+    adaptive = mechanism["adaptive"]
+    if adaptive is not None:
+        count = float(adaptive["count_multiplier"])
+        both = max(each_multiplier(mechanism), default=0.0)
+        if not (both < count or both == count == 0):
+            raise Unreadable(
+                f"the count that moves the bounds has noise multiplier {count:.4g}, and count and "
+                f"gradients are counted with {both:.4g} together: they cannot cost less than the "
+                "count alone."
+            )
     groups, bounds = mechanism["multipliers_by_group"], mechanism["clipping"]["bounds"]
     if groups is not None:
         worth = joined([float(z) for z in groups])
@@ -243,6 +264,25 @@ def require_consistent(card: dict[str, Any]) -> None:
                 f"the groups' multipliers are worth {worth:.4g} together, and the steps are "
                 "counted with another multiplier."
             )
+
+
+def require_drawn(sampling: dict[str, Any]) -> None:
+    """Refuses facts of a sampler that no sampler of its name has."""
+    size, examples = sampling["batch_size"], sampling["examples"]
+    if not 0 < size <= examples:
+        raise Unreadable("the batch size is not between 0 and the number of examples.")
+    if sampling["name"] == "cyclic_poisson":
+        cycle = sampling["cycle"]
+        if not (cycle % 1 == 0 and cycle >= 1 and cycle * size / examples <= 1):
+            raise Unreadable(
+                f"a cycle of {cycle} parts is not a whole number from 1 to {examples / size:.6g}, "
+                "examples / batch size: a part must hold a batch."
+            )
+    if sampling["name"] == "scored":
+        rows = sampling["rates"]
+        sound = all(0 <= rate <= 1 and n % 1 == 0 and n >= 1 for rate, n in rows)
+        if not (rows and sound):
+            raise Unreadable("rates of scores are not pairs of a rate from 0 to 1 and its steps.")
 
 
 def require_hidden(spent: dict[str, Any]) -> None:

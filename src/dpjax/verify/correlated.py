@@ -23,8 +23,20 @@ class Unreadable(Exception):
 
 def is_amplified(noise: dict[str, Any], sampling: dict[str, Any]) -> bool:
     """Whether the columns of two steps of one example have no row in common."""
-    bands = len(noise["values"]) if noise["kind"] == "toeplitz" else math.inf
-    return sampling["name"] == "cyclic_poisson" and bands <= sampling["cycle"]
+    # An example takes part at every ``cycle``-th step alone, and step t moves rows t to
+    # t + bands - 1. No matrix has more bands than steps: a run of one cycle is always amplified.
+    return sampling["name"] == "cyclic_poisson" and bands(noise) <= sampling["cycle"]
+
+
+def bands(noise: dict[str, Any]) -> int:
+    """How many diagonals of C, from the main one on, hold all its numbers; or at least as many."""
+    steps, kind = int(noise["steps"]), noise["kind"]
+    if kind == "dense":
+        rows, columns = np.nonzero(strategy(noise))
+        return int(np.max(rows - columns)) + 1
+    if kind == "toeplitz" or (kind == "inverse_toeplitz" and len(noise["values"]) == 1):
+        return len(noise["values"])
+    return steps
 
 
 def sensitivity(noise: dict[str, Any], sampling: dict[str, Any]) -> float:

@@ -16,6 +16,7 @@ from absl import app, flags
 
 from dpjax import accounting, noise
 from dpjax._files import lock, read_json, replace
+from dpjax.accounting.rounding import upwards
 from dpjax.cli.compare.job import compare
 from dpjax.cli.flag_checks import cure
 from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
@@ -164,7 +165,8 @@ def costs(
         number_of_runs(given),
         search_cost.uncovered(candidates, done.values(), given.free),
     )
-    lines = [f"What this search costs at delta={delta:g} for {relation} neighbours:"]
+    at = upwards(delta, ".6g")
+    lines = [f"What this search costs at delta={at} for {relation} neighbours:"]
     lines += [f"  {price}" for price in prices]
     lines.append(
         "To choose by public test data adds nothing to these lines; if the test data are private, "

@@ -202,7 +202,8 @@ def accountant(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> str:
     """The method by which this run is accounted."""
     if given.accountant != "tightest":
         return given.accountant
-    return accounting.tightest(mechanism.event, mechanism.relation)
+    smallest = min(filter(None, (given.target_epsilon, given.max_epsilon)))
+    return accounting.tightest(mechanism.event, mechanism.relation, (smallest, given.delta))
 
 
 def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
@@ -232,8 +233,8 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
         none, one = (dataclasses.replace(mechanism, steps=n).epsilon(*by) for n in (0, 1))
         raise app.UsageError(
             f"--max_epsilon={given.max_epsilon:g}: not one step fits. Before the first one "
-            f"epsilon is {upwards(none)} at delta={by[0]:g} ({by[1]}), and it would bring it to "
-            f"{upwards(one)}. Usually the noise is too small: raise "
+            f"epsilon is {upwards(none)} at delta={upwards(by[0], '.6g')} ({by[1]}), and it would "
+            f"bring it to {upwards(one)}. Usually the noise is too small: raise "
             f"--noise_multiplier={given.noise_multiplier:g} or --max_epsilon, or lower "
             f"--batch_size={given.batch_size}."
         )

@@ -138,7 +138,7 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     epsilon = mechanism.epsilon(given.delta, planned.method)
     say(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {upwards(epsilon)} at delta={given.delta:g} ({planned.method})"
+        f"cost epsilon {upwards(epsilon)} at delta={upwards(given.delta, '.6g')} ({planned.method})"
     )
     dataset = inputs.with_features(given, planned.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
