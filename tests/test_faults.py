@@ -22,7 +22,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import checkpoints, clipping, ledger, training
+from dpjax import checkpoints, clipping, ledger, noise, training
 
 
 @pytest.fixture(scope="module")
@@ -465,7 +465,7 @@ def test_runs_without_recorded_numerics_resume_where_nothing_runs_again(tmp_path
 def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     algorithm = runs.make(steps=4)
     _seen(tmp_path, algorithm, steps=2)
-    other = algorithm.init(jax.random.key(0), jnp.ones(5))
+    other = algorithm.init(noise.secret_key(), jnp.ones(5))
     with pytest.raises(ledger.Refused, match="began with other parameters"):
         _seen(tmp_path, algorithm, state=other)
     last = last_state(tmp_path, other)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `dpjax.fit` leaves in the folder of a run, for any model, and who can read it."""
 
+import dataclasses
 import json
 
 import flax
@@ -91,6 +92,60 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
         assert left(tmp_path)[0]["steps"] == MECHANISM.steps
         state, _ = run.step(state)
         state, _ = dpjax.fit(run, state, steps=1, directory=tmp_path, progress=False)
+
+
+SECRETS = {"key": noise.secret_key(), "ledger": ledger.empty()}
+
+
+@kills("training/fit.py", "bool(state.ledger.seeded) or trees.seeded(state.key)", "False")
+@kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False')
+@kills("training/run_folder.py", 'run.get("small seed", False) or ', "", slow=True)
+@kills("reports/load_run.py", 'known.get("small seed") or before', "before", slow=True)
+@kills(
+    "reports/load_run.py", 'known.get("small seed") or before', 'known.get("small seed")', slow=True
+)
+@kills("reports/statement.py", "small or any(spent.seeded for spent in", "small or any(", slow=True)
+def test_a_run_that_continues_one_with_a_small_seed_is_not_for_release(tmp_path, capsys):
+    """Its own key is secret, and the noise of what it starts from is public."""
+    parts, before = [tmp_path / name for name in "abc"], ()
+    for folder in parts:
+        mechanism = dataclasses.replace(MECHANISM, before=before)
+        run = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
+        first = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
+        state = started(run) if before else first
+        dpjax.fit(run, state, directory=folder, progress=False)
+        before = dpjax.training.earlier(folder)
+    assert [spent.seeded for spent in before] == [True, False, False]
+    for folder in parts:
+        card, _ = left(folder)
+        assert card["seed_published"] is True
+        words = (folder / "statement.txt").read_text()
+        assert "Small seed: not for release. The root key of this run, or of one before" in words
+        assert words.count("its seed is small or published") == (folder != parts[0])
+        assert verify.main([str(folder)]) == 1
+        assert "not for release: the seed of the run" in capsys.readouterr().out
+        (folder / "privacy.json").unlink()
+        assert load_run.read(folder).seed is True, "run.json says so where the card is lost"
+
+
+@kills("training/fit.py", "bool(state.ledger.seeded) or trees", "trees", case="key", slow=True)
+@kills("training/fit.py", " or trees.seeded(state.key)", "", case="ledger", slow=True)
+@pytest.mark.parametrize("part", SECRETS)
+def test_a_seed_is_known_by_the_key_and_by_the_steps_before_it(part, tmp_path):
+    run = algorithm()
+    state, _ = run.step(run.init(jax.random.key(0), {"w": jnp.zeros((1,))}))
+    if part == "ledger":  # as a loop of one's own may begin
+        state = state._replace(step=jnp.zeros((), jnp.int32))
+    dpjax.fit(run, state._replace(**{part: SECRETS[part]}), directory=tmp_path, progress=False)
+    assert dpjax.training.earlier(tmp_path)[0].seeded
+
+
+@kills("training/run_folder.py", ' or run.get("--seed") is not None', "", slow=True)
+@pytest.mark.parametrize("seed", [None, 2**40])
+def test_a_seed_of_the_command_line_is_published_whatever_its_size(seed, tmp_path):
+    facts = {**MECHANISM.identity, "small seed": False, "--seed": seed}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert dpjax.training.earlier(tmp_path)[0].seeded is (seed is not None)
 
 
 @kills("training/run_folder.py", "0o666 if public else 0o600", "0o666")

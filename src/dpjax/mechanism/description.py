@@ -256,7 +256,11 @@ class Mechanism:
         return card.accounted(self)
 
     def spent(self, multipliers: np.ndarray) -> Spent:
-        """The cost of this run alone, after steps with these multipliers, in this order."""
+        """The cost of this run alone, after steps with these multipliers, in this order.
+
+        A mechanism knows no key: of a run with a published seed, ``dataclasses.replace`` makes it
+        ``seeded``.
+        """
         # Run-length encoded: a card of a million equal steps holds one pair.
         starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
         counts = np.diff(starts, append=len(multipliers))

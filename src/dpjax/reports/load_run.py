@@ -91,11 +91,16 @@ class Run(NamedTuple):
 
     @property
     def seed(self) -> Any:
-        """The published seed: from the card, or without one from the run's configuration."""
+        """The published seed: from the card, or without one from ``run.json``.
+
+        It is True for another seed below 2^32, or that of an earlier run.
+        """
         if self.card is not None:
             return self.card.get("seed_published")
         known = self.identity or {}
-        return known.get("--seed", known.get("seed"))
+        seed = known.get("--seed", known.get("seed"))
+        before = any(spent.get("seeded") for spent in self.mechanism.get("before", ()))
+        return seed if seed is not None else known.get("small seed") or before or None
 
     @property
     def epsilons(self) -> dict[str, float]:

@@ -93,7 +93,7 @@ def statement(
     lines = [
         "Privacy statement",
         "",
-        *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger)),
+        *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger, mechanism)),
         "",
         *_facts(mechanism, ran, ledger, delta, scaled_by, chosen),
         "",
@@ -139,9 +139,13 @@ def _verdict(
         )
 
 
-def published_seed(seed: int | None, ledger: Ledger | None) -> int | bool | None:
-    """The seed of a run; True if its root key is that of an unknown small seed; or None."""
+def published_seed(
+    seed: int | None, ledger: Ledger | None, mechanism: Mechanism
+) -> int | bool | None:
+    """The seed of a run; True if its root key, or an earlier run's, is that of another; or None."""
     small = ledger is not None and bool(ledger.seeded)
+    # A run that starts from what such a run released shows it, whatever its own key.
+    small = small or any(spent.seeded for spent in mechanism.before)
     return seed if seed is not None else (small or None)
 
 
@@ -149,8 +153,8 @@ def seed_notice(seed: int | bool) -> str:
     """What a published or small seed means for a release."""
     if seed is True:
         return (
-            "Small seed: not for release. The root key is that of a seed below 2^32; anyone can "
-            "try all of these seeds and subtract the noise."
+            "Small seed: not for release. The root key of this run, or of one before it, is that "
+            "of a seed below 2^32; anyone can try all of these seeds and subtract the noise."
         )
     return (
         f"Seed published ({seed}): not for release. Anyone who knows the seed can subtract the "
@@ -244,6 +248,8 @@ def _facts(
             f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {unit}s a "
             f"step, multiplier {noise}{queries}"
         )
+        if spent.seeded:
+            yield "                its seed is small or published, so its noise can be subtracted"
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {len(multipliers(mechanism, ledger)):,}{planned}"
     # A number of steps that follows from released results is a function of the whole plan: the

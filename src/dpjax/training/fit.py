@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import logging
 
-from dpjax import accounting, ledger, meshes
+from dpjax import accounting, ledger, meshes, trees
 from dpjax.training.checks import check_state, whole
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
@@ -245,6 +245,8 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
     # Versions and devices join what the algorithm says of itself: both may change last bits.
     identity = dict(algorithm.identity(state))
     identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
+    # Not the key: one bit, by which a run that continues this one knows that its seed is public.
+    identity["small seed"] = bool(state.ledger.seeded) or trees.seeded(state.key)
     taken = sorted(identity.keys() & configuration.keys())
     if taken:
         raise ValueError(

@@ -2,11 +2,12 @@
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
 `run.json` says what the run is: the mechanism, the hashes of the data and of the program of a step,
-the caller's configuration. `seals` says which sum met the noise of each step. A later process with
-another identity is refused with the differences. With an equal identity it resumes from the last
-checkpoint and drops the rows of the log after that checkpoint: the same steps write the same rows
-again. ``numerics`` lists what could change these rows (versions, devices, settings of JAX): it may
-change only where no released step would run again.
+whether the seed of its key is small, the caller's configuration. `seals` says which sum met the
+noise of each step. A later process with another identity is refused with the differences. With an
+equal identity it resumes from the last checkpoint and drops the rows of the log after that
+checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
+rows (versions, devices, settings of JAX): it may change only where no released step would run
+again.
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
     # The epsilon of the plan holds for a number of steps that results chose, not theirs alone.
     if any(row.get("stop") for row in rows):
         steps = sum(count for _, count in run["mechanism"]["multiplier_and_steps"])
-    return spent_of(run["mechanism"], steps)
+    seeded = run.get("small seed", False) or run.get("--seed") is not None
+    return spent_of(run["mechanism"], steps, seeded=seeded)
 
 
 def forget(directory: str | os.PathLike[str]) -> None:
