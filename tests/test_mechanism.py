@@ -412,7 +412,7 @@ def test_what_was_spent_is_cut_at_the_steps_that_ran():
     facts = json.loads(json.dumps(curriculum.facts))
     cuts = {12: ((2.0, 5), (1.0, 7)), 8: ((2.0, 5), (1.0, 3)), 3: ((2.0, 3),), 0: ()}
     for steps, runs in cuts.items():
-        (found,) = spent_of(facts, steps, seeded=False)
+        (found,) = spent_of(facts, steps)
         assert found.runs == runs
     assert found.event == dpjax.accounting.compose()
 

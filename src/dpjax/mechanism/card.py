@@ -97,7 +97,7 @@ def accounted(mechanism: Mechanism) -> str:
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
 
 
-def spent_of(facts: Mapping[str, Any], steps: int, *, seeded: bool) -> tuple[Spent, ...]:
+def spent_of(facts: Mapping[str, Any], steps: int, *, seeded: bool = False) -> tuple[Spent, ...]:
     """What a run has spent of its description, preceded by what earlier runs spent.
 
     Args:

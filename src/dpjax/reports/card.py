@@ -36,7 +36,6 @@ def card(
     ledger: Ledger | None = None,
     seed: int | None = None,
     methods: Sequence[str] | None = None,
-    chosen: bool = False,
 ) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
@@ -57,7 +56,7 @@ def card(
       [[4.0, 2]]
     """
     delta, _ = mechanism.stated(delta, None)
-    ran = multipliers(mechanism, None if chosen else ledger)
+    ran = multipliers(mechanism, ledger)
     facts = {
         # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,

@@ -186,9 +186,7 @@ def _foreign(
 ) -> str:
     """Why a card does not belong to the run with these rows and this identity, or nothing."""
     check_format(card.get("mechanism"), str(path / "privacy.json"))
-    steps = int(rows[-1]["step"])
-    if any(row.get("stop") for row in rows):  # by results: all planned steps count
-        steps = sum(count for _, count in card["mechanism"]["multiplier_and_steps"])
+    steps = int(rows[-1].get("counted", rows[-1]["step"]))
     if card.get("steps") != steps:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
     # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.

@@ -56,7 +56,6 @@ def statement(
     seed: int | None = None,
     methods: Sequence[str] | None = None,
     scaled_by: str | None = None,
-    chosen: bool = False,
 ) -> Statement:
     """The privacy statement of a computation, in words.
 
@@ -68,7 +67,6 @@ def statement(
       methods: The `dpjax.accounting` methods that state epsilon; by default all.
       scaled_by: What multiplies sum and noise alike beside the mechanism, for example
         ``"a bound schedule"`` of `dpjax.dpsgd`. `dpjax.fit` gives it for the run in a folder.
-      chosen: Whether results chose how many steps ran. All planned steps then count.
 
     Returns:
       A text to print, and to publish with the model; a notebook shows it as a table.
@@ -88,14 +86,14 @@ def statement(
       ...
     """
     delta, _ = mechanism.stated(delta, None)
-    ran = multipliers(mechanism, None if chosen else ledger)
+    ran = multipliers(mechanism, ledger)
     found = dict(epsilons(mechanism, ran, delta, methods))
     lines = [
         "Privacy statement",
         "",
         *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger, mechanism)),
         "",
-        *_facts(mechanism, ran, ledger, delta, scaled_by, chosen),
+        *_facts(mechanism, ran, ledger, delta, scaled_by),
         "",
         *_figures(mechanism, ran, found, delta),
         "",
@@ -214,7 +212,6 @@ def _facts(
     ledger: Ledger | None,
     delta: float,
     scaled_by: str | None,
-    chosen: bool,
 ) -> Iterator[str]:
     sampling, rule = mechanism.sampling, mechanism.clipping
     # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
@@ -251,10 +248,8 @@ def _facts(
         if spent.seeded:
             yield "                its seed is small or published, so its noise can be subtracted"
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
-    yield f"  steps         {len(multipliers(mechanism, ledger)):,}{planned}"
-    # A number of steps that follows from released results is a function of the whole plan: the
-    # epsilon of the plan holds for it, and that of the steps alone is not proved.
-    if chosen:
+    yield f"  steps         {mechanism.steps if ledger is None else ledger.steps:,}{planned}"
+    if ledger is not None and ledger.chosen:
         yield "                results chose where to stop, so all planned steps count"
     elif len(ran) < mechanism.steps:
         yield "                if results chose where to stop, all planned steps count"

@@ -105,9 +105,10 @@ def fit(
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
       released, such as the parameters and their accuracy on data that no step draws, the epsilon of
-      all planned steps holds: card, statement and `dpjax.training.earlier` count them all. A choice
-      by the training data themselves, such as their loss or ``info``, is a release without noise,
-      which no epsilon covers.
+      all planned steps holds: the ledger of the state, and so row, card, statement and
+      `dpjax.training.earlier`, count them all, also after further steps. A choice by the training
+      data themselves, such as their loss or ``info``, is a release without noise, which no epsilon
+      covers.
 
     Example:
       Stops when the accuracy has not improved in five evaluations. A resumed run begins with an
@@ -203,10 +204,9 @@ def fit(
             # A signal to one process stops all of them at the same step.
             stopped = meshes.any_process(stop.asked)
             if run.done == end or _until(run.done - begin, every) == every:
-                epsilon = ledger.epsilon(run.state.ledger, mechanism, delta, method)
                 row: dict[str, Any] = {
                     "step": run.done,
-                    "epsilon": epsilon,
+                    **_cost(run.state.ledger, mechanism, delta, method),
                     "delta": delta,
                     "method": method,
                     **({} if accounting.METHODS[method].proven else {"estimate": True}),
@@ -218,17 +218,19 @@ def fit(
                 # reach, so the step counts as released.
                 run.mark()
                 if evaluate is not None:
-                    row |= _evaluated(evaluate(run.state), row)
+                    row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
+                # Processes may measure different numbers, and all of them stop at one step.
+                ended = meshes.from_first(lambda row=row: bool(row.get("stop")))
+                if ended:
+                    run.end()
+                    row |= _cost(run.state.ledger, mechanism, delta, method)
                 # The row is on disk before the line is printed: what a user saw is in the log.
                 show.line(run.done, run.add(row))
                 if first and callable(progress):
                     progress(run.rows)
-                # Processes may measure different numbers, and all of them stop at one step.
-                ended = meshes.from_first(lambda: run.stopped)
                 if folder is not None:
                     last = ended or run.done == end
-                    facts = {"last": last, "chosen": run.chosen}
-                    leave(folder, mechanism, run.state, delta, method, **facts)
+                    leave(folder, mechanism, run.state, delta, method, last=last)
             if folder is not None:
                 _save(run, save_every, now=ended or run.done == end or stopped)
             if stopped:
@@ -255,6 +257,12 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
             "for example 'microbatch' for a batch on the device."
         )
     return {**identity, **configuration}
+
+
+def _cost(spent: ledger.Ledger, mechanism: Any, delta: float, method: str) -> dict[str, Any]:
+    """Epsilon, and of how many steps it is where these are not the steps that ran."""
+    counted = {"counted": mechanism.steps} if spent.chosen else {}
+    return {"epsilon": ledger.epsilon(spent, mechanism, delta, method), **counted}
 
 
 def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:

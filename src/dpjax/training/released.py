@@ -27,7 +27,6 @@ def leave(
     method: str,
     *,
     last: bool,
-    chosen: bool,
 ) -> None:
     """Writes card, statement and parameters of a state into a run's folder.
 
@@ -38,7 +37,6 @@ def leave(
       delta: The delta at which epsilon is stated.
       method: The method of the log.
       last: Whether the run ends here.
-      chosen: Whether `evaluate` ended it.
     """
     params = jax.tree.map(trees.on_host, state.params)
     if not meshes.first_process():
@@ -48,7 +46,7 @@ def leave(
         if isinstance(mechanism, Mechanism):
             # Loss distributions of many different steps take seconds: the last card has them.
             methods = None if last else ("rdp", "rdp-classic", method)
-            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods, "chosen": chosen}
+            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
             card = reports.card(mechanism, delta, **facts)
             facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
             words = reports.statement(mechanism, delta, **facts)
