@@ -398,6 +398,7 @@ class Mechanism:
         """
         noise.check_multiplier(self.gradient_multiplier, self.clipping)
         trees.check_key(key, "Mechanism.privatize")
+        trees.tell_of_seed(key, "Mechanism.privatize")
         key_of_zeros = is_zero(key)
 
         def init(params: PyTree) -> Any:

@@ -118,6 +118,7 @@ def noise_link(
     noise_multiplier = plain_multiplier(noise_multiplier)
     check_multiplier(noise_multiplier, rule)
     trees.check_key(key, name)
+    trees.tell_of_seed(key, name)
     key_of_zeros = is_zero(key)
 
     def init(params: PyTree) -> GaussianState:

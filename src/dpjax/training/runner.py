@@ -119,9 +119,10 @@ class Run:
 
     def end(self) -> None:
         """Records that results ended the run: in the state, and in the folder before the log."""
-        spent, state = ledger.ended(self.state.ledger, self.algorithm.mechanism), self.state
-        replace = dataclasses.replace if dataclasses.is_dataclass(state) else type(state)._replace
-        self.state = replace(state, ledger=spent)
+        mechanism: Any = self.algorithm.mechanism  # `fit` refuses an algorithm without one
+        # The states of dpjax are named tuples, a user's may be a dataclass.
+        replace: Any = getattr(type(self.state), "_replace", dataclasses.replace)
+        self.state = replace(self.state, ledger=ledger.ended(self.state.ledger, mechanism))
         self.mark()
 
     def advance(self, most: int) -> None:
