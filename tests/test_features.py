@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features: the cache returns exact results; normalisation costs its stated multipliers."""
 
+import dataclasses
 import json
 import math
 import os
@@ -15,8 +16,9 @@ from run_binary import run
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import accounting, clipping, data, features, sampling, scattering
+from dpjax import accounting, clipping, data, features, noise, sampling, scattering
 from dpjax.features import normalization as room
+from dpjax.mechanism import Spent
 from dpjax.types import Purpose
 
 RNG = np.random.default_rng(0)
@@ -476,6 +478,26 @@ def test_without_noise_it_is_not_private():
 
 
 @pytest.mark.slow
+@kills(
+    "features/normalization.py",
+    '        trees.tell_of_seed(key, "Normalization.release")\n',
+    "",
+    slow=True,
+)
+@pytest.mark.parametrize("seeded", [True, False])
+def test_queries_with_a_small_seed_are_warned_of_and_can_be_declared(seeded, caplog):
+    normalization = features.Normalization(examples=20, noise_multiplier=8.0, thresholds=(1.0, 1.0))
+    with caplog.at_level("WARNING"):
+        normalization.release(KEY if seeded else noise.secret_key(), jnp.ones((20, 2, 2, 3)))
+    assert ("Normalization.release: the key is that of a seed below 2^32" in caplog.text) == seeded
+    sampler, queries = sampling.poisson(20, 5), normalization.multipliers
+    spent = Spent(sampling=sampler, runs=(), preparation=queries, seeded=seeded)
+    plain = mechanism_with(20, 5, preparation=queries)
+    declared = dataclasses.replace(plain, preparation=(), before=[spent])
+    assert declared.epsilon(1e-5) == pytest.approx(plain.epsilon(1e-5))
+    assert ("Small seed: not for release" in dpjax.statement(declared, 1e-5)) == seeded
+
+
 @kills("mechanism/card.py", "[float(multiplier) for multiplier in spent.preparation]", "[]")
 def test_the_card_and_the_statement_carry_it(tmp_path):
     prepared = mechanism(describe(), steps=36)

@@ -109,7 +109,7 @@ def test_the_step_after_the_last_is_refused():
         ledger.admit(walk(mechanism, 3), mechanism)
 
 
-@kills("ledger.py", "done + steps > fits:", "done + steps > fits + 1:")
+@kills("ledger.py", "reached > fits:", "reached > fits + 1:")
 @kills("ledger.py", "cost <= epsilon", "cost <= 1.001 * epsilon", slow=True)
 @pytest.mark.promotes
 def test_the_step_that_would_pass_the_budget_is_refused_in_words():

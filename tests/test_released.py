@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `dpjax.fit` leaves in the folder of a run, for any model, and who can read it."""
 
+import dataclasses
 import json
+import shutil
 
 import flax
 import jax
@@ -70,9 +72,14 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     assert verify.main([str(tmp_path)]) == 0
 
 
-@kills("training/fit.py", '"chosen": run.chosen', '"chosen": ended')
-@kills("training/run_folder.py", 'if any(row.get("stop") for row in rows):', "if False:", slow=True)
-@kills("reports/load_run.py", 'if any(row.get("stop") for row in rows):', "if False:", slow=True)
+@kills("ledger.py", "return _multipliers(mechanism) if ledger.chosen else steps", "return steps")
+@kills("training/fit.py", "                    run.end()\n", "", slow=True)
+@kills(
+    "reports/load_run.py",
+    'rows[-1].get("counted", rows[-1]["step"])',
+    'rows[-1]["step"]',
+    slow=True,
+)
 def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     run = algorithm()
     options = {"evaluate": lambda state: {"stop": True}, "evaluate_every": 2, "progress": False}
@@ -91,6 +98,149 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
         assert left(tmp_path)[0]["steps"] == MECHANISM.steps
         state, _ = run.step(state)
         state, _ = dpjax.fit(run, state, steps=1, directory=tmp_path, progress=False)
+    assert dpjax.ledger.epsilon(state.ledger, MECHANISM) == MECHANISM.epsilon()
+
+
+@kills(
+    "ledger.py",
+    "ledger._replace(multipliers=spent[starts], counts",
+    "empty()._replace(multipliers=spent[starts], counts",
+)
+@kills(
+    "training/runner.py",
+    "folder.chosen() or self.state.ledger.chosen",
+    "folder.chosen()",
+    slow=True,
+)
+@kills("training/runner.py", "folder.chosen() or self.state", "self.state", slow=True)
+@kills(
+    "training/run_folder.py",
+    "max(_furthest(folder), _chosen(folder))",
+    "_furthest(folder)",
+    slow=True,
+)
+@kills(
+    "training/run_folder.py",
+    "_write_mark(_furthest(self.path), _chosen(self.path))",
+    "_write_mark(_furthest(self.path), 0)",
+    slow=True,
+)
+@kills("training/run_folder.py", "max([*counted, *_mark(folder)[1:]]", "max(counted", slow=True)
+@kills(
+    "training/run_folder.py",
+    "max([*counted, *_mark(folder)[1:]]",
+    "max(_mark(folder)[1:]",
+    slow=True,
+)
+def test_a_stop_by_results_is_not_forgotten(tmp_path):
+    """Not by another folder, by a lost log or mark, nor by a run that was killed as it stopped."""
+    run, (one, two) = algorithm(), (tmp_path / name for name in ("one", "two"))
+    options = {"evaluate_every": 2, "progress": False}
+
+    def spent(folder):
+        return dpjax.training.earlier(folder)[0].steps
+
+    def stop(state):
+        return {"stop": True}
+
+    state, _ = dpjax.fit(run, started(run), evaluate=stop, directory=one, **options)
+    _, rows = dpjax.fit(run, state, steps=0, directory=two, **options)
+    assert (spent(two), rows) == (MECHANISM.steps, []), "before its first row"
+    _, rows = dpjax.fit(run, state, steps=2, directory=two, **options)
+    assert rows[-1]["epsilon"] == MECHANISM.epsilon()
+    assert left(two)[0]["steps"] == spent(two) == MECHANISM.steps
+    assert "4 (of 8 planned)\n" in (two / "statement.txt").read_text()
+    assert load_run.read(two).foreign == ""
+    mark = (one / "furthest").read_text()
+    (one / "furthest").unlink()
+    assert spent(one) == MECHANISM.steps, "by its row"
+    (one / "furthest").write_text(mark)
+    shutil.rmtree(one / "checkpoints" / "2")
+    state, rows = dpjax.fit(run, started(run), steps=2, directory=one, **options)
+    assert rows[-1]["counted"] == left(one)[0]["steps"] == MECHANISM.steps, "killed as it stopped"
+    (one / "metrics.jsonl").unlink()
+    assert spent(one) == MECHANISM.steps, "by its mark"
+
+
+def test_a_run_that_results_ended_has_no_shorter_plan():
+    run = algorithm()
+    options = {"evaluate": lambda state: {"stop": True}, "evaluate_every": 2, "progress": False}
+    state, _ = dpjax.fit(run, started(run), **options)
+    shorter = dataclasses.replace(MECHANISM, steps=4)
+    for refused in (
+        lambda: dpjax.statement(shorter, ledger=state.ledger),
+        lambda: dpjax.dpsgd(loss, optax.sgd(0.1), shorter, DATA).step(state),
+    ):
+        with pytest.raises(ledger.Refused, match="when 8 steps were planned, so all of them count"):
+            refused()
+
+
+@kills("ledger.py", "planned if ledger.chosen else done + steps", "done + steps", slow=True)
+def test_a_budget_admits_no_step_of_a_run_whose_plan_passes_it():
+    budget = ledger.Budget(epsilon=3.9, delta=1e-3)
+    book = ledger.admit(ledger.empty(), MECHANISM, budget, steps=2)
+    ledger.require(book, MECHANISM, 1, budget)
+    with pytest.raises(ledger.Refused, match=r"would bring epsilon to 4"):
+        ledger.require(ledger.ended(book, MECHANISM), MECHANISM, 1, budget)
+
+
+SECRETS = {"key": noise.secret_key(), "ledger": ledger.empty()}
+
+
+@kills("training/fit.py", "bool(state.ledger.seeded) or trees.seeded(state.key)", "False")
+@kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False')
+@kills("training/run_folder.py", 'run.get("small seed", False) or ', "", slow=True)
+@kills("reports/load_run.py", 'known.get("small seed") or before', "before", slow=True)
+@kills(
+    "reports/load_run.py", 'known.get("small seed") or before', 'known.get("small seed")', slow=True
+)
+@kills(
+    "reports/statement.py",
+    "small or any(spent.seeded for spent in mechanism.before)",
+    "small",
+    slow=True,
+)
+def test_a_run_that_continues_one_with_a_small_seed_is_not_for_release(tmp_path, capsys):
+    """Its own key is secret, and the noise of what it starts from is public."""
+    parts, before = [tmp_path / name for name in "abc"], ()
+    for folder in parts:
+        mechanism = dataclasses.replace(MECHANISM, before=before)
+        run = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
+        first = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
+        state = started(run) if before else first
+        dpjax.fit(run, state, directory=folder, progress=False)
+        before = dpjax.training.earlier(folder)
+    assert [spent.seeded for spent in before] == [True, False, False]
+    for folder in parts:
+        card, _ = left(folder)
+        assert card["seed_published"] is True
+        words = (folder / "statement.txt").read_text()
+        assert "Small seed: not for release. The root key of this run, or of one before" in words
+        assert words.count("its seed is small or published") == (folder != parts[0])
+        assert verify.main([str(folder)]) == 1
+        assert "not for release: the seed of the run" in capsys.readouterr().out
+        (folder / "privacy.json").unlink()
+        assert load_run.read(folder).seed is True, "run.json says so where the card is lost"
+
+
+@kills("training/fit.py", "bool(state.ledger.seeded) or trees", "trees", case="key", slow=True)
+@kills("training/fit.py", " or trees.seeded(state.key)", "", case="ledger", slow=True)
+@pytest.mark.parametrize("part", SECRETS)
+def test_a_seed_is_known_by_the_key_and_by_the_steps_before_it(part, tmp_path):
+    run = algorithm()
+    state, _ = run.step(run.init(jax.random.key(0), {"w": jnp.zeros((1,))}))
+    if part == "ledger":  # as a loop of one's own may begin
+        state = state._replace(step=jnp.zeros((), jnp.int32))
+    dpjax.fit(run, state._replace(**{part: SECRETS[part]}), directory=tmp_path, progress=False)
+    assert dpjax.training.earlier(tmp_path)[0].seeded
+
+
+@kills("training/run_folder.py", ' or run.get("--seed") is not None', "", slow=True)
+@pytest.mark.parametrize("seed", [None, 2**40])
+def test_a_seed_of_the_command_line_is_published_whatever_its_size(seed, tmp_path):
+    facts = {**MECHANISM.identity, "small seed": False, "--seed": seed}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert dpjax.training.earlier(tmp_path)[0].seeded is (seed is not None)
 
 
 @kills("_files.py", "0o666 if public else 0o600", "0o666")

@@ -147,10 +147,31 @@ def test_seeds_compare_settings_freely(caplog):
     make(absolute).step(state)
 
 
-@pytest.mark.parametrize(
+LINKS = pytest.mark.parametrize(
     "make_link",
     [lambda key: noise.gaussian(1.0, RULE, key=key), lambda key: make().mechanism.privatize(key)],
+    ids=["gaussian", "privatize"],
 )
+
+
+@kills("noise/link.py", "    trees.tell_of_seed(key, name)\n", "", case="gaussian", slow=True)
+@kills(
+    "mechanism/description.py",
+    '        trees.tell_of_seed(key, "Mechanism.privatize")\n',
+    "",
+    case="privatize",
+    slow=True,
+)
+@LINKS
+def test_links_warn_of_a_small_seed(make_link, caplog):
+    with caplog.at_level("WARNING"):
+        make_link(noise.secret_key())
+        assert "a seed below 2^32" not in caplog.text
+        make_link(jax.random.key(42))
+    assert "a seed below 2^32" in caplog.text
+
+
+@LINKS
 def test_two_links_of_one_key_are_refused(make_link):
     key, params = noise.secret_key(), jnp.zeros(3)
     generator, critic = make_link(key), make_link(key)

@@ -6,6 +6,7 @@ notes in `lives` when it begins and when it ends.
 """
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -22,11 +23,11 @@ from absl import app
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-from dpjax import accounting
+from dpjax import accounting, reports
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.compare.job import groups_of
 from dpjax.cli.sweep import FLAGS, search_cost, search_results, search_space
-from dpjax.cli.sweep.job import candidates_from_flags, planned, require_flags
+from dpjax.cli.sweep.job import candidates_from_flags, costs, planned, require_flags
 from dpjax.cli.sweep.job import command as command_of
 from dpjax.mechanism.card import strict
 from dpjax.reports.load_run import read
@@ -240,6 +241,21 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
     assert "either --grid or --ranges" in sweep("--out", tmp_path, status=1)
     both = ["--grid=a=1", "--fixed=a=2", "--out", tmp_path]
     assert "both say what a is" in sweep(*both, status=1)
+
+
+@kills("cli/sweep/job.py", 'card.get("seed_published") is not None', "False", slow=True)
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_search_that_continues_a_published_seed_says_so(seeded, tmp_path):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep"])
+    plain = mechanism_with(1000, 10, noise_multiplier=2.0, steps=5)
+    spent = dataclasses.replace(plain.spent(plain.multipliers), seeded=np.array(seeded))
+    card = reports.card(dataclasses.replace(plain, before=[spent]), 1e-5, methods=["rdp"])
+    (tmp_path / "privacy.json").write_text(json.dumps(card))
+    (tmp_path / "finished").touch()
+    found, words = costs(given, {"x": ["1"]}, {tmp_path: search_space.Trial({"x": "1"}, None, 0)})
+    assert found["seed_published"] is (True if seeded else None)
+    assert ("none is for release" in words) == seeded
 
 
 # --- candidates ---

@@ -228,6 +228,12 @@ def until(step):
     "_leave(run, delta, method, last=run.done == end)\n            if",
     slow=True,
 )
+@kills(
+    "training/fit.py",
+    "                    row |= _cost(run.state.ledger, mechanism, delta, method)\n",
+    "",
+    slow=True,
+)
 def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
     evaluate, options = until(8), {"evaluate_every": 2, "directory": tmp_path}
     algorithm = make()
@@ -235,10 +241,12 @@ def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
     assert (state.ledger.steps, evaluate.calls) == (8, 4)
     assert [(row["step"], row["stop"]) for row in rows] == [(2, 0), (4, 0), (6, 0), (8, 1)]
     card = json.loads((tmp_path / "privacy.json").read_text())
-    facts = {"ledger": state.ledger, "chosen": True}
-    planned = json.loads(json.dumps(dpjax.reports.card(algorithm.mechanism, 1e-5, **facts)))
-    assert card == planned, "the card of a last row has all methods, and all steps of the plan"
-    assert rows[-1]["epsilon"] == algorithm.mechanism.epsilon_of(np.ones(8), 1e-5)
+    whole = dpjax.reports.card(algorithm.mechanism, 1e-5, ledger=state.ledger)
+    assert card == json.loads(json.dumps(whole)), "the card of a last row has all methods"
+    assert card["steps"] == algorithm.mechanism.steps
+    assert rows[-1]["epsilon"] == card["epsilon"]["rdp"]["value"], "the row says no less"
+    assert rows[-1]["counted"] == algorithm.mechanism.steps
+    assert rows[-2]["epsilon"] == algorithm.mechanism.epsilon_of(np.ones(6), 1e-5)
     again, same = fit(algorithm, evaluate=evaluate, **options)
     np.testing.assert_array_equal(again.params, state.params)
     assert same == rows

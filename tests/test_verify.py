@@ -100,6 +100,12 @@ CHANGES = [
     (["steps"], "many", "cannot be accounted"),
     (["seed_published"], 7, "not for release: the seed of the run is known or small (7)"),
     (["seed_published"], True, "not for release: the seed"),
+    (
+        ["mechanism", "before", 0, "seeded"],
+        True,
+        "not for release: the seed of the run or of an ea",
+    ),
+    (["mechanism", "before", 0, "seeded"], None, "seeded is missing"),
     (["not_private"], "The rule's bound is infinite", "not for release: the card says"),
     (["remark"], "sound", "remark is unknown"),
     (["claim"], None, "claim is missing"),
@@ -122,7 +128,10 @@ CHANGES = [
 
 @kills("verify/cards.py", "elif claimed > largest * loose:", "elif False:")
 @kills("verify/cards.py", "        if math.isinf(claimed):", "        if False:", slow=True)
-@kills("verify/cards.py", '    if card["seed_published"] is not None:', "    if False:", slow=True)
+@kills(
+    "verify/cards.py", 'if card["seed_published"] is not None or earlier:', "if earlier:", slow=True
+)
+@kills("verify/cards.py", "is not None or earlier:", "is not None:", slow=True)
 @kills("verify/cards.py", '    if card["not_private"] is not None:', "    if False:", slow=True)
 @kills("verify/cards.py", 'if claim["proven"] is not (name in BOUNDS):', "if False:", slow=True)
 @kills("verify/cards.py", "    if given != expected:", "    if False:", slow=True)
@@ -134,7 +143,9 @@ CHANGES = [
 )
 @kills("verify/cards.py", "if len(groups) != len(bounds) or not same:", "if False:", slow=True)
 @pytest.mark.parametrize(
-    ("path", "value", "expected"), CHANGES, ids=[f"{'.'.join(c[0])}={c[1]}" for c in CHANGES]
+    ("path", "value", "expected"),
+    CHANGES,
+    ids=[f"{'.'.join(map(str, c[0]))}={c[1]}" for c in CHANGES],
 )
 def test_no_changed_card_passes(path, value, expected, honest):
     card = changed(honest, path, value)

@@ -6,9 +6,10 @@ encoded in order. `admit` is called before a step: it refuses, *before any gradi
 step beyond the plan and a step that would pass the budget, and otherwise records the step. A run
 that stopped early therefore reports what it spent and not what it planned.
 
-The multipliers are fixed in advance, so the stopping time does not depend on the data and ordinary
-composition is enough. `dpjax.accounting.Filter` is for noise that depends on releases. The ledger
-stays on the host, so reading it never waits for the device.
+The multipliers are fixed in advance, so ordinary composition is enough where the stopping time does
+not depend on the data. Where results chose it (`ended`), all planned steps count.
+`dpjax.accounting.Filter` is for noise that depends on releases. The ledger stays on the host, so
+reading it never waits for the device.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Ledger(NamedTuple):
     """A hash of what else is accounted, such as the sampler; zeros before the first step."""
     seeded: np.ndarray
     """Whether the root key is that of a small seed, so that anyone can subtract the noise."""
+    chosen: np.ndarray
+    """How many steps were planned where results ended the run; 0 if they never did."""
 
     @property
     def steps(self) -> int:
@@ -95,7 +98,7 @@ def empty(*, seeded: bool = False) -> Ledger:
       seeded: Whether the root key of the run is that of a small seed.
     """
     nothing = np.zeros(0, np.float64), np.zeros(0, np.int64), np.zeros(_WORDS, np.uint32)
-    return Ledger(*nothing, np.array(seeded))
+    return Ledger(*nothing, np.array(seeded), np.array(0))
 
 
 def admit(
@@ -121,7 +124,13 @@ def admit(
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
     spent = _multipliers(mechanism)[: ledger.steps + steps]
     # Run-length encoded, so a million equal steps are one entry of the state.
-    return Ledger(*runs_of(spent), _digest(mechanism), ledger.seeded)
+    values, counts = runs_of(spent)
+    return ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
+
+
+def ended(ledger: Ledger, mechanism: Plan) -> Ledger:
+    """Records that results ended the run: whatever follows, all planned steps count."""
+    return ledger._replace(chosen=np.array(mechanism.steps))
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
@@ -144,11 +153,11 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
             "step, for what was released ahead of it (Mechanism's preparation and before); the "
             f"budget is {budget.epsilon:g} ({method})."
         )
-    fits = affordable(mechanism, budget)
-    if done + steps > fits:
+    fits, reached = affordable(mechanism, budget), planned if ledger.chosen else done + steps
+    if reached > fits:
         # What the refused steps would bring, not what was spent: the reader can see how far the
         # budget is off.
-        cost = _prefix_epsilon(mechanism, done + steps, budget.delta, method)
+        cost = _prefix_epsilon(mechanism, reached, budget.delta, method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         raise Refused(
             f"ledger: {what} would bring epsilon to {upwards(cost)} at delta={at}; the budget is "
@@ -207,7 +216,7 @@ def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> f
 def epsilon(
     ledger: Ledger, mechanism: Plan, delta: float | None = None, method: str | None = None
 ) -> float:
-    """The epsilon of the steps that really ran.
+    """The epsilon of the steps that really ran; of all planned ones if results ended the run.
 
     Args:
       ledger: The steps.
@@ -218,7 +227,19 @@ def epsilon(
     Raises:
       Refused: They ran under another mechanism.
     """
-    return mechanism.epsilon_of(ran(ledger, mechanism), *mechanism.stated(delta, method))
+    return mechanism.epsilon_of(counted(ledger, mechanism), *mechanism.stated(delta, method))
+
+
+def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
+    """The multiplier of each step that counts: that ran, or that was planned if results ended it.
+
+    Raises:
+      Refused: The steps ran under another mechanism.
+    """
+    # A number of steps that follows from released results is a function of the whole plan: the
+    # epsilon of the plan holds for it, and that of the steps alone is not proved.
+    steps = ran(ledger, mechanism)
+    return _multipliers(mechanism) if ledger.chosen else steps
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
@@ -237,6 +258,13 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
             "differs. Usually a state was handed to an algorithm built from another mechanism; "
             "continue it with its own. To change settings, begin a fresh state from "
             "its params, with Mechanism(..., before=...)."
+        )
+    if mechanism.steps < ledger.chosen:
+        raise Refused(
+            f"ledger: results ended this run when {int(ledger.chosen)} steps were planned, so all "
+            f"of them count, and this mechanism plans {mechanism.steps}. Usually a shorter "
+            "mechanism was made to take a few more steps. Continue the state with its own "
+            "mechanism: dpjax.fit(algorithm, state, steps=...)."
         )
     # A state that was put on a device holds its multipliers in float32.
     multipliers, held = _multipliers(mechanism)[:done], ledger.expand()

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Shaped, UInt32
 
@@ -281,6 +283,22 @@ def seeded(key: Key) -> bool:
     """
     # JAX puts a seed below 2^32 behind a zero word; the generator rbg repeats both words.
     return not on_host(key).reshape(-1)[0]
+
+
+def tell_of_seed(key: Key, where: str) -> bool:
+    """Warns of a root key that is that of a small seed, and returns whether it is.
+
+    Args:
+      key: A key without noise of its own yet; a traced one cannot be read.
+      where: The call that was given it.
+    """
+    if small := not isinstance(key, Tracer) and seeded(key):
+        logging.warning(
+            "%s: the key is that of a seed below 2^32. Anyone can try all of these seeds and "
+            "subtract the noise. For what is released, use dpjax.noise.secret_key().",
+            where,
+        )
+    return small
 
 
 def random_like(

@@ -177,7 +177,14 @@ class Normalization:
 
         Returns:
           The noisy moments, which may be published.
+
+        Privacy:
+          `release` warns of a key of a small seed, and no mechanism learns of it. Instead of
+          ``preparation=``, give the mechanism ``before=[dpjax.mechanism.Spent(sampling=...,
+          runs=(), preparation=normalization.multipliers, seeded=True)]``: it costs as much, and
+          statement and card say that nothing is for release.
         """
+        trees.tell_of_seed(key, "Normalization.release")
         if features.shape[0] != self.examples:
             raise ValueError(
                 f"features.Normalization.release: got {features.shape[0]} examples; expected "

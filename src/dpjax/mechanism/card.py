@@ -20,6 +20,7 @@ an infinite number is the word ``"inf"``.
 | ``clipping`` | ``name``, ``groups``, ``bounds``, and the rule's own facts | |
 | ``adaptive`` | the fields of the `dpjax.clipping.Quantile` that the bounds follow, or null | |
 | ``before`` | what each earlier run on the same data spent: the fields marked above | |
+| ``seeded`` | whether the seed of an earlier run is published, or below 2^32 | only there |
 
 The sampling rate is ``batch_size / examples`` and the sensitivity is the Euclidean norm of
 ``bounds``: what follows from other fields has no field.
@@ -74,7 +75,7 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
                 "bounds": [float(bound) for bound in rule.bounds],
             },
             "adaptive": adaptive,
-            "before": [_spent(spent) for spent in mechanism.before],
+            "before": [{**_spent(each), "seeded": each.seeded} for each in mechanism.before],
         }
     )
 
@@ -96,14 +97,16 @@ def accounted(mechanism: Mechanism) -> str:
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
 
 
-def spent_of(facts: Mapping[str, Any], steps: int) -> tuple[Spent, ...]:
+def spent_of(facts: Mapping[str, Any], steps: int, *, seeded: bool = False) -> tuple[Spent, ...]:
     """What a run has spent of its description, preceded by what earlier runs spent.
 
     Args:
       facts: As `described` writes them.
       steps: How many of the planned steps ran.
+      seeded: Whether the seed of the run is published, or below 2^32.
     """
-    ran = {**facts, "multiplier_and_steps": first_steps(facts["multiplier_and_steps"], steps)}
+    runs = first_steps(facts["multiplier_and_steps"], steps)
+    ran = {**facts, "multiplier_and_steps": runs, "seeded": seeded}
     return tuple(map(_read, (*facts["before"], ran)))
 
 
@@ -194,6 +197,7 @@ def _read(facts: Mapping[str, Any]) -> Spent:
         unit=facts["unit"],
         projections=facts["projections"],
         noise=_strategy(facts["noise"]),
+        seeded=facts.get("seeded", False),
     )
 
 

@@ -24,7 +24,7 @@ from absl import logging
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt32
 
-from dpjax import accounting, checks, clipping, noise
+from dpjax import accounting, checks, clipping, noise, trees
 from dpjax._display import brief, short, table
 from dpjax._marks import require_clipped_sum
 from dpjax.accounting.events import runs_of
@@ -257,7 +257,11 @@ class Mechanism:
         return card.accounted(self)
 
     def spent(self, multipliers: np.ndarray) -> Spent:
-        """The cost of this run alone, after steps with these multipliers, in this order."""
+        """The cost of this run alone, after steps with these multipliers, in this order.
+
+        A mechanism knows no key: of a run with a published seed, ``dataclasses.replace`` makes it
+        ``seeded``.
+        """
         # Run-length encoded: a card of a million equal steps holds one pair.
         values, counts = runs_of(multipliers)
         return Spent(
@@ -395,6 +399,7 @@ class Mechanism:
         """
         noise.check_multiplier("Mechanism.privatize", self.gradient_multiplier, self.clipping)
         checks.key("Mechanism.privatize", key)
+        trees.tell_of_seed(key, "Mechanism.privatize")
         key_of_zeros = is_zero(key)
 
         def init(params: PyTree) -> Any:

@@ -42,6 +42,8 @@ class Spent:
       projections: The number of random projections that estimated each norm, if norms were
         estimated.
       noise: The strategy of its noise, if it was correlated over the steps.
+      seeded: Whether its root key, or that of its queries, is that of a seed below 2^32 or of a
+        published one. Nothing that uses its result is then for release, and every card says so.
     """
 
     sampling: Sampler
@@ -50,6 +52,7 @@ class Spent:
     unit: str = "example"
     projections: int | None = None
     noise: Strategy | None = None
+    seeded: bool = False
 
     def __post_init__(self) -> None:
         """Refuses values that cannot be accounted; lists become tuples of Python numbers."""
@@ -57,6 +60,7 @@ class Spent:
         checks.instance("Spent", "sampling", self.sampling, Sampler, hint)
         object.__setattr__(self, "runs", _checked_runs(self.runs))
         object.__setattr__(self, "preparation", checked_queries(self.preparation, "Spent"))
+        object.__setattr__(self, "seeded", bool(self.seeded))  # a ledger's is an array
 
     @property
     def steps(self) -> int:

@@ -118,6 +118,7 @@ def noise_link(
     noise_multiplier = plain_multiplier(name, noise_multiplier)
     check_multiplier(name, noise_multiplier, rule)
     checks.key(name, key)
+    trees.tell_of_seed(key, name)
     key_of_zeros = is_zero(key)
 
     def init(params: PyTree) -> GaussianState:

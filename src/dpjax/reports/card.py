@@ -11,7 +11,7 @@ Numbers are the accounted ones, never rounded.
 | ``claim`` | in words, what is proved for the sampler |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
 | ``not_private`` | what was released without noise, in words, or null |
-| ``seed_published`` | the fixed seed of the run; true for another seed below 2^32; or null |
+| ``seed_published`` | the fixed seed; true for another below 2^32 or of an earlier run; or null |
 | ``versions`` | the versions of the packages that ran and accounted |
 """
 
@@ -36,7 +36,6 @@ def card(
     ledger: Ledger | None = None,
     seed: int | None = None,
     methods: Sequence[str] | None = None,
-    chosen: bool = False,
 ) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
@@ -57,7 +56,7 @@ def card(
       [[4.0, 2]]
     """
     delta, _ = mechanism.stated(delta, None)
-    ran = multipliers(mechanism, None if chosen else ledger)
+    ran = multipliers(mechanism, ledger)
     facts = {
         # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,
@@ -70,7 +69,7 @@ def card(
             for method, value in epsilons(mechanism, ran, delta, methods)
         },
         "not_private": why_infinite(mechanism, ran),
-        "seed_published": published_seed(seed, ledger),
+        "seed_published": published_seed(seed, ledger, mechanism),
         "versions": {
             name: version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },

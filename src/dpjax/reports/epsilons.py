@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multipliers of the steps that ran, and their epsilon by every method.
+"""The multipliers of the steps that count, and their epsilon by every method.
 
 The statement and the card both call these functions, so their numbers are equal. Nothing is
 rounded here.
@@ -14,13 +14,13 @@ import numpy as np
 
 from dpjax import accounting
 from dpjax.accounting.methods import checked_delta
-from dpjax.ledger import Ledger, ran
+from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism
 
 
 def multipliers(mechanism: Mechanism, ledger: Ledger | None) -> np.ndarray:
-    """The noise multiplier of every step that ran; without a ledger, of all that are planned."""
-    return mechanism.multipliers if ledger is None else ran(ledger, mechanism)
+    """The noise multiplier of every step that counts; without a ledger, of all planned ones."""
+    return mechanism.multipliers if ledger is None else counted(ledger, mechanism)
 
 
 def epsilons(

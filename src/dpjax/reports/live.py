@@ -23,7 +23,7 @@ from dpjax.reports.load_run import Run
 from dpjax.reports.style import WIDTH, canvas, style
 
 # What `fit` itself writes into a row; `evaluate` returns the other numbers.
-_OF_FIT = {"step", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"}
+_OF_FIT = {"step", "counted", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"}
 
 _PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
 

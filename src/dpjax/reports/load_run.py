@@ -90,11 +90,16 @@ class Run(NamedTuple):
 
     @property
     def seed(self) -> Any:
-        """The published seed: from the card, or without one from the run's configuration."""
+        """The published seed: from the card, or without one from ``run.json``.
+
+        It is True for another seed below 2^32, or that of an earlier run.
+        """
         if self.card is not None:
             return self.card.get("seed_published")
         known = self.identity or {}
-        return known.get("--seed", known.get("seed"))
+        seed = known.get("--seed", known.get("seed"))
+        before = any(spent.get("seeded") for spent in self.mechanism.get("before", ()))
+        return seed if seed is not None else known.get("small seed") or before or None
 
     @property
     def epsilons(self) -> dict[str, float]:
@@ -193,9 +198,7 @@ def _foreign(
 ) -> str:
     """Why a card does not belong to the run with these rows and this identity, or nothing."""
     check_format(card.get("mechanism"), str(path / "privacy.json"))
-    steps = int(rows[-1]["step"])
-    if any(row.get("stop") for row in rows):  # by results: all planned steps count
-        steps = sum(count for _, count in card["mechanism"]["multiplier_and_steps"])
+    steps = int(rows[-1].get("counted", rows[-1]["step"]))
     if card.get("steps") != steps:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
     # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.

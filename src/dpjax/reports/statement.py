@@ -56,7 +56,6 @@ def statement(
     seed: int | None = None,
     methods: Sequence[str] | None = None,
     scaled_by: str | None = None,
-    chosen: bool = False,
 ) -> Statement:
     """The privacy statement of a computation, in words.
 
@@ -68,7 +67,6 @@ def statement(
       methods: The `dpjax.accounting` methods that state epsilon; by default all.
       scaled_by: What multiplies sum and noise alike beside the mechanism, for example
         ``"a bound schedule"`` of `dpjax.dpsgd`. `dpjax.fit` gives it for the run in a folder.
-      chosen: Whether results chose how many steps ran. All planned steps then count.
 
     Returns:
       A text to print, and to publish with the model; a notebook shows it as a table.
@@ -88,14 +86,14 @@ def statement(
       ...
     """
     delta, _ = mechanism.stated(delta, None)
-    ran = multipliers(mechanism, None if chosen else ledger)
+    ran = multipliers(mechanism, ledger)
     found = dict(epsilons(mechanism, ran, delta, methods))
     lines = [
         "Privacy statement",
         "",
-        *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger)),
+        *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger, mechanism)),
         "",
-        *_facts(mechanism, ran, ledger, delta, scaled_by, chosen),
+        *_facts(mechanism, ran, ledger, delta, scaled_by),
         "",
         *_figures(mechanism, ran, found, delta),
         "",
@@ -139,9 +137,13 @@ def _verdict(
         )
 
 
-def published_seed(seed: int | None, ledger: Ledger | None) -> int | bool | None:
-    """The seed of a run; True if its root key is that of an unknown small seed; or None."""
+def published_seed(
+    seed: int | None, ledger: Ledger | None, mechanism: Mechanism
+) -> int | bool | None:
+    """The seed of a run; True if its root key, or an earlier run's, is that of another; or None."""
     small = ledger is not None and bool(ledger.seeded)
+    # A run that starts from what such a run released shows it, whatever its own key.
+    small = small or any(spent.seeded for spent in mechanism.before)
     return seed if seed is not None else (small or None)
 
 
@@ -149,8 +151,8 @@ def seed_notice(seed: int | bool) -> str:
     """What a published or small seed means for a release."""
     if seed is True:
         return (
-            "Small seed: not for release. The root key is that of a seed below 2^32; anyone can "
-            "try all of these seeds and subtract the noise."
+            "Small seed: not for release. The root key of this run, or of one before it, is that "
+            "of a seed below 2^32; anyone can try all of these seeds and subtract the noise."
         )
     return (
         f"Seed published ({seed}): not for release. Anyone who knows the seed can subtract the "
@@ -210,7 +212,6 @@ def _facts(
     ledger: Ledger | None,
     delta: float,
     scaled_by: str | None,
-    chosen: bool,
 ) -> Iterator[str]:
     sampling, rule = mechanism.sampling, mechanism.clipping
     # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
@@ -244,11 +245,11 @@ def _facts(
             f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {unit}s a "
             f"step, multiplier {noise}{queries}"
         )
+        if spent.seeded:
+            yield "                its seed is small or published, so its noise can be subtracted"
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
-    yield f"  steps         {len(multipliers(mechanism, ledger)):,}{planned}"
-    # A number of steps that follows from released results is a function of the whole plan: the
-    # epsilon of the plan holds for it, and that of the steps alone is not proved.
-    if chosen:
+    yield f"  steps         {mechanism.steps if ledger is None else ledger.steps:,}{planned}"
+    if ledger is not None and ledger.chosen:
         yield "                results chose where to stop, so all planned steps count"
     elif len(ran) < mechanism.steps:
         yield "                if results chose where to stop, all planned steps count"

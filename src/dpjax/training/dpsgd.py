@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
@@ -305,13 +304,7 @@ def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree) -> State:
     optimizer = recipe.optimizer.init(trees.widened(params))
     check_optimizer(recipe.optimizer, optimizer, params)
     one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
-    if seeded := trees.seeded(key):
-        logging.warning(
-            "%s: init(key, params): the key is that of a seed below 2^32. Anyone can try all "
-            "of these seeds and subtract the noise. For parameters that are released, use "
-            "dpjax.noise.secret_key().",
-            name,
-        )
+    seeded = trees.tell_of_seed(key, f"{name}: init(key, params)")
     memory, mesh = start(recipe.mechanism.noise, params), recipe.mesh
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from dpjax import accounting, checks, ledger, meshes
+from dpjax import accounting, checks, ledger, meshes, trees
 from dpjax.training.checks import check_state
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
@@ -106,9 +106,10 @@ def fit(
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
       released, such as the parameters and their accuracy on data that no step draws, the epsilon of
-      all planned steps holds: card, statement and `dpjax.training.earlier` count them all. A choice
-      by the training data themselves, such as their loss or ``info``, is a release without noise,
-      which no epsilon covers.
+      all planned steps holds: the ledger of the state, and so row, card, statement and
+      `dpjax.training.earlier`, count them all, also after further steps. A choice by the training
+      data themselves, such as their loss or ``info``, is a release without noise, which no epsilon
+      covers.
 
     Example:
       Stops when the accuracy has not improved in five evaluations. A resumed run begins with an
@@ -209,13 +210,16 @@ def fit(
                 # reach, so the step counts as released.
                 run.mark()
                 if evaluate is not None:
-                    row |= _evaluated(evaluate(run.state), row)
+                    row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
+                # Processes may measure different numbers, and all of them stop at one step.
+                ended = meshes.from_first(lambda row=row: bool(row.get("stop")))
+                if ended:
+                    run.end()
+                    row |= _cost(run.state.ledger, mechanism, delta, method)
                 # The row is on disk before the line is printed: what a user saw is in the log.
                 show.line(run.done, run.add(row))
                 if first and callable(progress):
                     progress(run.rows)
-                # Processes may measure different numbers, and all of them stop at one step.
-                ended = meshes.from_first(lambda: run.stopped)
                 _leave(run, delta, method, last=ended or run.done == end)
             if folder is not None:
                 _save(run, save_every, now=ended or run.done == end or stopped)
@@ -246,7 +250,7 @@ def _row(
     assert mechanism is not None  # `fit` refuses such an algorithm
     row: dict[str, Any] = {
         "step": state.ledger.steps,
-        "epsilon": ledger.epsilon(state.ledger, mechanism, delta, method),
+        **_cost(state.ledger, mechanism, delta, method),
         "delta": delta,
         "method": method,
         **({} if accounting.METHODS[method].proven else {"estimate": True}),
@@ -261,8 +265,7 @@ def _leave(run: Run, delta: float, method: str, *, last: bool) -> None:
     """Leaves what may be released of the last row in the run's folder, if it has one."""
     if run.folder is not None:
         assert run.algorithm.mechanism is not None  # `fit` refuses such an algorithm
-        facts = {"last": last, "chosen": run.chosen}
-        leave(run.folder, run.algorithm.mechanism, run.state, delta, method, **facts)
+        leave(run.folder, run.algorithm.mechanism, run.state, delta, method, last=last)
 
 
 def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,6 +273,8 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
     # Versions and devices join what the algorithm says of itself: both may change last bits.
     identity = dict(algorithm.identity(state))
     identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
+    # Not the key: one bit, by which a run that continues this one knows that its seed is public.
+    identity["small seed"] = bool(state.ledger.seeded) or trees.seeded(state.key)
     taken = sorted(identity.keys() & configuration.keys())
     if taken:
         raise ValueError(
@@ -278,6 +283,12 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
             "for example 'microbatch' for a batch on the device."
         )
     return {**identity, **configuration}
+
+
+def _cost(spent: ledger.Ledger, mechanism: Any, delta: float, method: str) -> dict[str, Any]:
+    """Epsilon, and of how many steps it is where these are not the steps that ran."""
+    counted = {"counted": mechanism.steps} if spent.chosen else {}
+    return {"epsilon": ledger.epsilon(spent, mechanism, delta, method), **counted}
 
 
 def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from dpjax.accounting.rounding import upwards
 
 # Fields that the line shows in words of its own, or not at all.
-_QUIET = {"step", "epsilon", "delta", "stop", "private"}
+_QUIET = {"step", "counted", "epsilon", "delta", "stop", "private"}
 
 
 class Progress:

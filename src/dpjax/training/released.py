@@ -29,7 +29,6 @@ def leave(
     method: str,
     *,
     last: bool,
-    chosen: bool,
 ) -> None:
     """Writes card, statement and parameters of a state into a run's folder.
 
@@ -40,7 +39,6 @@ def leave(
       delta: The delta at which epsilon is stated.
       method: The method of the log.
       last: Whether the run ends here.
-      chosen: Whether `evaluate` ended it.
     """
     params = jax.tree.map(trees.on_host, state.params)
     if not meshes.first_process():
@@ -50,7 +48,7 @@ def leave(
         if isinstance(mechanism, Mechanism):
             # Loss distributions of many different steps take seconds: the last card has them.
             methods = None if last else ("rdp", "rdp-classic", method)
-            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods, "chosen": chosen}
+            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
             facts["seed"] = folder.identity.get("--seed")  # a flag, so a command publishes it
             card = reports.card(mechanism, delta, **facts)
             facts["scaled_by"] = _scaled_by(folder.identity, mechanism)

@@ -2,11 +2,12 @@
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
 `run.json` says what the run is: the mechanism, the hashes of the data and of the program of a step,
-the caller's configuration. `seals` says which sum met the noise of each step. A later process with
-another identity is refused with the differences. With an equal identity it resumes from the last
-checkpoint and drops the rows of the log after that checkpoint: the same steps write the same rows
-again. ``numerics`` lists what could change these rows (versions, devices, settings of JAX): it may
-change only where no released step would run again.
+whether the seed of its key is small, the caller's configuration. `seals` says which sum met the
+noise of each step. A later process with another identity is refused with the differences. With an
+equal identity it resumes from the last checkpoint and drops the rows of the log after that
+checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
+rows (versions, devices, settings of JAX): it may change only where no released step would run
+again.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Folder:
         self._lock = _locked(self.path)
         try:
             _same_run(self.path / "run.json", self.identity, self.path)
-            self._marked = _furthest(self.path)
+            self._marked = _furthest(self.path), _chosen(self.path)
         except BaseException:
             os.close(self._lock)
             raise
@@ -98,15 +99,25 @@ class Folder:
             replace(path, json.dumps(self.identity, indent=2) + "\n")
         return bool(changed)
 
-    def mark(self, step: int) -> None:
-        """Counts a step as released, before its parameters leave `fit`."""
-        if not meshes.first_process() or step <= self._marked:
+    def mark(self, step: int, chosen: int = 0) -> None:
+        """Counts a step as released, before its parameters leave `fit`.
+
+        Args:
+          step: The step.
+          chosen: How many steps were planned, if results ended the run; they all count.
+        """
+        furthest, most = self._marked
+        mark = max(step, furthest), max(chosen, most)
+        if not meshes.first_process() or mark == self._marked:
             return
         try:
-            replace(self.path / "furthest", f"{step}\n")
-            self._marked = step
+            self._write_mark(*mark)
+            self._marked = mark
         except OSError as error:
             logging.error("fit: %s cannot be marked (%s); the run continues.", self.path, error)
+
+    def _write_mark(self, step: int, chosen: int) -> None:
+        replace(self.path / "furthest", f"{step} {chosen}\n")
 
     def seal(self, seals: np.ndarray) -> None:
         """Records which sums met the noise of the steps so far; see `dpjax.noise.seals`."""
@@ -141,18 +152,22 @@ class Folder:
     def _rows(self, until: int) -> list[dict[str, Any]]:
         rows = read_log(self.log)
         # Rows after the checkpoint are written again by the resumed run. Someone may have read
-        # them, so `furthest` keeps their step as released.
+        # them, so `furthest` keeps their step as released, and that results ended the run.
         kept = [row for row in rows if row["step"] <= until]
         # Compared as text, so that an unchanged log is not written again.
         again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
-            replace(self.path / "furthest", f"{_furthest(self.path)}\n")
+            self._write_mark(_furthest(self.path), _chosen(self.path))
             replace(self.log, again)
         return kept
 
     def furthest(self) -> int:
         """The last step that was ever on disk, or that an evaluation saw."""
         return meshes.from_first(lambda: _furthest(self.path))
+
+    def chosen(self) -> int:
+        """How many steps were planned, if results ever ended the run; 0 if not."""
+        return meshes.from_first(lambda: _chosen(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log. A row that a full disk rejects is written with the next one."""
@@ -208,11 +223,9 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
             "run of dpjax.fit(directory=...). Usually the folder above it was given."
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
-    rows, steps = read_log(folder / "metrics.jsonl"), _furthest(folder)
-    # The epsilon of the plan holds for a number of steps that results chose, not theirs alone.
-    if any(row.get("stop") for row in rows):
-        steps = sum(count for _, count in run["mechanism"]["multiplier_and_steps"])
-    return spent_of(run["mechanism"], steps)
+    steps = max(_furthest(folder), _chosen(folder))
+    seeded = run.get("small seed", False) or run.get("--seed") is not None
+    return spent_of(run["mechanism"], steps, seeded=seeded)
 
 
 def forget(directory: str | os.PathLike[str]) -> None:
@@ -248,10 +261,21 @@ def _furthest(folder: pathlib.Path) -> int:
     """The last step that is on disk, was marked as released, or was removed from the log."""
     names = (path.name for path in (folder / "checkpoints").glob("*"))
     saved = (re.fullmatch(r"(?:damaged-)?(\d+)(?:-\d+)?", name) for name in names)
-    mark = folder / "furthest"
     steps = [int(found[1]) for found in saved if found]
     steps += [row["step"] for row in read_log(folder / "metrics.jsonl")]
-    return max([*steps, int(mark.read_text() or 0) if mark.exists() else 0])
+    return max([*steps, *_mark(folder)[:1]], default=0)
+
+
+def _chosen(folder: pathlib.Path) -> int:
+    """How many steps were planned, if results ever ended the run."""
+    counted = [row.get("counted", 0) for row in read_log(folder / "metrics.jsonl")]
+    return max([*counted, *_mark(folder)[1:]], default=0)
+
+
+def _mark(folder: pathlib.Path) -> list[int]:
+    """What `Folder.mark` wrote: the last released step, and the steps that were planned."""
+    mark = folder / "furthest"
+    return [int(word) for word in mark.read_text().split()] if mark.exists() else []
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ could not run again with the same noise.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from dpjax import meshes, trees
+from dpjax import ledger, meshes, trees
 from dpjax.ledger import Refused
 from dpjax.noise import seals
 from dpjax.training.run_folder import Folder
@@ -47,6 +48,9 @@ class Run:
             # parameters, the hash would let anyone search for the seed.
             self.began = trees.fingerprint(state.params)
             self._take_up(folder)
+            # Its files may know that results ended it and its last checkpoint not, or the reverse.
+            if folder.chosen() or self.state.ledger.chosen:
+                self.end()
             if meshes.first_process():
                 self.board = Board(folder.path / "tensorboard", self.done)
 
@@ -64,11 +68,6 @@ class Run:
     def stopped(self) -> bool:
         """Whether the evaluation after the last step ended the run."""
         return self.at_row and bool(self.rows[-1].get("stop"))
-
-    @property
-    def chosen(self) -> bool:
-        """Whether an evaluation ended the run, now or before steps that were taken after it."""
-        return any(row.get("stop") for row in self.rows)
 
     def _take_up(self, folder: Folder) -> None:
         """Resumes from the last checkpoint, or writes the first."""
@@ -121,7 +120,15 @@ class Run:
     def mark(self) -> None:
         """Records that the steps so far are released, before the state leaves `fit`."""
         if self.folder is not None:
-            self.folder.mark(self.done)
+            self.folder.mark(self.done, int(self.state.ledger.chosen))
+
+    def end(self) -> None:
+        """Records that results ended the run: in the state, and in the folder before the log."""
+        mechanism: Any = self.algorithm.mechanism  # `fit` refuses an algorithm without one
+        # The states of dpjax are named tuples, a user's may be a dataclass.
+        replace: Any = getattr(type(self.state), "_replace", dataclasses.replace)
+        self.state = replace(self.state, ledger=ledger.ended(self.state.ledger, mechanism))
+        self.mark()
 
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""

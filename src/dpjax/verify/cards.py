@@ -28,7 +28,7 @@ MECHANISM = (
     "format unit sampling multiplier_and_steps preparation projections noise neighbours "
     "multipliers_by_group clipping adaptive before"
 )
-SPENT = "unit sampling multiplier_and_steps preparation projections noise"
+SPENT = "unit sampling multiplier_and_steps preparation projections noise seeded"
 
 RELATION = {
     "add-or-remove": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -136,11 +136,12 @@ def findings(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         ) from error
     if card["not_private"] is not None:
         yield False, f"not for release: the card says {card['not_private']!r}"
-    if card["seed_published"] is not None:
+    earlier = any(spent["seeded"] for spent in card["mechanism"]["before"])
+    if card["seed_published"] is not None or earlier:
         yield (
             False,
-            f"not for release: the seed of the run is known or small ({card['seed_published']}), "
-            "so the noise can be computed and subtracted",
+            f"not for release: the seed of the run{' or of an earlier one' * earlier} is known or "
+            f"small ({card['seed_published']}), so the noise can be computed and subtracted",
         )
     if card["delta"] * card["mechanism"]["sampling"]["examples"] >= 1:
         yield (

@@ -159,8 +159,9 @@ def costs(
 ) -> tuple[dict[str, Any], str]:
     """The cost of the search, as numbers and in words."""
     done = finished(trials)
+    cards = [search_cost.card_of(folder) for folder in done]
     prices, delta, relation = search_cost.prices(
-        [search_cost.card_of(folder) for folder in done],
+        cards,
         [search_cost.spent_so_far(folder) for folder in trials if folder not in done],
         number_of_runs(given),
         search_cost.uncovered(candidates, done.values(), given.free),
@@ -172,9 +173,13 @@ def costs(
         "To choose by public test data adds nothing to these lines; if the test data are private, "
         "no line protects them."
     )
-    if given.seed is not None:
+    seed = given.seed
+    if seed is not None:
         lines.append("These seeds are published: a search with secret keys would cost this.")
-    said = {"delta": delta, "neighbours": relation, "seed_published": given.seed}
+    elif any(card.get("seed_published") is not None for card in cards):
+        seed = True  # usually that of the run which --continue_from names
+        lines.append("Seeds of these runs, or before them, are published: none is for release.")
+    said = {"delta": delta, "neighbours": relation, "seed_published": seed}
     return {**said, "prices": [price._asdict() for price in prices]}, "\n".join(lines)
 
 
