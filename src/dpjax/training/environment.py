@@ -8,10 +8,15 @@ that the ledger did not count.
 
 from __future__ import annotations
 
+import functools
 from importlib import metadata
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from dpjax import meshes, noise, trees
+from dpjax.types import Key, Purpose, Sampler
 
 _PACKAGES = ("dpjax", "jax", "jaxlib", "optax")
 _SETTINGS = ("jax_threefry_partitionable", "jax_enable_x64", "jax_default_matmul_precision")
@@ -27,6 +32,16 @@ def numerics() -> dict[str, Any]:
     }
 
 
+def draw_and_noise(sampling: Sampler, key: Key, step: int) -> str:
+    """A hash of the draw of a step and of some numbers of its noise, as this process has them."""
+    # From a copy of the key, without the run's mesh, where a program is one of all processes.
+    with meshes.in_force(None):
+        root = jax.random.wrap_key_data(trees.on_host(key), impl=jax.random.key_impl(key))
+        numbers = noise.standard_normal(trees.step_key(root, Purpose.NOISE, step), (8,))
+        return trees.fingerprint((sampling.draw(root, jnp.int32(step)), numbers))
+
+
+@functools.cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
