@@ -31,7 +31,7 @@ def in_threads(monkeypatch, work, count=2):
     """What ``work(process)`` returns, or the exception that it raises, in each process.
 
     A process that enters a collective which another one never enters gets a `TimeoutError`.
-    Settings of JAX that ``work`` changes by a context are those of its own thread.
+    A context of JAX that ``work`` enters changes the settings of its own thread alone.
     """
     here, changed, given, left = threading.local(), threading.Condition(), {}, set()
 

@@ -36,7 +36,8 @@ def draw_and_noise(sampling: Sampler, key: Key, step: int) -> str:
     """A hash of the draw of a step and of some numbers of its noise, as this process has them."""
     # From a copy of the key, without the run's mesh, where a program is one of all processes.
     with meshes.in_force(None):
-        root = jax.random.wrap_key_data(trees.on_host(key), impl=jax.random.key_impl(key))
+        bits = jnp.asarray(trees.on_host(key))
+        root = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
         numbers = noise.standard_normal(trees.step_key(root, Purpose.NOISE, step), (8,))
         return trees.fingerprint((sampling.draw(root, jnp.int32(step)), numbers))
 
