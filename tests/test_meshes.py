@@ -335,7 +335,8 @@ def test_a_process_with_other_first_parameters_does_not_resume_a_run(tmp_path):
     """It would be refused alone, and leave the other waiting."""
     processes.run(tmp_path / "run", 2, steps=4)
     started = processes.start(tmp_path / "run", 2, differs="parameters")
-    codes, texts = processes.finish(started, tmp_path / "run")
+    # Refused alone, it would wait for the other when it ends.
+    codes, texts = processes.finish(started, tmp_path / "run", seconds=100)
     assert all(codes)
     assert all("began with other parameters" in text for text in texts), texts
 
