@@ -40,7 +40,10 @@ def start(folder, count, *, devices=1, **options):
         task = {"port": port, "count": count, "process": process, "devices": devices, **options}
         with open(f"{folder}.{process}.txt", "w") as output:
             command = [sys.executable, __file__, str(folder), json.dumps(task)]
-            options_of = {"stdout": output, "stderr": output, "env": environment}
+            here = dict(environment)
+            if options.get("differs") == "setting" and process == count - 1:
+                here["JAX_THREEFRY_PARTITIONABLE"] = "0"
+            options_of = {"stdout": output, "stderr": output, "env": here}
             started.append(subprocess.Popen(command, **options_of))
     return started
 
@@ -92,6 +95,7 @@ def main(folder, task):
         data = data[::-1]
     if last and task.get("differs") == "parameters":
         first = 2 * first
+    rate = 0.2 if last and task.get("differs") == "rate" else 0.1
     if task.get("stream"):
         data = dpjax.data.Stream(data, example=lambda x: read.append(x) or x)
 
@@ -99,9 +103,13 @@ def main(folder, task):
         return jnp.sum(jnp.tanh(x @ w - jnp.sum(x)) ** 2)
 
     mechanism = mechanism_with(60, 20, steps=12)
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=rate)
     mesh = meshes.parse(task["mesh"]) if "mesh" in task else None
-    algorithm = dpjax.dpsgd(loss, optax.adam(0.1), mechanism, data, microbatch_size=4, mesh=mesh)
+    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, microbatch_size=4, mesh=mesh)
     state = algorithm.init(key, first)
+    if task.get("differs") == "state":
+        later, _ = algorithm.step(state)
+        state = later if last else state  # the others go back to the first
     before = len(read)
 
     def evaluate(state):
@@ -111,6 +119,8 @@ def main(folder, task):
 
     options = {"directory": folder, "evaluate_every": 4, "save_every": 2, "progress": False}
     options["steps"] = task.get("steps")
+    if last and task.get("differs") in ("directory", "steps"):
+        options |= {"directory": {"directory": None}, "steps": {"steps": 2}}[task["differs"]]
     state, rows = dpjax.fit(algorithm, state, evaluate=evaluate, **options)
     held = {str(shard.data.shape) for shard in state.params.addressable_shards}
     numbers = trees.on_host(state.params).ravel()[::97].tolist()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes change no result: one device, several devices, several processes."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -8,10 +9,12 @@ import math
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import run_binary
 import several_processes as processes
@@ -20,10 +23,11 @@ from flax import serialization
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from killable_runs import environment
 from mutation import kills
+from processes_in_threads import small_run
 from small_mechanisms import mechanism_with
 
-from dpjax import clipping, meshes, noise
-from dpjax.checks import Refused
+import dpjax
+from dpjax import clipping, federated, meshes, noise
 from dpjax.cli import mesh_flag, process_flags
 from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
@@ -140,7 +144,10 @@ def test_a_mesh_is_the_given_one_else_the_one_in_force():
     assert meshes.of(mesh).axis_types == (AxisType.Auto,)
 
 
-@pytest.mark.parametrize("text", ["data", "data:x", "data:64,model:64"])
+@pytest.mark.parametrize(
+    "text",
+    ["data", "data:x", "data:64,model:64", "data:1,data:1", "data:-1,model:-1", ":1", "data:0"],
+)
 def test_a_mesh_that_is_none_is_answered(text):
     with pytest.raises(ValueError, match=r"data:4|64 devices|4096 places"):
         meshes.parse(text)
@@ -250,90 +257,88 @@ def test_a_users_own_splitting_stays():
     placed = meshes.placed({"w": jax.device_put(jnp.ones((2, 2)), own), "key": KEY}, mesh)
     assert placed["w"].sharding.spec == own.spec
     assert placed["key"].dtype == KEY.dtype
+    other = Mesh(np.array(jax.devices()[:1]), ("batch",))
+    array = jax.device_put(jnp.ones((2, 2)), NamedSharding(other, PartitionSpec(None, ("batch",))))
+    assert meshes.placed(array, mesh).sharding.spec == PartitionSpec()
 
 
-@kills("meshes.py", "theirs[:, i] != theirs[0, i]", "theirs[:, i] != theirs[:, i]", slow=True)
-def test_processes_that_differ_are_refused_by_name(monkeypatch):
-    """One of two processes has another key, as if each had drawn its own."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    facts = {"the key": "a", "the data": "b"}
-    other = {**facts, "the key": "c"}
-
-    def gathered(ours):
-        found = []
-        monkeypatch.setattr(meshes.multihost_utils, "process_allgather", found.append)
-        with pytest.raises(TypeError):
-            meshes.require_agreement("dpsgd", lambda: other)
-        return np.stack([ours, *found])
-
-    monkeypatch.setattr(meshes.multihost_utils, "process_allgather", gathered)
-    with pytest.raises(Refused, match=r"2 processes differ in the key; .*drew its own key"):
-        meshes.require_agreement("dpsgd", lambda: facts)
+def test_processes_with_unequal_numbers_of_devices_are_refused(monkeypatch):
+    devices = [SimpleNamespace(process_index=i) for i in (0, 1, 1, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match=r"the processes have \[1, 3\] devices"):
+        meshes.of()
 
 
-def in_each_process(monkeypatch, make):
-    """What `from_first` returns or raises in two processes, the first one before the second."""
-    sent, found = [], []
-
-    def broadcast(value):
-        if jax.process_index() == 0:
-            sent.append(value)
-        there = sent.pop(0) if jax.process_index() else value
-        # A collective has one shape in all processes.
-        assert np.shape(there) == np.shape(value)
-        return there
-
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(meshes.multihost_utils, "broadcast_one_to_all", broadcast)
-    for process in range(2):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        try:
-            found.append(meshes.from_first(make))
-        except OSError as error:
-            found.append(repr(error))
-    return found
-
-
-@kills("meshes.py", "    if first_process():\n        try:", "    if True:\n        try:")
-@kills("meshes.py", "else np.zeros(size, np.uint8)", "else np.zeros(size + 1, np.uint8)", slow=True)
-def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
-    ran = []
-
-    def make():
-        ran.append(jax.process_index())
-        return {"rows": ["a" * 300]}
-
-    assert in_each_process(monkeypatch, make) == 2 * [{"rows": ["a" * 300]}]
-    assert ran == [0]
-
-
-@kills("meshes.py", "found = False, error", "found = True, error", slow=True)
 @kills(
     "meshes.py",
-    "        raise value\n",
-    "        raise value if first_process() else SystemExit\n",
+    "with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):",
+    "with contextlib.nullcontext():",
     slow=True,
 )
-def test_an_error_of_the_first_process_is_raised_in_all(monkeypatch):
-    def make():
-        raise OSError("the disk is full")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("when", ["before dpsgd", "after dpsgd"])
+def test_explicit_axes_in_force_change_nothing(when):
+    """`jax.make_mesh` makes them by default. Before `dpsgd`, they are the mesh of the run."""
+    explicit = jax.make_mesh((1,), ("data",))
+    algorithm, state = small_run()
+    expected, _ = algorithm.run(state, 2)
+    with jax.set_mesh(explicit) if when == "before dpsgd" else contextlib.nullcontext():
+        algorithm, state = small_run()
+    with jax.set_mesh(explicit):
+        state, _ = algorithm.step(state)
+        state, _ = dpjax.fit(algorithm, state, steps=1, progress=False)
+    np.testing.assert_array_equal(state.params, expected.params)
 
-    assert in_each_process(monkeypatch, make) == 2 * ["OSError('the disk is full')"]
+
+def test_clients_train_under_explicit_axes():
+    clients = federated.Clients.of([np.ones((k, 3), np.float32) for k in (0, 1, 4, 3)])
+    mechanism = mechanism_with(4, 2, steps=2, unit="client")
+
+    def loss(w, x):
+        return jnp.sum((w - x) ** 2)
+
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        algorithm = federated.fedsgd(loss, optax.sgd(1.0), mechanism, clients)
+        state, _ = algorithm.step(algorithm.init(KEY, jnp.zeros(3)))
+    assert state.ledger.steps == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ("key", "fit: the 2 processes differ in the root key"),
+        ("data", "differ in the data"),
+        ("parameters", "differ in the parameters"),
+        ("setting", "differ in jax_threefry_partitionable"),
+        ("rate", "differ in the optimizer's state"),
+        ("state", "fit: the 2 processes differ in the ledger"),
+        ("directory", "differ in directory"),
+        ("steps", "differ in steps"),
+    ],
+)
+def test_two_processes_of_two_runs_are_refused(tmp_path, differs, words):
+    started = processes.start(tmp_path / "run", 2, differs=differs)
+    codes, texts = processes.finish(started, tmp_path / "run")
+    assert all(codes)
+    assert all(words in text for text in texts), texts
 
 
 @kills(
-    "training/dpsgd.py",
-    "meshes.require_agreement(name, lambda: facts_of(state))",
-    "pass",
+    "training/runner.py",
+    "if meshes.any_process(not given and not changed and began != self.began):",
+    "if not given and not changed and began != self.began:",
     slow=True,
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("fact", ["key", "data", "parameters"])
-def test_two_processes_of_two_runs_are_refused(tmp_path, fact):
-    started = processes.start(tmp_path / "run", 2, differs=fact)
-    codes, texts = processes.finish(started, tmp_path / "run")
+def test_a_process_with_other_first_parameters_does_not_resume_a_run(tmp_path):
+    """It would be refused alone, and leave the other waiting."""
+    processes.run(tmp_path / "run", 2, steps=4)
+    started = processes.start(tmp_path / "run", 2, differs="parameters")
+    # Refused alone, it would wait for the other when it ends.
+    codes, texts = processes.finish(started, tmp_path / "run", seconds=100)
     assert all(codes)
-    assert all(f"processes differ in the {'root ' * (fact == 'key')}{fact}" in t for t in texts)
+    assert all("began with other parameters" in text for text in texts), texts
 
 
 @pytest.fixture(scope="module")

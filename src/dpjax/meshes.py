@@ -12,12 +12,14 @@ Everything here is about speed and memory. A mesh changes no result but by last 
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import hashlib
 import json
 import math
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -49,12 +51,24 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     Returns:
       The mesh with automatic axes, or None for a run that `dpjax.gradients.layout` places.
     """
+    _require_equal_hosts()
     if mesh is None and not jax.sharding.get_abstract_mesh().empty:
         mesh = jax.sharding.get_mesh()
     if mesh is None and jax.process_count() > 1:
         mesh = Mesh(np.array(jax.devices()), ("data",))
     # Explicit axes would ask the loss for the sharding of every reshape.
     return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+
+
+@contextlib.contextmanager
+def in_force(mesh: Mesh | None) -> Iterator[None]:
+    """Puts the mesh of a run in force; None puts the caller's out of force.
+
+    A context, or a decorator. Under the caller's own mesh, with the explicit axes that
+    `jax.make_mesh` makes by default, JAX refuses every operation on arrays of the run's mesh.
+    """
+    with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):
+        yield
 
 
 def of_host(devices: int) -> Mesh | None:
@@ -80,12 +94,16 @@ def parse(text: str) -> Mesh:
       >>> parse("data:1,model:1").axis_names
       ('data', 'model')
     """
+    expected = "expected axes and their sizes, such as data:4 or data:4,model:2"
     try:
-        sizes = {name.strip(): int(size) for name, size in (x.split(":") for x in text.split(","))}
+        pairs = [
+            (name.strip(), int(size)) for name, size in (x.split(":") for x in text.split(","))
+        ]
     except ValueError as error:
-        raise ValueError(
-            f"mesh {text!r}: expected axes and their sizes, such as data:4 or data:4,model:2."
-        ) from error
+        raise ValueError(f"mesh {text!r}: {expected}.") from error
+    sizes = dict(pairs)
+    if len(sizes) < len(pairs) or not all(sizes) or min(sizes.values()) < 1:
+        raise ValueError(f"mesh {text!r}: {expected}. Each name stands once, sizes are positive.")
     devices = jax.devices()
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(
@@ -104,15 +122,21 @@ def splits_parameters(mesh: Mesh | None) -> bool:
 def placed(tree: PyTree, mesh: Mesh) -> PyTree:
     """Parameters, or a state, on a mesh.
 
-    A leaf that lies on these devices keeps its `PartitionSpec`, so a user's own splitting holds.
-    Any other leaf is split by ``model`` along its longest axis that divides evenly, as in fully
-    sharded data parallelism; small leaves are whole on every device.
+    A leaf that lies on these devices keeps its `PartitionSpec`, so a user's own splitting holds,
+    unless it names axes that this mesh lacks. Any other leaf is split by ``model`` along its
+    longest axis that divides evenly, as in fully sharded data parallelism; small leaves are whole
+    on every device.
     """
 
     def place(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat):
-            return put(leaf, NamedSharding(mesh, sharding.spec))
+        if (
+            isinstance(sharding, NamedSharding)
+            and sharding.device_set == set(mesh.devices.flat)
+            and set(_axes(sharding.spec)) <= set(mesh.axis_names)
+        ):
+            # A typed key made under explicit axes has a spec longer than its rank.
+            return put(leaf, NamedSharding(mesh, PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])))
         return put(leaf, NamedSharding(mesh, _spec(jnp.shape(leaf), mesh)))
 
     return jax.tree.map(place, tree)
@@ -132,6 +156,11 @@ def whole(tree: PyTree, mesh: Mesh | None) -> PyTree:
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
     return jax.tree.map(lambda x: put(x, NamedSharding(mesh, PartitionSpec())), tree)
+
+
+def _axes(spec: PartitionSpec) -> list[Any]:
+    """The names of axes in a spec, whose entries are names, tuples of names or None."""
+    return [name for entry in spec if entry for name in np.atleast_1d(entry)]
 
 
 def _spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -176,8 +205,8 @@ def from_first(make: Callable[[], T]) -> T:
         except Exception as error:  # raised below, in every process
             found = False, error
     text = np.frombuffer(pickle.dumps(found), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    sent = text if first_process() else np.zeros(size, np.uint8)
+    answers = _answers(_place(make), len(text).to_bytes(8))
+    sent = text if first_process() else np.zeros(int.from_bytes(answers[0]), np.uint8)
     # Bytes of this run's own process, never of a file.
     went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
     if not went_well:
@@ -189,7 +218,22 @@ def any_process(value: bool) -> bool:
     """Whether the value is true in any process, such as a signal to stop."""
     if jax.process_count() == 1:
         return value
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(value))))
+    return any(map(any, _answers("any process", bytes([bool(value)]))))
+
+
+# Why processes differ in a fact, and what to do.
+_CURES = {
+    "the root key": "Usually each process drew its own key: make it in one process, or from one "
+    "file, and give it to all.",
+    "the data": "Data are whole in every process; a stream reads the rows of its own devices by "
+    "itself.",
+    "directory": "Usually one process alone was given the folder: give it to all. The first "
+    "process alone reads and writes there.",
+}
+_CURE = (
+    "Usually a setting, a file or a number that one process measured differs: start all of them "
+    "with one command and one environment, and decide in one process what depends on a measurement."
+)
 
 
 def require_agreement(name: str, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -204,17 +248,54 @@ def require_agreement(name: str, facts: Callable[[], Mapping[str, Any]]) -> None
     """
     if jax.process_count() == 1:
         return
-    found = facts()
-    # As bytes of one length, because a collective has one shape.
-    texts = [json.dumps(fact, sort_keys=True, default=str) for fact in found.values()]
-    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
-    ours = np.stack([np.frombuffer(digest, np.uint8) for digest in digests])
-    theirs = multihost_utils.process_allgather(ours)
-    differ = [fact for i, fact in enumerate(found) if np.any(theirs[:, i] != theirs[0, i])]
-    if differ:
+    texts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in facts().items()}
+
+    def same(what: str, text: str) -> bool:
+        return len(set(_answers(what, hashlib.sha256(text.encode()).digest()))) == 1
+
+    # One small collective where all agree, and one for each fact where they do not.
+    if same(name, json.dumps(texts)):
+        return
+    differ = [fact for fact, text in texts.items() if not same(f"{name}: {fact}", text)]
+    cures = [_CURES[fact] for fact in differ if fact in _CURES] or [_CURE]
+    raise Refused(
+        f"{name}: the {jax.process_count()} processes differ in {', '.join(differ)}; expected "
+        f"equal ones, because each of them holds a part of one run. {' '.join(cures)}"
+    )
+
+
+def _answers(question: str, answer: bytes) -> list[bytes]:
+    """What each process answers to a question, in at most 32 bytes.
+
+    Processes that ask different questions would take each other's answers, or wait for ever: all
+    of them raise. All questions have one shape, because collectives of different shapes hang.
+    """
+    asked = hashlib.sha256(question.encode()).digest()
+    ours = np.frombuffer(asked + answer.rjust(32, b"\0"), np.uint8)
+    theirs = [bytes(each) for each in multihost_utils.process_allgather(ours)]
+    if others := [i for i, each in enumerate(theirs) if each[:32] != asked]:
         raise Refused(
-            f"{name}: the {jax.process_count()} processes differ in {', '.join(differ)}; expected "
-            "equal ones, because each of them holds a part of one run. Usually each process drew "
-            "its own key: make it in one process, or from one file, and give it to all. Data are "
-            "whole in every process; a stream reads the rows of its own devices by itself."
+            f"meshes: this process ({jax.process_index()}) is at {question!r}, and processes "
+            f"{others} are elsewhere; expected that all take the same way. Usually the script "
+            "branches on jax.process_index(), or a call has other arguments in one process: call "
+            "dpjax equally in all of them."
+        )
+    return [each[32:] for each in theirs]
+
+
+def _place(function: Callable[[], Any]) -> str:
+    """Where a function stands in the source, which is equal in all processes."""
+    code = getattr(function, "__code__", None)
+    return f"{function.__module__}.{function.__qualname__}:{code and code.co_firstlineno}"
+
+
+def _require_equal_hosts() -> None:
+    """Refuses processes with unequal numbers of devices, before JAX fails to reshape them."""
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"mesh: the processes have {[counts[i] for i in sorted(counts)]} devices; expected "
+            "equally many in each. Usually one host sees more accelerators than another, or "
+            "jax_num_cpu_devices differs: restrict all of them to one number, for example by "
+            "CUDA_VISIBLE_DEVICES."
         )

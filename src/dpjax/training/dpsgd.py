@@ -28,6 +28,7 @@ from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import start
 from dpjax.noise.seals import require_one_sum
+from dpjax.training import environment
 from dpjax.training.checks import (
     check_data,
     check_devices,
@@ -196,6 +197,7 @@ def assemble(
     told: set[bytes] = set()  # the runs, by key, that were warned of losses that are not finite
     agreed: set[bytes] = set()  # the runs, by key, that fit the optimizer and all processes
 
+    @meshes.in_force(mesh)
     def init(key: Key, params: PyTree) -> State:
         checks.key(f"{name}: init", key)
         params = _placed(name, key, params, data, mesh)
@@ -208,14 +210,20 @@ def assemble(
         check_state(name, state)
         ledger.require_untraced(state, name)
         count = checks.whole(f"{name}: run", "count", count)
+        with meshes.in_force(mesh):
+            return dispatch(state, count)
+
+    def dispatch(state: State, count: int) -> tuple[State, Any]:
+        key, first = trees.on_host(state.key), int(state.step)
+        # First of all: below, a process that differs would be refused alone, and the others wait.
+        meshes.require_agreement(name, lambda: facts_of_dispatch(state, count))
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
-        key, first = trees.on_host(state.key), int(state.step)
-        if key.tobytes() not in agreed:
+        # Each process has a set of its own, and all of them must compare the same facts.
+        if meshes.any_process(key.tobytes() not in agreed):
             check_same_optimizer(name, recipe.optimizer, state)
-            if mesh is not None:
-                meshes.require_agreement(name, lambda: facts_of(state))
+            meshes.require_agreement(name, lambda: facts_of_run(state))
             agreed.add(key.tobytes())
         state, sums = steps.run(state._replace(ledger=None), count)
         # Before anything of these steps leaves: their noise may meet one sum only.
@@ -224,15 +232,30 @@ def assemble(
             told.add(key.tobytes())
         return state._replace(ledger=spent), info(sums)
 
-    def facts_of(state: State) -> dict[str, Any]:
-        # What would make the processes of a run drift apart in silence.
-        told, identity = state.ledger, identify(state)
+    def facts_of_dispatch(state: State, count: int) -> dict[str, Any]:
+        # Cheap facts, compared before every dispatch: a process that went back to an earlier state
+        # would add the draw of another step, so one example would count twice in a sum.
         return {
             "the root key": trees.fingerprint(state.key),
-            "the ledger": [x.tolist() for x in told],
+            "the step": int(state.step),
+            "the number of steps": count,
+            "the ledger": trees.fingerprint(state.ledger),
+            **environment.numerics(),
+        }
+
+    def facts_of_run(state: State) -> dict[str, Any]:
+        # What would make the processes of a run drift apart in silence, compared once a run.
+        identity, first = identify(state), int(state.step)
+        drawn = environment.draw_and_noise(mechanism.sampling, state.key, first)
+        return {
+            "the draw and the noise": drawn,
             "the parameters": trees.fingerprint(state.params),
+            "the optimizer's state": trees.fingerprint(state.optimizer),
+            "the scale of the bounds": trees.fingerprint(state.bound_scale),
+            "the memory of the noise": trees.fingerprint(state.memory),
             "the data": identity.pop("data"),
             "the program of a step": identity.pop("program"),
+            **identity.pop("numerics"),
             "the mechanism": identity,
         }
 
@@ -242,6 +265,7 @@ def assemble(
         state, infos = run(trees.copy(state), 1)
         return state, jax.tree.map(lambda x: x[0], infos)
 
+    @meshes.in_force(mesh)
     def identify(state: State) -> dict[str, Any]:
         everything = data if shared is None else (data, shared)
         content = data.fingerprint if stream else trees.fingerprint(everything)

@@ -11,8 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from dpjax import meshes, noise, trees
 from dpjax._versions import version
+from dpjax.types import Key, Purpose, Sampler
 
 _PACKAGES = ("dpjax", "jax", "jaxlib", "optax")
 _SETTINGS = ("jax_threefry_partitionable", "jax_enable_x64", "jax_default_matmul_precision")
@@ -26,3 +29,13 @@ def numerics() -> dict[str, Any]:
         "platform": jax.default_backend(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
+
+
+def draw_and_noise(sampling: Sampler, key: Key, step: int) -> str:
+    """A hash of the draw of a step and of some numbers of its noise, as this process has them."""
+    # From a copy of the key, without the run's mesh, where a program is one of all processes.
+    with meshes.in_force(None):
+        bits = jnp.asarray(trees.on_host(key))
+        root = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
+        numbers = noise.standard_normal(trees.step_key(root, Purpose.NOISE, step), (8,))
+        return trees.fingerprint((sampling.draw(root, jnp.int32(step)), numbers))

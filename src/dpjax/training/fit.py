@@ -154,6 +154,21 @@ def fit(
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
+    # Before anything that one process alone could refuse, or ask the others for.
+    meshes.require_agreement(
+        "fit",
+        lambda: {
+            "the root key": trees.fingerprint(state.key),
+            "the ledger": trees.fingerprint(state.ledger),
+            "steps": end,
+            "evaluate_every": evaluate_every,
+            "save_every": save_every,
+            "directory": directory is None,
+            "delta": delta,
+            "method": method,
+            "the budget": repr(algorithm.budget),
+        },
+    )
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
     # An accountant without an answer raises here, before the first step runs.
     planned = mechanism.epsilon_of(mechanism.multipliers[:end], delta, method)

@@ -86,7 +86,7 @@ class Run:
         changed = folder.resume(self.done)
         # Other numerics may make other parameters of one seed. Equal settings with other first
         # parameters are another run: its noise would meet other sums.
-        if not given and not changed and began != self.began:
+        if meshes.any_process(not given and not changed and began != self.began):
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
                 "Usually another seed made them, or they come from another run. Choose another "
