@@ -103,8 +103,8 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
 
 @kills(
     "ledger.py",
-    "ledger._replace(multipliers=spent[starts], counts",
-    "empty()._replace(multipliers=spent[starts], counts",
+    "ledger._replace(multipliers=values, counts",
+    "empty()._replace(multipliers=values, counts",
 )
 @kills(
     "training/runner.py",

@@ -106,9 +106,11 @@ class Folder:
           step: The step.
           chosen: How many steps were planned, if results ended the run; they all count.
         """
+        if not meshes.first_process():
+            return
         furthest, most = self._marked
         mark = max(step, furthest), max(chosen, most)
-        if not meshes.first_process() or mark == self._marked:
+        if mark == self._marked:
             return
         try:
             self._write_mark(*mark)
