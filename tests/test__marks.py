@@ -190,7 +190,13 @@ def test_the_private_link_is_the_chain_of_its_parts():
         adapted.private(jax.random.key(0))
 
 
-@kills("noise/link.py", "if not isinstance(state.step, Tracer):", "if False:", slow=True)
+def one_device(function):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+@kills("noise/link.py", "if not isinstance(state.step, Tracer) or", "if", slow=True)
 @pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
 def test_a_state_that_is_a_constant_is_refused(link):
     clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
@@ -203,11 +209,71 @@ def test_a_state_that_is_a_constant_is_refused(link):
     for run in (
         jax.jit(lambda x: noisy(state, x)),
         lambda x: jax.lax.map(partial(noisy, state), x),
+        lambda x: one_device(partial(noisy, state))(x[0]),
     ):
-        with pytest.raises(ValueError, match="the state of the link is a constant"):
+        with pytest.raises(ValueError, match="comes from outside of it, as a constant"):
             run(batches)
     jax.jit(noisy)(state, batches[0])
     jax.jit(lambda x: noisy(link.init(w), x))(batches[0])
+
+
+def with_state(run):
+    """``run(state, batches)``, where the state of the link is an argument of a jitted function."""
+    clipped = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
+    link = noised()
+
+    def noisy(state, x):
+        return link.update(clipped(jnp.zeros(3), x), state)
+
+    batches = jnp.stack([jnp.zeros((2, 3)), jnp.full((2, 3), 0.1)])
+    return jax.jit(partial(run, noisy))(link.init(jnp.zeros(3)), batches)
+
+
+SHARED = {
+    "map": lambda noisy, s, xs: jax.lax.map(lambda x: noisy(s, x)[0], xs),
+    "scan": lambda noisy, s, xs: jax.lax.scan(lambda c, x: (c, noisy(s, x)[0]), 0, xs),
+    "fori_loop": lambda noisy, s, xs: jax.lax.fori_loop(
+        0, 2, lambda i, w: w + noisy(s, xs[i])[0], jnp.zeros(3)
+    ),
+    "while_loop": lambda noisy, s, xs: jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + noisy(s, xs[c[0]])[0]), (0, jnp.zeros(3))
+    ),
+    "jit": lambda noisy, s, xs: jax.jit(lambda x: noisy(s, x)[0])(xs[1]),
+    "devices": lambda noisy, s, xs: one_device(lambda x: noisy(s, x)[0])(xs[1]),
+    "vmap": lambda noisy, s, xs: jax.vmap(lambda x: noisy(s, x)[0])(xs),
+}
+
+
+@kills("noise/link.py", "or not set(inner) <= set(around)", "", case="map")
+@pytest.mark.parametrize("name", SHARED)
+def test_rounds_that_share_the_noise_of_one_state_are_refused(name):
+    """The difference of two rounds would be that of their sums, 0.2 in each entry."""
+    message = "has one key" if name == "vmap" else "comes from outside"
+    with pytest.raises(ValueError, match=message):
+        with_state(SHARED[name])
+
+
+OWN = {
+    "scan": lambda noisy, s, xs: jax.lax.scan(lambda c, x: noisy(c, x)[::-1], s, xs)[1],
+    "fori_loop": lambda noisy, s, xs: jax.lax.fori_loop(
+        0, 2, lambda i, c: noisy(c[1], xs[i]), (jnp.zeros(3), s)
+    )[0],
+    "while_loop": lambda noisy, s, xs: jax.lax.while_loop(
+        lambda c: c[1].step < 2, lambda c: noisy(c[1], xs[c[1].step]), (jnp.zeros(3), s)
+    )[0],
+    "jit": lambda noisy, s, xs: jax.jit(noisy)(s, xs[1])[0],
+    "remat": lambda noisy, s, xs: jax.checkpoint(noisy)(s, xs[1])[0],
+    "cond": lambda noisy, s, xs: jax.lax.cond(s.step < 1, noisy, noisy, s, xs[1])[0],
+    "derivative": lambda noisy, s, xs: jax.jvp(lambda x: noisy(s, x)[0], (xs[1],), (xs[0],))[0],
+    "seeds": lambda noisy, s, xs: jax.vmap(
+        lambda key: jax.lax.scan(lambda c, x: noisy(c, x)[::-1], s._replace(key=key), xs)[1]
+    )(jax.random.split(s.key)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_state_in_the_arguments_or_the_carry_runs(name):
+    assert np.all(np.isfinite(with_state(OWN[name])))
 
 
 @kills("_marks.py", "_require_rule(updates.by, rule, updates.value, name)", "pass", case="jitted")
@@ -245,6 +311,157 @@ def test_clipped_sums_are_known_in_a_loop_of_ones_own():
         link.update(clipped.value, link.init(jnp.zeros(3)))
     trusted = clipping.trusted_sum(clipped.value, RULE)
     np.testing.assert_array_equal(link.update(trusted, link.init(0))[0], noisy)
+
+
+def found_by(jitted=True, scale=1.0, **options):
+    def loss(p, x):
+        return jnp.sum(p["a"] * x) + jnp.sum(p["b"] * jnp.outer(x[:2], x[1:]))
+
+    clipped_grad = dpjax.clipped_grad(loss, RULE, **options)
+    run = jax.jit(clipped_grad) if jitted else clipped_grad
+    return run(PARAMS, scale * jnp.linspace(-1, 2, 18).reshape(6, 3))
+
+
+def doubled(tree):
+    return jax.tree.map(lambda x: 2 * x, tree)
+
+
+def with_momentum(found, _):
+    return jax.tree.map(lambda a, b: 0.9 * a + b, found, found_by(scale=2.0))
+
+
+def with_one_leaf_doubled(found, _):
+    def maybe(path, x):
+        return 2 * x if "'a'" in jax.tree_util.keystr(path) else x
+
+    return jax.tree_util.tree_map_with_path(maybe, found)
+
+
+def written_into(found, _):
+    found.value["a"] = 2 * found.value["a"]
+    return found
+
+
+CHANGED = {
+    "scale": optax.scale(1e4),
+    "schedule": optax.scale_by_schedule(lambda step: 1e4),
+    "clip": optax.clip(0.1),
+    "centralize": optax.centralize(),
+    "double": optax.stateless(lambda found, _: doubled(found)),
+    "momentum": optax.stateless(with_momentum),
+    "one leaf": optax.stateless(with_one_leaf_doubled),
+    "written into": optax.stateless(written_into),
+}
+
+
+@kills(
+    "_marks.py",
+    "else _unchanged(updates, name)",
+    "else updates.value",
+    case="outside-jitted-momentum",
+)
+@kills(
+    "_marks.py",
+    "same = all(map(_found, jax.tree.leaves(found.value)))",
+    "same = True",
+    case="outside-eager-written into",
+    slow=True,
+)
+@kills("_marks.py", "jnp.where(same, x, jnp.nan)", "x", case="inside-jitted-scale", slow=True)
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.sample(8)
+def test_a_clipped_sum_that_was_changed_is_refused(name, jitted, inside):
+    for link in (noised(), privatized()):
+        chain = optax.chain(CHANGED[name], link)
+        run = jax.jit(chain.update) if inside else chain.update
+        if inside and name != "written into":
+            noisy, _ = run(found_by(jitted), chain.init(PARAMS), PARAMS)
+            assert all(np.all(np.isnan(x)) for x in jax.tree.leaves(noisy))
+        elif not inside:
+            with pytest.raises(ValueError, match="not the one that clipped_grad returned"):
+                run(found_by(jitted), chain.init(PARAMS), PARAMS)
+
+
+@kills("_marks.py", "if known else (None, None)", "", slow=True)
+def test_a_sum_that_was_written_into_stays_unknown_in_a_copy():
+    link, found = noised(), written_into(found_by(jitted=False), None)
+    with pytest.raises(ValueError, match="give the ClippedSum itself"):
+        link.update(jax.tree.map(jnp.copy, found), link.init(PARAMS))
+
+
+COPIED = {
+    "itself": lambda found: found,
+    "NumPy": lambda found: jax.tree.map(np.asarray, found),
+    "on the host": jax.device_get,
+    "placed": lambda found: jax.device_put(found, jax.devices()[-1]),
+    "copied": lambda found: jax.tree.map(jnp.copy, found),
+    "jitted": jax.jit(lambda found: found),
+    "a row of two": lambda found: jax.tree.map(
+        lambda x: x[1], jax.tree.map(lambda x: jnp.stack([x, x]), found)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.sample(8)
+def test_a_copy_of_a_clipped_sum_is_one(name, jitted):
+    link, found = noised(), found_by(jitted)
+    state, noisy = link.init(PARAMS), []
+    for update in (link.update, jax.jit(link.update)):
+        noisy += [update(each, state, PARAMS)[0] for each in (found, COPIED[name](found))]
+    for other in noisy[1:]:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), noisy[0], other)
+
+
+OPTIONS = {
+    "vmap": {"engine": "vmap"},
+    "scan": {"engine": "scan"},
+    "ghost": {"engine": "ghost"},
+    "microbatches": {"microbatch_size": 2},
+    "devices": {"microbatch_size": 1, "devices": 2},
+}
+
+
+def test_sums_that_are_equal_up_to_rounding_compare_leaf_by_leaf():
+    one, other = (found_by(engine=engine) for engine in ("vmap", "ghost"))
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, one, other)
+    with pytest.raises(AssertionError):
+        jax.tree.map(close, one, found_by(scale=2.0))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sample(2)
+def test_programs_return_the_bits_of_their_checksum(name):
+    """Were a sum computed again for the checksum, its last bits could differ."""
+    link, found = noised(), found_by(**OPTIONS[name])
+    link.update(found, link.init(PARAMS))
+    seeds = jax.vmap(lambda scale: found_by(False, scale, **OPTIONS[name]))(jnp.array([0.5, 2.0]))
+    for i in range(2):
+        link = noised()
+        link.update(jax.tree.map(lambda x, i=i: x[i], seeds), link.init(PARAMS))
+
+
+def test_what_is_not_returned_is_not_checked():
+    """Inside one program marks know the sum, so a step computes no checksum."""
+    clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
+    link = noised()
+
+    def step(state, x):
+        return link.update(clipped_grad(jnp.zeros(3), x), state)[0]
+
+    state, x = link.init(jnp.zeros(3)), jnp.ones((4, 3))
+    assert "checksum" not in str(jax.make_jaxpr(step)(state, x))
+    assert "checksum" in str(jax.make_jaxpr(partial(clipped_grad, jnp.zeros(3)))(x))
+
+
+def test_sums_of_complex_leaves_are_trees_too():
+    clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.abs(jnp.sum(w * x)), RULE)
+    found = jax.jit(clipped_grad)(jnp.ones(3, jnp.complex64), jnp.ones((4, 3)))
+    assert jnp.iscomplexobj(jax.tree.map(np.asarray, found).value)
 
 
 @kills("_marks.py", "lambda _, name=name: _marks.pop(name, None)", "None", slow=True)
@@ -404,8 +621,13 @@ BEFORE = {
     "scale": (optax.scale(10.0), None),
     "elementwise clipping": (optax.clip(1.0), None),
     "weight decay": (optax.add_decayed_weights(0.1), None),
+    "ones for NaN": (
+        optax.stateless(lambda g, _: jax.tree.map(partial(jnp.nan_to_num, nan=1.0), g)),
+        None,
+    ),
     "global norm": (optax.clip_by_global_norm(1.0), "sees several examples"),
     "normalize": (optax.contrib.normalize(), "sees several examples"),
+    "a guard": (optax.apply_if_finite(optax.identity(), 5), "an example of NaN .*several examples"),
     "momentum": (optax.trace(0.9), "step 1.*expected 0.*earlier batches"),
     "Adam": (optax.scale_by_adam(), "step 1.*expected 0.*earlier batches"),
     "other parameters": (optax.lookahead(optax.sgd(0.1), 2, 0.5), "refuses to run"),
@@ -417,6 +639,20 @@ BEFORE = {
     "others = _others(params, 3)",
     "others = jax.tree.map(jnp.zeros_like, _others(params, 3))",
     case="global norm",
+    slow=True,
+)
+@kills(
+    "testing.py",
+    "for name, example in examples.items()",
+    "for name, example in [*examples.items()][:1]",
+    case="a guard",
+    slow=True,
+)
+@kills(
+    "testing.py",
+    "jnp.where(share, jnp.asarray(c)[None] * share, 0)",
+    "jnp.asarray(c)[None] * share",
+    case="ones for NaN",
     slow=True,
 )
 @pytest.mark.parametrize("name", BEFORE)

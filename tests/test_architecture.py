@@ -24,7 +24,6 @@ FLOORS = {
     "verify": 0,  # imports nothing of dpjax
     "trees": 1,
     "_jaxpr": 1,
-    "_marks": 1,
     "_draws": 1,
     "_files": 1,
     "_foreign": 1,
@@ -32,6 +31,7 @@ FLOORS = {
     "schedules": 1,
     "accounting": 1,
     "strategies": 1.5,  # above trees, below noise
+    "_marks": 1.5,
     **dict.fromkeys(["clipping", "noise", "sampling", "losses", "activations"], 2),
     **dict.fromkeys(["models", "data", "scattering", "metrics", "checkpoints"], 2),
     "diagnostics": 3,

@@ -48,9 +48,9 @@ OTHERS = {
 }
 
 
-@kills("noise/seals.py", "words ^ (places * jnp.uint32(_STRIDE))", "words", case="order of rows")
+@kills("trees.py", "words ^ (where * jnp.uint32(_STRIDE))", "words", case="order of rows")
 @kills(
-    "noise/seals.py",
+    "trees.py",
     "totals = [a * jnp.uint32(_STRIDE) + b for",
     "totals = [a + b for",
     case="order of large leaves",
@@ -63,7 +63,7 @@ def test_a_seal_differs_where_a_bit_does(other):
 
 
 @kills("trees.py", "math.prod(shape[axis + 1 :])", "math.prod(shape[axis:])", slow=True)
-@kills("noise/seals.py", "start += words.size", "start += 1", slow=True)
+@kills("trees.py", "start += words.size", "start += 1", slow=True)
 @pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 4)])
 def test_a_seal_in_parts_has_the_same_bits(shape):
     """A mesh that splits parameters makes another program, and a run resumes without it."""

@@ -7,7 +7,8 @@ momentum, a mask) makes new arrays, and the bound of the rule says nothing about
 arrays alone. A mark belongs to one array object, traced or not, and ends with it.
 
 The results of a jitted function are new arrays. So a `ClippedSum` says itself by which rule it was
-clipped, in the structure of its tree, which leaves ``jit`` with it.
+clipped, in the structure of its tree, and carries a checksum of its value as a further leaf. Both
+leave ``jit`` with it. `jax.tree.map` makes arrays that the checksum does not fit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
+from dpjax import trees
 from dpjax.types import ClippedSum, Clipping, PyTree
 
 __all__ = ["certified", "mark", "require_clipped_sum"]
@@ -31,23 +33,41 @@ class _Certified(ClippedSum):
 
     by: tuple[str, tuple[float, ...], tuple[int, ...]] | None = None
     """Name and bounds of the rule, and the group of each leaf; None after `_replace`."""
+    checksum: Any = None
+    """Of the value, once the tree was taken apart; None before, while marks know the arrays."""
 
     def __repr__(self) -> str:
         return repr(ClippedSum(*self))
 
 
 def _joined(by: Any, fields: Any) -> _Certified:
+    *fields, checksum = fields
     found = _Certified(*fields)
-    found.by = by
+    found.by, found.checksum = by, checksum
     return found
 
 
 def _named(found: _Certified) -> Any:
-    names = map(jax.tree_util.GetAttrKey, found._fields)
-    return tuple(zip(names, found, strict=True)), found.by
+    by, checksum = found.by, found.checksum
+    if by is not None and checksum is None:
+        # From here on the arrays may be replaced by copies, which have no marks.
+        known = all(map(_found, jax.tree.leaves(found.value)))
+        by, checksum = (by, _checksum(found.value)) if known else (None, None)
+    names = map(jax.tree_util.GetAttrKey, (*found._fields, "checksum"))
+    return tuple(zip(names, (*found, checksum), strict=True)), by
 
 
 jax.tree_util.register_pytree_with_keys(_Certified, _named, _joined)
+
+
+def _checksum(total: PyTree) -> Any:
+    # Noise refuses complex leaves, so no link reads the checksum of their sum.
+    real = (x for x in jax.tree.leaves(total) if not jnp.iscomplexobj(x))
+    words = trees.checksum_of_buffers(list(real))
+    # Two bits a number, at the end of numbers near 1: sums that are equal up to rounding compare so
+    # leaf by leaf, this one included.
+    pairs = (words[:, None] >> jnp.arange(0, 32, 2, dtype=jnp.uint32)) & 3
+    return (1 + pairs.astype(jnp.float32) * 2.0**-23).reshape(-1)
 
 
 class _Mark(NamedTuple):
@@ -80,7 +100,7 @@ def mark(total: PyTree, rule: Clipping) -> PyTree:
 def certified(found: ClippedSum, rule: Clipping) -> ClippedSum:
     """The sum, known from here on as one of this rule, also outside ``jit``."""
     by = rule.name, rule.bounds, tuple(rule.partition.assign(found.value))
-    return _joined(by, found._replace(value=mark(found.value, rule)))
+    return _joined(by, (*found._replace(value=mark(found.value, rule)), None))
 
 
 def require_clipped_sum(
@@ -101,7 +121,7 @@ def require_clipped_sum(
     """
     if isinstance(updates, _Certified) and updates.by is not None:
         _require_rule(updates.by, rule, updates.value, name)
-        return updates.value
+        return updates.value if plain else _unchanged(updates, name)
     updates = updates.value if isinstance(updates, ClippedSum) else updates
     leaves = jax.tree.leaves(updates)
     found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
@@ -128,6 +148,26 @@ def require_clipped_sum(
     by = clipped.name, clipped.bounds, tuple(clipped.partition.assign(updates))
     _require_rule(by, rule, updates, name)
     return updates
+
+
+def _unchanged(found: _Certified, name: str) -> PyTree:
+    """The value, if it is still the one that `clipped_grad` returned; NaN inside ``jit`` if not."""
+    if found.checksum is None:
+        same = all(map(_found, jax.tree.leaves(found.value)))
+    else:
+        same = jnp.array_equal(_checksum(found.value), found.checksum)
+    if isinstance(same, Tracer):
+        return jax.tree.map(lambda x: jnp.where(same, x, jnp.nan), found.value)
+    if not same:
+        raise ValueError(
+            f"{name}: the value of this ClippedSum is not the one that clipped_grad returned. The "
+            "bound of the rule holds for that one alone, so the noise would have the wrong scale. "
+            "Usually a link stands between clipping and noise (a scale, a schedule, clip), or "
+            "jax.tree.map added or scaled sums: put the link behind the noise, and give the sum of "
+            "a step's other microbatches to clipped(..., start=value). For a sum that you changed "
+            "yourself, write dpjax.clipping.trusted_sum(tree, rule)."
+        )
+    return found.value
 
 
 def _require_rule(by: Any, rule: Clipping, total: PyTree, name: str) -> None:

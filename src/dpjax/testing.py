@@ -10,7 +10,7 @@ chain. `dpjax.auditing` measures whole steps and whole runs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -194,7 +194,8 @@ def assert_private(
     $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. The
     updates must follow from the releases alone: an example and twice that example are clipped to
     one sum, so they must give equal updates. With correlated noise the first step alone draws the
-    example, and $\mu$ of the whole run is at most $1 / m$.
+    example, and $\mu$ of the whole run is at most $1 / m$. The upper limits hold for an example of
+    NaN and for one of infinities too, which the clipping drops.
 
     | chain | result |
     |---|---|
@@ -202,6 +203,7 @@ def assert_private(
     | releases without noise, or with noise twice | `LawBroken` |
     | noise for another bound | `LawBroken`, with the measured ratio |
     | a link before the clipping that mixes examples, as `optax.clip_by_global_norm` | the same |
+    | one that drops a batch for one example, as `optax.apply_if_finite` | the same |
     | one that keeps gradients of earlier batches, as `optax.trace` | the same |
     | a function around the chain that lets gradients pass beside the noise | `LawBroken` |
 
@@ -223,42 +225,52 @@ def assert_private(
     """
     far = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
     canary = far if canary is None else canary
-    draws = [1 - step % 2 for step in range(steps)]
-    without, with_it = (_runs(chain, params, canary, each)[0] for each in ([0] * steps, draws))
-    if alone := without[0].strategy:
-        # Correlated noise hides an example that takes part once, at the least.
-        draws = [int(step == 0) for step in range(steps)]
-        with_it = _runs(chain, params, canary, draws)[0]
-    for step, (one, other, drawn) in enumerate(zip(with_it, without, draws, strict=True)):
+    without, _ = _runs(chain, params, canary, [0] * steps)
+    # Correlated noise hides an example that takes part once, at the least.
+    once = without[0].strategy is not None
+    draws = [int(step == 0) if once else 1 - step % 2 for step in range(steps)]
+    examples = {"one example": canary}
+    for name, value in (("an example of NaN", jnp.nan), ("an example of infinities", jnp.inf)):
+        examples[name] = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), far)
+    for name, example in examples.items():
+        with_it, _ = _runs(chain, params, example, draws)
+        for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
+            # An example that can take part more often, or later, has less than its share in one
+            # step; an example that is not finite has none.
+            least = drawn if example is canary and not once else 0
+            if not least - tolerance <= ratio <= drawn + tolerance:
+                raise LawBroken(
+                    f"at step {step} {name} moves the release by {ratio:.4g} times what the "
+                    f"multiplier {float(without[step].multiplier):.4g} says; expected {drawn}. "
+                    "Above it epsilon does not hold: usually a link before the clipping sees "
+                    "several examples, or keeps gradients of earlier batches. Below it noise is "
+                    "wasted, or the canary does not reach the bound."
+                )
+    # Scaled by a power of two, a gradient beyond its bound is clipped to the same bits.
+    (single, released), (double, again) = (
+        _runs(chain, params, far, [share] * steps) for share in (1, 2)
+    )
+    if _equal([r.total for r in single], [r.total for r in double]) and not _equal(released, again):
+        raise LawBroken(
+            "an example and twice that example have one clipped sum and give different updates, "
+            "so gradients reach the updates beside the noise. Usually a function around the chain "
+            "adds the gradients, or scales by their norms."
+        )
+
+
+def _ratios(with_it: Sequence[seals.Release], without: Sequence[seals.Release]) -> Iterator[float]:
+    """At each step, how far an example moves the release, over what the multiplier says."""
+    for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
         with np.errstate(divide="ignore", invalid="ignore"):
             moved = [
                 np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
                 for (a, b), deviation in zip(pairs, one.deviations, strict=True)
             ]
-        ratio = float(np.linalg.norm(moved)) * float(one.multiplier)
-        if alone:  # the rows of the run that one step moves, in the metric of their noise
-            ratio *= float(alone.column_norms()[step])
-        # An example that can take part more often, or later, has less than its share in one step.
-        least = 0 if alone else drawn
-        if not least - tolerance <= ratio <= drawn + tolerance:
-            raise LawBroken(
-                f"at step {step} one example moves the release by {ratio:.4g} times what the "
-                f"multiplier {float(one.multiplier):.4g} says; expected {drawn}. Above it epsilon "
-                "does not hold: usually a link before the clipping sees several examples, or keeps "
-                "gradients of earlier batches. Below it noise is wasted, or the canary does not "
-                "reach the bound."
-            )
-    # Scaled by a power of two, a gradient beyond its bound is clipped to the same bits.
-    (once, released), (twice, again) = (
-        _runs(chain, params, far, [share] * steps) for share in (1, 2)
-    )
-    if _equal([r.total for r in once], [r.total for r in twice]) and not _equal(released, again):
-        raise LawBroken(
-            "an example and twice that example have one clipped sum and give different updates, "
-            "so gradients reach the updates beside the noise. Usually a function around the chain "
-            "adds the gradients, or scales by their norms."
-        )
+        # With correlated noise, the rows of the run that one step moves, in the metric of their
+        # noise.
+        share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
+        yield float(np.linalg.norm(moved)) * float(one.multiplier) * share
 
 
 def _runs(
@@ -278,7 +290,10 @@ def _runs(
         try:
             state, updates = chain.init(params), list[PyTree]()
             for share in draws:
-                row = jax.tree.map(lambda c, share=share: jnp.asarray(c)[None] * share, canary)
+                # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
+                row = jax.tree.map(
+                    lambda c, share=share: jnp.where(share, jnp.asarray(c)[None] * share, 0), canary
+                )
                 batch = jax.tree.map(lambda *rows: jnp.concatenate(rows), row, others)
                 update, state = chain.update(batch, state, params)
                 updates.append(update)

@@ -36,6 +36,8 @@ T = TypeVar("T")
 _TOGETHER = 2**22
 # Numbers of the largest leaf that is copied beside others.
 _SMALL = 2**14
+# Odd constants: multiplication by one of them permutes the 32-bit words.
+_STRIDE, _MIXERS = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
 
 
 def wide(dtype: Any) -> jnp.dtype:
@@ -351,6 +353,47 @@ def _cut_from_one(
 ) -> list[Array]:
     """Arrays of these shapes, cut from one draw."""
     return _cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
+
+
+def checksum(
+    tree: PyTree, in_parts: bool = False, mixers: Sequence[Any] = _MIXERS
+) -> UInt32[Array, " mixers"]:
+    """32 bits per mixer that differ, but for chance, where two trees of equal shapes differ.
+
+    Args:
+      tree: Floats of any dtype.
+      in_parts: Whether a mesh splits the leaves. Then no leaf is flattened, which would gather it
+        on every device. The bits are the same; on one device they take half as long again.
+      mixers: Odd numbers, one for each 32 bits.
+    """
+    # Sums of integers are exact in every order, so a checksum depends on the bits of the tree and
+    # not on devices or compilers.
+    totals = [jnp.zeros((), jnp.uint32)] * len(mixers)
+    leaves = jax.tree.leaves(widened(tree))
+    for run in together(leaves):
+        several = [leaves[i] for i in run]
+        start, found = 0, [jnp.zeros((), jnp.uint32)] * len(mixers)
+        for array in several if in_parts else packed(several):
+            words = jax.lax.bitcast_convert_type(array, jnp.uint32)
+            words = words if in_parts else words.reshape(-1)
+            # The place of a word counts: a sum that was permuted is another sum.
+            where = places(words.shape, start)
+            start += words.size
+            for i, mixer in enumerate(mixers):
+                mixed = (words ^ (where * jnp.uint32(_STRIDE))) * jnp.uint32(mixer)
+                mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(_STRIDE)
+                found[i] += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+        totals = [a * jnp.uint32(_STRIDE) + b for a, b in zip(totals, found, strict=True)]
+    return jnp.stack(totals)
+
+
+@jax.jit
+def checksum_of_buffers(tree: PyTree) -> UInt32[Array, "2"]:
+    """The `checksum` of the arrays that a program returns."""
+    # XLA may compute an array again for each reader, and round it otherwise. The operands of a loop
+    # are in memory, so a loop reads the same bits that the program returns.
+    mixers = jnp.asarray(_MIXERS, jnp.uint32)
+    return jax.lax.map(lambda mixer: checksum(tree, mixers=[mixer])[0], mixers)
 
 
 def packed(tree: PyTree) -> list[Array]:

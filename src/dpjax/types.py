@@ -273,6 +273,9 @@ class _Held:
 class ClippedSum(NamedTuple):
     """The clipped sum of a batch's gradients, **before** any noise.
 
+    Give a noise link the `ClippedSum` itself, or its value inside the function that computed it.
+    A link refuses one whose value was changed, by `jax.tree.map` for instance; copies are accepted.
+
     Privacy: none of these fields is private yet.  Only what `dpjax.noise` returns may
     be released.
     """

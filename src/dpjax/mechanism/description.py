@@ -391,9 +391,10 @@ class Mechanism:
           A link whose state counts the steps, for loops that clip and sum themselves; in a chain,
           `private` does all of it. With ``params``, as a chain passes them, it accepts the sum of
           `dpjax.clip_and_sum` or `dpjax.clipped_grad` by an equal rule alone, or one that
-          `dpjax.clipping.trusted_sum` declares; without ``params`` it cannot check sums that a
-          loop added itself. A step beyond the plan was not accounted, so it releases nothing: it
-          raises, or inside ``jit`` returns NaN. With ``adaptive``, the state is an
+          `dpjax.clipping.trusted_sum` declares, and returns NaN inside ``jit`` for a
+          `dpjax.types.ClippedSum` whose value was changed; without ``params`` it cannot check sums
+          that a loop added itself. A step beyond the plan was not accounted, so it releases
+          nothing: it raises, or inside ``jit`` returns NaN. With ``adaptive``, the state is an
           `AdaptiveState`, sum and mean are relative to its scale, and ``update`` needs
           ``below=``, from `dpjax.clipping.Quantile.below`.
         """

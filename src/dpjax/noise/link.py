@@ -69,8 +69,9 @@ def gaussian(
       A link on sums (not means) whose state holds the key and counts the steps.
 
       It accepts the sum of `dpjax.clip_and_sum` or `dpjax.clipped_grad` by an equal rule, with
-      nothing in between, and refuses other trees. Inside ``jit``, without ``params``, it returns
-      NaN for them. `dpjax.clipping.trusted_sum` declares a sum that was made by other means.
+      nothing in between, and refuses other trees. Inside ``jit`` it returns NaN for a `ClippedSum`
+      whose value was changed, and, without ``params``, for other trees.
+      `dpjax.clipping.trusted_sum` declares a sum that was made by other means.
 
       Every ``init`` starts the same noise again: build a link with a new key for each run. Outside
       ``jit`` a second sum for a key and a step is refused (`dpjax.noise.seals`).
@@ -172,16 +173,30 @@ def one_run(total: PyTree, state: Any, name: str) -> PyTree:
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(total)):
         return total
     total = _in_one_run(jax.random.key_data(state.key), total)
-    # A state that is an argument, is carried or begins here has a traced step.
-    if not isinstance(state.step, Tracer):
+    # A state that is an argument, is carried or begins here has a step traced where the sum is.
+    around = _programs(state.step)
+    inner = [programs[0] for leaf in jax.tree.leaves(total) if (programs := _programs(leaf))]
+    if not isinstance(state.step, Tracer) or not set(inner) <= set(around):
         raise ValueError(
-            f"{name}: the sum is traced, and the state of the link is a constant (step "
-            f"{int(state.step)}); expected both among the arguments of the traced function. Every "
-            "call or round would add the same noise to another sum, and differences of two results "
-            "would have none. Usually a jitted step or the body of jax.lax.map closes over the "
-            "state: take it as an argument, and return the next one."
+            f"{name}: the sum is computed inside a traced function, and the state of the link "
+            f"(step {state.step}) comes from outside of it, as a constant; expected both among the "
+            "arguments of the traced function. Every call or round would add the same noise to "
+            "another sum, and differences of two results would have none. Usually a jitted step, "
+            "the body of jax.lax.map or a branch of jax.lax.cond closes over the state: take it as "
+            "an argument, or in the carry of the loop, and return the next one."
         )
     return total
+
+
+def _programs(x: Any) -> list[Any]:
+    """The traced programs around an array, innermost first: a jitted function, a loop's body."""
+    trace, found = getattr(x, "_trace", None), []
+    while trace is not None:
+        # `jax.vmap` and derivatives make no program: their arrays belong to the one around them.
+        if hasattr(trace, "frame"):
+            found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
 
 
 @jax.custom_batching.custom_vmap

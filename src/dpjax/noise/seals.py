@@ -27,9 +27,6 @@ from dpjax import trees
 from dpjax.checks import Refused
 from dpjax.types import Key, PyTree
 
-# Odd constants: multiplication by one of them permutes the 32-bit words.
-_STRIDE, _MIXERS = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
-
 # From the hash of a root key to the seal of each step, 0 where none ran. This outlives every
 # argument on purpose: no argument can say whether its noise was used before.
 _seen: dict[bytes, np.ndarray] = {}
@@ -43,25 +40,7 @@ def seal(tree: PyTree, in_parts: bool = False) -> UInt32[Array, "2"]:
       in_parts: Whether a mesh splits the leaves. Then no leaf is flattened, which would gather it
         on every device. The bits are the same; on one device they take half as long again.
     """
-    # Sums of integers are exact in every order, so a seal depends on the bits of the tree and not
-    # on devices or compilers.
-    totals = [jnp.zeros((), jnp.uint32)] * len(_MIXERS)
-    leaves = jax.tree.leaves(trees.widened(tree))
-    for run in trees.together(leaves):
-        several = [leaves[i] for i in run]
-        start, found = 0, [jnp.zeros((), jnp.uint32)] * len(_MIXERS)
-        for array in several if in_parts else trees.packed(several):
-            words = jax.lax.bitcast_convert_type(array, jnp.uint32)
-            words = words if in_parts else words.reshape(-1)
-            # The place of a word counts: a sum that was permuted is another sum.
-            places = trees.places(words.shape, start)
-            start += words.size
-            for i, mixer in enumerate(_MIXERS):
-                mixed = (words ^ (places * jnp.uint32(_STRIDE))) * jnp.uint32(mixer)
-                mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(_STRIDE)
-                found[i] += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
-        totals = [a * jnp.uint32(_STRIDE) + b for a, b in zip(totals, found, strict=True)]
-    return jnp.stack(totals) | jnp.uint32(1)  # never 0
+    return trees.checksum(tree, in_parts) | jnp.uint32(1)  # never 0
 
 
 def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
