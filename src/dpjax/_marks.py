@@ -66,7 +66,7 @@ def _checksum(total: PyTree) -> Any:
     words = trees.checksum_of_buffers(list(real))
     # Two bits a number, at the end of numbers near 1: sums that are equal up to rounding compare so
     # leaf by leaf, this one included.
-    pairs = (words[:, None] >> jnp.arange(0, 32, 2, dtype=jnp.uint32)) & 3
+    pairs = (words[:, None] >> jnp.arange(0, 32, 2, dtype=jnp.uint32)[None]) & 3
     return (1 + pairs.astype(jnp.float32) * 2.0**-23).reshape(-1)
 
 

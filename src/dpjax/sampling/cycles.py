@@ -32,6 +32,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
       relative to one participation. With more bands nothing is amplified.
 
     Example:
+      >>> import numpy as np
       >>> sampler = cyclic_poisson(examples=60_000, batch_size=500, cycle=16)
       >>> event = sampler.event(np.ones(160))
       >>> event.count, round(event.event.sampling_probability, 4)
@@ -94,6 +95,7 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
       included, the event also counts that the batch is unknown, where batches overlap little.
 
     Example:
+      >>> import numpy as np
       >>> balls_in_bins(examples=60_000, batch_size=500).event(np.ones(240))
       SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=1.0), count=2)
 
