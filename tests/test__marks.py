@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optax chains: the noise link accepts the clipped sum of its own rule, and nothing else."""
 
+import copy
+import pickle
 from functools import partial
 
 import jax
@@ -423,6 +425,14 @@ OPTIONS = {
     "microbatches": {"microbatch_size": 2},
     "devices": {"microbatch_size": 1, "devices": 2},
 }
+
+
+@kills("_marks.py", "    def __reduce__(self) -> Any:", "    def _reduce(self) -> Any:", slow=True)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_copies_outside_of_jax_are_accepted(jitted):
+    found = found_by(jitted)
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        noised().update(other, noised().init(PARAMS), PARAMS)
 
 
 def test_sums_that_are_equal_up_to_rounding_compare_leaf_by_leaf():

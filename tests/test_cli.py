@@ -268,6 +268,12 @@ def test_a_terminal_of_ascii_shows_what_it_can():
     assert (done.returncode, b"R?nyi" in done.stdout) == (0, True), done.stderr
 
 
+def test_a_process_without_standard_output_ends_well():
+    code = "import sys; sys.stdout = None; import dpjax.cli as c; c.main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_reader_that_closes_the_pipe_ends_the_process_quietly():
     command = [sys.executable, "-c", "import dpjax.cli; dpjax.cli.main(['train', '--help'])"]
     reading, writing = os.pipe()

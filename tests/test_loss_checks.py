@@ -397,6 +397,19 @@ def test_a_change_of_type_is_no_collective():
 
 @kills("gradients/loss_checks.py", 'equation.params.get("name") != VOUCHED', "True", slow=True)
 @pytest.mark.slow
+def test_a_vouched_function_takes_what_no_jitted_one_does():
+    """As modules of Equinox, which hold activations, and words."""
+
+    def scaled(model, x, *, how):
+        assert how == "twice"
+        return model["activation"](hosted(model["w"] * x, "sequential")) * 2
+
+    def loss(w, x):
+        return losses.vouched(scaled)({"w": w[0], "activation": jnp.tanh}, x[0], how="twice")
+
+    jax.eval_shape(dpjax.clipped_grad(loss, clipping.flat(1.0)), W, X)
+
+
 def test_a_vouched_function_is_not_read():
     vouched = losses.vouched(lambda x: hosted(x, "sequential"))
     plain = dpjax.clipped_grad(loss_of(lambda x: x), clipping.flat(1.0))(W, X)

@@ -72,7 +72,7 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     assert verify.main([str(tmp_path)]) == 0
 
 
-@kills("ledger.py", "return _multipliers(mechanism) if ledger.chosen else steps", "return steps")
+@kills("ledger.py", "max(int(ledger.chosen), len(steps))]", "len(steps)]")
 @kills("training/fit.py", "                    run.end()\n", "", slow=True)
 @kills(
     "reports/load_run.py",
@@ -90,7 +90,7 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     assert card["epsilon"] == json.loads(json.dumps(planned))
     words = (tmp_path / "statement.txt").read_text()
     assert f"2 (of {MECHANISM.steps} planned)\n" in words
-    assert "results chose where to stop, so all planned steps count" in words
+    assert f"results chose where to stop, so {MECHANISM.steps} that could run count" in words
     assert verify.main([str(tmp_path)]) == 0
     for _ in range(2):  # steps after the stop leave it as it is
         assert load_run.read(tmp_path).foreign == ""
@@ -171,17 +171,58 @@ def test_a_run_that_results_ended_has_no_shorter_plan():
         lambda: dpjax.statement(shorter, ledger=state.ledger),
         lambda: dpjax.dpsgd(loss, optax.sgd(0.1), shorter, DATA).step(state),
     ):
-        with pytest.raises(ledger.Refused, match="when 8 steps were planned, so all of them count"):
+        with pytest.raises(ledger.Refused, match="when 8 steps were allowed, so all of them count"):
             refused()
 
 
-@kills("ledger.py", "planned if ledger.chosen else done + steps", "done + steps", slow=True)
+@kills("ledger.py", "max(int(ledger.chosen), done + steps)", "done + steps", slow=True)
 def test_a_budget_admits_no_step_of_a_run_whose_plan_passes_it():
     budget = ledger.Budget(epsilon=3.9, delta=1e-3)
     book = ledger.admit(ledger.empty(), MECHANISM, budget, steps=2)
     ledger.require(book, MECHANISM, 1, budget)
     with pytest.raises(ledger.Refused, match=r"would bring epsilon to 4"):
         ledger.require(ledger.ended(book, MECHANISM), MECHANISM, 1, budget)
+
+
+@kills("training/runner.py", "mechanism, self.algorithm.budget, least", "mechanism, None, least")
+@kills("ledger.py", "return ended(after, mechanism, budget) if", "return after if", slow=True)
+def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
+    """It was fixed before the results, so no more steps could run than it allows."""
+    budget = ledger.Budget(epsilon=2.5, delta=1e-3)
+    fits = ledger.affordable(MECHANISM, budget)
+    assert 2 < fits < MECHANISM.steps
+    run = algorithm(budget)
+    options = {"evaluate": lambda state: {"stop": True}, "evaluate_every": 2, "progress": False}
+    state, rows = dpjax.fit(run, started(run), steps=fits, directory=tmp_path, **options)
+    assert (rows[-1]["counted"], left(tmp_path)[0]["steps"]) == (fits, fits)
+    assert rows[-1]["epsilon"] <= budget.epsilon
+    assert dpjax.training.earlier(tmp_path)[0].steps == fits
+    # Results chose to take one more step, of a larger budget: all that this one allows count.
+    state, _ = algorithm().step(state)
+    assert ledger.epsilon(state.ledger, MECHANISM, 1e-3) == MECHANISM.epsilon(1e-3)
+
+
+@kills("training/run_folder.py", 'in ("numerics", "small seed")', 'in ("numerics",)', slow=True)
+@kills("training/runner.py", "        folder.begin()\n", "", slow=True)
+def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
+    run = algorithm()
+    seeded = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
+    options = {"directory": tmp_path, "progress": False}
+
+    def dies(state):
+        raise InterruptedError
+
+    for state in (seeded, started(run)):
+        with pytest.raises(InterruptedError):
+            dpjax.fit(run, state, evaluate=dies, evaluate_every=2, **options)
+    assert dpjax.training.earlier(tmp_path)[0].seeded
+    # Without a checkpoint and without a step it takes the key that it is given.
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    facts = json.loads((tmp_path / "run.json").read_text())
+    (fresh / "run.json").write_text(json.dumps(facts))
+    dpjax.fit(run, started(run), directory=fresh, progress=False)
+    assert not dpjax.training.earlier(fresh)[0].seeded
 
 
 SECRETS = {"key": noise.secret_key(), "ledger": ledger.empty()}

@@ -39,6 +39,11 @@ class _Certified(ClippedSum):
     def __repr__(self) -> str:
         return repr(ClippedSum(*self))
 
+    def __reduce__(self) -> Any:
+        # Copies and pickles have new arrays, as trees have.
+        fields, by = _named(self)
+        return _joined, (by, tuple(value for _, value in fields))
+
 
 def _joined(by: Any, fields: Any) -> _Certified:
     *fields, checksum = fields
@@ -62,12 +67,13 @@ jax.tree_util.register_pytree_with_keys(_Certified, _named, _joined)
 
 def _checksum(total: PyTree) -> Any:
     # Noise refuses complex leaves, so no link reads the checksum of their sum.
-    real = (x for x in jax.tree.leaves(total) if not jnp.iscomplexobj(x))
-    words = trees.checksum_of_buffers(list(real))
+    real = [x for x in jax.tree.leaves(total) if not jnp.iscomplexobj(x)]
+    words = trees.checksum_of_buffers(real)
     # Two bits a number, at the end of numbers near 1: sums that are equal up to rounding compare so
     # leaf by leaf, this one included.
     pairs = (words[:, None] >> jnp.arange(0, 32, 2, dtype=jnp.uint32)[None]) & 3
-    return (1 + pairs.astype(jnp.float32) * 2.0**-23).reshape(-1)
+    dtype = jnp.result_type(jnp.float32, *real)
+    return (1 + pairs.astype(dtype) * jnp.finfo(dtype).eps).reshape(-1)
 
 
 class _Mark(NamedTuple):

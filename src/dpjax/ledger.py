@@ -79,7 +79,7 @@ class Ledger(NamedTuple):
     seeded: np.ndarray
     """Whether the root key is that of a small seed, so that anyone can subtract the noise."""
     chosen: np.ndarray
-    """How many steps were planned where results ended the run; 0 if they never did."""
+    """How many steps plan and budget allowed where results ended the run; 0 if they never did."""
 
     @property
     def steps(self) -> int:
@@ -125,12 +125,23 @@ def admit(
     spent = _multipliers(mechanism)[: ledger.steps + steps]
     # Run-length encoded, so a million equal steps are one entry of the state.
     values, counts = runs_of(spent)
-    return ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
+    after = ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
+    return ended(after, mechanism, budget) if ledger.chosen else after
 
 
-def ended(ledger: Ledger, mechanism: Plan) -> Ledger:
-    """Records that results ended the run: whatever follows, all planned steps count."""
-    return ledger._replace(chosen=np.array(mechanism.steps))
+def ended(
+    ledger: Ledger, mechanism: Plan, budget: Budget | None = None, *, least: int = 0
+) -> Ledger:
+    """Records that results ended the run: all steps count that plan and budget allow.
+
+    Args:
+      ledger: The steps that ran so far.
+      mechanism: The mechanism that ran.
+      budget: Its limit on epsilon, which was fixed before the results.
+      least: How many steps count at the least.
+    """
+    allowed = max(int(ledger.chosen), affordable(mechanism, budget), least)
+    return ledger._replace(chosen=np.array(allowed))
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
@@ -153,7 +164,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
             "step, for what was released ahead of it (Mechanism's preparation and before); the "
             f"budget is {budget.epsilon:g} ({method})."
         )
-    fits, reached = affordable(mechanism, budget), planned if ledger.chosen else done + steps
+    fits, reached = affordable(mechanism, budget), max(int(ledger.chosen), done + steps)
     if reached > fits:
         # What the refused steps would bring, not what was spent: the reader can see how far the
         # budget is off.
@@ -236,10 +247,10 @@ def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     Raises:
       Refused: The steps ran under another mechanism.
     """
-    # A number of steps that follows from released results is a function of the whole plan: the
-    # epsilon of the plan holds for it, and that of the steps alone is not proved.
+    # A number of steps that follows from released results is a function of all steps that could
+    # have run: their epsilon holds for it, and the epsilon of the steps alone is not proved.
     steps = ran(ledger, mechanism)
-    return _multipliers(mechanism) if ledger.chosen else steps
+    return _multipliers(mechanism)[: max(int(ledger.chosen), len(steps))]
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
@@ -261,7 +272,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
         )
     if mechanism.steps < ledger.chosen:
         raise Refused(
-            f"ledger: results ended this run when {int(ledger.chosen)} steps were planned, so all "
+            f"ledger: results ended this run when {int(ledger.chosen)} steps were allowed, so all "
             f"of them count, and this mechanism plans {mechanism.steps}. Usually a shorter "
             "mechanism was made to take a few more steps. Continue the state with its own "
             "mechanism: dpjax.fit(algorithm, state, steps=...)."

@@ -46,6 +46,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
     A reader that closes the pipe, as in ``dpjax train | head``, ends the process quietly.
     """
+    if sys.stdout is None:  # closed, as daemons have it
+        sys.stdout = io.StringIO()
     # A terminal that knows ASCII alone shows a question mark in place of a letter of a name.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

@@ -21,6 +21,7 @@ from dpjax import checks
 from dpjax.clipping.partitions import Groups, partition_of
 from dpjax.types import Clipping
 
+_THRESHOLD = "clipping.hard_threshold"
 Norms: TypeAlias = Float[Array, "batch groups"]
 
 _BOUND = (
@@ -246,12 +247,11 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
       Bu et al., "On the Convergence and Calibration of Deep Learning with Differential
       Privacy", 2023, section 4.
     """
-    bound = checks.not_negative("clipping.hard_threshold", "bound", bound, _BOUND)
+    bound = checks.not_negative(_THRESHOLD, "bound", bound, _BOUND)
     hint = "Examples with longer gradients are dropped; None is the bound."
-    if screen is None or screen == bound:
-        screen = bound
-    else:
-        screen = checks.positive("clipping.hard_threshold", "screen", screen, hint)
+    screen = bound if screen is None else checks.number(_THRESHOLD, "screen", screen, hint)
+    if screen != bound:
+        checks.positive(_THRESHOLD, "screen", screen, hint)
         _require_a_length("hard_threshold", bound)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
     scale = 1.0 if screen == bound else bound / screen

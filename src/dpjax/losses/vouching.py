@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from dpjax._jaxpr import VOUCHED
 
@@ -39,8 +40,18 @@ def vouched(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*arguments: Any, **options: Any) -> Any:
-        return function(*arguments, **options)
+        leaves, structure = jax.tree.flatten((arguments, options))
+        arrays = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
 
-    # The name of the jitted function stands in the program of the loss, where it is looked for.
-    call.__name__ = call.__qualname__ = VOUCHED
-    return jax.jit(call)
+        def inner(given: list[Any]) -> Any:
+            # Activations and words, as modules of Equinox hold them, are no arguments of `jit`.
+            rest = iter(given)
+            full = [next(rest) if a else x for a, x in zip(arrays, leaves, strict=True)]
+            positional, named = structure.unflatten(full)
+            return function(*positional, **named)
+
+        # The name of the jitted function stands in the program, where it is looked for.
+        inner.__name__ = inner.__qualname__ = VOUCHED
+        return jax.jit(inner)([x for a, x in zip(arrays, leaves, strict=True) if a])
+
+    return call

@@ -42,7 +42,7 @@ from dpjax.strategies import Strategy
 if TYPE_CHECKING:
     from dpjax.mechanism.description import Mechanism
 
-FORMAT = 2
+FORMAT = 3
 
 # What a step costs by, in addition to its own multiplier.
 _COUNTED = ("unit", "sampling", "preparation", "projections", "noise", "before")

@@ -250,7 +250,7 @@ def _facts(
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {mechanism.steps if ledger is None else ledger.steps:,}{planned}"
     if ledger is not None and ledger.chosen:
-        yield "                results chose where to stop, so all planned steps count"
+        yield f"                results chose where to stop, so {len(ran):,} that could run count"
     elif len(ran) < mechanism.steps:
         yield "                if results chose where to stop, all planned steps count"
     yield f"  delta         {upwards(delta, '.6g')}"

@@ -302,7 +302,7 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
 
 def _cost(spent: ledger.Ledger, mechanism: Any, delta: float, method: str) -> dict[str, Any]:
     """Epsilon, and of how many steps it is where these are not the steps that ran."""
-    counted = {"counted": mechanism.steps} if spent.chosen else {}
+    counted = {"counted": len(ledger.counted(spent, mechanism))} if spent.chosen else {}
     return {"epsilon": ledger.epsilon(spent, mechanism, delta, method), **counted}
 
 

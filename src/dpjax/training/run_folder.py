@@ -74,7 +74,8 @@ class Folder:
 
     def _resume(self, done: int) -> bool:
         path, now = self.path / "run.json", self.identity["numerics"]
-        was = read_json(path).get("numerics", {})
+        before = read_json(path)
+        was = before.get("numerics", {})
         # Other versions or devices may change draws, noise or last bits. A repeated step would
         # then be a second release of the same data, counted once.
         changed = "\n".join(
@@ -96,8 +97,15 @@ class Folder:
                 "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s",
                 *(self.path, done, changed),
             )
-            replace(path, json.dumps(self.identity, indent=2) + "\n")
+            # The run keeps the key of its checkpoint, whatever key the caller gave.
+            kept = {**self.identity, "small seed": before.get("small seed", False)}
+            replace(path, json.dumps(kept, indent=2) + "\n")
         return bool(changed)
+
+    def begin(self) -> None:
+        """Records the identity again, with the key of a run that has no checkpoint yet."""
+        content = json.dumps(self.identity, indent=2) + "\n"
+        meshes.from_first(lambda: replace(self.path / "run.json", content))
 
     def mark(self, step: int, chosen: int = 0) -> None:
         """Counts a step as released, before its parameters leave `fit`.
@@ -349,10 +357,11 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
 
 
 def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """The values of nested mappings as JSON, by path, without ``numerics``."""
+    """The values of nested mappings as JSON, by path, without numerics and kind of key."""
     leaves = {}
     for name, value in facts.items():
-        if not path and name == "numerics":  # `Folder.resume` compares them
+        # `Folder.resume` compares the first, and a resumed run has the key of its checkpoint.
+        if not path and name in ("numerics", "small seed"):
             continue
         if isinstance(value, Mapping) and value:
             leaves |= _leaves(value, (*path, name))

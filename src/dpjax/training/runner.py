@@ -49,8 +49,8 @@ class Run:
             self.began = trees.fingerprint(state.params)
             self._take_up(folder)
             # Its files may know that results ended it and its last checkpoint not, or the reverse.
-            if folder.chosen() or self.state.ledger.chosen:
-                self.end()
+            if (allowed := folder.chosen()) or self.state.ledger.chosen:
+                self.end(allowed)
             if meshes.first_process():
                 self.board = Board(folder.path / "tensorboard", self.done)
 
@@ -109,6 +109,7 @@ class Run:
                 "Mechanism(..., before=dpjax.training.earlier(folder))."
             )
         folder.resume(self.done)
+        folder.begin()
         folder.rows(until=self.done)
         folder.seals()  # drops the seals of a key that is lost
         if not self.save(wait=True):
@@ -122,12 +123,17 @@ class Run:
         if self.folder is not None:
             self.folder.mark(self.done, int(self.state.ledger.chosen))
 
-    def end(self) -> None:
-        """Records that results ended the run: in the state, and in the folder before the log."""
+    def end(self, least: int = 0) -> None:
+        """Records that results ended the run: in the state, and in the folder before the log.
+
+        Args:
+          least: How many steps count at the least.
+        """
         mechanism: Any = self.algorithm.mechanism  # `fit` refuses an algorithm without one
+        spent = ledger.ended(self.state.ledger, mechanism, self.algorithm.budget, least=least)
         # The states of dpjax are named tuples, a user's may be a dataclass.
         replace: Any = getattr(type(self.state), "_replace", dataclasses.replace)
-        self.state = replace(self.state, ledger=ledger.ended(self.state.ledger, mechanism))
+        self.state = replace(self.state, ledger=spent)
         self.mark()
 
     def advance(self, most: int) -> None:

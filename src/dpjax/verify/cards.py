@@ -22,7 +22,7 @@ from absl import logging
 
 from dpjax.verify.correlated import Unreadable, is_amplified, saved, sensitivity
 
-FORMAT = 2  # of the description that dpjax.mechanism.card documents
+FORMAT = 3  # of the description that dpjax.mechanism.card documents
 CARD = "mechanism steps claim delta epsilon not_private seed_published versions"
 MECHANISM = (
     "format unit sampling multiplier_and_steps preparation projections noise neighbours "
@@ -80,12 +80,31 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     path = path / "privacy.json" if path.is_dir() else path
     card = parsed(path)
     run = path.with_name("run.json")
-    if run.exists() and parsed(run).get("mechanism") != card.get("mechanism"):
-        raise Unreadable(
-            "the card describes another mechanism than run.json beside it. Usually a card was "
-            "copied from another run, or one of the two files was changed."
-        )
+    if run.exists():
+        require_of_run(card, parsed(run), path.with_name("furthest"))
     return card
+
+
+def require_of_run(card: dict[str, Any], run: dict[str, Any], mark: pathlib.Path) -> None:
+    """Refuses a card that the other files of its folder contradict.
+
+    Args:
+      card: The card.
+      run: What run.json holds.
+      mark: The file with the number of the last released step, and of steps that count.
+    """
+    steps = max(map(int, mark.read_text().split()), default=0) if mark.exists() else 0
+    wrong = {
+        "describes another mechanism": run.get("mechanism") != card.get("mechanism"),
+        "hides the seed": run.get("small seed") and card.get("seed_published") is None,
+        f"counts fewer than {steps} steps": card.get("steps", 0) < steps,
+    }
+    if found := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise Unreadable(
+            f"the card {' and '.join(found)}; run.json and furthest beside it say otherwise. "
+            "Usually it was copied from another run, one of the files was changed, or the run was "
+            "killed before it wrote this card again: the command of the run resumes it."
+        )
 
 
 def parsed(path: pathlib.Path) -> dict[str, Any]:
@@ -429,6 +448,9 @@ def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
     epsilon, order = dp.rdp.compute_epsilon(*found, card["delta"])
     if not order > 1:
         return float(epsilon), float(epsilon)
-    # At one order, the classic conversion lacks these two terms of the improved one.
+    # At one order, the classic conversion lacks these two terms of the improved one. The published
+    # one has no orders above 63, so it is larger where those are the best.
     classic = epsilon + math.log(order) / (order - 1) + math.log(order / (order - 1))
-    return float(epsilon), float(classic)
+    low = (orders > 1) & (orders <= 63)
+    published = divergences[low] - math.log(card["delta"]) / (orders[low] - 1)
+    return float(epsilon), max(float(classic), float(np.min(published)))

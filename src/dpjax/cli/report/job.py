@@ -17,6 +17,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         raise app.UsageError("expected the folder of a run: dpjax report runs/demo")
     for folder in argv[1:]:
         try:
-            print(f"To look at: {reports.report(folder)}")
+            page = reports.report(folder)
         except (ImportError, OSError, ValueError) as error:
             raise app.UsageError(f"{folder}: {error}") from error
+        print(f"To look at: {page}")
