@@ -901,6 +901,7 @@ def free_steps(maximum):
         (lambda: accounting.calibrate(accounting.gaussian, 0.0, 1e-5), "above 0"),
         (lambda: accounting.calibrate(accounting.gaussian, 1.0, 2.0), r"calibrate\(delta.*swapped"),
         (lambda: accounting.epsilon_for_users(ONE, 2.0, 3), r"epsilon_for_users\(delta.*swapped"),
+        (lambda: accounting.epsilon_for_users(ONE, 1e-5, 3, "users"), "neighbours"),
         (lambda: accounting.calibrate(beside_one, 1.0, 1e-5), "not reachable"),
         (lambda: accounting.calibrate(lambda z: accounting.gaussian(z, 0), 1.0, 1e-5), "ignores"),
         (lambda: steps_within(maximum=-3), "maximum"),

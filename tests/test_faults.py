@@ -373,7 +373,7 @@ CHANGES = {
         "jax_default_matmul_precision: None there, highest now",
     ),
     "versions": (
-        lambda: mock.patch.object(training.environment, "version", return_value="0"),
+        lambda: mock.patch.object(training.environment, "_installed", return_value="0"),
         r"  dpjax: \S+ there, 0 now\n  jax: .*\n  jaxlib: .*\n  optax: ",
     ),
     "devices": (
@@ -386,7 +386,7 @@ CHANGES = {
 @kills("training/fit.py", "                run.mark()\n", "", case="versions", slow=True)
 @kills(
     "training/environment.py",
-    "**{name: version(name) for name in _PACKAGES},",
+    "**{name: _installed(name) for name in _PACKAGES},",
     "",
     case="versions",
     slow=True,
@@ -435,7 +435,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 @pytest.mark.slow
 @kills(
     "training/run_folder.py",
-    '            replace(path, json.dumps(self.identity, indent=2) + "\\n")\n        return',
+    '            replace(path, json.dumps(kept, indent=2) + "\\n")\n        return',
     "        return",
     slow=True,
 )

@@ -102,17 +102,17 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
 
 
 @kills(
-    "ledger.py",
-    "ledger._replace(multipliers=values, counts",
-    "empty()._replace(multipliers=values, counts",
+    "training/runner.py",
+    "(allowed := folder.chosen()) or self.state.ledger.chosen",
+    "(allowed := folder.chosen())",
+    slow=True,
 )
 @kills(
     "training/runner.py",
-    "folder.chosen() or self.state.ledger.chosen",
-    "folder.chosen()",
+    "(allowed := folder.chosen()) or self.state",
+    "(allowed := 0) or self.state",
     slow=True,
 )
-@kills("training/runner.py", "folder.chosen() or self.state", "self.state", slow=True)
 @kills(
     "training/run_folder.py",
     "max(_furthest(folder), _chosen(folder))",

@@ -135,10 +135,14 @@ def table(report: dict[str, Any]) -> str:
 
 def versions(plans: dict[str, Any]) -> str:
     """Which compilers made the plans, in Markdown."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, dict[str, None]]] = {}
     for name, each in plans.items():
-        found.setdefault(each["compiler"], []).append(name.rpartition(": ")[0])
-    lines = [f"* {compiler}: {', '.join(dict.fromkeys(made))}" for compiler, made in found.items()]
+        device, model, _ = name.split(": ")
+        found.setdefault(each["compiler"], {}).setdefault(device, {})[model] = None
+    lines = []
+    for compiler, made in found.items():
+        places = [f"{device} ({', '.join(models)})" for device, models in made.items()]
+        lines.append(f"* {compiler}: {', '.join(places)}")
     return "\nWhat compiled them:\n\n" + "\n".join(lines) + "\n"
 
 

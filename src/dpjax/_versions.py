@@ -7,13 +7,11 @@ so the answer is then words instead of an exception. Standard library only.
 
 from __future__ import annotations
 
-import functools
 from importlib import metadata
 
 __all__ = ["version"]
 
 
-@functools.cache
 def version(package: str) -> str:
     """The installed version of a package, or words if it has none."""
     try:

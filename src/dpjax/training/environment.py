@@ -8,6 +8,7 @@ that the ledger did not count.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from dpjax import meshes, noise, trees
 from dpjax._versions import version
 from dpjax.types import Key, Purpose, Sampler
 
+# Processes compare them before every dispatch, and the files of packages take milliseconds.
+_installed = functools.cache(version)
 _PACKAGES = ("dpjax", "jax", "jaxlib", "optax")
 _SETTINGS = ("jax_threefry_partitionable", "jax_enable_x64", "jax_default_matmul_precision")
 
@@ -24,7 +27,7 @@ _SETTINGS = ("jax_threefry_partitionable", "jax_enable_x64", "jax_default_matmul
 def numerics() -> dict[str, Any]:
     """What may make equal states give different steps, in JSON types."""
     return {
-        **{name: version(name) for name in _PACKAGES},
+        **{name: _installed(name) for name in _PACKAGES},
         **{name: getattr(jax.config, name, None) for name in _SETTINGS},
         "platform": jax.default_backend(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
