@@ -890,7 +890,7 @@ FOREIGN = {
 }
 
 
-@kills("_jaxpr.py", '"linear_call", "call_hi_primitive"', '"linear_call"', case="a view")
+@kills("_jaxpr.py", '"linear_call", "call_hi_primitive"', '"linear_call"', case="a view", slow=True)
 @kills(
     "gradients/_bookkeeping/trace.py",
     "if not of_jax(equation.primitive):",

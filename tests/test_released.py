@@ -184,7 +184,12 @@ def test_a_budget_admits_no_step_of_a_run_whose_plan_passes_it():
         ledger.require(ledger.ended(book, MECHANISM), MECHANISM, 1, budget)
 
 
-@kills("training/runner.py", "mechanism, self.algorithm.budget, least", "mechanism, None, least")
+@kills(
+    "training/runner.py",
+    "mechanism, self.algorithm.budget, least",
+    "mechanism, None, least",
+    slow=True,
+)
 @kills("ledger.py", "return ended(after, mechanism, budget) if", "return after if", slow=True)
 def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     """It was fixed before the results, so no more steps could run than it allows."""
@@ -229,7 +234,7 @@ SECRETS = {"key": noise.secret_key(), "ledger": ledger.empty()}
 
 
 @kills("training/fit.py", "bool(state.ledger.seeded) or trees.seeded(state.key)", "False")
-@kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False')
+@kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
 @kills("training/run_folder.py", 'run.get("small seed", False) or ', "", slow=True)
 @kills("reports/load_run.py", 'known.get("small seed") or before', "before", slow=True)
 @kills(
@@ -293,7 +298,7 @@ def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     assert open_to_all == {"privacy.json", "statement.txt", "params.msgpack"}
 
 
-@kills("training/released.py", 'folder.identity.get("--seed")', "None")
+@kills("training/released.py", 'folder.identity.get("--seed")', "None", slow=True)
 def test_every_row_says_that_its_seed_is_published(tmp_path):
     """Also where the key does not show it, as of a seed above 2^32 with x64."""
     run, words = algorithm(), []

@@ -522,7 +522,9 @@ def test_an_accuracy_is_of_the_last_row_or_of_none(tmp_path):
     assert "test accuracy" not in head
 
 
-@kills("reports/html_report.py", "figure.png, public=public)", "figure.png, public=True)")
+@kills(
+    "reports/html_report.py", "figure.png, public=public)", "figure.png, public=True)", slow=True
+)
 def test_what_only_the_owner_may_see_only_the_owner_can_read(whole):
     """And no process could read it before: `_files.replace` has no moment between."""
     reports.report(whole)
