@@ -262,6 +262,9 @@ def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "furthest").write_text(f"{honest['steps'] + 1} 0\n")
     assert verify.main([str(tmp_path)]) == 1
     assert "hides the seed and counts fewer than" in capsys.readouterr().err
+    (tmp_path / "furthest").write_text("abc")
+    assert verify.main([str(tmp_path)]) == 1
+    assert "furthest, are no numbers" in capsys.readouterr().err
 
 
 @kills(

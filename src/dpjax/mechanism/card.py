@@ -197,7 +197,7 @@ def _read(facts: Mapping[str, Any]) -> Spent:
         unit=facts["unit"],
         projections=facts["projections"],
         noise=_strategy(facts["noise"]),
-        seeded=facts.get("seeded", False),
+        seeded=facts["seeded"],
     )
 
 

@@ -93,11 +93,15 @@ def require_of_run(card: dict[str, Any], run: dict[str, Any], mark: pathlib.Path
       run: What run.json holds.
       mark: The file with the number of the last released step, and of steps that count.
     """
-    steps = max(map(int, mark.read_text().split()), default=0) if mark.exists() else 0
+    try:
+        steps = max(map(int, mark.read_text().split()), default=0) if mark.exists() else 0
+        few = card.get("steps", 0) < steps
+    except (OSError, TypeError, ValueError) as error:
+        raise Unreadable(f"steps of the card, or {mark.name}, are no numbers ({error}).") from None
     wrong = {
         "describes another mechanism": run.get("mechanism") != card.get("mechanism"),
         "hides the seed": run.get("small seed") and card.get("seed_published") is None,
-        f"counts fewer than {steps} steps": card.get("steps", 0) < steps,
+        f"counts fewer than {steps} steps": few,
     }
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise Unreadable(
