@@ -33,7 +33,7 @@ def exponential(x):
 
 @kills("_draws.py", "for k in range(1, 24)", "for k in range(1, 2)", slow=True)
 @kills("_draws.py", "q**k / k for", "q**k for", slow=True)
-@kills("_draws.py", "int(chances[-1] * mean / j)", "-int(-chances[-1] * mean // j)")
+@kills("_draws.py", "int(chances[-1] * mean / j)", "-int(-chances[-1] * mean // j)", slow=True)
 @kills("_draws.py", "int(chances[-1] * mean / j)", "int(chances[-1] * mean / j) + 1", slow=True)
 @kills("_draws.py", "sum(chances[j:])", "sum(chances[j + 1 :])", slow=True)
 @kills("_draws.py", "_tails(each * 2**shift)", "_tails(each * 2 ** (shift + 1))", slow=True)

@@ -779,6 +779,7 @@ def test_one_example_moves_a_long_sum_by_its_bound(path):
     "gradients/batching.py",
     "parts = _add_exactly(total.high, total.low, total.block)\n        value",
     "parts = total.high, total.low\n        value",
+    slow=True,
 )
 @kills(
     "gradients/batching.py",

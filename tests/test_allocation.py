@@ -64,7 +64,7 @@ def by_quadrature(means, order):
 
 @kills("accounting/allocation.py", "np.maximum(leaves, joins)", "joins", case="2-0.0-0.5")
 @kills("accounting/allocation.py", "np.cumsum(rises)", "rises", case="5-0.0-0.5")
-@kills("accounting/allocation.py", "steps = np.arange(1, ", "steps = np.arange(0, ")
+@kills("accounting/allocation.py", "steps = np.arange(1, ", "steps = np.arange(0, ", slow=True)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("multiplier", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
@@ -81,7 +81,7 @@ def test_no_divergence_of_two_bins_is_above_the_bound(order, shared, multiplier)
 
 
 @kills("strategies/allocation.py", "np.abs(strategy.matrix())", "strategy.matrix()", case="signs")
-@kills("strategies/allocation.py", ".max(axis=0)", ".min(axis=0)", case="dense")
+@kills("strategies/allocation.py", ".max(axis=0)", ".min(axis=0)", case="dense", slow=True)
 @kills("strategies/allocation.py", "[:, first::bins].sum(axis=1)", "[:, first]", case="white")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_gradients_move_a_run_by_more_than_its_overlaps(name):
@@ -264,7 +264,10 @@ def test_other_relations_and_methods_take_the_bin_as_known():
     case="signs",
 )
 @kills(
-    "verify/correlated.py", "np.sort(shared, axis=1).max(axis=0)", "shared[-1] * 0 + shared.min()"
+    "verify/correlated.py",
+    "np.sort(shared, axis=1).max(axis=0)",
+    "shared[-1] * 0 + shared.min()",
+    slow=True,
 )
 @kills(
     "verify/cards.py", "accountant.rdp + less_by_bins(card, orders)", "accountant.rdp", slow=True

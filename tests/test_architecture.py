@@ -14,6 +14,7 @@ import pytest
 import dpjax
 
 ROOT = pathlib.Path(dpjax.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
 
 # A file imports only from floors with a smaller number.
 FLOORS = {
@@ -71,41 +72,37 @@ def test_every_room_has_a_floor():
     assert set(FLOORS) == ROOMS
 
 
-@pytest.mark.parametrize(
-    "path", sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py"), ids=str
-)
-def test_imports_come_from_floors_above(path):
-    here = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for imported in set(imports(path)) - {here}:
-        assert FLOORS[imported] < FLOORS[here], f"{here} imports {imported}"
+def test_imports_come_from_floors_above():
+    for path in set(FILES) - {ROOT / "__init__.py"}:
+        here = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for imported in set(imports(path)) - {here}:
+            assert FLOORS[imported] < FLOORS[here], f"{path}: {here} imports {imported}"
 
 
-DOORS = ["dpjax", *[f"dpjax.{name}" for name in FLOORS if name != "__main__"]]
+def test_a_room_exports_each_name_once():
+    for module in ["dpjax", *[f"dpjax.{name}" for name in FLOORS if name != "__main__"]]:
+        loaded = importlib.import_module(module)
+        assert len(set(loaded.__all__)) == len(loaded.__all__), module
+        missing = [name for name in loaded.__all__ if not hasattr(loaded, name)]
+        assert not missing, f"{module}.__all__ names {missing}, which do not exist"
 
 
-@pytest.mark.parametrize("module", DOORS)
-def test_a_room_exports_what_it_documents(module):
-    loaded = importlib.import_module(module)
-    exported = loaded.__all__
-    assert list(exported) == sorted(set(exported), key=exported.index)
-    for name in exported:
-        assert hasattr(loaded, name), f"{module}.__all__ names {name}, which does not exist"
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=str)
-def test_public_functions_are_documented_and_annotated(path):
-    tree = ast.parse(path.read_text())
-    assert len(ast.get_docstring(tree) or "") > 60, "a file opens with an essay"
-    door = path.parent == ROOT or path.name == "__init__.py"
-    targets = [t for node in tree.body for t in getattr(node, "targets", ())]
-    assert door or "__all__" not in [getattr(t, "id", None) for t in targets], "only doors export"
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{path}: {node.name} is not documented"
-            if isinstance(node, ast.FunctionDef):
-                arguments = [*node.args.args, *node.args.kwonlyargs]
-                assert node.returns is not None
-                assert all(a.annotation is not None for a in arguments)
+def test_public_functions_are_documented_and_annotated():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert len(ast.get_docstring(tree) or "") > 60, f"{path}: a file opens with an essay"
+        door = path.parent == ROOT or path.name == "__init__.py"
+        targets = [t for node in tree.body for t in getattr(node, "targets", ())]
+        names = [getattr(target, "id", None) for target in targets]
+        assert door or "__all__" not in names, f"{path}: only doors export"
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}: {node.name} is not documented"
+                if isinstance(node, ast.FunctionDef):
+                    arguments = [*node.args.args, *node.args.kwonlyargs]
+                    annotated = all(a.annotation is not None for a in arguments)
+                    assert annotated, f"{path}: {node.name}"
+                    assert node.returns is not None, f"{path}: {node.name}"
 
 
 def test_the_six_names():
@@ -113,17 +110,17 @@ def test_the_six_names():
         assert name in dpjax.__all__
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=str)
-def test_files_are_licensed_and_hold_one_idea(path):
-    text = path.read_text()
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    for word in ("type: ignore", "pyright: ignore", "noqa"):
-        assert word not in text, f"{path.name} silences a tool with {word!r}"
+def test_files_are_licensed_and_silence_no_tool():
+    for path in FILES:
+        text = path.read_text()
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+        found = [word for word in ("type: ignore", "pyright: ignore", "noqa") if word in text]
+        assert not found, f"{path} silences a tool with {found}"
 
 
 def test_optional_packages_are_not_imported_at_the_top():
     optional = {"sklearn", "matplotlib", "orbax", "tensorflow_datasets", "PIL", "tqdm", "rich"}
-    for path in ROOT.rglob("*.py"):
+    for path in FILES:
         for node in ast.parse(path.read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -172,5 +169,5 @@ def test_each_room_has_its_tests():
 
 def test_no_message_installs_this_project_from_an_index():
     """The name may be anybody's there; a message names the package that is missing."""
-    for path in ROOT.rglob("*.py"):
+    for path in FILES:
         assert not re.search(r"pip install '?dpjax", path.read_text()), path

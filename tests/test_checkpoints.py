@@ -80,7 +80,7 @@ def test_another_shape_type_or_number_of_arrays_is_refused_by_name(kept):
         kept.latest({"a": jnp.ones(2)})
 
 
-@kills("checkpoints.py", 'f"damaged-{step}-{again + 1}" if again else ', "")
+@kills("checkpoints.py", 'f"damaged-{step}-{again + 1}" if again else ', "", slow=True)
 def test_a_damaged_one_is_set_aside_for_the_one_before(kept):
     kept.save(1, {"x": jnp.float32(1)}, {})
     for aside in ("damaged-2", "damaged-2-2", "damaged-2-3"):

@@ -72,7 +72,7 @@ def test_sums_of_the_quadratic(name, rule, want, engine):
 
 
 @kills("types.py", "math.hypot(*self.bounds)", "max(self.bounds)")
-@kills("clipping/rules.py", "total / partition.size**0.5", "total")
+@kills("clipping/rules.py", "total / partition.size**0.5", "total", slow=True)
 def test_sensitivities():
     assert clipping.grouped(2.5, 2).sensitivity == pytest.approx(3.53553391)
     assert clipping.grouped(total=2.5, groups=2).sensitivity == pytest.approx(2.5)

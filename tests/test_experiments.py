@@ -32,7 +32,6 @@ def demo(tmp_path_factory):
     return folder, Outcome(done.stdout, done.stderr)
 
 
-@pytest.mark.slow
 def test_the_demo_keeps_its_promise(demo):
     folder, outcome = demo
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -400,8 +400,10 @@ def images(*counts):
 KERNELS = [0.1 * jnp.ones((3, 3, 3, 4)), 0.1 * jnp.ones((3, 3, 4, 5))]
 
 
-@kills("federated/local.py", "value_and_grad(fast(mean_loss))", "value_and_grad(mean_loss)")
-@kills("gradients/layout.py", "_trains_kernels(loss, params, example):", "False:")
+@kills(
+    "federated/local.py", "value_and_grad(fast(mean_loss))", "value_and_grad(mean_loss)", slow=True
+)
+@kills("gradients/layout.py", "_trains_kernels(loss, params, example):", "False:", slow=True)
 def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
     """XLA computes convolutions fast in a loop if their channels are last and have no groups."""
     clients, plan, server = images(2, 3), mechanism(2), optax.sgd(1.0)

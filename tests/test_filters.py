@@ -171,7 +171,7 @@ REFUSED = {
 
 
 @kills("accounting/filters.py", 'if method == "pld":', 'if method == "never":', case="pld")
-@kills("accounting/filters.py", "if not (self.spent >= 0 and ", "if not (")
+@kills("accounting/filters.py", "if not (self.spent >= 0 and ", "if not (", slow=True)
 @kills(
     "accounting/filters.py",
     'checked_delta("accounting.Filter", self.delta)',

@@ -149,7 +149,9 @@ def run(loss, data=X, rule=None):
     case="in a scan",
     slow=True,
 )
-@kills("gradients/loss_checks.py", "set(others) - {_threefry()}", "set()", case="fold_in")
+@kills(
+    "gradients/loss_checks.py", "set(others) - {_threefry()}", "set()", case="fold_in", slow=True
+)
 @kills("gradients/loss_checks.py", "not of_jax(equation.primitive)", "False", case="primitive")
 @kills(
     "_jaxpr.py",
@@ -316,6 +318,7 @@ def test_optimizers_of_clients_are_read():
         algorithm.init(jax.random.key(0), W)
 
 
+@pytest.mark.slow
 @kills(
     "trees.py", '== "threefry2x32":\n        return key', '!= "":\n        return key', slow=True
 )

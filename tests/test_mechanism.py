@@ -46,6 +46,7 @@ def ran_with(mechanism, step):
     "mechanism/multipliers.py",
     "return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())",
     "return schedule",
+    slow=True,
 )
 @kills(
     "mechanism/multipliers.py",

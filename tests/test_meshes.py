@@ -214,6 +214,7 @@ def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
     np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @kills(
     "cli/train/job.py",
     "meshes.from_first(lambda: trees.on_host(noise.secret_key()))",

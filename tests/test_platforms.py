@@ -151,9 +151,17 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
 
 
 @kills("gradients/_bookkeeping/leaf_sums.py", "high, rounded(x - high)", "high, 0 * high")
-@kills("gradients/_bookkeeping/ghost.py", "entry.rounded().scaled(each)", "entry.scaled(each)")
 @kills(
-    "gradients/_bookkeeping/leaf_norms.py", "form_of(*entry.rounded()) for", "form_of(*entry) for"
+    "gradients/_bookkeeping/ghost.py",
+    "entry.rounded().scaled(each)",
+    "entry.scaled(each)",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py",
+    "form_of(*entry.rounded()) for",
+    "form_of(*entry) for",
+    slow=True,
 )
 @kills("gradients/_bookkeeping/leaf_norms.py", "DROPPED * added(", "0 * added(", slow=True)
 def test_norm_and_sum_are_of_the_same_rounded_numbers():
@@ -176,7 +184,7 @@ def test_norm_and_sum_are_of_the_same_rounded_numbers():
     assert 1 + 1e-4 < longer < 1.001
 
 
-@kills("gradients/_bookkeeping/common.py", "[entry.rounded() for entry in own]", "own")
+@kills("gradients/_bookkeeping/common.py", "[entry.rounded() for entry in own]", "own", slow=True)
 @pytest.mark.slow
 def test_a_common_gradient_meets_rounded_numbers(monkeypatch):
     """Its products with an example's gradient equal the products with what the sum adds."""
@@ -476,6 +484,7 @@ def test_examples_as_groups_are_the_definition(alone, name):
         assert re.search(r"derivative( \+ common)?, kept", gradients.explain(loss, w, x[0]))
 
 
+@pytest.mark.sample(5)
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "_, data, cotangent = entry.wiped(sound)",

@@ -148,6 +148,7 @@ def test_processes_agree_on_key_step_and_settings_before_each_dispatch(monkeypat
     '"the optimizer\'s state": trees.fingerprint(state.optimizer),',
     "",
     case="rate",
+    slow=True,
 )
 @kills(
     "training/dpsgd.py",

@@ -233,7 +233,9 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
 SECRETS = {"key": noise.secret_key(), "ledger": ledger.empty()}
 
 
-@kills("training/fit.py", "bool(state.ledger.seeded) or trees.seeded(state.key)", "False")
+@kills(
+    "training/fit.py", "bool(state.ledger.seeded) or trees.seeded(state.key)", "False", slow=True
+)
 @kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
 @kills("training/run_folder.py", 'run.get("small seed", False) or ', "", slow=True)
 @kills("reports/load_run.py", 'known.get("small seed") or before', "before", slow=True)

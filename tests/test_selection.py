@@ -24,8 +24,8 @@ ALL = pytest.mark.parametrize("distribution", SHAPES)
 
 @kills("accounting/selection.py", "(1 + eta) * least", "eta * least", slow=True)
 @kills("accounting/selection.py", "(1 - 1 / second) * r + tail / second", "(1 - 1 / second) * r")
-@kills("accounting/selection.py", "least + math.log(runs) / (ORDERS - 1)", "least")
-@kills("accounting/selection.py", "math.ceil(runs) * one", "math.floor(runs / 2) * one")
+@kills("accounting/selection.py", "least + math.log(runs) / (ORDERS - 1)", "least", slow=True)
+@kills("accounting/selection.py", "math.ceil(runs) * one", "math.floor(runs / 2) * one", slow=True)
 @pytest.mark.parametrize(("runs", "best"), [(10, 5.0490), (50, 6.0113)])
 def test_published_figures_of_the_reference_run(runs, best):
     found = select_best(MNIST, 1e-5, runs=runs)

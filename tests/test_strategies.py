@@ -116,7 +116,11 @@ def streamed(strategy, z, *, at=0):
     slow=True,
 )
 @kills(
-    "strategies/sensitivity.py", "lag < apart, 0.0, gram", "lag <= apart, 0.0, gram", case="dense"
+    "strategies/sensitivity.py",
+    "lag < apart, 0.0, gram",
+    "lag <= apart, 0.0, gram",
+    case="dense",
+    slow=True,
 )
 @kills(
     "strategies/search.py",

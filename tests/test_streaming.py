@@ -164,7 +164,7 @@ def test_threads_end_with_a_consumer_that_stops_early():
     assert not threads()
 
 
-@kills("data/streaming.py", "for promise in promises:", "for promise in []:")
+@kills("data/streaming.py", "for promise in promises:", "for promise in []:", slow=True)
 @pytest.mark.parametrize("source", [Counted, Many])
 @pytest.mark.parametrize("workers", [1, 4])
 def test_what_cannot_be_read_is_named(source, workers):
@@ -227,7 +227,12 @@ def test_what_is_no_number_is_refused():
         _ = Stream([{"image": np.zeros(2), "name": "cat"}]).row
 
 
-@kills("data/records.py", "indices.min() >= 0 and indices.max() < size", "indices.max() < size")
+@kills(
+    "data/records.py",
+    "indices.min() >= 0 and indices.max() < size",
+    "indices.max() < size",
+    slow=True,
+)
 @pytest.mark.parametrize(
     ("indices", "error", "word"),
     [

@@ -326,7 +326,7 @@ def card(z=2.0, delta=1e-5, **changes):
 
 @kills("cli/sweep/search_cost.py", 'min(card["delta"]', 'max(card["delta"]', slow=True)
 @kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(")
-@kills("cli/sweep/search_cost.py", "compose(*spent, *others)", "compose(*spent)")
+@kills("cli/sweep/search_cost.py", "compose(*spent, *others)", "compose(*spent)", slow=True)
 def test_the_dearest_run_and_all_of_them_and_the_smallest_delta():
     cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
     cards = [card(4.0), card(2.0, delta=1e-6), card(4.0)]

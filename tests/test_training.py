@@ -681,7 +681,12 @@ def test_progress_is_shown_and_can_be_silenced(capsys):
     assert capsys.readouterr().err == ""
 
 
-@kills("training/progress.py", "upwards(row['epsilon'], form)", "format(row['epsilon'], form)")
+@kills(
+    "training/progress.py",
+    "upwards(row['epsilon'], form)",
+    "format(row['epsilon'], form)",
+    slow=True,
+)
 def test_a_terminal_gets_one_live_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
