@@ -94,9 +94,13 @@ def test_lower_bounds():
         auditing.guess_members(np.zeros(4), np.zeros(4, bool), 6)
 
 
-def audit(gradients, canary):
+def audit(gradients, canary, **options):
     mechanism = dpjax.Mechanism(
-        sampling=sampling.full(10), clipping=clipping.flat(1.0), noise_multiplier=1.0, steps=1
+        sampling=sampling.full(10),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=1,
+        **options,
     )
     return auditing.audit_step(mechanism, gradients, canary, jax.random.key(0))
 
@@ -104,6 +108,7 @@ def audit(gradients, canary):
 BOUND = auditing.epsilon_lower_bound
 GUESS, SCORES = auditing.guess_members, np.array([3.0, -1.0, 0.1, 2.0])
 ROWS = np.ones((2, 3), np.float32)
+ADAPTED = clipping.Quantile(count_multiplier=10.0)
 BAD = {
     "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "each from 0 to the next"),
     "less than none right": (lambda: BOUND(-5, 100, canaries=100), "each from 0 to the next"),
@@ -125,6 +130,7 @@ BAD = {
     "another canary": (lambda: audit({"w": ROWS}, {"w": np.ones(4)}), r"w has shape \(4,\)"),
     "a canary's batch axis": (lambda: audit(ROWS, ROWS[:1]), r"expected \(3,\).*axis was left on"),
     "another tree": (lambda: audit({"w": ROWS}, {"v": ROWS[0]}), "'v'.*'w'.*expected the same"),
+    "adapted": (lambda: audit(ROWS, ROWS[0], adaptive=ADAPTED), "auditing.audit_algorithm"),
     "no batch": (lambda: audit(np.float32(1), np.float32(1)), "leading axis"),
     "one guess": (lambda: GUESS(SCORES, [1, 0, 1, 0], 1), "2 to 4 guesses"),
 }

@@ -3,18 +3,22 @@
 
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, reports, sampling, strategies, verify
+from dpjax.accounting import pld
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.verify import cards
@@ -66,6 +70,7 @@ def changed(card, path, value):
         {"sampling": sampling.shuffled(1000, 100), "noise_multiplier": 4.0},
         {"sampling": sampling.fixed(1000, 20), "noise_multiplier": 3.0},
         {"noise_multiplier": dpjax.schedules.table([2.0, 1.5, 1.2, 1.0], steps_per_epoch=10)},
+        {"noise_multiplier": optax.linear_schedule(8.0, 4.0, 100), "steps": 100},
         {"preparation": [8.0, 8.0]},
         {"adaptive": clipping.Quantile()},
         {"unit": "client"},
@@ -82,6 +87,22 @@ def test_every_claim_of_an_honest_card_holds(options):
     assert claimed
     said = re.compile(r" by (rdp|pld), the best accountant here: holds$")
     assert sum(bool(said.search(line)) for line in lines) == len(claimed)
+
+
+@kills("verify/cards.py", 'side="right") - 1]', 'side="right")]', slow=True)
+@kills("verify/cards.py", "up = rates[np.searchsorted(rates, q)]", "up = rates[0]", slow=True)
+def test_rounding_to_levels_makes_no_step_cheaper():
+    """By dpjax.accounting too, whose rounding is another program."""
+    pairs = Counter({(q, z): 3 for q in np.linspace(0.1, 0.2, 12) for z in np.linspace(1, 2, 30)})
+    pairs[1.0, 7.77] = pairs[0.3, math.inf] = 2
+    found = cards.at_levels(pairs)
+    assert len(found) <= 64 + 2
+    assert found.total() == pairs.total()
+    assert found[1.0, 7.77] == found[0.3, math.inf] == 2
+    assert found == Counter(pld.rounded(pairs - found)) + (found & pairs)
+    cost = [sum(n * (q / z) ** 2 for (q, z), n in each.items()) for each in (pairs, found)]
+    assert cost[0] < cost[1] < 1.3 * cost[0]
+    assert cards.at_levels(few := Counter({(0.1, 1.0): 5})) == few
 
 
 CHANGES = [

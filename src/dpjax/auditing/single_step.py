@@ -42,6 +42,11 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     Returns:
       The separation, to one or two per cent; infinite if a leaf that the canary moves has no noise.
     """
+    if mechanism.adaptive is not None:
+        raise ValueError(
+            "auditing.audit_step: the mechanism adapts its bound, and so releases a count beside "
+            "the sum; expected a fixed bound. Audit the algorithm: auditing.audit_algorithm."
+        )
     _check_canary(gradients, canary)
     both = jax.tree.map(
         lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary

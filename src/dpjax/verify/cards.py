@@ -7,11 +7,11 @@ which queries and runs came before them.
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import pathlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
@@ -47,7 +47,8 @@ BOUNDS = ("rdp", "pld", "rdp-classic")
 ESTIMATES = ("gdp",)
 # Of the comparison: bounds are found on grids of orders and of losses.
 TOLERANCE = 0.005
-# dpjax rounds more than 64 different steps to 64 that cost no less; dp-accounting does not.
+# PLD convolves once for each different step. So more than 64 are rounded to 64 that cost no less,
+# here as in dpjax, which rounds those of all runs together.
 LOOSE, LOOSE_LEVELS, LEVELS = 0.01, 0.1, 64
 
 
@@ -336,18 +337,19 @@ def joined(multipliers: list[float]) -> float:
     return precision**-0.5 if precision else math.inf
 
 
-def event_of(card: dict[str, Any], *, halve: bool) -> dp.DpEvent:
+def event_of(card: dict[str, Any], *, halve: bool, rounded: bool = False) -> dp.DpEvent:
     """The privacy event that a card describes: earlier runs, and the planned steps that ran.
 
     ``halve``: dp-accounting's RDP does not double the sensitivity for replace-one neighbours,
-    so the noise multiplier is halved instead.
+    so the noise multiplier is halved instead. ``rounded``: `at_levels`.
     """
     mechanism = card["mechanism"]
     if card["steps"] and math.inf in map(float, mechanism["clipping"]["bounds"]):
         return dp.NonPrivateDpEvent()
     ran = each_multiplier(mechanism)[: card["steps"]]
-    before = [spent_event(spent, each_multiplier(spent), halve) for spent in mechanism["before"]]
-    return dp.ComposedDpEvent([*before, spent_event(mechanism, ran, halve)])
+    runs = [(spent, each_multiplier(spent)) for spent in mechanism["before"]]
+    events = [spent_event(*run, halve, rounded) for run in [*runs, (mechanism, ran)]]
+    return dp.ComposedDpEvent(events)
 
 
 def each_multiplier(spent: dict[str, Any]) -> list[float]:
@@ -355,7 +357,9 @@ def each_multiplier(spent: dict[str, Any]) -> list[float]:
     return [float(z) for z, steps in spent["multiplier_and_steps"] for _ in range(steps)]
 
 
-def spent_event(spent: dict[str, Any], multipliers: list[float], halve: bool) -> dp.DpEvent:
+def spent_event(
+    spent: dict[str, Any], multipliers: list[float], halve: bool, rounded: bool
+) -> dp.DpEvent:
     """The event of one run: its queries before the first step, and its steps."""
     if spent["projections"] is not None:
         raise Unreadable(
@@ -377,13 +381,33 @@ def spent_event(spent: dict[str, Any], multipliers: list[float], halve: bool) ->
     elif sampling["name"] == "scored":  # the largest rate of any bin; the last row stays
         rows = [rate for rate, steps in sampling["rates"] for _ in range(steps)]
         rates = (rows + rows[-1:] * len(each))[: len(each)]
-    pairs = collections.Counter(zip(rates, each, strict=False))
+    pairs = Counter(zip(rates, each, strict=False))
+    if rounded and sampling["name"] in ("poisson", "scored", "cyclic_poisson"):
+        pairs = at_levels(pairs)
     steps = [
         dp.SelfComposedDpEvent(step_event(sampling, rate, z), n)
         for (rate, z), n in pairs.items()
         if rate > 0
     ]
     return dp.ComposedDpEvent([*queries, *steps])
+
+
+def at_levels(pairs: Counter[tuple[float, float]]) -> Counter[tuple[float, float]]:
+    """At most 64 sampled steps that cost no less: rates rounded up, multipliers down."""
+    sampled = [(q, z) for q, z in pairs if 0 < q < 1 and 0 < z < math.inf]
+    if len(sampled) <= LEVELS:
+        return pairs
+    rates, multipliers = (np.unique(values) for values in zip(*sampled, strict=True))
+    if len(rates) > 8:
+        rates = np.geomspace(rates[0], rates[-1], 8)
+    if len(multipliers) > LEVELS // len(rates):
+        multipliers = np.geomspace(multipliers[0], multipliers[-1], LEVELS // len(rates))
+    found = Counter({pair: pairs[pair] for pair in pairs.keys() - set(sampled)})
+    for q, z in sampled:
+        up = rates[np.searchsorted(rates, q)]
+        down = multipliers[np.searchsorted(multipliers, z, side="right") - 1]
+        found[float(up), float(down)] += pairs[q, z]
+    return found
 
 
 def less_by_bins(card: dict[str, Any], orders: np.ndarray) -> np.ndarray:
@@ -436,7 +460,7 @@ def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
     halve = method == "rdp" and mechanism["neighbours"] == "replace-one"
     if halve and mechanism["sampling"]["name"] != "fixed":
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-    event = event_of(card, halve=halve)
+    event = event_of(card, halve=halve, rounded=method == "pld")
     if method == "pld":
         accountant = dp.pld.PLDAccountant(relation)
         accountant.compose(event)
