@@ -65,9 +65,7 @@ from common import paper_runs
 
 from dpjax.accounting.rounding import upwards
 
-_ROWS = flags.DEFINE_list(
-    "rows", None, "Rows whose names contain one of these words; all by default."
-)
+paper_runs.define_rows()
 
 _PAGE = flags.DEFINE_string("page", None, "Run nothing; write the tables into this page.")
 
@@ -420,12 +418,12 @@ def main(argv: list[str]) -> None:
         return
     results = paper_runs.results()
     seeds = paper_runs.seeds()
-    if any(word in "sst2 phrases of a sentence" for word in _ROWS.value or [""]):
+    if paper_runs.chosen("sst2 phrases of a sentence"):
         print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))
     made = {name: (sentiment, row) for name, row in SENTIMENT.items()}
     made |= {name: (memorised, row) for name, row in PLAY.items()}
     for name, (one, row) in made.items():
-        if any(word in name for word in _ROWS.value or [""]):
+        if paper_runs.chosen(name):
             found = [results.of(name, seed, partial(one, row)) for seed in seeds]
             print(name, *found, sep="\n  ", flush=True)
 
