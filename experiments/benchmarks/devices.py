@@ -28,7 +28,7 @@ import jax
 import plans
 import reporting
 import steps
-from absl import app, flags
+from absl import flags
 from contestants import Contestant, Refused, compiled
 from plans_cases import BOUND, gradient_of
 from workloads import WORKLOADS, problem
@@ -138,9 +138,7 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     # A first step is no first step if its program is cached.
     jax.config.update("jax_enable_compilation_cache", False)
     path = compilers.ROOT / "experiments" / "results" / "plans.json"
@@ -157,11 +155,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
-    flags.DEFINE_bool("smoke", False, "A batch of 8, two rounds: does it run?")
     flags.DEFINE_list("workloads", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
-    flags.DEFINE_integer("rounds", 10, "How many turns each step takes.", lower_bound=1)
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
-    app.run(main)
+    reporting.run(main, smoke="A batch of 8, two rounds", rounds=10)

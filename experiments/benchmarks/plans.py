@@ -37,7 +37,7 @@ from typing import Any
 
 import compilers
 import reporting
-from absl import app, flags
+from absl import flags
 from compilers import COMPILERS
 
 BEGIN, END = "<!-- step plans: begin -->\n", "<!-- step plans: end -->\n"
@@ -151,9 +151,7 @@ def on_page(page: str, report: dict[str, Any]) -> str:
     return reporting.between(page, BEGIN, END, table(report))
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
     report["plans"] = compilers.kept(asked.out).get("plans", {})
 
@@ -167,11 +165,12 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
-    flags.DEFINE_bool("smoke", False, "A small batch, compiled for this CPU: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures; its plans are kept.")
     flags.DEFINE_string("page", None, "Markdown file whose table is written again.")
     flags.DEFINE_multi_string("plans", None, "A plan, or the beginning of several names.")
     flags.DEFINE_string("compiler_python", str(COMPILERS), "A Python that has the compilers.")
     flags.DEFINE_float("seconds", 0, "Gives a plan up after this time; 0 waits.")
-    app.run(main)
+    reporting.run(
+        main,
+        smoke="A small batch, compiled for this CPU",
+        out="JSON file for the figures; its plans are kept.",
+    )

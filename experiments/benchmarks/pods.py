@@ -32,7 +32,7 @@ from typing import Any
 
 import compilers
 import reporting
-from absl import app, flags
+from absl import flags
 from compilers import COMPILERS
 
 BEGIN, END = "<!-- plans: begin -->\n", "<!-- plans: end -->\n"
@@ -239,9 +239,7 @@ def _over(found: dict[str, Any], batch: bool) -> str:
     return f"{_count(found, batch):,}: {_gib(sent)}" if sent else "0"
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     before = compilers.kept(asked.out)
     if asked.train:
         before["training"] = train(asked.train)
@@ -260,11 +258,12 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
-    flags.DEFINE_bool("smoke", False, "A tiny network on four host devices: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures; its plans are kept.")
     flags.DEFINE_string("page", None, "Markdown file whose tables are written again.")
     flags.DEFINE_multi_string("plans", None, "A plan, or the beginning of several names.")
     flags.DEFINE_string("compiler_python", str(COMPILERS), "A Python that has the compilers.")
     flags.DEFINE_integer("train", 0, "Train this many steps on host devices instead.")
-    app.run(main)
+    reporting.run(
+        main,
+        smoke="A tiny network on four host devices",
+        out="JSON file for the figures; its plans are kept.",
+    )

@@ -30,7 +30,7 @@ from typing import Any
 
 import reporting
 import workers
-from absl import app, flags
+from absl import flags
 from workloads import SEED, WORKLOADS
 
 TURN = 1.0  # seconds of steps in a turn
@@ -136,9 +136,7 @@ def on_page(page: str, report: dict[str, Any]) -> str:
     return reporting.between(page, BEGIN, END, table(report))
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     names = reporting.chosen(
         "workloads", list(WORKLOADS), ["W4"] if asked.smoke else asked.workloads
     )
@@ -162,10 +160,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("workloads", None, "Which; by default all.")
-    flags.DEFINE_integer("rounds", 9, "How many turns each way takes.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "A batch of 16, one round: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each workload.")
     flags.DEFINE_string("page", None, "Markdown file whose table is written again.")
-    app.run(main)
+    reporting.run(main, smoke="A batch of 16, one round", rounds=9)
