@@ -29,6 +29,7 @@ import plans
 import reporting
 import steps
 from absl import flags
+from common import markdown
 from contestants import Contestant, Refused, compiled
 from plans_cases import BOUND, gradient_of
 from workloads import WORKLOADS, problem
@@ -115,10 +116,7 @@ def _close(contestants: dict[str, Contestant]) -> None:
 
 def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
     """Measurements beside plans, as a table in Markdown."""
-    rows = [
-        "| model | step | measured ms | planned ms | temporaries, MiB | away | norms |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for model, found in report["models"].items():
         plain = found["steps"]["plain"].get("median_ms", math.nan)
         for step, figure in found["steps"].items():
@@ -134,8 +132,9 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
                 "-" if held is None else f"{held / 2**20:,.1f}",
                 *(f"{found[key]:.1e}" if step == "auto" else "" for key in ("away", "norms")),
             ]
-            rows.append(f"| {model} | {step} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+            rows.append(markdown.line(model, step, *cells))
+    head = "| model | step | measured ms | planned ms | temporaries, MiB | away | norms |"
+    return markdown.table(head, rows)
 
 
 def main(asked: Any) -> None:

@@ -31,16 +31,15 @@ that it holds is not compiled again.
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import compilers
 import reporting
 from absl import flags
+from common import markdown
 from compilers import COMPILERS
 
-BEGIN, END = "<!-- step plans: begin -->\n", "<!-- step plans: end -->\n"
 STEPS = ("plain", "auto", "vmap", "jax_privacy", "noised")
 DEVICES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "h100:1"}
 MODELS = {
@@ -121,16 +120,14 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def table(report: dict[str, Any]) -> str:
     """The plans as a table in Markdown."""
-    rows = [
-        "| device | model | step | expected ms | Mcycles | temporaries, MiB | GB accessed |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = "| device | model | step | expected ms | Mcycles | temporaries, MiB | GB accessed |"
+    rows = []
     for name, found in report["plans"].items():
         device, model, step = name.split(": ")
         plain = report["plans"].get(f"{device}: {model}: plain", {})
         cells = shown(found, found if step == "plain" else plain)
-        rows.append(f"| {device} | {model} | {step} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n" + versions(report["plans"])
+        rows.append(markdown.line(device, model, step, *cells))
+    return markdown.table(head, rows) + "\n\n" + versions(report["plans"])
 
 
 def versions(plans: dict[str, Any]) -> str:
@@ -143,12 +140,7 @@ def versions(plans: dict[str, Any]) -> str:
     for compiler, made in found.items():
         places = [f"{device} ({', '.join(models)})" for device, models in made.items()]
         lines.append(f"* {compiler}: {', '.join(places)}")
-    return "\nWhat compiled them:\n\n" + "\n".join(lines) + "\n"
-
-
-def on_page(page: str, report: dict[str, Any]) -> str:
-    """The page with this table between its markers."""
-    return reporting.between(page, BEGIN, END, table(report))
+    return "\n".join(["What compiled them:", "", *lines])
 
 
 def main(asked: Any) -> None:
@@ -159,9 +151,7 @@ def main(asked: Any) -> None:
         return plan(task, asked.compiler_python, asked.seconds or None)
 
     compilers.continued(report, dict(tasks(asked.smoke)), asked.plans, asked.out, made, show)
-    if asked.page:
-        page = pathlib.Path(asked.page)
-        page.write_text(on_page(page.read_text(), report))
+    markdown.rewrite(asked.page, {"step plans": table(report)})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from dpjax.cli.flag_checks import only_flags
 
-__all__ = ["begin", "between", "chosen", "keep", "run"]
+__all__ = ["begin", "chosen", "keep", "run"]
 
 
 def run(
@@ -78,12 +78,6 @@ def keep(report: dict[str, Any], out: str | None) -> None:
         path = pathlib.Path(out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def between(page: str, begin: str, end: str, text: str) -> str:
-    """The page with this text between two of its markers."""
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
 
 
 def chosen(

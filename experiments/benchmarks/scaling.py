@@ -31,10 +31,10 @@ from typing import Any
 import reporting
 import workers
 from absl import flags
+from common import markdown
 from workloads import SEED, WORKLOADS
 
 TURN = 1.0  # seconds of steps in a turn
-BEGIN, END = "<!-- scaling: begin -->\n", "<!-- scaling: end -->\n"
 
 
 def ways(cores: int) -> dict[str, dict[str, int]]:
@@ -116,24 +116,19 @@ def table(report: dict[str, Any]) -> str:
     """The table of docs/pages/scale.md."""
     workloads = report["workloads"].items()
     cores = max(f["cores"] for _, found in workloads for f in found["ways"].values())
-    rows = [
+    head = (
         f"| | one core, ms | {cores} cores, one device | speedup | {cores} cores, {cores} devices "
-        "| speedup | others |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "| speedup | others |"
+    )
+    rows = []
     for name, found in workloads:
         one, whole, split = found["ways"].values()
         cells = [f"{one['median_ms']:,.0f}"]
         cells += [
             x for f in (whole, split) for x in (f"{f['median_ms']:,.0f}", f"{f['speedup']:.2f}")
         ]
-        rows.append(f"| {name} | {' | '.join(cells)} | {found['others']:.0%} |")
-    return "\n".join(rows) + "\n"
-
-
-def on_page(page: str, report: dict[str, Any]) -> str:
-    """The page with this table between its markers."""
-    return reporting.between(page, BEGIN, END, table(report))
+        rows.append(markdown.line(name, *cells, f"{found['others']:.0%}"))
+    return markdown.table(head, rows)
 
 
 def main(asked: Any) -> None:
@@ -154,9 +149,7 @@ def main(asked: Any) -> None:
                 flush=True,
             )
         reporting.keep(report, asked.out)
-    if asked.page:
-        page = pathlib.Path(asked.page)
-        page.write_text(on_page(page.read_text(), report))
+    markdown.rewrite(asked.page, {"scaling": table(report)})
 
 
 if __name__ == "__main__":
