@@ -68,11 +68,11 @@ def stand_in(tmp_path):
 
 
 def command(*flags):
-    return [sys.executable, run_binary.EXPERIMENTS / "sweep.py", *map(str, flags)]
+    return [sys.executable, "-m", "dpjax", "sweep", *map(str, flags)]
 
 
 def sweep(*flags, status=0):
-    outcome = run_binary.run("sweep.py", *flags, status=status)
+    outcome = run_binary.run("dpjax", "sweep", *flags, status=status)
     return outcome.stdout[-3000:] + outcome.stderr[-3000:]
 
 
