@@ -45,7 +45,7 @@ if "gate" in given and float(given["x"]) >= float(given.get("waits", 0)):
 if "fails" in given and given["x"] == given["fails"] and not os.path.exists(given["gate"]):
     sys.exit("the data have a hole")
 sampling = {"name": "poisson", "examples": 100, "batch_size": 10}
-facts = {"format": 2, "unit": "example", "neighbours": "add-or-remove", "sampling": sampling}
+facts = {"format": 3, "unit": "example", "neighbours": "add-or-remove", "sampling": sampling}
 facts |= {"preparation": [], "projections": None, "clipping": {"bounds": [1.0]}, "before": []}
 facts |= {"noise": None}
 epsilon = {"rdp": {"value": 4 / z, "proven": True}}
