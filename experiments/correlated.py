@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from absl import app, flags, logging
+from absl import app, logging
 
 import dpjax
 from dpjax import clipping, data, features, models, sampling, strategies
@@ -41,12 +41,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from common import paper_runs
 
-_ROWS = flags.DEFINE_list(
-    "rows", None, "Rows whose names contain one of these words; all by default."
-)
-_CACHE = flags.DEFINE_string(
-    "cache_dir", None, "Folder that keeps features; as secret as the data."
-)
+paper_runs.define_rows()
+_CACHE = paper_runs.define_cache()
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 METHODS = ("poisson", "banded", "buffered")
@@ -130,7 +126,7 @@ def main(argv: list[str]) -> None:
         for epsilon in EPSILONS[2:3] if smoke else EPSILONS:
             for method in METHODS:
                 name = f"{dataset} {method} at epsilon {epsilon:g}"
-                if not any(word in name for word in _ROWS.value or [""]):
+                if not paper_runs.chosen(name):
                     continue
                 batch = 128 if smoke else BATCH
                 mechanism = mechanism_of(method, examples, epsilon, batch)

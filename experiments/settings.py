@@ -39,8 +39,7 @@ from dpjax.cli.flag_checks import only_flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from benchmarks.reporting import between
-from common import paper_runs
+from common import markdown, paper_runs
 
 _ROWS = flags.DEFINE_list("rows", None, "Tables to run; all by default.")
 _PAGE = flags.DEFINE_string("page", None, "Run nothing; write the tables into this page.")
@@ -285,24 +284,19 @@ def table(found: list[Line]) -> str:
             mean = {k: statistics.mean(run[k] for run in line.runs) for k in ("loss", "clipped")}
             cells[3:3] = [f"{mean['loss']:.2f}", f"{mean['clipped']:.0f} %"]
         rows.append(cells)
-    text = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in text)
+    return "\n".join(markdown.line(*cells) for cells in (head, ["---"] * len(head), *rows))
 
 
-def with_tables(page: str) -> str:
-    """The page, with the tables of the committed results."""
-    for name, found in lines().items():
-        if (begin := f"<!-- {name}: begin -->\n") in page:
-            page = between(page, begin, f"<!-- {name}: end -->\n", table(found))
-    return page
+def tables() -> dict[str, str]:
+    """The tables of the committed results."""
+    return {name: table(found) for name, found in lines().items()}
 
 
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.ERROR)
     if _PAGE.value is not None:
-        page = pathlib.Path(_PAGE.value)
-        page.write_text(with_tables(page.read_text()))
+        markdown.rewrite(_PAGE.value, tables())
         return
     results = paper_runs.results()
     seeds = paper_runs.seeds()

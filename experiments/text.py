@@ -60,14 +60,11 @@ from dpjax.cli.flag_checks import only_flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from benchmarks.reporting import between
-from common import paper_runs
+from common import markdown, paper_runs
 
 from dpjax.accounting.rounding import upwards
 
-_ROWS = flags.DEFINE_list(
-    "rows", None, "Rows whose names contain one of these words; all by default."
-)
+paper_runs.define_rows()
 
 _PAGE = flags.DEFINE_string("page", None, "Run nothing; write the tables into this page.")
 
@@ -362,12 +359,12 @@ def play() -> tuple[np.ndarray, np.ndarray]:
 # The tables of the tutorial.
 
 
-def with_tables(page: str, rows: Mapping[str, Any]) -> str:
-    """The page, with the figures of the committed results."""
+def tables(rows: Mapping[str, Any]) -> dict[str, str]:
+    """The figures of the committed results."""
     counts = rows["sst2 phrases of a sentence"]["0"]
     units = rows["sst2 all at epsilon 3"]["0"]["epsilon_of"]
     times = [f"exposure, planted {count}" for count in PLANTED]
-    texts = {
+    return {
         "sst2": paper_runs.table(["", "parameters", "test accuracy"], [*_sentiment(rows)]),
         "phrases": (
             f"Its {counts['sentences']:,} sentences have {counts['median']:.0f} phrases in the "
@@ -382,9 +379,6 @@ def with_tables(page: str, rows: Mapping[str, Any]) -> str:
             [*_exposures(rows)],
         ),
     }
-    for name, text in texts.items():
-        page = between(page, f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n", text)
-    return page
 
 
 def _sentiment(rows: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -415,17 +409,17 @@ def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.ERROR)
     if _PAGE.value is not None:
-        page, kept = pathlib.Path(_PAGE.value), pathlib.Path(__file__).parent / "results/text.json"
-        page.write_text(with_tables(page.read_text(), json.loads(kept.read_text())["rows"]))
+        kept = pathlib.Path(__file__).parent / "results/text.json"
+        markdown.rewrite(_PAGE.value, tables(json.loads(kept.read_text())["rows"]))
         return
     results = paper_runs.results()
     seeds = paper_runs.seeds()
-    if any(word in "sst2 phrases of a sentence" for word in _ROWS.value or [""]):
+    if paper_runs.chosen("sst2 phrases of a sentence"):
         print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))
     made = {name: (sentiment, row) for name, row in SENTIMENT.items()}
     made |= {name: (memorised, row) for name, row in PLAY.items()}
     for name, (one, row) in made.items():
-        if any(word in name for word in _ROWS.value or [""]):
+        if paper_runs.chosen(name):
             found = [results.of(name, seed, partial(one, row)) for seed in seeds]
             print(name, *found, sep="\n  ", flush=True)
 

@@ -15,7 +15,7 @@ EVIL = "<b>$x$</b>"
 
 
 def compare(*arguments, status=0):
-    return run_binary.run("compare.py", *arguments, status=status)
+    return run_binary.run("dpjax", "compare", *arguments, status=status)
 
 
 def log(path, epsilons, accuracies):

@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_another_and_its_card_counts_both(demo, tmp_path):
     assert rows[0]["accuracy"] > 0.8, "it begins where the other ended"
     assert rows[0]["epsilon"] > 3.0
     assert "112 steps of an earlier run on these data count too" in outcome.stdout
-    assert run("verify.py", tmp_path / "privacy.json").stdout.count("holds") == 3
+    assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("holds") == 3
 
 
 @pytest.mark.slow
@@ -348,12 +348,12 @@ def test_optimizers_by_flag(flags, tmp_path):
 
 def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
     folder, _ = demo
-    assert run("verify.py", folder / "privacy.json").stdout.count("holds") == 3
+    assert run("dpjax", "verify", folder / "privacy.json").stdout.count("holds") == 3
     card = json.loads((folder / "privacy.json").read_text())
     for claim in card["epsilon"].values():
         claim["value"] *= 0.9
     (tmp_path / "false.json").write_text(json.dumps(card))
-    outcome = run("verify.py", tmp_path / "false.json", status=1)
+    outcome = run("dpjax", "verify", tmp_path / "false.json", status=1)
     assert "DOES NOT HOLD" in outcome.stdout
 
 
@@ -362,7 +362,7 @@ def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
     """The tolerance is of the comparison alone."""
     whole = json.loads((demo[0] / "privacy.json").read_text())
     bound = whole["epsilon"]["pld"]["value"]
-    lines = run("verify.py", demo[0] / "privacy.json").stdout.splitlines()
+    lines = run("dpjax", "verify", demo[0] / "privacy.json").stdout.splitlines()
     shown = [float(line.partition("recomputed ")[2].partition(" ")[0]) for line in lines[:3]]
     assert shown == pytest.approx([bound] * 3, rel=1e-3)
 
@@ -386,13 +386,13 @@ def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
     before = (scorer.spent(scorer.multipliers),)
     card = dpjax.reports.card(dpjax.Mechanism(sampling=sampler, before=before, **options), 1e-5)
     (tmp_path / "privacy.json").write_text(json.dumps(card))
-    assert run("verify.py", tmp_path / "privacy.json").stdout.count("holds") == 3
+    assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("holds") == 3
     drawn = card["mechanism"]["sampling"]
     assert set(drawn) - {"rates"} == set(card["mechanism"]["before"][0]["sampling"])
     assert sampler.fingerprint not in json.dumps(card), "it tells who is in which bin"
     drawn["rates"][0][0] = 0.06
     (tmp_path / "false.json").write_text(json.dumps(card))
-    assert "DOES NOT HOLD" in run("verify.py", tmp_path / "false.json", status=1).stdout
+    assert "DOES NOT HOLD" in run("dpjax", "verify", tmp_path / "false.json", status=1).stdout
 
 
 @pytest.mark.slow
@@ -417,7 +417,7 @@ def test_flags_reach_the_mechanism_and_every_card_holds(flags, tmp_path):
     assert (card["mechanism"]["noise"] is None) == ("noise" not in given)
     assert card["seed_published"] == (3 if "seed" in given else None)
     assert ("not for release" in outcome.stdout) == ("seed" in given)
-    verified = run("verify.py", tmp_path, status=int("seed" in given)).stdout
+    verified = run("dpjax", "verify", tmp_path, status=int("seed" in given)).stdout
     assert "DOES NOT HOLD" not in verified
     assert ("not for release" in verified) == ("seed" in given)
 
@@ -752,7 +752,7 @@ def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
     assert "poisson: 2 of 20 clients a step" in out
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"client mean", "client lowest", "clients"} <= set(row["private"])
-    verified = run("verify.py", tmp_path / "privacy.json").stdout
+    verified = run("dpjax", "verify", tmp_path / "privacy.json").stdout
     assert verified.count("for one client") == verified.count("holds") == 3
 
 

@@ -506,10 +506,10 @@ def test_the_card_and_the_statement_carry_it(tmp_path):
     assert card["mechanism"]["preparation"] == [8.0, 8.0]
     path = tmp_path / "privacy.json"
     path.write_text(json.dumps(card))
-    assert run("verify.py", path).stdout.count("holds") == 3
+    assert run("dpjax", "verify", path).stdout.count("holds") == 3
     bare = dpjax.reports.card(mechanism(None, steps=36), DELTA)
     path.write_text(json.dumps(card | {"epsilon": bare["epsilon"]}))  # claims without it
-    assert "DOES NOT HOLD" in run("verify.py", path, status=1).stdout
+    assert "DOES NOT HOLD" in run("dpjax", "verify", path, status=1).stdout
 
 
 @kills(

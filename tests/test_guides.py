@@ -64,7 +64,7 @@ def settings():
 def test_the_tables_of_the_guide_are_current(settings):
     """``python experiments/settings.py --page docs/pages/settings.md`` writes them."""
     page = SETTINGS.read_text()
-    assert settings.with_tables(page) == page
+    assert settings.markdown.filled(page, settings.tables()) == page
     assert page.count(": begin -->") == len(settings.lines())
 
 
@@ -93,7 +93,8 @@ def test_the_figures_of_the_tutorial_are_current():
     """``python experiments/text.py --page docs/pages/tutorials/text.md`` writes them."""
     rows = json.loads((RESULTS / "text.json").read_text())["rows"]
     with run_binary.importing() as import_binary:
-        assert import_binary("text").with_tables(TEXT.read_text(), rows) == TEXT.read_text()
+        text, page = import_binary("text"), TEXT.read_text()
+        assert text.markdown.filled(page, text.tables(rows)) == page
     of = {row: [run.get("accuracy") for run in runs.values()] for row, runs in rows.items()}
     base, parts = of["sst2 base alone"], ("head", "lora and head", "embeddings and head", "all")
     head, lora, embeddings, everything = (of[f"sst2 {part} at epsilon 3"] for part in parts)

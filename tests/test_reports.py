@@ -372,7 +372,7 @@ def verdicts(card):
 @pytest.mark.slow
 @kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps', slow=True)
 def test_a_card_counts_the_steps_that_ran():
-    """The mechanism on the card is the plan; `verify.py` counts its first steps."""
+    """The mechanism on the card is the plan; `dpjax verify` counts its first steps."""
     schedule = lambda step: jnp.where(step < 30, 2.0, 0.5)  # noqa: E731
     mechanism = mechanism_with(1000, 10, noise_multiplier=schedule, steps=60)
     book = dpjax.ledger.admit(dpjax.ledger.empty(), mechanism, steps=30)

@@ -45,7 +45,7 @@ if "gate" in given and float(given["x"]) >= float(given.get("waits", 0)):
 if "fails" in given and given["x"] == given["fails"] and not os.path.exists(given["gate"]):
     sys.exit("the data have a hole")
 sampling = {"name": "poisson", "examples": 100, "batch_size": 10}
-facts = {"format": 2, "unit": "example", "neighbours": "add-or-remove", "sampling": sampling}
+facts = {"format": 3, "unit": "example", "neighbours": "add-or-remove", "sampling": sampling}
 facts |= {"preparation": [], "projections": None, "clipping": {"bounds": [1.0]}, "before": []}
 facts |= {"noise": None}
 epsilon = {"rdp": {"value": 4 / z, "proven": True}}
@@ -68,11 +68,11 @@ def stand_in(tmp_path):
 
 
 def command(*flags):
-    return [sys.executable, run_binary.EXPERIMENTS / "sweep.py", *map(str, flags)]
+    return [sys.executable, "-m", "dpjax", "sweep", *map(str, flags)]
 
 
 def sweep(*flags, status=0):
-    outcome = run_binary.run("sweep.py", *flags, status=status)
+    outcome = run_binary.run("dpjax", "sweep", *flags, status=status)
     return outcome.stdout[-3000:] + outcome.stderr[-3000:]
 
 

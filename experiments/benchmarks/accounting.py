@@ -22,7 +22,7 @@ from typing import Any
 
 import reporting
 import workers
-from absl import app, flags
+from absl import flags
 
 CONTESTANTS = (
     ("dpjax", "rdp"),
@@ -107,9 +107,7 @@ def table(name: str, rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     peers = asked.peers_python if pathlib.Path(asked.peers_python).exists() else None
     repeats, seconds = 1 if asked.smoke else asked.repeats, asked.seconds
     packages = ("numpy", "scipy", "jax", "dp-accounting")
@@ -135,12 +133,9 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("questions", None, "Of steps, schedule, calibration; by default all.")
     flags.DEFINE_list("contestants", None, "How their names begin; by default all.")
     flags.DEFINE_integer("repeats", 5, "How often each contestant answers.", lower_bound=1)
     flags.DEFINE_float("seconds", 60.0, "A contestant that needs longer is stopped.", 0.1)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
-    flags.DEFINE_bool("smoke", False, "Few steps, one repeat: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each question.")
-    app.run(main)
+    reporting.run(main, smoke="Few steps, one repeat")

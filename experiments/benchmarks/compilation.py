@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import reporting
-from absl import app, flags
+from absl import flags
 
 import dpjax
 from dpjax import clipping, losses, models, sampling
@@ -187,9 +187,7 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
     return {**medians, **ratios}
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     if asked.one:
         print(json.dumps(one(asked.one, asked.kind)))
         return
@@ -204,9 +202,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 3, "How many first steps of each kind.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "One model, one round: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
     flags.DEFINE_enum("one", None, list(MODELS), "Takes two steps of this model, here.")
     flags.DEFINE_enum("kind", "plain", list(STEPS), "The kind of step, with --one.")
-    app.run(main)
+    reporting.run(main, smoke="One model, one round", rounds=3)

@@ -28,7 +28,8 @@ import jax
 import plans
 import reporting
 import steps
-from absl import app, flags
+from absl import flags
+from common import markdown
 from contestants import Contestant, Refused, compiled
 from plans_cases import BOUND, gradient_of
 from workloads import WORKLOADS, problem
@@ -115,10 +116,7 @@ def _close(contestants: dict[str, Contestant]) -> None:
 
 def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
     """Measurements beside plans, as a table in Markdown."""
-    rows = [
-        "| model | step | measured ms | planned ms | temporaries, MiB | away | norms |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for model, found in report["models"].items():
         plain = found["steps"]["plain"].get("median_ms", math.nan)
         for step, figure in found["steps"].items():
@@ -134,13 +132,12 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
                 "-" if held is None else f"{held / 2**20:,.1f}",
                 *(f"{found[key]:.1e}" if step == "auto" else "" for key in ("away", "norms")),
             ]
-            rows.append(f"| {model} | {step} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+            rows.append(markdown.line(model, step, *cells))
+    head = "| model | step | measured ms | planned ms | temporaries, MiB | away | norms |"
+    return markdown.table(head, rows)
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     # A first step is no first step if its program is cached.
     jax.config.update("jax_enable_compilation_cache", False)
     path = compilers.ROOT / "experiments" / "results" / "plans.json"
@@ -157,11 +154,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
-    flags.DEFINE_bool("smoke", False, "A batch of 8, two rounds: does it run?")
     flags.DEFINE_list("workloads", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
-    flags.DEFINE_integer("rounds", 10, "How many turns each step takes.", lower_bound=1)
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
-    app.run(main)
+    reporting.run(main, smoke="A batch of 8, two rounds", rounds=10)

@@ -22,12 +22,9 @@ import jax
 import jax.numpy as jnp
 import memory
 import reporting
-from absl import app, flags
 
 from dpjax import sampling
 
-_OUT = flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each size.")
-_SMOKE = flags.DEFINE_bool("smoke", False, "Two sizes, three draws: does it run?")
 SAMPLERS = ("poisson", "fixed", "shuffled")
 BATCH = 4096
 
@@ -51,12 +48,11 @@ def measure(name: str, examples: int, draws: int) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    draws = 3 if _SMOKE.value else 300
-    report = reporting.begin(("jax", "jaxlib"), batch_size=BATCH, draws=draws, smoke=_SMOKE.value)
+def main(asked: Any) -> None:
+    draws = 3 if asked.smoke else 300
+    report = reporting.begin(("jax", "jaxlib"), batch_size=BATCH, draws=draws, smoke=asked.smoke)
     report["examples"] = {}
-    for power in (5, 12) if _SMOKE.value else range(5, 13):
+    for power in (5, 12) if asked.smoke else range(5, 13):
         found = {name: measure(name, 10**power, draws) for name in SAMPLERS}
         report["examples"][f"1e{power}"] = found
         each = (
@@ -64,8 +60,8 @@ def main(argv: list[str]) -> None:
             for name, f in found.items()
         )
         print(f"1e{power:<3}", *each, sep="   ", flush=True)
-        reporting.keep(report, _OUT.value)
+        reporting.keep(report, asked.out)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    reporting.run(main, smoke="Two sizes, three draws")

@@ -21,7 +21,6 @@ from typing import Any
 
 import reporting
 import workers
-from absl import app, flags
 from large_cases import CASES
 
 SHAPE = {"vocabulary": 20_000, "length": 64, "width": 768, "depth": 12, "heads": 12}
@@ -62,9 +61,7 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     rounds, size, shape = (2, 2, SMALL) if asked.smoke else (asked.rounds, 8, SHAPE)
     task = {"batch_size": size, "shape": shape}
     report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, rounds=rounds)
@@ -74,8 +71,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
-    flags.DEFINE_integer("rounds", 5, "How many turns each case takes.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "A tiny network, two rounds: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
-    app.run(main)
+    reporting.run(main, smoke="A tiny network, two rounds", rounds=5)

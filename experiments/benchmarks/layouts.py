@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import optax
 import reporting
-from absl import app, flags
+from absl import flags
 from agreement import BOUND
 from contestants import compiled
 from steps import configure, start, take_turns
@@ -106,9 +106,7 @@ def table(name: str, result: dict[str, Any]) -> str:
     return "\n".join([name, *rows])
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     configure(asked.smoke, asked.host_devices)
     names = ["W4"] if asked.smoke else list(CASES)
     limits = {"rounds": 2 if asked.smoke else asked.rounds, "seconds": 30.0}
@@ -123,9 +121,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 5, "How many turns each layout takes.", lower_bound=1)
     flags.DEFINE_float("around", 4.0, "Largest factor between a tried size and the chosen one.")
     flags.DEFINE_integer("host_devices", 2, "Devices that the CPU is shown as.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "Batches of 8, two rounds, little optimized: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each workload.")
-    app.run(main)
+    reporting.run(main, smoke="Batches of 8, two rounds, little optimized", rounds=5)

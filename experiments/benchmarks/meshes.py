@@ -21,12 +21,11 @@ import jax
 import numpy as np
 import optax
 import reporting
-from absl import app, flags
+from absl import flags
 
 import dpjax
 from dpjax import clipping, losses, meshes, models, sampling, strategies
 
-_OUT = flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each case.")
 _DEVICES = flags.DEFINE_integer("devices", 8, "Devices that the CPU is shown as.", 1)
 _MESHES = flags.DEFINE_multi_string(
     "mesh", ["data:8", "data:4,model:2", "data:2,model:4", "data:1,model:8"], "Meshes."
@@ -87,8 +86,7 @@ def parameters(name: str, engine: str, mesh: Any) -> np.ndarray:
     )
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
+def main(asked: Any) -> None:
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     report = reporting.begin(("jax", "jaxlib"), devices=_DEVICES.value)
     report["largest_difference"] = {}
@@ -100,8 +98,8 @@ def main(argv: list[str]) -> None:
             moved = float(np.abs(found - alone).max())
             report["largest_difference"][f"{name}, {engine}, {text}"] = moved
             print(f"{name}, {engine}, {text}: {moved:.1e}", flush=True)
-            reporting.keep(report, _OUT.value)
+            reporting.keep(report, asked.out)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    reporting.run(main, smoke=None)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import reporting
-from absl import app, flags
+from absl import flags
 
 import dpjax
 from dpjax import clipping, sampling, testing
@@ -213,9 +213,8 @@ def outcome(run: Callable[[Any], None], make: Callable[[], Any]) -> str:
     return "runs"
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked, makers = flags.FLAGS, rows()
+def main(asked: Any) -> None:
+    makers = rows()
     report = reporting.begin(("dpjax", "jax", "optax"))
     names = SMOKE if asked.smoke else asked.names
     report["rows"] = {}
@@ -231,6 +230,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_list("names", None, "How their names begin; by default all.")
-    flags.DEFINE_bool("smoke", False, "A few rows: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the outcomes, rewritten after each row.")
-    app.run(main)
+    reporting.run(main, smoke="A few rows")

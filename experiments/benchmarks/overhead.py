@@ -26,15 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import reporting
-from absl import app, flags
+from absl import flags
 
 import dpjax
 from dpjax import checkpoints, clipping, data, losses, models, sampling, trees
 from dpjax.noise import seals
 
-_ROUNDS = flags.DEFINE_integer("rounds", 15, "How often each is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 2048, "Steps of a run.", 128)
-_OUT = flags.DEFINE_string("out", None, "Where the figures go, as JSON.")
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -73,7 +71,7 @@ def driven(algorithm: dpjax.types.Algorithm, state: Any) -> float:
     return seconds(lambda: dpjax.fit(algorithm, state, **options)) / _STEPS.value
 
 
-def steps(algorithm: dpjax.types.Algorithm) -> tuple[float, float, float]:
+def steps(algorithm: dpjax.types.Algorithm, rounds: int) -> tuple[float, float, float]:
     """Seconds of a step in a dispatch, of a dispatch without its steps, of a step in `fit`."""
     state, few, many = started(algorithm), 8, 64
     works = {
@@ -81,25 +79,25 @@ def steps(algorithm: dpjax.types.Algorithm) -> tuple[float, float, float]:
         "many": lambda: dispatch(algorithm, state, many),
         "fit": lambda: driven(algorithm, state),
     }
-    times = [{name: work() for name, work in works.items()} for _ in range(_ROUNDS.value + 1)]
+    times = [{name: work() for name, work in works.items()} for _ in range(rounds + 1)]
     short, long, whole = (statistics.median(t[name] for t in times[1:]) for name in works)
     step = (long - short) / (many - few)
     return step, short - few * step, whole
 
 
-def saving(state: Any) -> tuple[float, float]:
+def saving(state: Any, rounds: int) -> tuple[float, float]:
     """Seconds for which a checkpoint holds up the run, and until it is on disk."""
     held, whole = [], []
     with tempfile.TemporaryDirectory() as folder:
         kept = checkpoints.Checkpoints(folder)
-        for step in range(_ROUNDS.value):
+        for step in range(rounds):
             held.append(seconds(lambda n=step: kept.save(n, state, {})))
             whole.append(held[-1] + seconds(kept.wait))
         kept.close()
     return statistics.median(held), statistics.median(whole)
 
 
-def hashing(state: Any) -> dict[str, float]:
+def hashing(state: Any, rounds: int) -> dict[str, float]:
     """What it costs to know a run again, and to release its noise once."""
     images = np.zeros((60_000, 28, 28, 1), np.float32), np.zeros(60_000, np.int32)
     million = jnp.zeros(1_000_000)
@@ -110,18 +108,17 @@ def hashing(state: Any) -> dict[str, float]:
         "hash_of_mnist_ms": lambda: trees.fingerprint(images),
         "seal_of_a_million_ms": lambda: jax.block_until_ready(seal(million)),
     }
-    times = [{name: seconds(work) for name, work in works.items()} for _ in range(_ROUNDS.value)]
+    times = [{name: seconds(work) for name, work in works.items()} for _ in range(rounds)]
     return {name: 1e3 * statistics.median(t[name] for t in times) for name in works}
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    report = reporting.begin(("dpjax", "jax", "orbax-checkpoint"), rounds=_ROUNDS.value)
+def main(asked: Any) -> None:
+    report = reporting.begin(("dpjax", "jax", "orbax-checkpoint"), rounds=asked.rounds)
     train = data.load("digits").train
     resident = algorithm(train)
-    step, alone, in_fit = steps(resident)
-    streamed, *_ = steps(algorithm(data.Stream(list(zip(*train, strict=True)))))
-    held, whole = saving(started(resident))
+    step, alone, in_fit = steps(resident, asked.rounds)
+    streamed, *_ = steps(algorithm(data.Stream(list(zip(*train, strict=True)))), asked.rounds)
+    held, whole = saving(started(resident), asked.rounds)
     report |= {
         "step_ms": 1e3 * step,
         "dispatch_ms": 1e3 * alone,
@@ -131,12 +128,12 @@ def main(argv: list[str]) -> None:
         "streamed_step_ms": 1e3 * streamed,
         "checkpoint_held_ms": 1e3 * held,
         "checkpoint_ms": 1e3 * whole,
-        **hashing(started(resident)),
+        **hashing(started(resident), asked.rounds),
     }
     for name in list(report)[-11:]:
         print(f"{name:22} {report[name]:8.3f}")
-    reporting.keep(report, _OUT.value)
+    reporting.keep(report, asked.out)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    reporting.run(main, smoke=None, rounds=15)

@@ -31,16 +31,15 @@ that it holds is not compiled again.
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import compilers
 import reporting
-from absl import app, flags
+from absl import flags
+from common import markdown
 from compilers import COMPILERS
 
-BEGIN, END = "<!-- step plans: begin -->\n", "<!-- step plans: end -->\n"
 STEPS = ("plain", "auto", "vmap", "jax_privacy", "noised")
 DEVICES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "h100:1"}
 MODELS = {
@@ -121,16 +120,14 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def table(report: dict[str, Any]) -> str:
     """The plans as a table in Markdown."""
-    rows = [
-        "| device | model | step | expected ms | Mcycles | temporaries, MiB | GB accessed |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = "| device | model | step | expected ms | Mcycles | temporaries, MiB | GB accessed |"
+    rows = []
     for name, found in report["plans"].items():
         device, model, step = name.split(": ")
         plain = report["plans"].get(f"{device}: {model}: plain", {})
         cells = shown(found, found if step == "plain" else plain)
-        rows.append(f"| {device} | {model} | {step} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n" + versions(report["plans"])
+        rows.append(markdown.line(device, model, step, *cells))
+    return markdown.table(head, rows) + "\n\n" + versions(report["plans"])
 
 
 def versions(plans: dict[str, Any]) -> str:
@@ -143,17 +140,10 @@ def versions(plans: dict[str, Any]) -> str:
     for compiler, made in found.items():
         places = [f"{device} ({', '.join(models)})" for device, models in made.items()]
         lines.append(f"* {compiler}: {', '.join(places)}")
-    return "\nWhat compiled them:\n\n" + "\n".join(lines) + "\n"
+    return "\n".join(["What compiled them:", "", *lines])
 
 
-def on_page(page: str, report: dict[str, Any]) -> str:
-    """The page with this table between its markers."""
-    return reporting.between(page, BEGIN, END, table(report))
-
-
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
     report["plans"] = compilers.kept(asked.out).get("plans", {})
 
@@ -161,17 +151,16 @@ def main(argv: list[str]) -> None:
         return plan(task, asked.compiler_python, asked.seconds or None)
 
     compilers.continued(report, dict(tasks(asked.smoke)), asked.plans, asked.out, made, show)
-    if asked.page:
-        page = pathlib.Path(asked.page)
-        page.write_text(on_page(page.read_text(), report))
+    markdown.rewrite(asked.page, {"step plans": table(report)})
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
-    flags.DEFINE_bool("smoke", False, "A small batch, compiled for this CPU: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures; its plans are kept.")
     flags.DEFINE_string("page", None, "Markdown file whose table is written again.")
     flags.DEFINE_multi_string("plans", None, "A plan, or the beginning of several names.")
     flags.DEFINE_string("compiler_python", str(COMPILERS), "A Python that has the compilers.")
     flags.DEFINE_float("seconds", 0, "Gives a plan up after this time; 0 waits.")
-    app.run(main)
+    reporting.run(
+        main,
+        smoke="A small batch, compiled for this CPU",
+        out="JSON file for the figures; its plans are kept.",
+    )

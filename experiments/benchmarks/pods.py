@@ -32,10 +32,10 @@ from typing import Any
 
 import compilers
 import reporting
-from absl import app, flags
+from absl import flags
+from common import markdown
 from compilers import COMPILERS
 
-BEGIN, END = "<!-- plans: begin -->\n", "<!-- plans: end -->\n"
 SHAPES = {
     "0.5M": {"vocabulary": 512, "length": 64, "width": 128, "depth": 2, "heads": 4},
     "30M": {"vocabulary": 128, "length": 128, "width": 512, "depth": 9, "heads": 8},
@@ -164,12 +164,7 @@ def train(steps: int) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> str:
     """The tables of docs/pages/scale.md."""
-    rows = [
-        "| model, devices, mesh | step | state | temporaries | Tflop | Gcycles | over data "
-        "| over model |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    plans = report["plans"]
+    rows, plans = [], report["plans"]
     for name, found in plans.items():
         model, devices, mesh, step = name.split()
         if model == "0.5M" or "refused" in found:
@@ -180,17 +175,14 @@ def tables(report: dict[str, Any]) -> str:
             continue
         cycles = f"{found['cycles'] / 1e9:.2f}" if found.get("cycles") else "-"
         sent = ["not read" if "unread" in found else _over(found, batch) for batch in (True, False)]
-        rows.append(
-            f"| {place} | {step} | {_gib(found['state_bytes'])} |"
-            f" {_gib(found['temporary_bytes'])} | {found['matmul_flop'] / 1e12:.1f} | {cycles} |"
-            f" {' | '.join(sent)} |"
-        )
-    rows += [
-        "",
-        "| chips | mesh | collectives over data, plain | private | over model, plain | private "
-        "| state + temporaries, plain | private |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+        held = [_gib(found[kind]) for kind in ("state_bytes", "temporary_bytes")]
+        tflop = f"{found['matmul_flop'] / 1e12:.1f}"
+        rows.append(markdown.line(place, step, *held, tflop, cycles, *sent))
+    head = (
+        "| model, devices, mesh | step | state | temporaries | Tflop | Gcycles | over data "
+        "| over model |"
+    )
+    parts, rows = [markdown.table(head, rows)], []
     for devices, chips in GROWING:
         for mesh in growing(chips):
             both = [plans.get(f"0.5M {devices} {mesh} {step}", {}) for step in ("plain", "private")]
@@ -199,26 +191,25 @@ def tables(report: dict[str, Any]) -> str:
             cells = [str(_count(f, batch)) for batch in (True, False) for f in both]
             mib = [(f["state_bytes"] + f["temporary_bytes"]) / 2**20 for f in both]
             cells += [f"{x:.1f} MiB" for x in mib]
-            rows.append(f"| {chips} | {mesh} | " + " | ".join(cells) + " |")
+            rows.append(markdown.line(str(chips), mesh, *cells))
+    head = (
+        "| chips | mesh | collectives over data, plain | private | over model, plain | private "
+        "| state + temporaries, plain | private |"
+    )
+    parts.append(markdown.table(head, rows))
     if ran := report.get("training"):
         mesh = ",".join(f"{name}:{size}" for name, size in ran["mesh"].items())
         first, *_, last = ran["losses"]
         steps = len(ran["losses"])
-        rows += [
-            "",
-            f"What ran: {steps} private steps of a decoder of {ran['parameters'] / 1e6:.0f}",
-            f"million parameters on eight host devices ({mesh}), each with 32 texts of 128",
-            f"characters. The loss fell from {first:.2f} to {last:.2f}; a step took",
-            f"{statistics.median(ran['seconds'][1:]):.0f} s. Two cores played eight devices beside",
-            "other programs, so the seconds say nothing of a cluster. The noise was too small for",
-            "a guarantee: this shows that a mesh trains.",
-        ]
-    return "\n".join(rows) + "\n"
-
-
-def on_page(page: str, report: dict[str, Any]) -> str:
-    """The page with these tables between its markers."""
-    return reporting.between(page, BEGIN, END, tables(report))
+        parts.append(
+            f"What ran: {steps} private steps of a decoder of {ran['parameters'] / 1e6:.0f}\n"
+            f"million parameters on eight host devices ({mesh}), each with 32 texts of 128\n"
+            f"characters. The loss fell from {first:.2f} to {last:.2f}; a step took\n"
+            f"{statistics.median(ran['seconds'][1:]):.0f} s. Two cores played eight devices beside"
+            "\nother programs, so the seconds say nothing of a cluster. The noise was too small for"
+            "\na guarantee: this shows that a mesh trains."
+        )
+    return "\n\n".join(parts)
 
 
 def _gib(count: int) -> str:
@@ -239,9 +230,7 @@ def _over(found: dict[str, Any], batch: bool) -> str:
     return f"{_count(found, batch):,}: {_gib(sent)}" if sent else "0"
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     before = compilers.kept(asked.out)
     if asked.train:
         before["training"] = train(asked.train)
@@ -254,17 +243,16 @@ def main(argv: list[str]) -> None:
         return plan(task, asked.compiler_python)
 
     compilers.continued(report, dict(tasks(asked.smoke)), asked.plans, asked.out, made, show)
-    if asked.page:
-        page = pathlib.Path(asked.page)
-        page.write_text(on_page(page.read_text(), report))
+    markdown.rewrite(asked.page, {"plans": tables(report)})
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
-    flags.DEFINE_bool("smoke", False, "A tiny network on four host devices: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures; its plans are kept.")
     flags.DEFINE_string("page", None, "Markdown file whose tables are written again.")
     flags.DEFINE_multi_string("plans", None, "A plan, or the beginning of several names.")
     flags.DEFINE_string("compiler_python", str(COMPILERS), "A Python that has the compilers.")
     flags.DEFINE_integer("train", 0, "Train this many steps on host devices instead.")
-    app.run(main)
+    reporting.run(
+        main,
+        smoke="A tiny network on four host devices",
+        out="JSON file for the figures; its plans are kept.",
+    )

@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import reporting
-from absl import app, flags
+from absl import flags
 from agreement import TOLERANCE
 from contestants import Contestant
 from steps import configure, start, take_turns
@@ -118,9 +118,7 @@ def measure(case: Case, examples: int, **limits: Any) -> dict[str, Any]:
     return {"median_ms": times, "disagreement": apart}
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     configure(asked.smoke, host_devices=1)
     limits = {"rounds": 1 if asked.smoke else asked.rounds, "seconds": 10.0}
     report = reporting.begin(("jax", "jaxlib"), smoke=asked.smoke, **limits)
@@ -135,8 +133,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 15, "How many turns each takes.", lower_bound=1)
     flags.DEFINE_list("cases", None, "Which, by how they begin; all by default.")
-    flags.DEFINE_bool("smoke", False, "Two examples, one turn, little optimized: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each case.")
-    app.run(main)
+    reporting.run(main, smoke="Two examples, one turn, little optimized", rounds=15)

@@ -13,16 +13,48 @@ import os
 import pathlib
 import platform
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from absl import app, logging
+from absl import app, flags, logging
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from dpjax.cli.flag_checks import only_flags
 
-__all__ = ["begin", "between", "chosen", "keep", "only_flags"]
+__all__ = ["begin", "chosen", "keep", "run"]
+
+
+def run(
+    main: Callable[[Any], None],
+    smoke: str | None,
+    rounds: int | None = None,
+    out: str | None = "JSON file for the figures, rewritten after each part.",
+) -> None:
+    """Runs a benchmark with its flags, and first defines the flags that most benchmarks have.
+
+    A file calls it under ``__main__``: two imported benchmarks would both define --out.
+
+    Args:
+      main: Takes the values of the flags.
+      smoke: What --smoke makes small; None if there is no such flag.
+      rounds: The default of --rounds; None if there is no such flag.
+      out: What --out is; None if there is no such flag.
+    """
+    flags.disclaim_key_flags()  # so that --help of the benchmark shows them
+    if smoke:
+        flags.DEFINE_bool("smoke", False, f"{smoke}: does it run?")
+    if rounds:
+        flags.DEFINE_integer("rounds", rounds, "How many turns each contestant takes.", 1)
+    if out:
+        flags.DEFINE_string("out", None, out)
+
+    def started(argv: list[str]) -> None:
+        only_flags(argv)
+        main(flags.FLAGS)
+
+    app.run(started)
 
 
 def begin(packages: tuple[str, ...], **settings: Any) -> dict[str, Any]:
@@ -46,12 +78,6 @@ def keep(report: dict[str, Any], out: str | None) -> None:
         path = pathlib.Path(out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def between(page: str, begin: str, end: str, text: str) -> str:
-    """The page with this text between two of its markers."""
-    before, _, rest = page.partition(begin)
-    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
 
 
 def chosen(

@@ -20,15 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reporting
-from absl import app, flags
 
 from dpjax import clipping
 from dpjax.gradients import batching
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.types import Draw
 
-_OUT = flags.DEFINE_string("out", None, "Where the figures go, as JSON.")
-_SMOKE = flags.DEFINE_bool("smoke", False, "A few thousand rows: does it run?")
 RULE = clipping.flat(1.0)
 
 
@@ -90,10 +87,9 @@ def beyond(rows: np.ndarray, size: int, compensated: bool) -> dict[str, float]:
     }
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    report = reporting.begin(("dpjax", "jax", "jaxlib"), smoke=_SMOKE.value)
-    large, cases = (4096 if _SMOKE.value else 1_000_000), []
+def main(asked: Any) -> None:
+    report = reporting.begin(("dpjax", "jax", "jaxlib"), smoke=asked.smoke)
+    large, cases = (4096 if asked.smoke else 1_000_000), []
     for kind, count, size in (
         ("hostile", min(large, 60_000), 16),
         ("hostile", large, 16),
@@ -107,8 +103,8 @@ def main(argv: list[str]) -> None:
             cases[-1][name] = found = beyond(rows, size, compensated)
             told = ", ".join(f"{neighbour} 1 {by:+.1e}" for neighbour, by in found.items())
             print(f"{kind:8} {count:8} in {size:4}  {name:12} {told}", flush=True)
-    reporting.keep(report | {"cases": cases}, _OUT.value)
+    reporting.keep(report | {"cases": cases}, asked.out)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    reporting.run(main, smoke="A few thousand rows")

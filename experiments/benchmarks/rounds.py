@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import reporting
-from absl import app, flags
 
 import dpjax
 from dpjax import clipping, federated, losses, models, sampling
@@ -92,9 +91,7 @@ def measured(name: str, rounds: int) -> dict[str, float]:
     return {**medians, "ratio": medians["round_s"] / medians["plain_s"]}
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     some, rounds = (["mlp"], 1) if asked.smoke else (list(SHAPES), asked.rounds)
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke, rounds=rounds)
     report["models"] = {}
@@ -106,7 +103,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 5, "How many turns each takes.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "One model, one turn: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
-    app.run(main)
+    reporting.run(main, smoke="One model, one turn", rounds=5)

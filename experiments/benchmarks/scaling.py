@@ -30,11 +30,11 @@ from typing import Any
 
 import reporting
 import workers
-from absl import app, flags
+from absl import flags
+from common import markdown
 from workloads import SEED, WORKLOADS
 
 TURN = 1.0  # seconds of steps in a turn
-BEGIN, END = "<!-- scaling: begin -->\n", "<!-- scaling: end -->\n"
 
 
 def ways(cores: int) -> dict[str, dict[str, int]]:
@@ -116,29 +116,22 @@ def table(report: dict[str, Any]) -> str:
     """The table of docs/pages/scale.md."""
     workloads = report["workloads"].items()
     cores = max(f["cores"] for _, found in workloads for f in found["ways"].values())
-    rows = [
+    head = (
         f"| | one core, ms | {cores} cores, one device | speedup | {cores} cores, {cores} devices "
-        "| speedup | others |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "| speedup | others |"
+    )
+    rows = []
     for name, found in workloads:
         one, whole, split = found["ways"].values()
         cells = [f"{one['median_ms']:,.0f}"]
         cells += [
             x for f in (whole, split) for x in (f"{f['median_ms']:,.0f}", f"{f['speedup']:.2f}")
         ]
-        rows.append(f"| {name} | {' | '.join(cells)} | {found['others']:.0%} |")
-    return "\n".join(rows) + "\n"
+        rows.append(markdown.line(name, *cells, f"{found['others']:.0%}"))
+    return markdown.table(head, rows)
 
 
-def on_page(page: str, report: dict[str, Any]) -> str:
-    """The page with this table between its markers."""
-    return reporting.between(page, BEGIN, END, table(report))
-
-
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     names = reporting.chosen(
         "workloads", list(WORKLOADS), ["W4"] if asked.smoke else asked.workloads
     )
@@ -156,16 +149,10 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         reporting.keep(report, asked.out)
-    if asked.page:
-        page = pathlib.Path(asked.page)
-        page.write_text(on_page(page.read_text(), report))
+    markdown.rewrite(asked.page, {"scaling": table(report)})
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("workloads", None, "Which; by default all.")
-    flags.DEFINE_integer("rounds", 9, "How many turns each way takes.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "A batch of 16, one round: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each workload.")
     flags.DEFINE_string("page", None, "Markdown file whose table is written again.")
-    app.run(main)
+    reporting.run(main, smoke="A batch of 16, one round", rounds=9)

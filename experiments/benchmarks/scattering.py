@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import reporting
 import workers
-from absl import app, flags
+from absl import flags
 
 import dpjax
 from dpjax import features
@@ -131,9 +131,7 @@ def table(name: str, figures: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     rounds, seconds, examples = asked.rounds, asked.seconds, asked.examples
     shapes = SHAPES
     if asked.smoke:
@@ -157,12 +155,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("data", None, "Whole data sets to time, by name; DPJAX_DATA_DIR has them.")
     flags.DEFINE_integer("examples", 1024, "Images of a turn's lot.", lower_bound=CHECKED)
-    flags.DEFINE_integer("rounds", 7, "How many turns each contestant takes.", lower_bound=1)
     flags.DEFINE_float("seconds", 2.0, "The length of a turn.", lower_bound=0.01)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has kymatio.")
-    flags.DEFINE_bool("smoke", False, "Few images, two short rounds: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures.")
-    app.run(main)
+    reporting.run(main, smoke="Few images, two short rounds", rounds=7)

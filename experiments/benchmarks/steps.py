@@ -157,9 +157,7 @@ def configure(smoke: bool, host_devices: int) -> None:
         jax.config.update("jax_disable_most_optimizations", True)  # compiling is all its time
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     configure(asked.smoke, asked.host_devices)
     names = asked.workloads or (["W4"] if asked.smoke else list(WORKLOADS))
     if unknown := set(names) - set(WORKLOADS):
@@ -180,14 +178,10 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not at the top: two imported experiments would both define --out.
     flags.DEFINE_list("workloads", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("contestants", None, "Names or how they begin; by default all, plain always.")
-    flags.DEFINE_integer("rounds", 10, "How many turns each contestant takes.", lower_bound=1)
     flags.DEFINE_float("seconds", 30.0, "After so long a contestant rests.", lower_bound=0.1)
     flags.DEFINE_integer("host_devices", 1, "Devices that the CPU is shown as.", lower_bound=1)
     flags.DEFINE_bool("peaks", False, "Measure peaks too: each contestant in its own process.")
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
-    flags.DEFINE_bool("smoke", False, "Batches of 8, two rounds, little optimized: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each workload.")
-    app.run(main)
+    reporting.run(main, smoke="Batches of 8, two rounds, little optimized", rounds=10)

@@ -22,7 +22,7 @@ from typing import Any
 
 import reporting
 import workers
-from absl import app, flags
+from absl import flags
 
 # (family, steps, bands or buffers, separation, most); dense has no size.
 TASKS = [
@@ -109,9 +109,7 @@ def named(task: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     report = reporting.begin(("numpy", "scipy", "jax"), smoke=asked.smoke, seconds=asked.seconds)
     report["rows"] = {}
     if asked.rows and asked.out and pathlib.Path(asked.out).exists():
@@ -163,6 +161,4 @@ if __name__ == "__main__":
         flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
         flags.DEFINE_float("seconds", 600.0, "A peer's search that is longer is stopped.", 0.1)
         flags.DEFINE_multi_string("rows", None, "Which, as printed; others are kept from --out.")
-        flags.DEFINE_bool("smoke", False, "Short runs: does it run?")
-        flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each row.")
-        app.run(main)
+        reporting.run(main, smoke="Short runs")

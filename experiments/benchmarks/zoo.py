@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import reporting
-from absl import app, flags
+from absl import flags
 from zoo_models import MODELS, Case
 
 import dpjax
@@ -103,9 +103,7 @@ def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
     }
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     names = reporting.chosen("models", list(MODELS), asked.models)
     rounds = 1 if asked.smoke else asked.rounds
     report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, rounds=rounds)
@@ -126,8 +124,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_list("models", None, "Names or how they begin; by default all.")
-    flags.DEFINE_integer("rounds", 11, "How often the two alternate.", lower_bound=1)
     flags.DEFINE_float("seconds", 3.0, "CPU seconds for the rounds of a model.", lower_bound=0.01)
-    flags.DEFINE_bool("smoke", False, "Batches of 4, one round: does it run?")
-    flags.DEFINE_string("out", None, "JSON file for the figures, rewritten after each model.")
-    app.run(main)
+    reporting.run(main, smoke="Batches of 4, one round", rounds=11)

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import reporting
-from absl import app, flags
 from zoo import Run, cpu_seconds, norms_of, plain, private
 from zoo_models import MODELS, Case, cross_entropy
 
@@ -227,14 +226,10 @@ def measure(name: str, rounds: int, smoke: bool) -> None:
         print(f"  {who:16} {1e3 * statistics.median(seconds):8.3f} ms {ratio:6.2f} x", flush=True)
 
 
-def main(argv: list[str]) -> None:
-    reporting.only_flags(argv)
-    asked = flags.FLAGS
+def main(asked: Any) -> None:
     for name in PROGRAMS:
         measure(name, 1 if asked.smoke else asked.rounds, asked.smoke)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("rounds", 15, "How often the programs alternate.", lower_bound=1)
-    flags.DEFINE_bool("smoke", False, "Batches of 4, one round: does it run?")
-    app.run(main)
+    reporting.run(main, smoke="Batches of 4, one round", rounds=15, out=None)

@@ -51,6 +51,23 @@ _LEFT_OUT = {"examples_per_second", "delta", "method", "private"}
 Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
 
 
+def define_rows() -> None:
+    """Defines --rows, for binaries that call `chosen`; the others would ignore it."""
+    words = "Rows whose names contain one of these words; all by default."
+    flags.DEFINE_list("rows", None, words)
+
+
+def chosen(row: str) -> bool:
+    """Whether --rows names this row."""
+    return any(word in row for word in flags.FLAGS.rows or [""])
+
+
+def define_cache(folder: str | None = None) -> flags.FlagHolder[str | None]:
+    """Defines --cache_dir, for binaries that compute features."""
+    words = "Folder that keeps features; as secret as the data."
+    return flags.DEFINE_string("cache_dir", folder, words)
+
+
 class Results:
     """Numbers by row and seed, in a file that several processes may share.
 

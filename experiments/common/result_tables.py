@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from common import markdown
 from common.claims import FAILS, HOLDS, NOT_RUN, OPEN, Claim, Judged, judged
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -58,7 +59,6 @@ HEADLINES = (  # claims of the README, one of each paper
     ("liu2021", "MNIST at 0.94: groups above flat at equal true epsilon"),
     ("bu2023", "MNIST: ECE with a large bound below that with a small one"),
 )
-BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def claim_rows(paper: str) -> Iterator[str]:
             absent.setdefault(result.verdict, []).append(claim)
             continue
         cells = [claim.system, f"{claim.published}", here(result), *epsilons, result.verdict]
-        yield f"| {' | '.join(cells)} | {f'`{result.row}`' if result.row else ''} |"
+        yield markdown.line(*cells, f"`{result.row}`" if result.row else "")
     for verdict, claims in absent.items():
         systems = ", ".join(dict.fromkeys(claim.system.partition(":")[0] for claim in claims))
         published = ", ".join(str(claim.published) for claim in claims)
@@ -160,7 +160,7 @@ def step_rows() -> Iterator[str]:
         taken = {who: c["median_ms"] for who, c in contestants if "median_ms" in c}
         opacus = min(ms for who, ms in taken.items() if who.startswith("opacus"))
         each = taken["plain"], taken["dpjax auto"], opacus, taken["torch plain"]
-        yield f"| {WORKLOADS[name]} | " + " | ".join(f"{ms:.3g}" for ms in each) + " |"
+        yield markdown.line(WORKLOADS[name], *(f"{ms:.3g}" for ms in each))
 
 
 def strategy_rows() -> Iterator[str]:
@@ -179,7 +179,7 @@ def strategy_rows() -> Iterator[str]:
         ratio = taken / row["dpjax"]["seconds"]
         said = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}"
         cells.append(f"{'> ' * ('seconds' not in peer)}{said}")
-        yield f"| {name} | {' | '.join(cells)} |"
+        yield markdown.line(name, *cells)
 
 
 def correlated_rows() -> Iterator[str]:
@@ -193,7 +193,7 @@ def correlated_rows() -> Iterator[str]:
             found = list(seeds.values())
             accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
             cells += [accuracy, f"{found[0]['error']:.3g}" if found else ""]
-        yield f"| {dataset} | {epsilon} | {' | '.join(cells)} |"
+        yield markdown.line(dataset, epsilon, *cells)
 
 
 def plan_rows() -> Iterator[str]:
@@ -207,7 +207,7 @@ def plan_rows() -> Iterator[str]:
             for step in ("plain", "auto", "vmap", "jax_privacy")
         )
         cells = [_planned(plain, {}), *(_planned(found, plain) for found in others)]
-        yield f"| {device} | {WORKLOADS[model]} | {' | '.join(cells)} |"
+        yield markdown.line(device, WORKLOADS[model], *cells)
 
 
 def _planned(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
@@ -230,7 +230,7 @@ def audit_rows() -> Iterator[str]:
             f"{math.ceil(1000 * audit['claimed']) / 1000:.3f}"
             for audit in (step, run)
         ]
-        yield f"| {name} | {step['measured']} | {' | '.join(each)} |"
+        yield markdown.line(name, step["measured"], *each)
 
 
 def optimizer_rows() -> Iterator[str]:
@@ -245,7 +245,7 @@ def optimizer_rows() -> Iterator[str]:
             # As code: an error may hold the signs of a table or of HTML.
             why = stopped[0].translate(str.maketrans("|`", "/'"))
             cells = ["runs" if found == "runs" else "refused" for found in row.values()]
-            yield f"| {name} | {' | '.join(cells)} | `{why:.150}` |"
+            yield markdown.line(name, *cells, f"`{why:.150}`")
 
 
 def zoo_rows() -> Iterator[str]:
@@ -257,140 +257,93 @@ def zoo_rows() -> Iterator[str]:
 
 def page() -> str:
     """The whole page of results."""
-    lines = [
-        "# Results",
-        "",
-        "Made by `python experiments/common/result_tables.py` from the JSON files in",
-        "`experiments/results`, which also hold date, versions and hardware. Accuracies are test",
-        "accuracies in per cent (mse: mean squared error), as mean and range over seeds. Rows that",
-        "are missing were not run; no figure of an accelerator was measured.",
-        "",
-        "## Claims of the papers",
-        "",
-        verdicts(),
-        "",
-        CLAIMS,
-    ]
-    head = ["system", "published", "here (range; seeds)", "epsilon, the paper's", "rdp", "pld"]
-    head += ["verdict", "row"]
-    for name, title in PAPERS.items():
-        lines += ["", f"### {title}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        lines += claim_rows(name)
-    lines += [
-        "",
-        "## All rows",
-        "",
-        "Of a sweep, whose rows differ in numbers alone, the best row.",
-    ]
-    for name, title in PAPERS.items():
-        lines += ["", f"### {title}: rows", "", "| row | mean (range) | seeds |", "|---|---|---|"]
-        lines += rows_of(name)
-    lines += ["", "## One step, forward to update, in milliseconds on two CPU cores", ""]
-    lines += [
-        "| | plain JAX | dpjax | Opacus, best mode | PyTorch, plain |",
-        "|---|---|---|---|---|",
-    ]
-    lines += step_rows()
-    lines += [
-        "",
-        "Medians of alternated rounds in one run, by",
-        '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
-    ]
-    lines += [
-        "",
-        "## DP-SGD beside correlated noise, at equal epsilon",
-        "",
-        "Linear models on wavelets: accuracy, and the error that noise leaves in a parameter, in",
-        "clipping bounds; by `python experiments/correlated.py --seeds=3`. Epsilon by PLD at 1e-5.",
-        "",
-        "| data | epsilon | Poisson, fresh noise | error | 16 bands, cyclic Poisson | error "
-        "| buffered, balls in bins | error |",
-        "|---|---|---|---|---|---|---|---|",
-        *correlated_rows(),
-        "",
-        "## Strategies of correlated noise",
-        "",
-        "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, one",
-        "after the other on two cores that a dozen other programs shared: ratios mean more than",
-        "seconds. Some searches of jax_privacy were stopped. `make bench-peers BENCH=strategies`.",
-        "",
-        "| | dpjax | s | jax_privacy | s | ratio |",
-        "|---|---|---|---|---|---|",
-        *strategy_rows(),
-    ]
     ratios = [found["ratio"] for found in load("zoo")["models"].values()]
-    lines += [
-        "",
-        "## Models of many kinds: the private sum beside a plain gradient",
-        "",
-        "CPU time in milliseconds of JAX's gradient of the mean loss and of the clipped sum, and",
-        "the relative difference from the definition; by `make bench BENCH=zoo`. Ratio: median",
-        f"{statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
-        "",
-        "| model | parameters | plain | private | ratio | disagreement |",
-        "|---|---|---|---|---|---|",
-        *zoo_rows(),
-    ]
-    lines += ["", "## One step on an accelerator, as compilers plan it", ""]
-    lines += ["| device | | plain JAX | dpjax | `vmap` | jax_privacy |", "|---" * 6 + "|"]
-    lines += plan_rows()
-    lines += [
-        "",
-        "Plans and not measurements, by `make bench BENCH=plans`: milliseconds that the compiler",
-        "of a TPU expects from FLOPs and bytes, and millions of cycles that its scheduler expects;",
-        "for an H100, a roofline of FLOPs and bytes. In brackets, ratios to plain JAX.",
-    ]
     audits = load("audits")
     above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())
-    lines += ["", f"## Audits: lower bounds on epsilon at delta {audits['delta']:g}", ""]
-    lines += ["| | one step | epsilon above | claimed | a run: epsilon above | claimed |"]
-    lines += ["|---|---|---|---|---|---|", *audit_rows()]
-    lines += [
-        "",
-        f"{above} of {2 * len(audits['rows'])} bounds exceed their claims. The bound of a step has",
-        "a confidence of 99.9 % (with jl, mu is the median over projections), that of a run 95 %.",
-        f"By `{audits['command']}`.",
+    head = (
+        "| system | published | here (range; seeds) | epsilon, the paper's | rdp | pld | verdict "
+        "| row |"
+    )
+    parts = [
+        "# Results",
+        "Made by `python experiments/common/result_tables.py` from the JSON files in\n"
+        "`experiments/results`, which also hold date, versions and hardware. Accuracies are test\n"
+        "accuracies in per cent (mse: mean squared error), as mean and range over seeds. Rows that"
+        "\nare missing were not run; no figure of an accelerator was measured.",
+        "## Claims of the papers",
+        verdicts(),
+        CLAIMS,
     ]
-    lines += [
-        "",
+    for name, title in PAPERS.items():
+        parts += [f"### {title}", markdown.table(head, claim_rows(name))]
+    parts += ["## All rows", "Of a sweep, whose rows differ in numbers alone, the best row."]
+    for name, title in PAPERS.items():
+        rows = markdown.table("| row | mean (range) | seeds |", rows_of(name))
+        parts += [f"### {title}: rows", rows]
+    parts += [
+        "## One step, forward to update, in milliseconds on two CPU cores",
+        markdown.table("| | plain JAX | dpjax | Opacus, best mode | PyTorch, plain |", step_rows()),
+        "Medians of alternated rounds in one run, by\n"
+        '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
+        "## DP-SGD beside correlated noise, at equal epsilon",
+        "Linear models on wavelets: accuracy, and the error that noise leaves in a parameter, in\n"
+        "clipping bounds; by `python experiments/correlated.py --seeds=3`. Epsilon by PLD at 1e-5.",
+        markdown.table(
+            "| data | epsilon | Poisson, fresh noise | error | 16 bands, cyclic Poisson | error "
+            "| buffered, balls in bins | error |",
+            correlated_rows(),
+        ),
+        "## Strategies of correlated noise",
+        "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, one\n"
+        "after the other on two cores that a dozen other programs shared: ratios mean more than\n"
+        "seconds. Some searches of jax_privacy were stopped. `make bench-peers BENCH=strategies`.",
+        markdown.table("| | dpjax | s | jax_privacy | s | ratio |", strategy_rows()),
+        "## Models of many kinds: the private sum beside a plain gradient",
+        "CPU time in milliseconds of JAX's gradient of the mean loss and of the clipped sum, and\n"
+        "the relative difference from the definition; by `make bench BENCH=zoo`. Ratio: median\n"
+        f"{statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
+        markdown.table(
+            "| model | parameters | plain | private | ratio | disagreement |", zoo_rows()
+        ),
+        "## One step on an accelerator, as compilers plan it",
+        markdown.table("| device | | plain JAX | dpjax | `vmap` | jax_privacy |", plan_rows()),
+        "Plans and not measurements, by `make bench BENCH=plans`: milliseconds that the compiler\n"
+        "of a TPU expects from FLOPs and bytes, and millions of cycles that its scheduler expects;"
+        "\nfor an H100, a roofline of FLOPs and bytes. In brackets, ratios to plain JAX.",
+        f"## Audits: lower bounds on epsilon at delta {audits['delta']:g}",
+        markdown.table(
+            "| | one step | epsilon above | claimed | a run: epsilon above | claimed |",
+            audit_rows(),
+        ),
+        f"{above} of {2 * len(audits['rows'])} bounds exceed their claims. The bound of a step has"
+        "\na confidence of 99.9 % (with jl, mu is the median over projections), that of a run 95 %."
+        f"\nBy `{audits['command']}`.",
         "## Optax's optimizers on private means",
-        "",
-        "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`,",
-        "and behind `mechanism.private` under `testing.assert_private`. Rows that are missing run",
-        "in all three.",
-        "",
-        "| optimizer | Optax itself | `dpsgd` | chain | the first error |",
-        "|---|---|---|---|---|",
+        "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`,"
+        "\nand behind `mechanism.private` under `testing.assert_private`. Rows that are missing run"
+        "\nin all three.",
+        markdown.table(
+            "| optimizer | Optax itself | `dpsgd` | chain | the first error |", optimizer_rows()
+        ),
     ]
-    lines += optimizer_rows()
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def readme_rows() -> str:
     """A claim of each paper for the README, and how many claims hold in all."""
-    lines = [
-        "| claim | published | here (range; seeds) | true epsilon | verdict |",
-        "|---" * 5 + "|",
-    ]
-    found = {paper: list(judged_claims(paper)) for paper in PAPERS}
+    lines, found = [], {paper: list(judged_claims(paper)) for paper in PAPERS}
     for paper, system in HEADLINES:
         result, epsilons = next(each for each in found[paper] if each[0].claim.system == system)
         cells = [system, str(result.claim.published), here(result), epsilons[-1], result.verdict]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", verdicts()]) + "\n"
-
-
-def with_rows(readme: str) -> str:
-    """The README with fresh rows between its markers."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + readme_rows() + END + rest.split(END)[1]
+        lines.append(markdown.line(*cells))
+    head = "| claim | published | here (range; seeds) | true epsilon | verdict |"
+    return markdown.table(head, [*lines, "", verdicts()])
 
 
 def main() -> None:
     """Writes both files."""
     (RESULTS / "README.md").write_text(page())
-    readme = ROOT / "README.md"
-    readme.write_text(with_rows(readme.read_text()))
+    markdown.rewrite(str(ROOT / "README.md"), {"results": readme_rows()})
 
 
 if __name__ == "__main__":

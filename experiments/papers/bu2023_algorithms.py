@@ -47,9 +47,7 @@ from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import only_flags
 from dpjax.types import Algorithm, Clipping, LossFn
 
-_ROWS = flags.DEFINE_list(
-    "rows", None, "Rows whose names contain one of these words; all by default."
-)
+paper_runs.define_rows()
 _SMOKE_ROWS = ("Adam, flat, small R", "SGLD", "FedAvg", "FedSGD")
 
 EPSILON, DELTA = 2.38, paper_runs.DELTA
@@ -269,10 +267,9 @@ HEAD = (
 def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
-    every = _SMOKE_ROWS if paper_runs.SMOKE.value and not _ROWS.value else tuple(ROWS)
-    chosen = [name for name in every if any(word in name for word in _ROWS.value or [""])]
+    every = _SMOKE_ROWS if paper_runs.SMOKE.value and not flags.FLAGS.rows else tuple(ROWS)
     results, lines = paper_runs.results(), []
-    for name in chosen:
+    for name in filter(paper_runs.chosen, every):
         lines.append(line(name, ROWS[name], results))
         print(*lines[-1], sep="  ", flush=True)
     print(paper_runs.table(HEAD, lines))

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import app, logging
 
 import dpjax
 from dpjax import data, metrics, models, sampling
@@ -63,12 +63,8 @@ from common.pretrained_files import WEIGHTS
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import only_flags
 
-_ROWS = flags.DEFINE_list(
-    "rows", None, "Rows whose names contain one of these words; all by default."
-)
-_CACHE = flags.DEFINE_string(
-    "cache_dir", "build/features", "Folder that keeps features; as secret as the data."
-)
+paper_runs.define_rows()
+_CACHE = paper_runs.define_cache("build/features")
 SIDE = 96  # pixels to which images are resized
 LENGTH = 32  # tokens; 6 % of the phrases are longer and cut
 BINS = 15  # of confidence
@@ -247,7 +243,7 @@ def chosen() -> list[tuple[str, float, str]]:
         ]
         for name in names
     ]
-    return [one for one in every if any(word in titled(*one) for word in _ROWS.value or [""])]
+    return [one for one in every if paper_runs.chosen(titled(*one))]
 
 
 def titled(row: str, epsilon: float, name: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from absl import app, flags, logging
+from absl import app, logging
 
 import dpjax
 from dpjax import accounting, clipping, data, features, models, sampling
@@ -37,12 +37,8 @@ from common import paper_runs
 
 from dpjax.cli.flag_checks import only_flags
 
-_ROWS = flags.DEFINE_list(
-    "rows", None, "Rows whose names contain one of these words; all by default."
-)
-_CACHE = flags.DEFINE_string(
-    "cache_dir", None, "Folder that keeps features; as secret as the data."
-)
+paper_runs.define_rows()
+_CACHE = paper_runs.define_cache()
 
 
 class Row(NamedTuple):
@@ -136,9 +132,10 @@ def main(argv: list[str]) -> None:
     only_flags(argv)
     logging.set_verbosity(logging.WARNING)
     rows = SMALL if paper_runs.SMOKE.value else ROWS
-    chosen = {n: r for n, r in rows.items() if any(w in n for w in _ROWS.value or [""])}
     results, lines = paper_runs.results(), []
-    for name, row in chosen.items():
+    for name, row in rows.items():
+        if not paper_runs.chosen(name):
+            continue
         dataset = data.load(row.dataset, paper_runs.DATA_DIR.value)
         seeds = paper_runs.seeds()
         name += paper_runs.copied(dataset)
