@@ -2,8 +2,8 @@
 """DP-SGD beside correlated noise: accuracy of linear models on wavelets at epsilon 0.5 to 8.
 
   result    noise of 16 bands leaves 1.0 of DP-SGD's error at epsilon 0.5, 0.85 at 2 and 0.55 at
-            8, buffered noise 1.18, 0.98 and 0.55.  On CIFAR-10 that is 56.3, 56.4 and 54.3 % at
-            0.5, and 64.2, 64.5 and 64.5 % at 8
+            8, buffered noise 1.18, 0.98 and 0.55.  On CIFAR-10 that is 56.3, 56.4 and 54.3 % (at
+            0.5), and 64.2, 64.5 and 64.5 % (at 8)
   time      15 to 50 core seconds a run, of CIFAR-10 60 to 140, on busy cores; 135 runs
   command   python experiments/correlated.py --seeds=3 --out=experiments/results/correlated.json
   figures   experiments/results/correlated.json; --rows=mnist selects some, --smoke trains on digits

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings on handwritten digits at epsilon 3, and the tables of the guide to settings.
 
-  result    rates decide: 25.6, 82.2, 95.3, 79.6 and 59.2 % at 0.004, 0.04, 0.4, 4 and 40.  Bounds
-            from 0.05 to 5 and batches from 64 to 1,024 are level, at equal rate times bound and at
-            equal epochs; group normalisation adds 2.9 points to a CNN.  3 seeds
+  result    rates decide: 25.6, 82.2, 95.3, 79.6 and 59.2 % (at 0.004, 0.04, 0.4, 4 and 40).
+            Bounds from 0.05 to 5 and batches from 64 to 1,024 are level, at equal rate times bound
+            and at equal epochs; group normalisation adds 2.9 points to a CNN.  3 seeds
   time      1 to 8 core seconds a run; 4 core minutes for three seeds
   command   python experiments/settings.py --seeds=3 --out=experiments/results/settings.json
   figures   experiments/results/settings.json; --rows=batch selects some; ``--page
