@@ -48,7 +48,7 @@ ESTIMATES = ("gdp",)
 # Of the comparison: bounds are found on grids of orders and of losses.
 TOLERANCE = 0.005
 # PLD convolves once for each different step. So more than 64 are rounded to 64 that cost no less,
-# here as in dpjax, which rounds those of all runs together.
+# here as in dpjax, which rounds the steps of all runs together.
 LOOSE, LOOSE_LEVELS, LEVELS = 0.01, 0.1, 64
 
 
