@@ -51,8 +51,19 @@ def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
     groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     gradients = no_total(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
-    means = zero, none, groups, groups, zero
-    return Sums(gradients, *means, none, none, none, none, jnp.zeros(2, jnp.uint32))
+    return Sums(
+        gradients=gradients,
+        losses=zero,
+        scored=none,
+        norms=groups,
+        over=groups,
+        below=zero,
+        drawn=none,
+        working=none,
+        dropped=none,
+        examples=none,
+        seal=jnp.zeros(2, jnp.uint32),
+    )
 
 
 class Info(NamedTuple):
@@ -104,4 +115,4 @@ def mean_info(sums: Sums) -> Info:
         loss = np.float32(sums.losses / sums.scored)
         norm = np.float32(sums.norms / counted[:, None])
         clipped = np.float32(sums.over / sums.working[:, None])
-    return Info._make([loss, sums.examples, sums.dropped, norm, clipped])
+    return Info(loss=loss, examples=sums.examples, dropped=sums.dropped, norm=norm, clipped=clipped)
