@@ -6,7 +6,7 @@ Everything in this file is computed **before** the noise, so all of it is privat
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,9 @@ def mean_info(sums: Sums) -> Info:
     # Dropped examples contributed zero to the sum, so the means leave them out too.
     counted = sums.working - sums.dropped
     with np.errstate(divide="ignore", invalid="ignore"):
-        loss = np.float32(sums.losses / sums.scored)
-        norm = np.float32(sums.norms / counted[:, None])
-        clipped = np.float32(sums.over / sums.working[:, None])
-    return Info(loss=loss, examples=sums.examples, dropped=sums.dropped, norm=norm, clipped=clipped)
+        means: dict[str, Any] = {
+            "loss": np.float32(sums.losses / sums.scored),
+            "norm": np.float32(sums.norms / counted[:, None]),
+            "clipped": np.float32(sums.over / sums.working[:, None]),
+        }
+    return Info(examples=sums.examples, dropped=sums.dropped, **means)
