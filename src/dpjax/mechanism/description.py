@@ -359,8 +359,8 @@ class Mechanism:
                 self.sampling.examples,
             )
 
-        # Without the count: bisection tries factors that `check_adaptive` refuses.
-        # A trial factor may leave no noise for the count of an adapted bound, which would raise.
+        # Without the count of an adapted bound: bisection tries factors for which `check_adaptive`
+        # would raise.
         bare = dataclasses.replace(self, adaptive=None)
 
         def event(factor: float) -> dp.DpEvent:
