@@ -55,7 +55,7 @@ def mechanism(steps=6, **options):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @kills("noise/link.py", "mixed, memory = strategy.next(drawn, memory, step)", "mixed = drawn")
-@kills("noise/link.py", "deviations = [x * scale * sound", "deviations = [x * sound", slow=True)
+@kills("noise/link.py", "deviations = [x * scale for", "deviations = [x for", slow=True)
 def test_the_link_adds_rows_of_the_inverse(name):
     """The numbers of white noise of the same key, mixed by C^-1 and scaled by its sensitivity."""
     strategy, key = STRATEGIES[name], jax.random.key(7)

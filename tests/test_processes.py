@@ -91,12 +91,10 @@ def test_a_signal_to_one_process_reaches_all(monkeypatch):
 
 @kills(
     "training/dpsgd.py",
-    "meshes.require_agreement(name, lambda: facts_of_dispatch(state, count))",
+    "meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count))",
     "pass",
 )
-@kills(
-    "training/dpsgd.py", "            **environment.numerics(),\n", "", case="setting", slow=True
-)
+@kills("training/dpsgd.py", "        **environment.numerics(),\n", "", case="setting", slow=True)
 @kills("training/dpsgd.py", '"the number of steps": count,', "", case="count", slow=True)
 @kills(
     "training/dpsgd.py",
@@ -138,7 +136,7 @@ def test_processes_agree_on_key_step_and_settings_before_each_dispatch(monkeypat
 
 @kills(
     "training/dpsgd.py",
-    "meshes.require_agreement(name, lambda: facts_of_run(state))",
+    "meshes.require_agreement(name, lambda: _facts_of_run(state, identify(state), mechanism))",
     "pass",
     slow=True,
 )
@@ -210,8 +208,8 @@ def test_the_hash_of_draw_and_noise_follows_from_key_step_and_settings():
 
 @kills(
     "training/dpsgd.py",
-    "if meshes.any_process(key.tobytes() not in agreed):",
-    "if key.tobytes() not in agreed:",
+    'if meshes.any_process("agreed" not in happened):',
+    'if "agreed" not in happened:',
     slow=True,
 )
 def test_a_process_that_begins_again_alone_leaves_no_other_waiting(monkeypatch):

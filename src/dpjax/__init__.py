@@ -26,7 +26,8 @@
 | `types`, `trees`, `checks` | shared types, tree arithmetic, argument checks | |
 
 A module is imported when it is first used.
-Read in this order: `types`, `clipping`, `noise`, `mechanism`, `training.dpsgd`.
+Read in this order: `training/step.py` (the private step on one page), `types`,
+`clipping/rules.py`, `mechanism`, `tests/test_laws.py`.
 """
 
 import importlib

@@ -34,6 +34,7 @@ __all__ = [
     "VOUCHED",
     "bind",
     "called",
+    "convolutions",
     "depends",
     "equations",
     "evaluate",
@@ -115,6 +116,11 @@ def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
         yield equation
         for inner in inner_programs(equation):
             yield from equations(inner)
+
+
+def convolutions(program: Jaxpr) -> list[JaxprEqn]:
+    """All convolutions of a program and of its inner programs."""
+    return [e for e in equations(program) if e.primitive.name == "conv_general_dilated"]
 
 
 def fingerprint(program: ClosedJaxpr) -> str:
@@ -217,13 +223,12 @@ def called(equation: JaxprEqn) -> Jaxpr | None:
     return inner[0] if alone and not inner[0].constvars else None
 
 
-def depends(program: Jaxpr, moving: Sequence[bool], rule: Rule | None = None) -> list[bool]:
+def depends(program: Jaxpr, moving: Sequence[bool]) -> list[bool]:
     """Which outputs of a program depend on the inputs marked True.
 
     Args:
       program: The jaxpr.
       moving: A mark for each input.
-      rule: Marks the outputs of an equation; by default `outputs_depend`.
 
     Example:
       >>> import jax
@@ -232,7 +237,7 @@ def depends(program: Jaxpr, moving: Sequence[bool], rule: Rule | None = None) ->
       [False, True, False]
     """
     still = [False] * len(program.constvars)
-    return evaluate(program, still, moving, rule or outputs_depend, literal=lambda _: False)
+    return evaluate(program, still, moving, outputs_depend, literal=lambda _: False)
 
 
 def outputs_depend(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:

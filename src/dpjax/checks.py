@@ -34,7 +34,8 @@ class Refused(ValueError):
     """A step was refused before anything was released."""
 
 
-# Both: text is of a wrong type, NaN a wrong value, and a caller may expect either.
+# An error of both classes: text has a wrong type, NaN is a wrong value, and a caller may catch
+# either.
 class NotANumber(TypeError, ValueError):
     """Text, an array, a boolean or NaN where a number is expected."""
 

@@ -10,7 +10,7 @@ value, compiled or not, and keeps accounting cheap: 20 distinct multipliers inst
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -190,36 +190,32 @@ def curriculum(
     return table(start + (stop - start) * SHAPES[shape](t, epochs), steps_per_epoch)
 
 
-class Curriculum(Protocol):
+@dataclass(frozen=True)
+class Curriculum:
     """Builds the schedule of a named curriculum; the defaults are the paper's run."""
+
+    shape: str
+    first: str
+    """Where it starts, ``"high"`` or ``"low"``."""
 
     def __call__(
         self, *, epochs: int = 20, steps_per_epoch: int = 100, high: float = 5.0, low: float = 1.0
     ) -> optax.Schedule:
         """The schedule between ``high``, its largest multiplier, and ``low``, its smallest."""
-        ...
-
-
-def _between(shape: str, first: str) -> Curriculum:
-    def schedule(
-        *, epochs: int = 20, steps_per_epoch: int = 100, high: float = 5.0, low: float = 1.0
-    ) -> optax.Schedule:
-        start, stop = (high, low) if first == "high" else (low, high)
-        return curriculum(shape, start, stop, epochs=epochs, steps_per_epoch=steps_per_epoch)
-
-    return schedule
+        start, stop = (high, low) if self.first == "high" else (low, high)
+        return curriculum(self.shape, start, stop, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
 
 CURRICULA: dict[str, Curriculum] = {
-    "exponential-down": _between("exponential", "high"),
-    "exponential-up": _between("explosive", "low"),
-    "piecewise-down": _between("piecewise", "high"),
-    "piecewise-up": _between("piecewise", "low"),
-    "linear-down": _between("linear", "high"),
-    "linear-up": _between("linear", "low"),
-    "quadratic-down": _between("quadratic", "high"),
-    "quadratic-up": _between("quadratic", "low"),
-    "logarithmic-up": _between("logarithmic", "low"),
+    "exponential-down": Curriculum("exponential", "high"),
+    "exponential-up": Curriculum("explosive", "low"),
+    "piecewise-down": Curriculum("piecewise", "high"),
+    "piecewise-up": Curriculum("piecewise", "low"),
+    "linear-down": Curriculum("linear", "high"),
+    "linear-up": Curriculum("linear", "low"),
+    "quadratic-down": Curriculum("quadratic", "high"),
+    "quadratic-up": Curriculum("quadratic", "low"),
+    "logarithmic-up": Curriculum("logarithmic", "low"),
 }
 r"""The curricula of table 1 of the paper, by the names that a command line uses.
 

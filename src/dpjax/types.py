@@ -240,7 +240,7 @@ class Clipping:
 class _Held:
     """A rule's wish, held to the bounds: factor * norm <= bound, and 0 for bad examples.
 
-    The wish sees one example at a time, so that none can change what another counts.
+    The wish is called for one example at a time, so no example changes the factor of another.
     """
 
     bounds: tuple[float, ...]
@@ -248,13 +248,11 @@ class _Held:
     name: str
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
-        # The guarantee is decided in this line and the last one of this function: factor times norm
-        # is at most the bound.
+        # The guarantee: factor times norm is at most the bound. The last line holds wishes to it.
         limit = jnp.asarray(self.bounds, norms.dtype)[None] / jnp.maximum(norms, _LEAST)
         # One non-finite group drops the whole example: its other groups are rarely right.
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
-        # One example at a time. A wish that took a mean over the batch would let all others move
-        # when one example leaves.
+        # A wish that took a mean over the batch would move all other examples when one leaves.
         wished = jax.vmap(self._alone)(norms)
         return jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, TypeAlias
 
 import jax
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.types import Partition, PyTree
 
 Groups: TypeAlias = int | Partition
@@ -31,11 +30,8 @@ def balanced(groups: int) -> Partition:
       >>> balanced(2).assign([jnp.zeros(6), jnp.zeros(1), jnp.zeros(2), jnp.zeros(4)])
       (0, 0, 1, 1)
     """
-    if isinstance(groups, bool) or not isinstance(groups, Real) or groups % 1 or groups < 1:
-        raise ValueError(
-            f"clipping: groups={groups!r}; expected a positive number of groups or a "
-            "Partition such as clipping.by_layer(params)."
-        )
+    hint = "Give a positive number of groups, or a Partition such as clipping.by_layer(params)."
+    groups = checks.whole("clipping", "groups", groups, hint)
 
     def assign(tree: PyTree) -> tuple[int, ...]:
         leaves = jax.tree.leaves(tree)
@@ -51,11 +47,11 @@ def balanced(groups: int) -> Partition:
         low, high = max(sizes), sum(sizes)
         while low < high:
             middle = (low + high) // 2
-            fits = _fill(sizes, int(groups), middle)[-1] < groups
+            fits = _fill(sizes, groups, middle)[-1] < groups
             low, high = (low, middle) if fits else (middle + 1, high)
-        return _fill(sizes, int(groups), low)
+        return _fill(sizes, groups, low)
 
-    return Partition(tuple(f"group {i}" for i in range(int(groups))), assign)
+    return Partition(tuple(f"group {i}" for i in range(groups)), assign)
 
 
 def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:

@@ -320,6 +320,13 @@ def microbatched(engine: Engine, size: int) -> Engine:
     return loop
 
 
+def laid_out(engine: Engine, layout: Layout) -> Engine:
+    """An engine in the microbatches and on the devices of a layout."""
+    # Devices around microbatches: each device loops over its own share, and they meet once.
+    run = microbatched(engine, layout.microbatch_size)
+    return run if layout.shares == 1 else spread(run, layout)
+
+
 def spread(engine: Engine, layout: Layout) -> Engine:
     """Splits a batch over devices, runs the engine on each, and sums.
 

@@ -22,7 +22,7 @@ from dpjax.gradients import complex_leaves, platforms
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
-from dpjax.gradients.batching import Engine, Rows, adding, microbatched, spread
+from dpjax.gradients.batching import Engine, Rows, adding, laid_out
 from dpjax.gradients.engines import ENGINES, named
 from dpjax.gradients.layout import layout
 from dpjax.gradients.loss_checks import check_loss, require_one_example
@@ -136,7 +136,7 @@ def clipped_grad(
         return certified(found._replace(value=value), rule)
 
     def of_reals(
-        with_aux: LossFn,
+        real_loss: LossFn,
         params: PyTree,
         batch: PyTree,
         mask: Any,
@@ -150,7 +150,7 @@ def clipped_grad(
         # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
         # gradients of a device before they are clipped.
         refuse_meshes(batch)
-        example, traced = trees.one_row(batch), Traced(with_aux)
+        example, traced = trees.one_row(batch), Traced(real_loss)
         check_loss(traced, params, example, "clipped_grad")
         # Any nonzero entry marks a real example, so float masks work too.
         real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask, bool)
@@ -178,9 +178,7 @@ def clipped_grad(
                 microbatch_size=size if name == "vmap" else microbatch_size,
                 devices=devices,
             )
-            run = microbatched(_engine(name, rule, key), placed.microbatch_size)
-            # Devices around microbatches: each device loops over its own share, and they meet once.
-            run = run if placed.shares == 1 else spread(run, placed)
+            run = laid_out(_engine(name, rule, key), placed)
             return run(traced, rule, params, rows, start)
 
         with platforms.traced_for(devices):

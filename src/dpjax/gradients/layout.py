@@ -26,7 +26,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 from dpjax import meshes
-from dpjax._jaxpr import equations, evaluate, inner_programs
+from dpjax._jaxpr import convolutions, equations, evaluate, inner_programs
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.trace import trace
@@ -112,8 +112,8 @@ def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
     ours = jax.sharding.get_abstract_mesh().empty and jax.devices()[0].platform == "cpu"
     several = ours and microbatches > 1 and platforms.on_cpu()
     if several and devices is None:
-        # Told and not done: the number of devices is the user's, and is settled at JAX's first
-        # array. ``make bench BENCH=scaling`` has what they gain: W1 to W3 take 0.59 to 0.68 of the
+        # Only a warning: JAX fixes the number of devices at its first array, so the user has to set
+        # it. ``make bench BENCH=scaling`` has what they gain: W1 to W3 take 0.59 to 0.68 of the
         # time on two cores, W5 0.83, and W4 1.17.
         _tell_of_idle_cores()
     most = min(jax.local_device_count(), microbatches) if several else 1
@@ -142,7 +142,7 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
     # XLA partitions kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2; the error is
     # as large as the gradient), so with a convolution nothing is left to XLA: the batch is split
     # over all devices, and each has all parameters during a step.
-    convolves = any(e.primitive.name == "conv_general_dilated" for e in equations(program))
+    convolves = bool(convolutions(program))
     return tuple(name for name in mesh.axis_names if convolves or name != meshes.MODEL)
 
 
@@ -164,8 +164,7 @@ def _trains_kernels(loss: LossFn, params: PyTree, example: PyTree) -> bool:
     # Only training loops with `while`: reverse mode cannot differentiate it.
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     loops = (e for e in equations(program) if e.primitive.name == "while")
-    inside = (e for loop in loops for inner in inner_programs(loop) for e in equations(inner))
-    return any(e.primitive.name == "conv_general_dilated" for e in inside)
+    return any(convolutions(inner) for loop in loops for inner in inner_programs(loop))
 
 
 def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str) -> int:

@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from dpjax import trees
-from dpjax._jaxpr import equations
+from dpjax._jaxpr import convolutions
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Engine, Rows, microbatched
@@ -77,10 +77,10 @@ def differentiates_kernels(
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
     loss = loss if isinstance(loss, Traced) else Traced(loss)
     program = jax.make_jaxpr(loss)(params, example).jaxpr
-    found, hidden = len(_convolutions(program)), False
+    found, hidden = len(convolutions(program)), False
     if has_own_derivatives(program):
         # The gradient of a convolution is two more; derivatives of the user's own may hold others.
-        hidden = len(_convolutions(loss.gradient(params, example))) > 3 * found
+        hidden = len(convolutions(loss.gradient(params, example))) > 3 * found
     return hidden or (found > 0 and found != harmless(loss, params, example))
 
 
@@ -94,7 +94,7 @@ def _mixes(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
 
 def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
     """The groups of each convolution that XLA may compile with zeros between groups."""
-    found = _convolutions(jax.make_jaxpr(run)(rows).jaxpr)
+    found = convolutions(jax.make_jaxpr(run)(rows).jaxpr)
     return [groups for e in found if _has_zeros(e, *(groups := _groups(e)))]
 
 
@@ -106,8 +106,3 @@ def _has_zeros(equation: JaxprEqn, features: int, batches: int) -> bool:
 
 def _groups(equation: JaxprEqn) -> tuple[int, int]:
     return equation.params["feature_group_count"], equation.params["batch_group_count"]
-
-
-def _convolutions(program: Jaxpr) -> list[JaxprEqn]:
-    """All convolutions of a program and of its inner programs."""
-    return [e for e in equations(program) if e.primitive.name == "conv_general_dilated"]

@@ -20,7 +20,7 @@ from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients._bookkeeping.trace import Traced
-from dpjax.gradients.batching import Rows, microbatched, spread
+from dpjax.gradients.batching import Rows, laid_out
 from dpjax.gradients.layout import layout
 from dpjax.gradients.nan_isolation import differentiates_kernels
 from dpjax.gradients.sharding_checks import refuse_meshes, refuse_split
@@ -61,13 +61,12 @@ def plain_grad(
 
         def summed(params: PyTree, batch: PyTree) -> PyTree:
             placed = layout(traced, params, example, size, devices=devices)
-            engine = microbatched(_unclipped, placed.microbatch_size)
-            engine = engine if placed.shares == 1 else spread(engine, placed)
             # The private engine with weights 1: the benchmark then compares privacy and not two
             # implementations.
             rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
             nothing = trees.zeros_wide(params)
-            return engine(traced, clipping.flat(jnp.inf), params, rows, nothing).value
+            run = laid_out(_unclipped, placed)
+            return run(traced, clipping.flat(jnp.inf), params, rows, nothing).value
 
         with platforms.traced_for(devices):
             found = platforms.each(summed, params, batch)

@@ -16,6 +16,7 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, strategies
+from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
 from dpjax.strategies.allocation import overlaps
 from dpjax.strategies.strategy import LARGEST_MATRIX
@@ -46,12 +47,7 @@ def check_strategy(mechanism: Mechanism) -> None:
             "cycle=bands), which is amplified; or sampling.balls_in_bins, shuffled or full. With "
             f"{sampler.name} batches, leave noise= out."
         )
-    if callable(mechanism.noise_multiplier):
-        raise ValueError(
-            f"{name}: the noise multiplier is a schedule; expected a number, or one per group. One "
-            "example moves the noise of many steps, so a multiplier belongs to the whole run. "
-            "Usually noise should fall over the run: give learning_rates= to the strategy."
-        )
+    require_constant(name, mechanism.noise_multiplier)
     if mechanism.adaptive is not None:
         raise ValueError(
             f"{name}: the bounds are adapted; expected fixed bounds. Noise of earlier steps, "

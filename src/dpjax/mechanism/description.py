@@ -24,7 +24,7 @@ from absl import logging
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt32
 
-from dpjax import accounting, checks, clipping, noise, trees
+from dpjax import accounting, checks, clipping, noise
 from dpjax._display import brief, short, table
 from dpjax._marks import require_clipped_sum
 from dpjax.accounting.events import runs_of
@@ -33,8 +33,8 @@ from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.correlated import check_strategy, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, Target, checked_queries, steps_event
-from dpjax.noise.link import add_noise, effective, is_zero, not_reset, one_run, start
-from dpjax.noise.seals import Release, seal, seal_outside_jit
+from dpjax.noise.link import add_noise, sealed_sums, start
+from dpjax.noise.seals import seal
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
@@ -359,8 +359,8 @@ class Mechanism:
                 self.sampling.examples,
             )
 
-        # Without the count: bisection tries factors that `check_adaptive` refuses.
-        # A trial factor may leave no noise for the count of an adapted bound, which would raise.
+        # Without the count of an adapted bound: bisection tries factors for which `check_adaptive`
+        # would raise.
         bare = dataclasses.replace(self, adaptive=None)
 
         def event(factor: float) -> dp.DpEvent:
@@ -398,10 +398,8 @@ class Mechanism:
           `AdaptiveState`, sum and mean are relative to its scale, and ``update`` needs
           ``below=``, from `dpjax.clipping.Quantile.below`.
         """
-        noise.check_multiplier("Mechanism.privatize", self.gradient_multiplier, self.clipping)
-        checks.key("Mechanism.privatize", key)
-        trees.tell_of_seed(key, "Mechanism.privatize")
-        key_of_zeros = is_zero(key)
+        name = "Mechanism.privatize"
+        sealed = sealed_sums(name, self.clipping, self.gradient_multiplier, key, self.noise)
 
         def init(params: PyTree) -> Any:
             step = jnp.zeros((), jnp.int32)
@@ -418,24 +416,15 @@ class Mechanism:
             **extra: Any,
         ) -> tuple[PyTree, Any]:
             del extra
-            name = "Mechanism.privatize"
             # A loop that added microbatches itself passes no parameters, and a chain does.
             own = params is None or not self.noise_multiplier
             updates = require_clipped_sum(updates, self.clipping, name, plain=own)
-            updates = one_run(updates, state, name)
-            scale = getattr(state, "scale", None)
-            each = self.deviations_on_sum(state.step)
-            each = [each[group] for group in self.clipping.partition.assign(updates)]
-            multiplier = effective(self.gradient_multiplier, state.step)
             count = below, self.count_multiplier
-            release = Release(updates, each, multiplier, count, self.noise)
-            seal_outside_jit(state.key, state.step, release, name)
-            memory = getattr(state, "memory", ())
+            updates = sealed(updates, state, self.deviations_on_sum(state.step), count)
+            scale, memory = getattr(state, "scale", None), getattr(state, "memory", ())
             mean, scale, memory = self.private_mean(
                 updates, state.key, state.step, memory=memory, bound_scale=scale, below=below
             )
-            sound = not_reset(state.key, key_of_zeros, name)
-            mean = jax.tree.map(lambda x: x * jnp.asarray(sound, x.dtype), mean)
             if self.adaptive is None:
                 return mean, noise.GaussianState(state.key, state.step + 1, memory)
             return mean, AdaptiveState(state.key, state.step + 1, scale)

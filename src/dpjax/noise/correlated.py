@@ -62,12 +62,17 @@ def correlated(
       Denisov, McMahan, Rush, Smith and Thakurta, "Improved Differential Privacy for SGD via
       Optimal Private Linear Operators on Adaptive Streams", 2022.
     """
-    if callable(noise_multiplier):
-        raise ValueError(
-            "noise.correlated(noise_multiplier=schedule): expected a number, or one per group. One "
-            "example moves the noise of many steps, so a multiplier belongs to the whole run. "
-            "Usually noise should fall over the run: give learning_rates= to the strategy."
-        )
+    require_constant("noise.correlated", noise_multiplier)
     participation = participation or strategies.once()
     scale = strategies.sensitivity(strategy, participation)
     return noise_link("noise.correlated", noise_multiplier, rule, key, strategy, scale)
+
+
+def require_constant(call: str, noise_multiplier: NoiseMultiplier) -> None:
+    """Refuses a schedule as the multiplier of correlated noise."""
+    if callable(noise_multiplier):
+        raise ValueError(
+            f"{call}: the noise multiplier is a schedule; expected a number, or one per group. One "
+            "example moves the noise of many steps, so a multiplier belongs to the whole run. "
+            "Usually noise should fall over the run: give learning_rates= to the strategy."
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,10 +117,7 @@ def noise_link(
     hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
     checks.instance(name, "rule", rule, Clipping, hint)
     noise_multiplier = plain_multiplier(name, noise_multiplier)
-    check_multiplier(name, noise_multiplier, rule)
-    checks.key(name, key)
-    trees.tell_of_seed(key, name)
-    key_of_zeros = is_zero(key)
+    sealed = sealed_sums(name, rule, noise_multiplier, key, strategy)
 
     def init(params: PyTree) -> GaussianState:
         return GaussianState(key, jnp.zeros((), jnp.int32), start(strategy, params))
@@ -133,14 +130,9 @@ def noise_link(
         if not silent:
             alone = params is None
             updates = require_clipped_sum(updates, rule, name, alone=alone)
-        updates = one_run(updates, state, name)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
-        sound = not_reset(state.key, key_of_zeros, name)
-        deviations = [x * scale * sound for x in deviations]
-        each = [deviations[group] for group in rule.partition.assign(updates)]
-        multiplier = effective(noise_multiplier, state.step)
-        release = Release(updates, each, multiplier, strategy=strategy)
-        seal_outside_jit(state.key, state.step, release, name)
+        deviations = [x * scale for x in deviations]
+        updates = sealed(updates, state, deviations)
         noisy, memory = add_noise(
             updates, rule.partition, deviations, state.key, state.step, strategy, state.memory
         )
@@ -154,7 +146,45 @@ def start(strategy: Strategy | None, params: PyTree) -> PyTree:
     return () if strategy is None else strategy.start(trees.zeros_wide(params))
 
 
-def effective(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
+def sealed_sums(
+    name: str,
+    rule: Clipping,
+    noise_multiplier: NoiseMultiplier,
+    key: Key,
+    strategy: Strategy | None,
+) -> Callable[..., PyTree]:
+    """Checks the arguments of a link, and returns what each of its steps does before the noise.
+
+    Args:
+      name: How errors call the link.
+      rule: The rule that clipped the sums.
+      noise_multiplier: As in `gaussian`.
+      key: The root key of the link.
+      strategy: How the noise of different steps is correlated; None for white noise.
+
+    Returns:
+      ``sealed(total, state, deviations, more=None) -> total``. It refuses a sum that would share
+      its noise with another one. ``deviations`` has one number per group, and ``more`` holds
+      further numbers that the step releases.
+    """
+    check_multiplier(name, noise_multiplier, rule)
+    checks.key(name, key)
+    trees.tell_of_seed(key, name)
+    # A traced key cannot be read, so it may be the key of zeros.
+    key_of_zeros = isinstance(key, Tracer) or not np.any(trees.on_host(key))
+
+    def sealed(total: PyTree, state: Any, deviations: Sequence[Any], more: Any = None) -> PyTree:
+        total = _one_run(total, state, name)
+        total = total if key_of_zeros else _unless_reset(total, state.key, name)
+        each = [deviations[group] for group in rule.partition.assign(total)]
+        release = Release(total, each, _effective(noise_multiplier, state.step), more, strategy)
+        seal_outside_jit(state.key, state.step, release, name)
+        return total
+
+    return sealed
+
+
+def _effective(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
     """The multiplier of one Gaussian that is worth the multipliers of all groups together."""
     if callable(noise_multiplier):
         return noise_multiplier(step)
@@ -162,7 +192,7 @@ def effective(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
     return float(np.sum(each**-2.0) ** -0.5) if np.all(each > 0) else 0.0
 
 
-def one_run(total: PyTree, state: Any, name: str) -> PyTree:
+def _one_run(total: PyTree, state: Any, name: str) -> PyTree:
     """The total; refuses functions in which several totals share the noise of one state.
 
     Args:
@@ -218,32 +248,28 @@ def _refuse_shared_noise(size: int, batched: Any, key: Array, total: PyTree) -> 
     return total, total_batched
 
 
-def is_zero(key: Key) -> bool:
-    """Whether a key is `jax.random.key` of 0; also true for a traced key, which no one can read."""
-    return isinstance(key, Tracer) or not np.any(trees.on_host(key))
-
-
-def not_reset(key: Key, key_of_zeros: bool, name: str) -> Any:
-    """1; inside ``jit`` NaN, and outside an error, if a state's key was overwritten by zeros.
+def _unless_reset(total: PyTree, key: Key, name: str) -> PyTree:
+    """The total; inside ``jit`` NaN, and outside an error, if the key was overwritten by zeros.
 
     ``jax.tree.map(jnp.zeros_like, state)``, a common way to reset momentum, makes the public key
     of zeros and the step 0.
 
     Args:
-      key: The key of the state.
-      key_of_zeros: Whether the link was made with this key.
+      total: The clipped sum.
+      key: The key of the state, of a link whose own key is not zero.
       name: How errors call the link.
     """
-    if key_of_zeros:
-        return 1.0
     kept = jnp.any(jax.random.key_data(key) != 0)
-    if not isinstance(kept, Tracer) and not kept:
+    if isinstance(kept, Tracer):
+        # In the sum: noise, mean and any factor on either of them then are NaN too.
+        return jax.tree.map(lambda x: jnp.where(kept, x, jnp.nan), total)
+    if not kept:
         raise ValueError(
             f"{name}: the key in the state is zero, and the link was made with another one; "
             "expected the key of the link. Usually a whole optimizer state was reset with "
             "zeros_like. Reset the momentum alone, or start a new run with a new key."
         )
-    return jnp.where(kept, 1.0, jnp.nan)
+    return total
 
 
 def add_noise(

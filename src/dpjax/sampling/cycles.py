@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dpjax import _draws, strategies, trees
 from dpjax.sampling.coins import coins, gaussians, largest_word, least, parts_of
-from dpjax.sampling.sizes import checked, whole
+from dpjax.sampling.sizes import check_rate, checked, whole
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 
@@ -45,19 +45,14 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     examples, batch_size = checked("cyclic_poisson", examples, batch_size, _draws.LARGEST)
     cycle = whole("cyclic_poisson", "cycle", cycle)
     rate = cycle * batch_size / examples
-    if not cycle >= 1 or rate > 1:
+    if rate > 1:
         raise ValueError(
             f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}, "
             f"cycle={cycle}): expected a cycle from 1 to {int(examples // batch_size)}, examples / "
             "batch_size: a step draws from one part, and a part must hold a batch."
         )
+    check_rate("cyclic_poisson", examples, batch_size, rate, bits=32)
     largest = largest_word(rate)
-    if largest < 0:
-        raise ValueError(
-            f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}): the rate "
-            f"{rate:.2e} of a part is below 2^-32, the resolution of the sampler. Usually "
-            "batch_size was given as a rate; it is an expected number of examples."
-        )
 
     def draw(key: Key, step: Any) -> Draw:
         here = parts_of(key, examples, cycle) == step % cycle

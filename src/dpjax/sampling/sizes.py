@@ -65,3 +65,13 @@ def checked(name: str, examples: int, batch_size: float, most: int = MOST) -> tu
             "number of examples."
         )
     return examples, batch_size
+
+
+def check_rate(name: str, examples: int, batch_size: float, rate: float, bits: int) -> None:
+    """Refuses a rate that is below every chance that this many random bits can give."""
+    if rate < 2.0**-bits:
+        raise ValueError(
+            f"sampling.{name}(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
+            f"is below 2^-{bits}, the resolution of the sampler. Usually batch_size was given as a "
+            "rate; it is an expected number of examples."
+        )

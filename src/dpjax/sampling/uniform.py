@@ -12,7 +12,7 @@ from absl import logging
 
 from dpjax import _draws, strategies, trees
 from dpjax.sampling.coins import coins, gaussians, largest_word
-from dpjax.sampling.sizes import checked, checked_whole, is_sparse
+from dpjax.sampling.sizes import check_rate, checked, checked_whole, is_sparse
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
 if TYPE_CHECKING:
@@ -49,13 +49,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     """
     examples, batch_size = checked("poisson", examples, batch_size)
     rate, sparse = batch_size / examples, is_sparse(examples, batch_size)
-    largest = largest_word(rate)
-    if rate < 2**-64 if sparse else largest < 0:
-        raise ValueError(
-            f"sampling.poisson(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
-            f"is below 2^-{64 if sparse else 32}, the resolution of the sampler. Usually "
-            "batch_size was given as a rate; it is an expected number of examples."
-        )
+    check_rate("poisson", examples, batch_size, rate, bits=64 if sparse else 32)
     if batch_size < 1:
         logging.warning(
             "sampling.poisson(examples=%d, batch_size=%g): less than one example a step is "
@@ -66,7 +60,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
             batch_size * examples,
         )
 
-    block = _draws.block_of(rate) if sparse else None
+    block, largest = _draws.block_of(rate) if sparse else None, largest_word(rate)
 
     def draw(key: Key, step: Any) -> Draw:
         key = trees.step_key(key, Purpose.SAMPLING, step)

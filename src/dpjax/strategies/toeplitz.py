@@ -70,7 +70,7 @@ class Toeplitz:
 
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C."""
-        whole = series.lower_triangular(self._padded())
+        whole = series.lower_triangular(_padded(self.values, self.steps))
         return whole / np.sqrt(self._cut_squares()) if self.normalized else whole
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
@@ -110,9 +110,6 @@ class Toeplitz:
             return found * scale, kept
 
         return streams.mapped(one, z, memory)
-
-    def _padded(self) -> Float[np.ndarray, " steps"]:
-        return np.pad(self.values, (0, self.steps - len(self.values)))
 
     def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
         return series.reciprocal(np.array(self.values), length)
@@ -167,15 +164,15 @@ class InverseToeplitz:
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C."""
-        return series.lower_triangular(self._padded())
+        return series.lower_triangular(_padded(self.values, self.steps))
 
     def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The coefficients in reverse."""
-        return self._padded()[: step + 1][::-1]
+        return _padded(self.values, self.steps)[: step + 1][::-1]
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """By prefix sums, as far as rows repeat."""
-        return toeplitz_squares(self._padded(), None, of)
+        return toeplitz_squares(_padded(self.values, self.steps), None, of)
 
     def start(self, zeros: PyTree) -> PyTree:
         """A ring of normal numbers, zero before step 0."""
@@ -199,8 +196,9 @@ class InverseToeplitz:
 
         return streams.mapped(one, z, memory)
 
-    def _padded(self) -> Float[np.ndarray, " steps"]:
-        return np.pad(self.values, (0, self.steps - len(self.values)))
+
+def _padded(values: tuple[float, ...], steps: int) -> Float[np.ndarray, " steps"]:
+    return np.pad(values, (0, steps - len(values)))
 
 
 def _checked(call: str, steps: Any, values: Any) -> tuple[int, tuple[float, ...]]:

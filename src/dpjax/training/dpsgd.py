@@ -7,6 +7,8 @@ steps run. What a step does stands in `training.step`.
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,14 +149,14 @@ def dpsgd(
     check_data(data, mechanism, per_step)
     entry = None if per_step is None else (lambda key, step: per_step(step))
     recipe = Recipe(
-        loss,
-        optimizer,
-        mechanism,
-        engine,
-        entry,
-        bound_schedule,
-        weights,
-        microbatch_size,
+        loss=loss,
+        optimizer=optimizer,
+        mechanism=mechanism,
+        engine=engine,
+        entry=entry,
+        bound_schedule=bound_schedule,
+        weights=weights,
+        microbatch_size=microbatch_size,
         mesh=meshes.of(mesh),
     )
     # A function cannot be compared with the one of a resumed run; the table of its values can.
@@ -194,16 +196,15 @@ def assemble(
     # Shapes alone: nothing is read from a stream before the first step but its first row.
     row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
     steps = streamed(recipe, data) if stream else in_memory(recipe, data, shared)
-    told: set[bytes] = set()  # the runs, by key, that were warned of losses that are not finite
-    agreed: set[bytes] = set()  # the runs, by key, that fit the optimizer and all processes
+    # What happens once a run, and happened already, by the key of the run.
+    once: dict[bytes, set[str]] = collections.defaultdict(set)
 
     @meshes.in_force(mesh)
     def init(key: Key, params: PyTree) -> State:
         checks.key(f"{name}: init", key)
         params = _placed(name, key, params, data, mesh)
         _read_loss(name, bound_to(recipe, shared), params, row, tell=shared is None)
-        for known in (told, agreed):  # a run that begins again has said nothing yet
-            known.discard(trees.on_host(key).tobytes())
+        once.pop(trees.on_host(key).tobytes(), None)  # a run that begins again
         return _first_state(name, recipe, key, params)
 
     def run(state: State, count: int) -> tuple[State, Any]:
@@ -215,49 +216,23 @@ def assemble(
 
     def dispatch(state: State, count: int) -> tuple[State, Any]:
         key, first = trees.on_host(state.key), int(state.step)
+        happened = once[key.tobytes()]
         # First of all: below, a process that differs would be refused alone, and the others wait.
-        meshes.require_agreement(name, lambda: facts_of_dispatch(state, count))
+        meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count))
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
         # Each process has a set of its own, and all of them must compare the same facts.
-        if meshes.any_process(key.tobytes() not in agreed):
+        if meshes.any_process("agreed" not in happened):
             check_same_optimizer(name, recipe.optimizer, state)
-            meshes.require_agreement(name, lambda: facts_of_run(state))
-            agreed.add(key.tobytes())
+            meshes.require_agreement(name, lambda: _facts_of_run(state, identify(state), mechanism))
+            happened.add("agreed")
         state, sums = steps.run(state._replace(ledger=None), count)
         # Before anything of these steps leaves: their noise may meet one sum only.
         require_one_sum(key, first, sums.seal, name)
-        if key.tobytes() not in told and tell_of_unscored(name, sums):
-            told.add(key.tobytes())
+        if "warned" not in happened and tell_of_unscored(name, sums):
+            happened.add("warned")
         return state._replace(ledger=spent), info(sums)
-
-    def facts_of_dispatch(state: State, count: int) -> dict[str, Any]:
-        # Cheap facts, compared before every dispatch: a process that went back to an earlier state
-        # would add the draw of another step, so one example would count twice in a sum.
-        return {
-            "the root key": trees.fingerprint(state.key),
-            "the step": int(state.step),
-            "the number of steps": count,
-            "the ledger": trees.fingerprint(state.ledger),
-            **environment.numerics(),
-        }
-
-    def facts_of_run(state: State) -> dict[str, Any]:
-        # What would make the processes of a run drift apart in silence, compared once a run.
-        identity, first = identify(state), int(state.step)
-        drawn = environment.draw_and_noise(mechanism.sampling, state.key, first)
-        return {
-            "the draw and the noise": drawn,
-            "the parameters": trees.fingerprint(state.params),
-            "the optimizer's state": trees.fingerprint(state.optimizer),
-            "the scale of the bounds": trees.fingerprint(state.bound_scale),
-            "the memory of the noise": trees.fingerprint(state.memory),
-            "the data": identity.pop("data"),
-            "the program of a step": identity.pop("program"),
-            **identity.pop("numerics"),
-            "the mechanism": identity,
-        }
 
     def step(state: State) -> tuple[State, Any]:
         check_state(name, state)
@@ -286,12 +261,48 @@ def assemble(
             "numerics": numerics,
         }
 
-    def released(state: State) -> dict[str, Any]:
-        if mechanism.adaptive is None:
-            return {}
-        return {"bound": float(state.bound_scale) * np.array(mechanism.clipping.bounds)}
-
+    released = functools.partial(_released, mechanism)
     return Algorithm(init, step, mechanism, budget, run, identify, released)
+
+
+def _facts_of_dispatch(state: State, count: int) -> dict[str, Any]:
+    """Cheap facts, which processes compare before every dispatch."""
+    # A process that went back to an earlier state would add the draw of another step, so one
+    # example would count twice in a sum.
+    return {
+        "the root key": trees.fingerprint(state.key),
+        "the step": int(state.step),
+        "the number of steps": count,
+        "the ledger": trees.fingerprint(state.ledger),
+        **environment.numerics(),
+    }
+
+
+def _facts_of_run(
+    state: State, identity: Mapping[str, Any], mechanism: Mechanism
+) -> dict[str, Any]:
+    """What would make the processes of a run drift apart in silence, compared once a run."""
+    rest = dict(identity)
+    data, program, numerics = (rest.pop(name) for name in ("data", "program", "numerics"))
+    drawn = environment.draw_and_noise(mechanism.sampling, state.key, int(state.step))
+    return {
+        "the draw and the noise": drawn,
+        "the parameters": trees.fingerprint(state.params),
+        "the optimizer's state": trees.fingerprint(state.optimizer),
+        "the scale of the bounds": trees.fingerprint(state.bound_scale),
+        "the memory of the noise": trees.fingerprint(state.memory),
+        "the data": data,
+        "the program of a step": program,
+        **numerics,
+        "the mechanism": rest,
+    }
+
+
+def _released(mechanism: Mechanism, state: State) -> dict[str, Any]:
+    """The bounds of a state, where they are adapted."""
+    if mechanism.adaptive is None:
+        return {}
+    return {"bound": float(state.bound_scale) * np.array(mechanism.clipping.bounds)}
 
 
 def _placed(name: str, key: Key, params: PyTree, data: PyTree, mesh: Mesh | None) -> PyTree:
@@ -327,12 +338,19 @@ def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree) -> State:
     """The state before the first step."""
     optimizer = recipe.optimizer.init(trees.widened(params))
     check_optimizer(recipe.optimizer, optimizer, params)
-    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
     seeded = trees.tell_of_seed(key, f"{name}: init(key, params)")
     memory, mesh = start(recipe.mechanism.noise, params), recipe.mesh
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
-    state = State(params, optimizer, one, key, zero, None, memory)
+    state = State(
+        params=params,
+        optimizer=optimizer,
+        bound_scale=jnp.ones((), jnp.float32),
+        key=key,
+        step=jnp.zeros((), jnp.int32),
+        ledger=None,
+        memory=memory,
+    )
     state = state if mesh is None else meshes.placed(state, mesh)
     # No two leaves share a buffer, nor one with the caller: `run` donates them.
     return trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))

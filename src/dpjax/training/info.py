@@ -6,7 +6,7 @@ Everything in this file is computed **before** the noise, so all of it is privat
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,19 @@ def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
     groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     gradients = no_total(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
-    means = zero, none, groups, groups, zero
-    return Sums(gradients, *means, none, none, none, none, jnp.zeros(2, jnp.uint32))
+    return Sums(
+        gradients=gradients,
+        losses=zero,
+        scored=none,
+        norms=groups,
+        over=groups,
+        below=zero,
+        drawn=none,
+        working=none,
+        dropped=none,
+        examples=none,
+        seal=jnp.zeros(2, jnp.uint32),
+    )
 
 
 class Info(NamedTuple):
@@ -101,7 +112,9 @@ def mean_info(sums: Sums) -> Info:
     # Dropped examples contributed zero to the sum, so the means leave them out too.
     counted = sums.working - sums.dropped
     with np.errstate(divide="ignore", invalid="ignore"):
-        loss = np.float32(sums.losses / sums.scored)
-        norm = np.float32(sums.norms / counted[:, None])
-        clipped = np.float32(sums.over / sums.working[:, None])
-    return Info._make([loss, sums.examples, sums.dropped, norm, clipped])
+        means: dict[str, Any] = {
+            "loss": np.float32(sums.losses / sums.scored),
+            "norm": np.float32(sums.norms / counted[:, None]),
+            "clipped": np.float32(sums.over / sums.working[:, None]),
+        }
+    return Info(examples=sums.examples, dropped=sums.dropped, **means)

@@ -92,18 +92,17 @@ def add_clipped(
     scored = real & finite & jnp.isfinite(part.losses)
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
     over = part.norms > jnp.asarray([rule.bounds])
-    return Sums(
-        sums.gradients._replace(block=part.value),
-        sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
-        sums.scored + jnp.sum(scored, dtype=jnp.int32),
-        sums.norms + jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
-        sums.over + jnp.sum(over, axis=0, dtype=jnp.float32),
-        sums.below + (0.0 if adaptive is None else adaptive.below(rule, part.norms, real)),
-        sums.drawn + jnp.sum(mask, dtype=jnp.int32),
-        sums.working + jnp.sum(real, dtype=jnp.int32),
-        sums.dropped + jnp.sum(real & ~finite, dtype=jnp.int32),
-        sums.examples + jnp.sum(sizes, dtype=jnp.int32),
-        sums.seal,
+    return sums._replace(
+        gradients=sums.gradients._replace(block=part.value),
+        losses=sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
+        scored=sums.scored + jnp.sum(scored, dtype=jnp.int32),
+        norms=sums.norms + jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
+        over=sums.over + jnp.sum(over, axis=0, dtype=jnp.float32),
+        below=sums.below + (0.0 if adaptive is None else adaptive.below(rule, part.norms, real)),
+        drawn=sums.drawn + jnp.sum(mask, dtype=jnp.int32),
+        working=sums.working + jnp.sum(real, dtype=jnp.int32),
+        dropped=sums.dropped + jnp.sum(real & ~finite, dtype=jnp.int32),
+        examples=sums.examples + jnp.sum(sizes, dtype=jnp.int32),
     )
 
 

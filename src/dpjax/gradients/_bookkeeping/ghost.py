@@ -58,24 +58,18 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights
 
     sums = jax.tree.leaves(start)
-    for i, found in entries.items():
-        if not found:
-            continue
-        # In place: a microbatch of a language model touches few rows of a table that is larger than
-        # all its other leaves.
-        if put := into_table(i, found):
-            sums[i] = put(sums[i], factors[:, groups[i]])
-            del kept[i]
-
     totals: dict[int, Kept | Recomputed] = {}
     for i, pieces in kept.items():
         each = factors[:, groups[i]]
-        if i in entries and not entries[i]:
-            continue
-        if pieces is not None:
+        found = entries.get(i, [])
+        # In place: a microbatch of a language model touches few rows of a table that is larger than
+        # all its other leaves.
+        if found and (put := into_table(i, found)):
+            sums[i] = put(sums[i], each)
+        elif pieces is not None:
             totals[i] = Kept(pieces, each)
-        else:
-            scaled = [entry.rounded().scaled(each) for entry in entries[i]]
+        elif found:
+            scaled = [entry.rounded().scaled(each) for entry in found]
             totals[i] = Recomputed(i, scaled, leaves)
     sound = jnp.all(jnp.isfinite(lengths), axis=1)
     for i, part in clipped_sums(totals, sound).items():

@@ -68,8 +68,9 @@ class Entry(NamedTuple):
         return functools.reduce(jnp.logical_and, each)
 
     def wiped(self, keep: Array) -> Entry:
-        """Data and cotangents with constants for the examples that are not to be kept."""
-        # With a cotangent of 0 any finite data give 0. The data are 1 because some divide by them.
+        """Constants in place of the data and cotangents of the examples that are not kept."""
+        # With a cotangent of 0 any finite data give 0. They are 1, because some sites divide by
+        # them.
         data = [_wiped(x, keep, 1) for x in self.data]
         return self._replace(data=data, cotangent=_wiped(self.cotangent, keep, 0))
 
@@ -148,7 +149,7 @@ def clipped_sums(
             arrays.append(x)
 
     def wiped(arrays: Sequence[Array]) -> list[Array]:
-        # With a factor of 0 any finite data give 0. They are 1 because some sites divide by them.
+        # Factors are 0 already, and data are 1 as in `Entry.wiped`.
         return [_wiped(x, sound, 1) for x in arrays]
 
     if platforms.on_cpu():

@@ -61,7 +61,8 @@ def _scaled(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritte
     def run(x: Array, base: Array, scale: Array) -> Array:
         y = _product(equation, x, base, operand)
         if scale.ndim:
-            # Of equal entries the first one; then in the order of the output's axes.
+            # Entries along contracted axes are equal: take the first. Then transpose to the order
+            # of the output's axes.
             ends = [1 if a in contracted else n for a, n in enumerate(scale.shape)]
             scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
             scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
