@@ -38,13 +38,11 @@ _tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
 _tried.whole(
     "seed", None, "Seed of the draws, and of the first run; makes noise reproducible and public."
 )
-_FREE = ["activation", "average", "bound", "floor", "hidden", "learning_rate", "loss"]
-_FREE += ["loss_options", "model", "model_options", "momentum", "optimizer", "rate_per_512"]
-_FREE += ["torch_init", "warmup_steps"]
 _tried.several(
     "free",
-    _FREE,
-    "Flags that change no run's cost; with --random_runs all values of other flags must run.",
+    [],
+    "With --binary and --random_runs: flags that change no run's cost. All values of other flags "
+    "must run. For dpjax train the cost of every setting is computed.",
 )
 
 _runs = Group(FLAGS, "Runs")
