@@ -23,6 +23,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import cli, data, models, schedules
+from dpjax._files import lock
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import USUAL_NAMES, cure
 from dpjax.cli.train import FLAGS, build, job, names, run_files
@@ -313,13 +314,49 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
     assert config["columns"] == ["x", "y", "z"]
     (tmp_path / "run" / "notes.txt").touch()
-    left = ["config.json", "digest", "params.msgpack", "run.json"]
+    left = ["config.json", "digest", "lock", "params.msgpack", "run.json"]
     assert run_files.present(tmp_path / "run") == left
     assert (tmp_path / "run" / "digest").stat().st_mode & 0o077 == 0
     assert (tmp_path / "run" / "digest").read_text() not in str(config)
     (tmp_path / "run" / "params.msgpack").write_bytes(b"others")
     with pytest.raises(app.UsageError, match="or was stopped by Ctrl-C"):
         run_files.released(tmp_path / "run")
+
+
+@kills("cli/train/job.py", "with hold(folder):", "with contextlib.nullcontext():", slow=True)
+@kills("training/run_folder.py", "        del _held[folder]\n", "        pass\n", slow=True)
+def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, monkeypatch):
+    """Two commands that query the same data would release twice what one of them counts."""
+    folder, seen = tmp_path / "run", []
+    words = ["train", "--dataset=my.npz", f"--out={folder}", "--batch_size=20", "--steps=2"]
+    given = copy.deepcopy(FLAGS)
+    given([*words, "--noise_multiplier=1", "--noreport", "--evaluations=1"])
+    plan = job.plan(given)
+
+    def looks(name, answer):
+        def look(*args, **_):
+            seen.append((name, lock(folder / "lock")))
+            if name == "train":
+                (folder / "run.json").touch()
+            return answer(*args)
+
+        return look
+
+    monkeypatch.setattr(job.inputs, "with_scale", looks("queries", lambda _, dataset, *__: dataset))
+    monkeypatch.setattr(job, "train", looks("train", lambda *_: (None, None, [])))
+    monkeypatch.setattr(job, "report", looks("report", lambda *_: None))
+    job.execute(given, plan, time.time())
+    assert seen == [("queries", None), ("train", None), ("report", None)]
+    other = lock(folder / "lock")
+    assert other is not None, "free again"
+    given([*words, "--overwrite"])
+    with pytest.raises(dpjax.ledger.Refused, match="is running there"):
+        job.execute(given, plan, time.time())
+    assert (len(seen), run_files.present(folder)) == (3, ["lock", "run.json"])
+    os.close(other)
+    (folder / "audit.json").touch()
+    job.execute(given, plan, time.time())
+    assert (len(seen), run_files.present(folder)) == (6, ["lock", "run.json"])
 
 
 def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
@@ -335,7 +372,7 @@ def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
     with pytest.raises(app.UsageError, match=r"--model=mlp: .*expected one of elu"):
         planned("--activation=foo")
     with pytest.raises(app.UsageError, match=r"--out=words\.csv.*a file has its name"):
-        job.prepare(pathlib.Path("words.csv"), False)
+        job.prepared(pathlib.Path("words.csv"), False).__enter__()
 
 
 def test_a_missing_matplotlib_is_found_before_training(workshop, monkeypatch):

@@ -7,11 +7,12 @@ mistaken flag costs neither files nor privacy.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import settings
+from dpjax.training.run_folder import hold
 
 
 class Planned(NamedTuple):
@@ -133,7 +135,7 @@ def load(given: flags.FlagValues) -> data.Dataset:
 
 def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     """Trains, and writes and prints the reports."""
-    folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
+    folder, mechanism = pathlib.Path(given.out), planned.mechanism
     # Printed before the first step: a user who meant another epsilon can still stop.
     epsilon = mechanism.epsilon(given.delta, planned.method)
     say(
@@ -143,8 +145,19 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     dataset = inputs.with_features(given, planned.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
     key = secret_key() if given.seed is None else jax.random.key(given.seed)
-    meshes.from_first(lambda: prepare(folder, given.overwrite))
-    dataset = inputs.with_scale(given, dataset, planned.normalization, key, folder)
+    with contextlib.ExitStack() as stack:
+        # Until the run has ended: another process may neither query the data for this folder nor
+        # delete the answers.
+        meshes.from_first(lambda: stack.enter_context(prepared(folder, given.overwrite)))
+        dataset = inputs.with_scale(given, dataset, planned.normalization, key, folder)
+        run_and_report(given, planned, dataset, key, started)
+
+
+def run_and_report(
+    given: flags.FlagValues, planned: Planned, dataset: data.Dataset, key: Any, started: float
+) -> None:
+    """Trains in a folder that this process holds."""
+    folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
     configuration = {f"--{name}": value for name, value in settings(given).items()}
     try:
         params, state, history = train(
@@ -185,11 +198,9 @@ def secret_key() -> Any:
     return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
 
 
-def prepare(folder: pathlib.Path, overwrite: bool) -> None:
-    """Makes the folder of the run; first deletes the run that is there, if asked to."""
-    if overwrite:
-        training.forget(folder)
-        run_files.clear(folder, inputs.MOMENTS)
+@contextlib.contextmanager
+def prepared(folder: pathlib.Path, overwrite: bool) -> Iterator[None]:
+    """Makes and locks the folder of the run; deletes the run that is there, if asked to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -197,6 +208,11 @@ def prepare(folder: pathlib.Path, overwrite: bool) -> None:
             f"--out={folder}: this folder cannot be made ({error}). Usually a file has its name, "
             "or the folder above it cannot be written."
         ) from error
+    with hold(folder):
+        if overwrite:
+            training.forget(folder)
+            run_files.clear(folder, inputs.MOMENTS)
+        yield
 
 
 def report(
