@@ -271,8 +271,7 @@ def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
       Refused: Another process holds the folder.
     """
-    folder = pathlib.Path(directory).resolve()
-    handle = _locked(folder)
+    handle, folder = _locked(pathlib.Path(directory)), pathlib.Path(directory).resolve()
     _held[folder] = handle
     try:
         yield

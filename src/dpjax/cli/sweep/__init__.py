@@ -16,7 +16,7 @@ programs, and draw no report of their own unless `--reports` is given.
 from absl import flags
 
 from dpjax.cli.flag_checks import not_empty
-from dpjax.cli.flag_groups import Group
+from dpjax.cli.flag_groups import LARGEST_SEED, Group
 
 __all__ = ["FLAGS", "WORDS"]
 
@@ -36,7 +36,11 @@ _tried.text(
 _tried.whole("seeds", 1, "Number of runs of each setting.", 1)
 _tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
 _tried.whole(
-    "seed", None, "Seed of the draws, and of the first run; makes noise reproducible and public."
+    "seed",
+    None,
+    "Seed of the draws, and of the first run; makes noise reproducible and public.",
+    0,
+    LARGEST_SEED,
 )
 _tried.several(
     "free",

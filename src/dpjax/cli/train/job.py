@@ -69,6 +69,13 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
             f"{refused}\nGive another --out, --overwrite to delete the run that is there, or "
             "--continue_from=RUN --out=ANOTHER to continue it with other settings."
         )
+    except BrokenPipeError:  # for `dpjax.cli.main`
+        raise
+    except OSError as error:
+        sys.exit(
+            f"--out={given.out}: {error}\nUsually the disk is full. Free it and repeat the "
+            "command: it resumes the run from its last checkpoint, if there is one."
+        )
 
 
 def plan(given: flags.FlagValues) -> Planned:
@@ -159,6 +166,8 @@ def run_and_report(
     """Trains in a folder that this process holds."""
     folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
     configuration = {f"--{name}": value for name, value in settings(given).items()}
+    # `fit` compares the training data; accuracies of a folder are of one test part too.
+    configuration["test data"] = trees.fingerprint(planned.dataset.test)
     try:
         params, state, history = train(
             dataset,
@@ -235,7 +244,10 @@ def report(
     accuracy = history[-1]["accuracy"] if history else float("nan")
     print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
     if given.report:
-        print(f"To look at: {reports.report(folder)}")
+        try:
+            print(f"To look at: {reports.report(folder)}")
+        except OSError as error:
+            print(f"The report was not drawn: {error}; `dpjax report {folder}` draws it later.")
     print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
     print(f"Files in {folder}: " + ", ".join(run_files.present(folder)))
     print(f"Recompute epsilon: dpjax verify {folder}")
