@@ -404,6 +404,8 @@ def test_the_best_run_pays_for_every_setting_that_could_be_drawn(tmp_path):
 def test_a_range_is_no_list_of_every_cost():
     _, why = drawable(BINS, "momentum=uniform:0:0.9;learning_rate=1,2")
     assert "depends on momentum, which is drawn from a range" in why
+    _, why = drawable(BINS, "momentum=uniform:0:1;learning_rate=1,2")
+    assert "momentum=1 is refused" in why, "and 0.9 is not"
     found, why = drawable(BINS, "learning_rate=log:0.1:1;bound=uniform:0:1")
     assert (len(found), why) == (1, ""), "noise is in units of the bound"
     white = "noise_multiplier=2;steps=40;batch_size=100"
@@ -412,6 +414,14 @@ def test_a_range_is_no_list_of_every_cost():
     white = "noise_multiplier=2;epochs=1"
     found, why = drawable(white, "dataset=digits,none.csv;batch_size=100,50")
     assert (len(found), why) == (2, ""), "train refuses the others"
+    found, why = drawable(white, "sampling=poisson,fixed;batch_size=100")
+    assert (len(found), why) == (2, "")
+    number = ("geometric", 3.0)
+    best = search_cost.prices([card()], [], number, "", found)[0][-1]
+    assert (best.epsilon, best.holds) == (
+        None,
+        "settings that were not run protect other neighbours",
+    )
     given = copy.deepcopy(FLAGS)
     given(["sweep", "--grid=momentum=0,0.9", "--free=momentum"])
     with pytest.raises(app.UsageError, match="goes with --binary"):

@@ -237,7 +237,7 @@ def _decoded(y: np.ndarray, call: str) -> np.ndarray:
 
 
 def _require_all(words: list[str], call: str) -> None:
-    """Refuses missing labels, and labels of which some are numbers and some are words."""
+    """Refuses missing labels, and a mixture of numbers and words."""
     for row, word in enumerate(words, 1):
         if word.strip().lower() in _MISSING:
             raise ValueError(

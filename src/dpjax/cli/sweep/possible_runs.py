@@ -14,10 +14,10 @@ from typing import Any
 
 from absl import app, flags
 
-from dpjax import Mechanism
 from dpjax.cli.sweep import search_space
 from dpjax.cli.train import build, inputs
 from dpjax.cli.train.job import load
+from dpjax.mechanism import Mechanism
 
 Settings = dict[str, str]
 
@@ -57,9 +57,11 @@ def mechanisms(
         if any(read.items() <= settings.items() for read, _ in found):
             continue
         try:
-            given = Recorded(parse(settings))
-        except flags.Error:  # such a run is refused, and costs nothing
-            continue
+            given: Any = Recorded(parse(settings))  # what reads flags takes them
+        except flags.Error as error:
+            if ranges:  # their other values may be flags
+                return [], f"{search_space.words(settings)} is refused: {error}"
+            continue  # such a run costs nothing
         known = [each for each in sizes if each[0].items() <= settings.items()]
         if not known:
             try:

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import dp_accounting
 import numpy as np
 
-from dpjax import Mechanism, accounting, training
+from dpjax import accounting, training
 from dpjax._files import read_json
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.sweep import search_space
 from dpjax.cli.train.inputs import MOMENTS
+from dpjax.mechanism import Mechanism
 from dpjax.mechanism.card import spent_of
 
 Card = dict[str, Any]
@@ -90,8 +91,7 @@ def prices(
       uncovered: Why the cost of some possible run is not known, or an empty text.
       possible: Mechanisms of runs that could have been drawn.
     """
-    planned = {mechanism.relation.value for mechanism in possible}
-    relations = sorted(planned | {card["mechanism"]["neighbours"] for card in cards})
+    relations = sorted({card["mechanism"]["neighbours"] for card in cards})
     delta, relation = min(card["delta"] for card in cards), relations[0]
     if len(relations) > 1:
         raise ValueError(
@@ -114,6 +114,8 @@ def prices(
         Price("one run alone", one, alone, by_one),
         Price("all runs together", every, together, by_every),
     ]
+    if any(mechanism.relation.value != relation for mechanism in possible):
+        uncovered = "settings that were not run protect other neighbours"
     if number is not None:
         (name, mean), best, holds = number, None, uncovered
         if not uncovered:
