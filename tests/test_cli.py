@@ -23,9 +23,12 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import cli, data, models, schedules
+from dpjax._files import lock
 from dpjax.cli import compilation_cache
+from dpjax.cli.audit import audited_run
 from dpjax.cli.flag_checks import USUAL_NAMES, cure
 from dpjax.cli.train import FLAGS, build, job, names, run_files
+from dpjax.cli.train.flags import settings
 from dpjax.data.sources import SOURCES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -99,6 +102,7 @@ def test_what_another_subcommand_needs_is_not_imported():
         (["train", "--epsilon=3"], "(here it is --target_epsilon)"),
         (["train", "my.csv"], "A file of data: --dataset=my.csv"),
         (["train", "--out="], "--out=: Expected a path."),
+        (["train", "--seed=99999999999999999999"], "is not an integer in the range"),
         (["train", "--dataset=wine_quality"], "its target is a quantity"),
         (["train", "steps=3"], "begin with two dashes"),
         (["sweep", "--gird=a=1"], "Did you mean: grid"),
@@ -233,6 +237,32 @@ def test_a_model_that_cannot_be_used_is_answered(workshop, model, more, answer):
         planned(f"--model={model.format(workshop)}", *more)
 
 
+def test_options_hold_lists(workshop):
+    read = build.read_options
+    want = {"widths": [8, 4], "depth": 2, "name": "a"}
+    assert read(["widths=[8", "4]", "depth=2", "name=a"]) == want
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--model_options=widths=[8,4],depth=2"])
+    assert read(given.model_options) == read(["widths=[8,4]", "depth=2"])
+    assert read([]) == {}
+
+
+def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
+    """A list within options needs quotes on a command line, and --epochs=40 is the default."""
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", "--batch_size=20", "--noreport", "--epochs=40"])
+    given(["train", "--noise_multiplier=1", "--max_epsilon=50", "--accountant=rdp"])
+    mechanism = job.plan(given).mechanism
+    given["model_options"].value = ["widths=[8,4]"]
+    config = json.loads(json.dumps({"flags": {**settings(given), "out": given.out}}))
+    run = types.SimpleNamespace(config=config)
+    found = audited_run._flags(run, json.loads(json.dumps(mechanism.facts)))
+    assert found.model_options == ["widths=[8,4]"]
+    found["model_options"].value = []
+    assert job.plan(found).mechanism.facts == mechanism.facts
+    assert mechanism.steps == 96, "and not as many as fit"
+
+
 def test_the_usual_names_of_flags_are_names_of_flags_here():
     for name, here in USUAL_NAMES.items():
         assert here in FLAGS, here
@@ -313,13 +343,90 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
     assert config["columns"] == ["x", "y", "z"]
     (tmp_path / "run" / "notes.txt").touch()
-    left = ["config.json", "digest", "params.msgpack", "run.json"]
+    left = ["config.json", "digest", "lock", "params.msgpack", "run.json"]
     assert run_files.present(tmp_path / "run") == left
     assert (tmp_path / "run" / "digest").stat().st_mode & 0o077 == 0
     assert (tmp_path / "run" / "digest").read_text() not in str(config)
     (tmp_path / "run" / "params.msgpack").write_bytes(b"others")
     with pytest.raises(app.UsageError, match="or was stopped by Ctrl-C"):
         run_files.released(tmp_path / "run")
+
+
+@kills("cli/train/job.py", "with hold(folder):", "with contextlib.nullcontext():", slow=True)
+@kills("training/run_folder.py", "        del _held[folder]\n", "        pass\n", slow=True)
+def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, monkeypatch):
+    """Two commands that query the same data would release twice what one of them counts."""
+    folder, seen = tmp_path / "run", []
+    words = ["train", "--dataset=my.npz", f"--out={folder}", "--batch_size=20", "--steps=2"]
+    given = copy.deepcopy(FLAGS)
+    given([*words, "--noise_multiplier=1", "--noreport", "--evaluations=1"])
+    plan = job.plan(given)
+
+    def looks(name, answer):
+        def look(*args, **_):
+            seen.append((name, lock(folder / "lock")))
+            if name == "train":
+                (folder / "run.json").touch()
+            return answer(*args)
+
+        return look
+
+    monkeypatch.setattr(job.inputs, "with_scale", looks("queries", lambda _, dataset, *__: dataset))
+    monkeypatch.setattr(job, "train", looks("train", lambda *_: (None, None, [])))
+    monkeypatch.setattr(job, "report", looks("report", lambda *_: None))
+    job.execute(given, plan, time.time())
+    assert seen == [("queries", None), ("train", None), ("report", None)]
+    other = lock(folder / "lock")
+    assert other is not None, "free again"
+    given([*words, "--overwrite"])
+    with pytest.raises(dpjax.ledger.Refused, match="is running there"):
+        job.execute(given, plan, time.time())
+    assert (len(seen), run_files.present(folder)) == (3, ["lock", "run.json"])
+    os.close(other)
+    (folder / "audit.json").touch()
+    job.execute(given, plan, time.time())
+    assert (len(seen), run_files.present(folder)) == (6, ["lock", "run.json"])
+
+
+@kills("cli/train/job.py", "fingerprint(planned.dataset.test)", "fingerprint(())", slow=True)
+def test_a_run_is_of_one_test_part(workshop, tmp_path, monkeypatch):
+    """A finished run has the accuracy of its test part; predictions of another would differ."""
+    given = copy.deepcopy(FLAGS)
+    words = ["train", "--dataset=my.npz", f"--out={tmp_path / 'run'}", "--batch_size=20"]
+    given([*words, "--steps=2", "--noise_multiplier=1", "--noreport"])
+    plan, found = job.plan(given), []
+    monkeypatch.setattr(job, "train", lambda *_, configuration, **__: found.append(configuration))
+    for test in ((x := plan.dataset.test)[0], x[1]), (x[0], 2 - x[1]), (1 + x[0], x[1]):
+        with pytest.raises(TypeError):  # nothing was trained
+            job.execute(given, plan._replace(dataset=plan.dataset._replace(test=test)), time.time())
+    assert len({each["test data"] for each in found}) == 3
+
+
+def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsys):
+    given = copy.deepcopy(FLAGS)
+    words = ["train", "--dataset=my.npz", f"--out={tmp_path / 'run'}", "--batch_size=20"]
+    given([*words, "--steps=2", "--noise_multiplier=1", "--accountant=rdp", "--noreport"])
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(compilation_cache, "switch_on", lambda: None)
+
+    def raises(*_, **__):
+        raise full
+
+    monkeypatch.setattr(job, "train", raises)
+    with pytest.raises(SystemExit, match="No space left on device\nUsually the disk is full"):
+        job.run(given, [])
+    full = BrokenPipeError()
+    with pytest.raises(BrokenPipeError):
+        job.run(given, [])
+    plan, full = job.plan(given), OSError(28, "No space left on device")
+    monkeypatch.setattr(job.reports, "report", raises)
+    monkeypatch.setattr(job, "describe", lambda *_, **__: None)
+    given(["train", "--report"])
+    state = types.SimpleNamespace(ledger=dpjax.ledger.empty())
+    job.report(given, plan.mechanism, plan.dataset, job.Trained({}, state, []), time.time())
+    said = capsys.readouterr().out
+    assert f"The report was not drawn: {full}; `dpjax report {tmp_path / 'run'}` draws it" in said
+    assert "Recompute epsilon" in said
 
 
 def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
@@ -335,7 +442,7 @@ def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
     with pytest.raises(app.UsageError, match=r"--model=mlp: .*expected one of elu"):
         planned("--activation=foo")
     with pytest.raises(app.UsageError, match=r"--out=words\.csv.*a file has its name"):
-        job.prepare(pathlib.Path("words.csv"), False)
+        job.prepared(pathlib.Path("words.csv"), False).__enter__()
 
 
 def test_a_missing_matplotlib_is_found_before_training(workshop, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import run_binary
 from html_pages import parsed, text
 
+from dpjax.cli.compare import job
 from dpjax.cli.compare.job import RunGroup
 from dpjax.cli.compare.job import curve as curve_of
 from dpjax.reports.load_run import Missing, read
@@ -169,3 +170,11 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
 @pytest.mark.slow
 def test_without_runs_the_usage_is_shown():
     assert "expected folders of runs" in compare(status=1).stderr
+
+
+def test_a_folder_under_two_names_is_one_run(tmp_path, monkeypatch):
+    write(tmp_path / "a", [0.5], {"seed": 1})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "draw", lambda *_: ("<svg/>", b"", []))
+    page = job.compare(["a", "a/", tmp_path / "a", "../" + tmp_path.name + "/a"], "page.html")
+    assert "All 1 together" in page.read_text()

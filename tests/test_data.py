@@ -736,6 +736,7 @@ def own(tmp_path, content, name="own.csv"):
 
 ROWS = "".join(f"{i};{i % 3};{'ab'[i % 2]}\n" for i in range(20))
 X, Y = RNG.normal(size=(10, 4)), np.arange(10) % 2
+BYTES = RNG.integers(0, 256, (10, 5, 5, 1), np.uint8)
 
 
 def test_a_data_set_is_shown_in_a_line(tmp_path):
@@ -772,6 +773,14 @@ class TestOwnFiles:
         np.savez(tmp_path / "own.npz", x=X, y=Y)
         with pytest.raises(ValueError, match="the labels of"):
             data.load_file(tmp_path / "own.npz", label="y")
+
+    def test_words_are_read_whole_and_also_from_bytes(self, tmp_path):
+        found = own(tmp_path, "a,b\n" + "1,x\u2028y\n2,z\n" * 9)
+        assert found.class_names == ("x\u2028y", "z"), "a separator of lines within a word"
+        found = own(tmp_path, {"x": X, "y": np.where(Y, b"dog", b"cat")})
+        assert found.class_names == ("cat", "dog")
+        found = own(tmp_path, {"x": X, "y": np.where(Y, b"1", b"0")})
+        assert (found.class_names, found.classes) == ((), 2)
 
     def test_a_gap_in_the_numbers_of_labels_is_logged(self, tmp_path, caplog):
         found = own(tmp_path, "a,b\n" + "1,1\n2,5\n" * 9)
@@ -812,7 +821,30 @@ class TestOwnFiles:
             ("a,b\n" + "".join(f"1,{i}\n" for i in range(9)), "column 'b': .*far fewer classes"),
             ("a,b\n" + "1,-1\n" * 9, "labels from -1 to -1"),
             ("a,b\n" + "1,0\n2,1\n" * 9 + "nan,1\n", "column 'a' has 'nan' in its row 19"),
-            ("a,b\n" + "1,0\n2,1\n" * 9 + "3,\n", "label, column 'b', is missing in row 19"),
+            ("a,b\n" + "1,0\n2,1\n" * 9 + "3,\n", "column 'b': label 19 of 19 is '', which stands"),
+            ("a,b\n" + "1,0\n2,1\n" * 9 + "3, N/A\n", "label 19 of 19 is 'N/A'"),
+            ("a,b\n" + "1,x\n2,?\n" * 9, r"label 2 of 18 is '\?', .* write another word for it"),
+            ("a,b\n" + "1,0\n2,x\n" * 9, "such as '0', and others words, such as 'x'"),
+            ("a,b\n" + "1,0\n2,1_000\n" * 9, "others words, such as '1_000'"),
+            ("a,b\n1_000,0\n2,1\n", "column 'a' has '1_000' in its row 1"),
+            (",a,b\n0,1,0\n1,2,1\n", r"column 1 has no name; .*df\.to_csv\(path, index=False\)"),
+            ("a,b\n\n1,0\n\n1\n", "line 5 has 1 columns"),
+            ({"x": X, "y": np.where(Y, np.nan, 0)}, "label 2 of 10 is 'nan'"),
+            ({"x": X, "y": np.where(Y, "", "a")}, "label 2 of 10 is ''"),
+            ({"x": X, "y": np.full(10, b"\xff")}, "expected labels in UTF-8"),
+            (
+                {"x_train": X, "y_train": Y, "x_test": X, "y_test": np.where(Y, "a", "b")},
+                "such as '0', and others words, such as 'b'",
+            ),
+            ({"x": X, "y": Y, "x_test": X, "y_test": Y}, "and also x_test, y_test, which would be"),
+            (
+                {"x_train": BYTES, "y_train": Y, "x_test": BYTES.astype(int), "y_test": Y},
+                "the train part are of type uint8, inputs of the test part int64. Bytes of images",
+            ),
+            (
+                {"x_train": BYTES / 255, "y_train": Y, "x_test": BYTES, "y_test": Y},
+                "the train part are of type float64, inputs of the test part uint8",
+            ),
             ("a,b\n" + "1,1\n" * 9, "column 'b': all 9 labels are 1. Expected at least 2"),
             ("a,b\n" + "1,yes\n" * 9, "all 9 labels are 'yes'"),
             ({"x": np.where(np.eye(10, 4), np.nan, 0), "y": Y}, r"first at index \[0, 0\]"),

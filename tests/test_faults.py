@@ -23,6 +23,8 @@ from mutation import kills
 
 import dpjax
 from dpjax import checkpoints, clipping, ledger, noise, training
+from dpjax._files import lock
+from dpjax.training.run_folder import hold
 
 
 @pytest.fixture(scope="module")
@@ -556,6 +558,23 @@ def test_a_forgotten_run_makes_room_for_another(tmp_path):
     _, rows = runs.fit(tmp_path, runs.make(multiplier=2.0), steps=3)
     assert [row["step"] for row in rows] == [3]
     training.forget(tmp_path / "nothing")
+
+
+@kills("training/run_folder.py", "        return os.dup(held)", "        return held", slow=True)
+def test_a_held_folder_is_joined_by_its_own_process_alone(tmp_path):
+    with hold(tmp_path):
+        runs.fit(tmp_path, steps=3)
+        training.forget(tmp_path)
+        assert lock(tmp_path / "lock") is None, "until the block ends"
+    runs.fit(tmp_path, steps=3)
+    (tmp_path / "run.json").unlink()
+    training.forget(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"], (
+        "no run.json, but its marks"
+    )
+    (tmp_path / "checkpoints").mkdir()
+    training.forget(tmp_path)
+    assert (tmp_path / "checkpoints").exists(), "nothing says that a run made it"
 
 
 def test_a_running_run_is_not_forgotten(server, tmp_path):

@@ -26,8 +26,8 @@ from small_mechanisms import mechanism_with
 from dpjax import accounting, reports
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.compare.job import groups_of
-from dpjax.cli.sweep import FLAGS, search_cost, search_results, search_space
-from dpjax.cli.sweep.job import candidates_from_flags, costs, planned, require_flags
+from dpjax.cli.sweep import FLAGS, possible_runs, search_cost, search_results, search_space
+from dpjax.cli.sweep.job import candidates_from_flags, costs, flags_of, planned, require_flags
 from dpjax.cli.sweep.job import command as command_of
 from dpjax.mechanism.card import strict
 from dpjax.reports.load_run import read
@@ -307,6 +307,7 @@ def test_equal_settings_are_repeats_with_seeds_and_folders_of_their_own():
         ("out=x", "fixed"),
         ("a=log:0:1", "ranges"),
         ("a=uniform:2:1", "ranges"),
+        ("a=uniform:2:1e999", "ranges"),
         ("a=log:x:1", "ranges"),
         ("a=uniform:1:2", "grid"),
     ],
@@ -355,10 +356,86 @@ def test_what_might_have_been_drawn_counts_unless_it_changes_no_price():
     assert not why("noise=1,2;rate=uniform:0:1", *({"noise": z, "rate": "0"} for z in "12"))
     assert "settings of noise" in why("noise=1,2;rate=3", {"noise": "2", "rate": "3"})
     assert "settings of noise" in why("noise=uniform:1:2", {"noise": "1"})
-    assert "settings of bound" in why("bound=1,inf", {"bound": "1"})
+    for infinite in ("inf", "-Infinity", "1e999"):
+        assert "settings of bound" in why(f"bound=1,{infinite}", {"bound": "1"})
     unknown = search_cost.prices([card()], [], ("geometric", 3.0), "because")[0][-1]
     assert unknown.epsilon is None
     assert str(unknown).startswith("not known")
+
+
+BINS = "noise=banded;sampling=balls_in_bins;noise_multiplier=2;steps=40;batch_size=100"
+
+
+def drawable(fixed, ranges):
+    """What `dpjax train` could run with these settings, and why some of it is not known."""
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", f"--fixed={fixed}", f"--ranges={ranges}", "--random_runs=geometric:3"])
+    of = candidates_from_flags(given)
+    return possible_runs.mechanisms(
+        of, lambda settings: flags_of(given, search_space.Trial(settings, None, 0))
+    )
+
+
+@kills("cli/sweep/search_cost.py", "*(mechanism.event for mechanism in possible)", "", slow=True)
+@kills("cli/sweep/possible_runs.py", "        self.names_read.add(name)\n", "", slow=True)
+@kills("cli/sweep/job.py", "number, uncovered, possible)", "number, uncovered)", slow=True)
+def test_the_best_run_pays_for_every_setting_that_could_be_drawn(tmp_path):
+    """Momentum of SGD changes the strategy of correlated noise, and so what a step costs."""
+    given = copy.deepcopy(FLAGS)
+    ranges = "optimizer=sgd,adam;momentum=0.9,0.5;learning_rate=1,2"
+    given(["sweep", f"--fixed={BINS}", f"--ranges={ranges}", "--random_runs=geometric:3"])
+    of = candidates_from_flags(given)
+    mechanisms, why = drawable(BINS, ranges)
+    assert (len(mechanisms), why) == (3, ""), "adam has no momentum, and no rate changes a cost"
+    events = [mechanism.event for mechanism in mechanisms]
+    for number, mechanism in enumerate(mechanisms):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "privacy.json").write_text(
+            json.dumps(reports.card(mechanism, 1e-5, methods=["rdp"]))
+        )
+        (folder / "finished").touch()
+        settings = {"optimizer": "sgd", "momentum": "0.9", "learning_rate": "1"}
+        found, _ = costs(given, of, {folder: search_space.Trial(settings, None, 0)})
+        best = accounting.select_best(events, 1e-5, runs=3).epsilon_best
+        assert found["prices"][-1]["epsilon"] == pytest.approx(best), "whichever was drawn"
+
+
+def test_a_range_is_no_list_of_every_cost():
+    _, why = drawable(BINS, "momentum=uniform:0:0.9;learning_rate=1,2")
+    assert "depends on momentum, which is drawn from a range" in why
+    _, why = drawable(BINS, "momentum=uniform:0:1;learning_rate=1,2")
+    assert "momentum=1 is refused" in why, "and 0.9 is not"
+    found, why = drawable(BINS, "learning_rate=log:0.1:1;bound=uniform:0:1")
+    assert (len(found), why) == (1, ""), "noise is in units of the bound"
+    white = "noise_multiplier=2;steps=40;batch_size=100"
+    found, why = drawable(white, "momentum=uniform:0:0.9;bound=1,1e999;optimizer=sgd,adam")
+    assert (len(found), why) == (1, ""), "independent noise; no run has an infinite bound"
+    white = "noise_multiplier=2;epochs=1"
+    found, why = drawable(white, "dataset=digits,none.csv;batch_size=100,50")
+    assert (len(found), why) == (2, ""), "train refuses the others"
+    found, why = drawable(white, "sampling=poisson,fixed;batch_size=100")
+    assert (len(found), why) == (2, "")
+    number = ("geometric", 3.0)
+    best = search_cost.prices([card()], [], number, "", found)[0][-1]
+    assert (best.epsilon, best.holds) == (
+        None,
+        "settings that were not run protect other neighbours",
+    )
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--grid=momentum=0,0.9", "--free=momentum"])
+    with pytest.raises(app.UsageError, match="goes with --binary"):
+        candidates_from_flags(given)
+
+
+@kills("cli/sweep/search_cost.py", "for run in spent_of(mechanism, steps)", "for run in []")
+def test_random_bins_lower_the_price_as_on_the_card():
+    (mechanism,), _ = drawable(f"{BINS};optimizer=adam", "learning_rate=1")
+    run = {"mechanism": mechanism.facts, "steps": 40, "delta": 1e-5}
+    (one, *_), _, _ = search_cost.prices([run], [], None, "")
+    tightest = accounting.tightest(mechanism.event, "add-or-remove")
+    assert one.epsilon == pytest.approx(mechanism.epsilon(1e-5, tightest))
+    assert one.epsilon < accounting.epsilon(accounting.gaussian(2.0), 1e-5, "pld")
 
 
 def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):

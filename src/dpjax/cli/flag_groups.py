@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+LARGEST_SEED = 2**63 - 1  # JAX takes signed numbers of 64 bits
+
 
 class Group(NamedTuple):
     """Defines flags in a set, under a title."""
@@ -37,9 +39,16 @@ class Group(NamedTuple):
         """A flag that is on (`--name`) or off (`--noname`)."""
         flags.DEFINE_bool(name, default, words, **self._where)
 
-    def whole(self, name: str, default: int | None, words: str, low: int | None = None) -> None:
-        """A flag with a whole number of at least ``low``."""
-        flags.DEFINE_integer(name, default, words, low, **self._where)
+    def whole(
+        self,
+        name: str,
+        default: int | None,
+        words: str,
+        low: int | None = None,
+        high: int | None = None,
+    ) -> None:
+        """A flag with a whole number from ``low`` to ``high``."""
+        flags.DEFINE_integer(name, default, words, low, high, **self._where)
 
     def number(self, name: str, default: float | None, words: str) -> None:
         """A flag with a number."""

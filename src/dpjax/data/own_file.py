@@ -9,6 +9,7 @@ of private examples would be a release that the accountant does not see.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ _FORMAT = (
     "Expected x and y, or x_train, y_train, x_test and y_test, one example a row and a label for "
     "each: numpy.savez(path, x=x, y=y)."
 )
+_MISSING = ("", "nan", "na", "n/a", "null", "none", "<na>", "?")  # as other programs write it
 
 
 def load_file(
@@ -38,7 +40,8 @@ def load_file(
     Without a test part, a fifth of the rows is held out as one, by a fixed shuffle. Bytes of
     images, ``[examples, height, width]`` or with channels last, become float32 in [0, 1] with a
     channel axis; other whole numbers become int32, and other numbers float32. Labels are whole
-    numbers from 0, or words, which are numbered in alphabetical order.
+    numbers from 0, or words, which are numbered in alphabetical order. Missing labels (empty, nan,
+    NA, null, none, ?) are refused, and so is a mixture of numbers and words.
 
     Args:
       path: The file; its name ends in ``.npz`` or ``.csv``.
@@ -80,7 +83,7 @@ def load_file(
             ".npz are its array y."
         )
     labels, names, count = _numbered([y for _, y in parts], classes, labelled)
-    inputs = [_inputs(x, call) for x, _ in parts]
+    inputs = _inputs([x for x, _ in parts], call)
     parts = list(zip(inputs, labels, strict=True))
     if len(parts) == 1:
         parts = list(hold_out(parts[0], max(1, len(labels[0]) // 5)))
@@ -100,6 +103,11 @@ def _arrays(path: Path, call: str) -> list[Split]:
     arrays = plain_arrays(path, call, hint)
     for names in (["x_train", "y_train", "x_test", "y_test"], ["x", "y"]):
         if set(names) <= set(arrays):
+            if more := sorted(set(arrays) - set(names)):
+                raise ValueError(
+                    f"{call}: the file holds {', '.join(names)}, and also {', '.join(more)}, which "
+                    f"would be ignored. {_FORMAT} Leave other arrays out of the file."
+                )
             found = [arrays[name] for name in names]
             return [_paired(x, y, call) for x, y in zip(found[::2], found[1::2], strict=True)]
     raise ValueError(f"{call}: the file holds {', '.join(sorted(arrays)) or 'nothing'}. {_FORMAT}")
@@ -127,20 +135,28 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
     first = text.partition("\n")[0]
     separator = max(",;\t", key=first.count)
     try:
-        lines = [row for row in csv.reader(text.splitlines(), delimiter=separator) if row]
+        # Not `splitlines`, which ends a line at characters that a label may hold.
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        lines = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
         raise ValueError(f"{call}: expected a table with {separator!r} ({error}).") from error
-    header, *rows = lines or [[]]
+    header, *rows = [row for _, row in lines] or [[]]
     header = [name.strip() for name in header]
     if len(header) < 2 or any(_number(name) is not None for name in header):
         raise ValueError(
             f"{call}: the first line is {first[:60]!r}. Expected the names of the columns, and at "
             "least two columns: features and a label."
         )
-    if wrong := [i for i, row in enumerate(rows, 2) if len(row) != len(header)]:
+    if "" in header:
         raise ValueError(
-            f"{call}: line {wrong[0]} has {len(rows[wrong[0] - 2])} columns and the header "
-            f"{len(header)}. Expected a value in every column of every line."
+            f"{call}: column {header.index('') + 1} has no name; expected one for every column. "
+            "Usually pandas wrote its index, the numbers of the rows: write the table again by "
+            "df.to_csv(path, index=False)."
+        )
+    if wrong := [(line, len(row)) for line, row in lines if len(row) != len(header)]:
+        raise ValueError(
+            f"{call}: line {wrong[0][0]} has {wrong[0][1]} columns and the header {len(header)}. "
+            "Expected a value in every column of every line."
         )
     if label is not None and label not in header:
         raise ValueError(
@@ -153,11 +169,6 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
     kept = [i for i in range(len(header)) if i != place]
     x = np.stack([_column(header[i], [row[i] for row in rows], chosen, call) for i in kept], axis=1)
     y = np.array([row[place].strip() for row in rows])
-    if missing := [i for i, word in enumerate(y.tolist(), 1) if word.lower() in ("", "nan")]:
-        raise ValueError(
-            f"{call}: the label, column {chosen!r}, is missing in row {missing[0]}. Expected one "
-            "in every row: fill it, or leave the row out."
-        )
     return [_paired(x, y, call)], tuple(header[i] for i in kept), chosen
 
 
@@ -177,16 +188,28 @@ def _column(name: str, words: list[str], label: str, call: str) -> np.ndarray:
 
 def _number(word: str) -> float | None:
     try:
-        return float(word)
+        return None if "_" in word else float(word)  # Python reads 1_000 as a number
     except ValueError:
         return None
 
 
-def _inputs(x: np.ndarray, call: str) -> np.ndarray:
-    """Inputs in the types that models take; refuses what is not a finite number."""
-    if x.dtype == np.uint8 and x.ndim in (3, 4):
-        images = x[..., None] if x.ndim == 3 else x
-        return images.astype(np.float32) / np.float32(255)
+def _inputs(parts: list[np.ndarray], call: str) -> list[np.ndarray]:
+    """Inputs of all parts in the types that models take; refuses parts on different scales."""
+    images = [x.dtype == np.uint8 and x.ndim in (3, 4) for x in parts]
+    if all(images):
+        each = (x[..., None] if x.ndim == 3 else x for x in parts)
+        return [x.astype(np.float32) / np.float32(255) for x in each]
+    if any(images):
+        raise ValueError(
+            f"{call}: inputs of the train part are of type {parts[0].dtype}, inputs of the test "
+            f"part {parts[1].dtype}. Bytes of images would be scaled to [0, 1] and the others not: "
+            "store both parts as uint8, or scale both and store them as float32."
+        )
+    return [_numbers(x, call) for x in parts]
+
+
+def _numbers(x: np.ndarray, call: str) -> np.ndarray:
+    """Inputs as int32 or float32; refuses what is not a finite number."""
     if x.dtype.kind not in "biuf":
         raise ValueError(f"{call}: inputs are of type {x.dtype}; expected numbers.")
     if x.dtype.kind in "iu":
@@ -205,13 +228,42 @@ def _inputs(x: np.ndarray, call: str) -> np.ndarray:
     return found
 
 
+def _decoded(y: np.ndarray, call: str) -> np.ndarray:
+    """Labels whose words are text; NumPy and h5py also keep them as bytes."""
+    try:
+        return np.char.decode(y, "utf-8") if y.dtype.kind == "S" else y
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{call}: expected labels in UTF-8 ({error}).") from error
+
+
+def _require_all(words: list[str], call: str) -> None:
+    """Refuses missing labels, and a mixture of numbers and words."""
+    for row, word in enumerate(words, 1):
+        if word.strip().lower() in _MISSING:
+            raise ValueError(
+                f"{call}: label {row} of {len(words)} is {word!r}, which stands for a missing "
+                "value. Expected a label for every example: fill it, or leave the example out. If "
+                "it names a class, write another word for it."
+            )
+    numbers = [_number(word) is not None for word in words]
+    if any(numbers) != all(numbers):
+        number, word = words[numbers.index(True)], words[numbers.index(False)]
+        raise ValueError(
+            f"{call}: some labels are numbers, such as {number!r}, and others words, such as "
+            f"{word!r}. Expected one of the two. Usually a word stands for a missing label: leave "
+            "these examples out. If all are names of classes, write every one of them as a word."
+        )
+
+
 def _numbered(
     parts: list[np.ndarray], classes: int | None, call: str
 ) -> tuple[list[np.ndarray], tuple[str, ...], int]:
     """Labels of all parts as int32 from 0, the words that they were, and the number of classes."""
     names: list[str] = []
-    joined = np.concatenate(parts)
-    if joined.dtype.kind == "U" and all(_number(word) is not None for word in joined):
+    joined = np.concatenate([_decoded(y, call) for y in parts])
+    if joined.dtype.kind == "U" or (joined.dtype.kind == "f" and np.isnan(joined).any()):
+        _require_all(joined.astype(str).tolist(), call)
+    if joined.dtype.kind == "U" and _number(joined[0]) is not None:
         joined = joined.astype(np.float64)
     if joined.dtype.kind == "U":
         words, joined = np.unique(joined, return_inverse=True)

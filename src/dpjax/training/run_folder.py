@@ -12,13 +12,14 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
+
+_held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
 
 
 class Folder:
@@ -248,13 +251,33 @@ def forget(directory: str | os.PathLike[str]) -> None:
       Refused: A process is running there.
     """
     folder = pathlib.Path(directory)
-    if not (folder / "run.json").exists():
+    # Names that runs alone have: without any of them `checkpoints` may be another program's.
+    if not any((folder / name).exists() for name in ("run.json", "furthest", "seals")):
         return
     held = _locked(folder)
     try:
         _remove(folder)
     finally:
         os.close(held)
+
+
+@contextlib.contextmanager
+def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Locks a folder for the work before and after `fit`, which joins this lock.
+
+    Privacy:
+      Of two processes that query private data before their first steps, one alone would be counted.
+
+    Raises:
+      Refused: Another process holds the folder.
+    """
+    handle, folder = _locked(pathlib.Path(directory)), pathlib.Path(directory).resolve()
+    _held[folder] = handle
+    try:
+        yield
+    finally:
+        del _held[folder]
+        os.close(handle)
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -299,7 +322,9 @@ def _private(path: str, flags: int) -> int:
 
 
 def _locked(folder: pathlib.Path) -> int:
-    """Takes the lock of a run's folder."""
+    """Takes the lock of a run's folder, or joins the lock of `hold`."""
+    if (held := _held.get(folder.resolve())) is not None:
+        return os.dup(held)  # the system frees the lock with its last handle
     handle = lock(folder / "lock")
     if handle is None:
         holder = (folder / "lock").read_text() or "unknown"

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app
+from absl import app, flags
 
 import dpjax
 from dpjax import auditing, losses
@@ -61,11 +61,10 @@ class Rebuilt(NamedTuple):
 def rebuild(folder: pathlib.Path) -> Rebuilt:
     """Reads a run's folder and builds the run again; refuses folders that lack what it needs."""
     run, parameters = _files(folder)
-    given = copy.deepcopy(FLAGS)
-    config: Any = run.config
-    given(["train", *_words(given, {**config["flags"], "data_dir": None})])
+    there = (run.identity or {}).get("mechanism")
+    given = _flags(run, there)
     planned = plan(given)
-    described, there = planned.mechanism.facts, (run.identity or {}).get("mechanism")
+    described = planned.mechanism.facts
     if described != there:
         names = [name for name in described if described[name] != (there or {}).get(name)]
         raise app.UsageError(
@@ -122,15 +121,20 @@ def _files(folder: pathlib.Path) -> tuple[Run, bytes]:
         ) from error
 
 
-def _words(given: Any, values: Mapping[str, Any]) -> list[str]:
-    """The command line that sets flags to these values; what is set by default is left out."""
-    words = []
-    for name, value in values.items():
-        if value is None or name not in given or value == given[name].default:
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, list) else value
-        words.append(f"--{name}={text}")
-    return words
+def _flags(run: Run, mechanism: Mapping[str, Any] | None) -> flags.FlagValues:
+    """The flags of the run, by value: a command line would need quotes around lists in options."""
+    config: Any = run.config
+    given = copy.deepcopy(FLAGS)
+    given(["train"])
+    for name, value in config["flags"].items():
+        if name in given:
+            given[name].value = value
+    if mechanism is not None:
+        # Which flags were given, and so decided the number of steps, no file says.
+        given["steps"].value = sum(steps for _, steps in mechanism["multiplier_and_steps"])
+        given["steps"].present = 1
+    given.validate_all_flags()
+    return given
 
 
 def step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Separation:

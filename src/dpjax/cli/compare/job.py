@@ -147,7 +147,8 @@ def compare(
             "figure is written beside it, as a PNG of the same name, and would replace it."
         )
     runs, unread = [], []
-    for directory in directories:
+    # One folder under two names, as a1 and a1/, is one run.
+    for directory in {pathlib.Path(each).resolve(): each for each in directories}.values():
         try:
             runs.append(read(directory, arrays=False))
         except (OSError, ValueError) as error:

@@ -7,7 +7,9 @@ Examples:
   dpjax sweep --ranges="learning_rate=log:0.05:1;bound=0.25,0.5,1" --random=10
 
 `--random_runs=geometric:10` draws a secret number of runs; then the best run, published alone,
-costs much less than all runs together.  The folder receives a folder per run, `results.jsonl`
+costs much less than all runs together.  Its price covers the dearest setting that could have been
+drawn, so a flag that changes the cost of a run, such as --steps, has a list of values there and no
+range.  The folder receives a folder per run, `results.jsonl`
 (best setting first), `costs.json` and `comparison.html`.  The same command resumes a search and
 repeats no finished run.  Runs have secret keys unless `--seed` is given.  They share compiled
 programs, and draw no report of their own unless `--reports` is given.
@@ -16,7 +18,7 @@ programs, and draw no report of their own unless `--reports` is given.
 from absl import flags
 
 from dpjax.cli.flag_checks import not_empty
-from dpjax.cli.flag_groups import Group
+from dpjax.cli.flag_groups import LARGEST_SEED, Group
 
 __all__ = ["FLAGS", "WORDS"]
 
@@ -36,15 +38,17 @@ _tried.text(
 _tried.whole("seeds", 1, "Number of runs of each setting.", 1)
 _tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
 _tried.whole(
-    "seed", None, "Seed of the draws, and of the first run; makes noise reproducible and public."
+    "seed",
+    None,
+    "Seed of the draws, and of the first run; makes noise reproducible and public.",
+    0,
+    LARGEST_SEED,
 )
-_FREE = ["activation", "average", "bound", "floor", "hidden", "learning_rate", "loss"]
-_FREE += ["loss_options", "model", "model_options", "momentum", "optimizer", "rate_per_512"]
-_FREE += ["torch_init", "warmup_steps"]
 _tried.several(
     "free",
-    _FREE,
-    "Flags that change no run's cost; with --random_runs all values of other flags must run.",
+    [],
+    "With --binary and --random_runs: flags that change no run's cost. All values of other flags "
+    "must run. For dpjax train the cost of every setting is computed.",
 )
 
 _runs = Group(FLAGS, "Runs")

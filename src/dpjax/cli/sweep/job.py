@@ -19,7 +19,13 @@ from dpjax._files import lock, read_json, replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.compare.job import compare
 from dpjax.cli.flag_checks import cure
-from dpjax.cli.sweep import child_processes, search_cost, search_results, search_space
+from dpjax.cli.sweep import (
+    child_processes,
+    possible_runs,
+    search_cost,
+    search_results,
+    search_space,
+)
 from dpjax.cli.train import FLAGS as TRAIN
 from dpjax.mechanism.card import strict
 from dpjax.reports.load_run import read
@@ -50,6 +56,11 @@ def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
 def candidates_from_flags(given: flags.FlagValues) -> search_space.Candidates:
     """The candidates of each flag; refuses flags that contradict each other."""
     number = number_of_runs(given)
+    if given.free and given.binary is None:
+        raise app.UsageError(
+            f"--free={','.join(given.free)}: goes with --binary. What each setting of dpjax train "
+            "costs is computed; leave --free out."
+        )
     if (given.grid is None) == (given.ranges is None):
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
     if (given.random is None) == (given.ranges is not None and number is None):
@@ -111,11 +122,18 @@ def command(given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.
 def require_flags(given: flags.FlagValues, trials: Iterable[search_space.Trial]) -> None:
     """Refuses settings that `dpjax train` would refuse, before the first run."""
     for trial in trials if given.binary is None else ():
-        _, _, _, *words = command(given, trial, pathlib.Path(trial.name))
         try:
-            copy.deepcopy(TRAIN)(words)
+            flags_of(given, trial)
         except flags.Error as error:
             raise app.UsageError(f"the run {trial.name}: {error}{cure(error, TRAIN)}") from error
+
+
+def flags_of(given: flags.FlagValues, trial: search_space.Trial) -> flags.FlagValues:
+    """The flags of a run of `dpjax train`."""
+    _, _, _, *words = command(given, trial, pathlib.Path(trial.name))
+    parsed = copy.deepcopy(TRAIN)
+    parsed(words)
+    return parsed
 
 
 def run_missing(given: flags.FlagValues, trials: dict[pathlib.Path, search_space.Trial]) -> int:
@@ -159,13 +177,16 @@ def costs(
 ) -> tuple[dict[str, Any], str]:
     """The cost of the search, as numbers and in words."""
     done = finished(trials)
-    cards = [search_cost.card_of(folder) for folder in done]
-    prices, delta, relation = search_cost.prices(
-        cards,
-        [search_cost.spent_so_far(folder) for folder in trials if folder not in done],
-        number_of_runs(given),
-        search_cost.uncovered(candidates, done.values(), given.free),
-    )
+    cards, number = [search_cost.card_of(folder) for folder in done], number_of_runs(given)
+    possible, uncovered = [], ""
+    if number is not None and given.binary is not None:
+        uncovered = search_cost.uncovered(candidates, done.values(), given.free)
+    elif number is not None:
+        possible, uncovered = possible_runs.mechanisms(
+            candidates, lambda settings: flags_of(given, search_space.Trial(settings, None, 0))
+        )
+    unfinished = [search_cost.spent_so_far(folder) for folder in trials if folder not in done]
+    prices, delta, relation = search_cost.prices(cards, unfinished, number, uncovered, possible)
     at = upwards(delta, ".6g")
     lines = [f"What this search costs at delta={at} for {relation} neighbours:"]
     lines += [f"  {price}" for price in prices]

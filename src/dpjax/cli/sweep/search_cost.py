@@ -2,15 +2,17 @@
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
 Events are rebuilt from the privacy cards of finished runs.  An unfinished run has no card; its
-spending comes from its log, its checkpoints and its queries.  Each price is by the tightest proven
-method, except that of a random number of runs, for which only RDP has a proof.
+spending comes from its log, its checkpoints and its queries.  A search with a random number of
+runs also pays for the settings that it could have drawn: `possible_runs` builds them.  Each price
+is by the tightest proven method, except that of a random number of runs, for which only RDP has a
+proof.
 """
 
 from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -21,7 +23,8 @@ from dpjax._files import read_json
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.sweep import search_space
 from dpjax.cli.train.inputs import MOMENTS
-from dpjax.verify import event_of
+from dpjax.mechanism import Mechanism
+from dpjax.mechanism.card import spent_of
 
 Card = dict[str, Any]
 
@@ -62,12 +65,14 @@ def spent_so_far(folder: pathlib.Path) -> dp_accounting.DpEvent:
         # Stopped after its queries and before its first step, when no file described the run yet.
         with np.load(moments) as kept:
             return accounting.compose(*map(accounting.gaussian, kept["multipliers"].tolist()))
-    runs = training.earlier(folder)
-    mechanism = read_json(path)["mechanism"]
-    bare = math.inf in map(float, mechanism["clipping"]["bounds"])
-    if bare and runs[-1].steps:
+    return event_of(read_json(path)["mechanism"], training.earlier(folder)[-1].steps)
+
+
+def event_of(mechanism: Mapping[str, Any], steps: int) -> dp_accounting.DpEvent:
+    """The event of the first steps of a described mechanism, and of what came before them."""
+    if steps and math.inf in map(float, mechanism["clipping"]["bounds"]):
         return dp_accounting.NonPrivateDpEvent()
-    return accounting.compose(*(run.event for run in runs))
+    return accounting.compose(*(run.event for run in spent_of(mechanism, steps)))
 
 
 def prices(
@@ -75,6 +80,7 @@ def prices(
     others: Iterable[dp_accounting.DpEvent],
     number: tuple[str, float] | None,
     uncovered: str,
+    possible: Sequence[Mechanism] = (),
 ) -> tuple[list[Price], float, str]:
     """The costs of a search, with their delta and their neighbour relation.
 
@@ -82,7 +88,8 @@ def prices(
       cards: The cards of finished runs.
       others: The events of the other runs.
       number: The distribution and mean of the number of runs, if it was drawn.
-      uncovered: Why the cards do not bound the cost of every possible run, or an empty text.
+      uncovered: Why the cost of some possible run is not known, or an empty text.
+      possible: Mechanisms of runs that could have been drawn.
     """
     relations = sorted({card["mechanism"]["neighbours"] for card in cards})
     delta, relation = min(card["delta"] for card in cards), relations[0]
@@ -92,8 +99,8 @@ def prices(
             f"{' and '.join(relations)} neighbours. "
             "Usually --sampling was searched; make a search of each."
         )
-    spent = [event_of(card, halve=False) for card in cards]
-    kinds = list({repr(event): event for event in spent}.values())
+    spent = [event_of(card["mechanism"], card["steps"]) for card in cards]
+    kinds = _different(spent)
 
     def cost(event: dp_accounting.DpEvent) -> tuple[float, str]:
         method = accounting.tightest(event, relation)
@@ -107,15 +114,22 @@ def prices(
         Price("one run alone", one, alone, by_one),
         Price("all runs together", every, together, by_every),
     ]
+    if any(mechanism.relation.value != relation for mechanism in possible):
+        uncovered = "settings that were not run protect other neighbours"
     if number is not None:
         (name, mean), best, holds = number, None, uncovered
         if not uncovered:
             by = {"runs": mean, "distribution": name, "neighbours": relation}
-            best = accounting.select_best(kinds, delta, **by).epsilon_best
+            drawable = _different([*kinds, *(mechanism.event for mechanism in possible)])
+            best = accounting.select_best(drawable, delta, **by).epsilon_best
             holds = "if that run alone is published, and how many ran stays secret"
         what = f"the best of a {name} number, {mean:g} on average"
         found.append(Price(what, best, holds, "rdp"))
     return found, delta, relation
+
+
+def _different(events: Iterable[dp_accounting.DpEvent]) -> list[dp_accounting.DpEvent]:
+    return list({repr(event): event for event in events}.values())
 
 
 def uncovered(
@@ -129,10 +143,20 @@ def uncovered(
     dear = {
         name: values
         for name, values in candidates.items()
-        if name not in free or (isinstance(values, list) and "inf" in " ".join(values).lower())
+        if name not in free or (isinstance(values, list) and any(map(_infinite, values)))
     }
     tried = {search_space.words({name: trial.settings[name] for name in dear}) for trial in done}
     ranges = any(isinstance(values, search_space.Range) for values in dear.values())
     if not ranges and tried.issuperset(map(search_space.words, search_space.every(dear))):
         return ""
-    return f"settings of {', '.join(dear)} that were not run may cost more"
+    return (
+        f"settings of {', '.join(dear)} that were not run may cost more; --free names flags that "
+        "change no cost"
+    )
+
+
+def _infinite(value: str) -> bool:
+    try:
+        return math.isinf(float(value))  # also 1e999
+    except ValueError:
+        return False

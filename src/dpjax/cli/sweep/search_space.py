@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -40,6 +41,10 @@ class Range(NamedTuple):
     scale: str
     low: float
     high: float
+
+    def text(self, number: float) -> str:
+        """A number of this range, as a flag takes it."""
+        return str(int(number)) if self.scale == "whole" else f"{number:.6g}"
 
 
 OURS = ("out", "seed", "overwrite")  # flags that only the search itself may set
@@ -94,18 +99,20 @@ def _values(name: str, text: str, flag: str) -> list[str] | Range:
         low, high = map(float, ends)
     except ValueError:
         low = high = float("nan")
-    if flag == "grid" or not (low <= high and (scale != "log" or low > 0)):
+    ordered = -math.inf < low <= high < math.inf
+    if flag == "grid" or not (ordered and (scale != "log" or low > 0)):
         raise app.UsageError(
             f"--{flag}: {name}={text} is no range to draw from. Expected log:LOW:HIGH (LOW above "
-            "0), uniform:LOW:HIGH or whole:LOW:HIGH, in --ranges; a grid has values only."
+            "0), uniform:LOW:HIGH or whole:LOW:HIGH with finite ends, in --ranges; a grid has "
+            "values only."
         )
     return Range(scale, low, high)
 
 
 def every(of: Candidates) -> list[dict[str, str]]:
     """All combinations of values; ranges have no list of values and are left out."""
-    lists = [values for values in of.values() if isinstance(values, list)]
-    return [dict(zip(of, chosen, strict=True)) for chosen in itertools.product(*lists)]
+    lists = {name: values for name, values in of.items() if isinstance(values, list)}
+    return [dict(zip(lists, chosen, strict=True)) for chosen in itertools.product(*lists.values())]
 
 
 def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[str, str]]:
@@ -115,8 +122,7 @@ def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[st
 
 def _one(values: list[str] | Range, draw: np.random.Generator) -> str:
     if isinstance(values, Range):
-        number = SCALES[values.scale](draw, values.low, values.high)
-        return str(number) if values.scale == "whole" else f"{number:.6g}"
+        return values.text(SCALES[values.scale](draw, values.low, values.high))
     return values[int(draw.integers(len(values)))]
 
 

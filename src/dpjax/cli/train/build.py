@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,9 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
 def read_options(pairs: list[str]) -> dict[str, Any]:
     """Parses ``name=value`` pairs; a value is JSON if it parses, else text."""
     read = {}
-    for name, _, value in (pair.partition("=") for pair in pairs):
+    # absl splits at every comma, also within a list: widths=[8,4].
+    whole = re.split(r",(?=\s*\w+=)", ",".join(pairs)) if pairs else []
+    for name, _, value in (pair.partition("=") for pair in whole):
         try:
             # JSON covers numbers, truth values and lists; a word that is no JSON is text.
             read[name] = json.loads(value)

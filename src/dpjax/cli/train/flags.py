@@ -12,7 +12,7 @@ from absl import flags
 
 from dpjax.cli import mesh_flag, process_flags
 from dpjax.cli.flag_checks import in_range, not_empty
-from dpjax.cli.flag_groups import Group
+from dpjax.cli.flag_groups import LARGEST_SEED, Group
 from dpjax.cli.train import names
 
 FLAGS = flags.FlagValues()
@@ -136,7 +136,13 @@ _privacy.whole("batch_size", 512, "Expected size of a batch.", 1)
 _privacy.number("epochs", 40, "Number of epochs.")
 in_range(FLAGS, "epochs", 0)
 _privacy.whole("steps", None, "Number of steps, in place of --epochs.", 0)
-_privacy.whole("seed", None, "Reproducible noise: anyone who knows the seed can subtract it.")
+_privacy.whole(
+    "seed",
+    None,
+    "Reproducible noise: anyone who knows the seed can subtract it.",
+    -LARGEST_SEED,
+    LARGEST_SEED,
+)
 
 _optimization = Group(FLAGS, "Optimization")
 _optimization.choice(

@@ -7,11 +7,12 @@ mistaken flag costs neither files nor privacy.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import settings
+from dpjax.training.run_folder import hold
 
 
 class Planned(NamedTuple):
@@ -66,6 +68,13 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         sys.exit(
             f"{refused}\nGive another --out, --overwrite to delete the run that is there, or "
             "--continue_from=RUN --out=ANOTHER to continue it with other settings."
+        )
+    except BrokenPipeError:  # for `dpjax.cli.main`
+        raise
+    except OSError as error:
+        sys.exit(
+            f"--out={given.out}: {error}\nUsually the disk is full. Free it and repeat the "
+            "command: it resumes the run from its last checkpoint, if there is one."
         )
 
 
@@ -133,7 +142,7 @@ def load(given: flags.FlagValues) -> data.Dataset:
 
 def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     """Trains, and writes and prints the reports."""
-    folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
+    folder, mechanism = pathlib.Path(given.out), planned.mechanism
     # Printed before the first step: a user who meant another epsilon can still stop.
     epsilon = mechanism.epsilon(given.delta, planned.method)
     say(
@@ -143,9 +152,22 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     dataset = inputs.with_features(given, planned.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
     key = secret_key() if given.seed is None else jax.random.key(given.seed)
-    meshes.from_first(lambda: prepare(folder, given.overwrite))
-    dataset = inputs.with_scale(given, dataset, planned.normalization, key, folder)
+    with contextlib.ExitStack() as stack:
+        # Until the run has ended: another process may neither query the data for this folder nor
+        # delete the answers.
+        meshes.from_first(lambda: stack.enter_context(prepared(folder, given.overwrite)))
+        dataset = inputs.with_scale(given, dataset, planned.normalization, key, folder)
+        run_and_report(given, planned, dataset, key, started)
+
+
+def run_and_report(
+    given: flags.FlagValues, planned: Planned, dataset: data.Dataset, key: Any, started: float
+) -> None:
+    """Trains in a folder that this process holds."""
+    folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
     configuration = {f"--{name}": value for name, value in settings(given).items()}
+    # `fit` compares the training data; accuracies of a folder are of one test part too.
+    configuration["test data"] = trees.fingerprint(planned.dataset.test)
     try:
         params, state, history = train(
             dataset,
@@ -185,11 +207,9 @@ def secret_key() -> Any:
     return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
 
 
-def prepare(folder: pathlib.Path, overwrite: bool) -> None:
-    """Makes the folder of the run; first deletes the run that is there, if asked to."""
-    if overwrite:
-        training.forget(folder)
-        run_files.clear(folder, inputs.MOMENTS)
+@contextlib.contextmanager
+def prepared(folder: pathlib.Path, overwrite: bool) -> Iterator[None]:
+    """Makes and locks the folder of the run; deletes the run that is there, if asked to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -197,6 +217,11 @@ def prepare(folder: pathlib.Path, overwrite: bool) -> None:
             f"--out={folder}: this folder cannot be made ({error}). Usually a file has its name, "
             "or the folder above it cannot be written."
         ) from error
+    with hold(folder):
+        if overwrite:
+            training.forget(folder)
+            run_files.clear(folder, inputs.MOMENTS)
+        yield
 
 
 def report(
@@ -219,7 +244,10 @@ def report(
     accuracy = history[-1]["accuracy"] if history else float("nan")
     print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
     if given.report:
-        print(f"To look at: {reports.report(folder)}")
+        try:
+            print(f"To look at: {reports.report(folder)}")
+        except OSError as error:
+            print(f"The report was not drawn: {error}; `dpjax report {folder}` draws it later.")
     print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
     print(f"Files in {folder}: " + ", ".join(run_files.present(folder)))
     print(f"Recompute epsilon: dpjax verify {folder}")

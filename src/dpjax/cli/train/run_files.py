@@ -26,7 +26,8 @@ from dpjax.reports.figures import PLOTS
 
 WRITTEN = ("privacy.json", "statement.txt", "config.json", "digest", "params.msgpack")
 WRITTEN += ("evaluation.npz",)
-WRITTEN += ("diagnostics.npz", "report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
+WRITTEN += ("diagnostics.npz", "audit.json", "audit.png")
+WRITTEN += ("report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
 _OF_FIT = ("run.json", "metrics.jsonl", "furthest", "seals", "lock", "checkpoints", "tensorboard")
 
 
