@@ -283,6 +283,33 @@ def test_a_leaf_in_no_group_is_refused(groups):
         clipping.clip(rule, [jnp.ones((3, 2)), jnp.ones((3, 4))])
 
 
+def by_dtype(tree):
+    return [int(leaf.dtype != jnp.bfloat16) for leaf in jax.tree.leaves(tree)]
+
+
+@kills("types.py", "(jnp.shape(x), jnp.float32), tree)", "(jnp.shape(x), x.dtype), tree)")
+def test_a_partition_sees_one_dtype_whatever_the_leaves_have():
+    """Gradients are bfloat16 where their sum is float32: clipping and noise assigned otherwise."""
+    seen = []
+    partition = types.Partition(("all",), lambda tree: seen.append(tree) or (0,) * len(tree))
+    kinds = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64, jnp.int32, bool]
+    partition.assign([*(jnp.ones(3, kind) for kind in kinds), 1.0, jax.random.key(0)])
+    assert {leaf.dtype for leaf in seen[0]} == {jnp.dtype(jnp.float32)}
+    assert [leaf.shape for leaf in seen[0]] == [(3,)] * len(kinds) + [()] * 2
+
+    rule = clipping.per_group((10.0, 0.01), types.Partition(("half", "full"), by_dtype))
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}
+    gradients = jax.tree.map(lambda x: x[None], params)
+    link = dpjax.clip_and_sum(rule)
+    for refused in (
+        lambda: clipping.clip(rule, gradients),
+        lambda: link.update(gradients, link.init(params)),
+        lambda: dpjax.clipped_grad(lambda p, x: jnp.sum(p["b"] * x), rule)(params, gradients["b"]),
+    ):
+        with pytest.raises(ValueError, match=r"no leaf is in \['half'\].*it reads dtypes"):
+            refused()
+
+
 @kills("types.py", "jnp.clip(wished, 0, limit)", "wished", slow=True)
 def test_a_rule_of_ones_own_cannot_break_its_bound():
     greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)
@@ -384,6 +411,7 @@ TEACHES = [
     (lambda: clipping.normalized(inf), "no infinite length"),
     (lambda: clipping.hard_threshold(math.nan), "expected a number"),
     (lambda: clipping.balanced(3).assign(OF_A), "only 1 leaves"),
+    (lambda: clipping.balanced(1).assign({}), "there are no parameters"),
     (lambda: clipping.by_path(OF_A, {"b": 0}), "no pattern"),
     (lambda: clipping.by_leaf(OF_A).assign(OF_B), "this partition was made for the leaves"),
 ]
