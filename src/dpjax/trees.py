@@ -175,6 +175,21 @@ def widened(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.asarray(x, wide(jnp.result_type(x))), tree)
 
 
+def widened_once(x: Array) -> Array:
+    """The same numbers in float32 or wider, equal for all that read them; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == wide(x.dtype):
+        return x
+    # Where XLA widens a bfloat16 that it has just rounded, it may leave out the rounding: in the
+    # norm and not in the sum. It keeps this rounding, which changes no bfloat16.
+    kind, wider = jnp.finfo(x.dtype), x.astype(wide(x.dtype))
+    kept = jax.lax.reduce_precision(wider, kind.nexp, kind.nmant)
+    if kind.nexp == jnp.finfo(wider.dtype).nexp:
+        return kept
+    # To fewer exponent bits it rounds subnormal numbers to 0: in a float16 all below 6e-5.
+    unit = float(kind.smallest_subnormal)
+    return jnp.where(jnp.abs(wider) < kind.smallest_normal, jnp.round(wider / unit) * unit, kept)
+
+
 def zeros_wide(tree: PyTree) -> PyTree:
     """Zeros of the same shapes, in the dtypes that sums are kept in."""
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))), tree)
