@@ -319,6 +319,22 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
     assert float(jnp.min(negative.factors(norms))) >= 0.0
 
 
+@kills("clipping/rules.py", "screen * (1 + ON_BOUND)", "screen", case="ghost")
+@kills("clipping/quantile.py", "norms.dtype) * (1 + ON_BOUND)", "norms.dtype)", case="ghost")
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+def test_an_example_exactly_on_its_bound_is_within_for_every_engine(engine):
+    """The book-keeping engine rounds norms up."""
+    w, x, bound = jnp.zeros((16, 16)), jnp.ones((1, 2, 16)), 32.0
+    run = dpjax.clipped_grad(lambda w, x: jnp.sum(x @ w), clipping.hard_threshold(bound), engine)
+    found = run(w, x)
+    assert 0.9999 * bound < float(jnp.linalg.norm(found.value)) <= bound
+    below = clipping.Quantile().below(clipping.flat(bound), found.norms, jnp.ones(1, bool))
+    assert float(below) == 0.5
+    # A norm that is longer by more than rounding is not.
+    long = clipping.hard_threshold(bound).factors(jnp.array([[1.0001 * bound]]))
+    assert not jnp.any(long)
+
+
 @kills("types.py", "(norms, _LEAST)", "(norms, jnp.finfo(norms.dtype).tiny)", slow=True)
 @pytest.mark.parametrize(
     "rule",
@@ -461,6 +477,21 @@ class TestClipAndSum:
         link = optax.chain(dpjax.clip_and_sum(clipping.flat(inf)), optax.scale(2.0))
         out, _ = link.update(BATCH, link.init(PARAMS), PARAMS, mask=jnp.array([1, 0]))
         np.testing.assert_allclose(out["w"], [2.0, 2.0, 2.0])
+
+    @pytest.mark.parametrize(
+        "mask",
+        [np.ones(1), np.ones((2, 1)), np.ones(()), np.ones(3)],
+        ids=["one", "column", "scalar", "longer"],
+    )
+    def test_a_mask_of_another_shape_is_refused(self, mask):
+        link = dpjax.clip_and_sum(clipping.flat(1.0))
+        with pytest.raises(ValueError, match=r"clip_and_sum: mask has shape.* the batch 2 examples"):
+            link.update(BATCH, link.init(PARAMS), mask=mask)
+        with pytest.raises(ValueError, match=r"clip: mask has shape.* the batch 2 examples"):
+            clipping.clip(clipping.flat(1.0), BATCH, mask)
+        clipped = dpjax.clipped_grad(lambda p, x: jnp.sum(p["w"] * x), clipping.flat(1.0))
+        with pytest.raises(ValueError, match=r"clipped_grad: mask has shape.* the batch 2 examples"):
+            clipped(PARAMS, jnp.ones((2, 3)), mask)
 
     @kills("clipping/application.py", "jnp.where(real, factors, 0)", "factors", slow=True)
     def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing(self):
