@@ -186,8 +186,8 @@ def widened_once(x: Array) -> Array:
     if kind.nexp == jnp.finfo(wider.dtype).nexp:
         return kept
     # To fewer exponent bits it rounds subnormal numbers to 0: in a float16 all below 6e-5.
-    unit = float(kind.smallest_subnormal)
-    return jnp.where(jnp.abs(wider) < kind.smallest_normal, jnp.round(wider / unit) * unit, kept)
+    unit, normal = float(kind.smallest_subnormal), float(kind.smallest_normal)
+    return jnp.where(jnp.abs(wider) < normal, jnp.round(wider / unit) * unit, kept)
 
 
 def zeros_wide(tree: PyTree) -> PyTree:
