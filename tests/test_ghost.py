@@ -1809,9 +1809,9 @@ NARROW = {
 
 
 @kills(
-    "gradients/_bookkeeping/ghost.py",
-    "entries, jax.tree.map(trees.widened_once, gradients)",
-    "entries, gradients",
+    "trees.py",
+    "list(map(widened_exactly, jax.tree.leaves(gradients)))",
+    "[x.astype(wide(x.dtype)) for x in jax.tree.leaves(gradients)]",
     case="auto-a materialised leaf",
 )
 @pytest.mark.parametrize("name", NARROW)
@@ -1833,11 +1833,11 @@ def test_norm_and_sum_are_of_the_same_bfloat16_numbers(engine, name):
 def test_narrow_numbers_are_widened_exactly(dtype):
     every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), dtype)
     want = np.asarray(every).astype(np.float32)
-    np.testing.assert_array_equal(jax.jit(trees.widened_once)(every), want)
+    np.testing.assert_array_equal(jax.jit(trees.widened_exactly)(every), want)
     # Numbers that the same program has rounded: without the second rounding XLA leaves that out.
     wide = jnp.asarray(np.geomspace(1e-9, 6e4, 10_000), jnp.float32)
     a, b = wide.astype(dtype), wide[::-1].astype(dtype)
-    once = jax.jit(lambda a, b: trees.widened_once(a + b))(a, b)
+    once = jax.jit(lambda a, b: trees.widened_exactly(a + b))(a, b)
     np.testing.assert_array_equal(once, np.asarray(a + b).astype(np.float32))
     for same in (wide, jnp.arange(3)):
-        assert trees.widened_once(same) is same
+        assert trees.widened_exactly(same) is same

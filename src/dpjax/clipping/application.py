@@ -47,8 +47,6 @@ def clip(
     # On the shapes of the parameters, as the noise and the other engines assign: a partition by
     # rank or size would answer otherwise for a batch, and give one group the noise of another.
     groups = rule.partition.assign(trees.one_row(gradients))
-    # Once for the norm and the sum: a bfloat16 that is widened twice can be two numbers.
-    gradients = jax.tree.map(trees.widened_once, gradients)
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)

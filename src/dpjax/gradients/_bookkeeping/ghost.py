@@ -115,10 +115,11 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
     for site, noted, cotangent in zip(program.sites, data, cotangents, strict=True):
         # Widened before any norm: the clipping rule trusts a float32 norm whatever the dtype of the
         # model.
-        entry = Entry(site, list(map(trees.widened_once, noted)), trees.widened_once(cotangent))
+        wide = list(map(trees.widened_exactly, [*noted, cotangent]))
+        entry = Entry(site, wide[:-1], wide[-1])
         for leaf in site.leaves:
             entries.setdefault(leaf, []).append(entry)
-    return losses, aux, entries, jax.tree.map(trees.widened_once, gradients)
+    return losses, aux, entries, gradients
 
 
 def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
@@ -134,4 +135,4 @@ def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
 
 def wide_leaves(params: PyTree) -> list[Array]:
     """The leaves of parameters in full precision."""
-    return list(map(trees.widened_once, jax.tree.leaves(params)))
+    return list(map(trees.widened_exactly, jax.tree.leaves(params)))

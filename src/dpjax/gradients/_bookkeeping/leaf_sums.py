@@ -168,9 +168,9 @@ def clipped_sums(
 
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
     """The sum of per-example gradients, each times its factor."""
+    gradients = trees.widened_exactly(gradients)  # as their norm reads them
     if not platforms.on_cpu():
         # Multiplied and reduced in float32 as the gradients are read; a matrix unit would round.
-        gradients = trees.widened_once(gradients)  # kept ones may be bfloat16
         return jnp.sum(trees.expand(factors, gradients) * gradients, axis=0)
     # One product: XLA on CPU is much slower if it multiplies first and reduces afterwards.
     return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
