@@ -51,7 +51,7 @@ def halves(*groups):
 
 
 WRONG = {
-    "equal bounds of other groups": ([clip(halves(0, 1)), noised(halves(0, 0))], "one rule"),
+    "equal bounds of other groups": ([clip(halves(0, 1)), noised(halves(1, 0))], "one rule"),
     "another bound": ([clip(clipping.flat(10.0)), noised()], "expected one rule"),
     "other groups": ([clip(clipping.grouped(total=1.0, groups=2)), noised()], "expected one rule"),
     "scale between": ([clip(), optax.scale(10.0), noised()], "stands between"),

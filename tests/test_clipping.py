@@ -191,7 +191,7 @@ def test_groups_of_the_worked_example():
 
 @kills(
     "trees.py",
-    "leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]",
+    "leaves = list(map(widened_exactly, jax.tree.leaves(gradients)))",
     "leaves = jax.tree.leaves(gradients)",
     slow=True,
 )
@@ -283,6 +283,33 @@ def test_a_leaf_in_no_group_is_refused(groups):
         clipping.clip(rule, [jnp.ones((3, 2)), jnp.ones((3, 4))])
 
 
+def by_dtype(tree):
+    return [int(leaf.dtype != jnp.bfloat16) for leaf in jax.tree.leaves(tree)]
+
+
+@kills("types.py", "(jnp.shape(x), jnp.float32), tree)", "(jnp.shape(x), x.dtype), tree)")
+def test_a_partition_sees_one_dtype_whatever_the_leaves_have():
+    """Gradients are bfloat16 where their sum is float32: clipping and noise assigned otherwise."""
+    seen = []
+    partition = types.Partition(("all",), lambda tree: seen.append(tree) or (0,) * len(tree))
+    kinds = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64, jnp.int32, bool]
+    partition.assign([*(jnp.ones(3, kind) for kind in kinds), 1.0, jax.random.key(0)])
+    assert {leaf.dtype for leaf in seen[0]} == {jnp.dtype(jnp.float32)}
+    assert [leaf.shape for leaf in seen[0]] == [(3,)] * len(kinds) + [()] * 2
+
+    rule = clipping.per_group((10.0, 0.01), types.Partition(("half", "full"), by_dtype))
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}
+    gradients = jax.tree.map(lambda x: x[None], params)
+    link = dpjax.clip_and_sum(rule)
+    for refused in (
+        lambda: clipping.clip(rule, gradients),
+        lambda: link.update(gradients, link.init(params)),
+        lambda: dpjax.clipped_grad(lambda p, x: jnp.sum(p["b"] * x), rule)(params, gradients["b"]),
+    ):
+        with pytest.raises(ValueError, match=r"no leaf is in \['half'\].*it reads dtypes"):
+            refused()
+
+
 @kills("types.py", "jnp.clip(wished, 0, limit)", "wished", slow=True)
 def test_a_rule_of_ones_own_cannot_break_its_bound():
     greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)
@@ -290,6 +317,22 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
     assert float(jnp.max(greedy.factors(norms) * norms)) <= 1.0 + 1e-6
     negative = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: -norms)
     assert float(jnp.min(negative.factors(norms))) >= 0.0
+
+
+@kills("clipping/rules.py", "screen * (1 + ON_BOUND)", "screen", case="ghost")
+@kills("clipping/quantile.py", "norms.dtype) * (1 + ON_BOUND)", "norms.dtype)", case="ghost")
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+def test_an_example_exactly_on_its_bound_is_within_for_every_engine(engine):
+    """The book-keeping engine rounds norms up."""
+    w, x, bound = jnp.zeros((16, 16)), jnp.ones((1, 2, 16)), 32.0
+    run = dpjax.clipped_grad(lambda w, x: jnp.sum(x @ w), clipping.hard_threshold(bound), engine)
+    found = run(w, x)
+    assert 0.9999 * bound < float(jnp.linalg.norm(found.value)) <= bound
+    below = clipping.Quantile().below(clipping.flat(bound), found.norms, jnp.ones(1, bool))
+    assert float(below) == 0.5
+    # A norm that is longer by more than rounding is not.
+    long = clipping.hard_threshold(bound).factors(jnp.array([[1.0001 * bound]]))
+    assert not jnp.any(long)
 
 
 @kills("types.py", "(norms, _LEAST)", "(norms, jnp.finfo(norms.dtype).tiny)", slow=True)
@@ -384,6 +427,7 @@ TEACHES = [
     (lambda: clipping.normalized(inf), "no infinite length"),
     (lambda: clipping.hard_threshold(math.nan), "expected a number"),
     (lambda: clipping.balanced(3).assign(OF_A), "only 1 leaves"),
+    (lambda: clipping.balanced(1).assign({}), "there are no parameters"),
     (lambda: clipping.by_path(OF_A, {"b": 0}), "no pattern"),
     (lambda: clipping.by_leaf(OF_A).assign(OF_B), "this partition was made for the leaves"),
 ]
@@ -433,6 +477,21 @@ class TestClipAndSum:
         link = optax.chain(dpjax.clip_and_sum(clipping.flat(inf)), optax.scale(2.0))
         out, _ = link.update(BATCH, link.init(PARAMS), PARAMS, mask=jnp.array([1, 0]))
         np.testing.assert_allclose(out["w"], [2.0, 2.0, 2.0])
+
+    @pytest.mark.parametrize(
+        "mask",
+        [np.ones(1), np.ones((2, 1)), np.ones(()), np.ones(3)],
+        ids=["one", "column", "scalar", "longer"],
+    )
+    def test_a_mask_of_another_shape_is_refused(self, mask):
+        link = dpjax.clip_and_sum(clipping.flat(1.0))
+        with pytest.raises(ValueError, match=r"clip_and_sum: mask has shape.* batch 2 examples"):
+            link.update(BATCH, link.init(PARAMS), mask=mask)
+        with pytest.raises(ValueError, match=r"clip: mask has shape.* batch 2 examples"):
+            clipping.clip(clipping.flat(1.0), BATCH, mask)
+        clipped = dpjax.clipped_grad(lambda p, x: jnp.sum(p["w"] * x), clipping.flat(1.0))
+        with pytest.raises(ValueError, match=r"clipped_grad: mask has shape.* batch 2 examples"):
+            clipped(PARAMS, jnp.ones((2, 3)), mask)
 
     @kills("clipping/application.py", "jnp.where(real, factors, 0)", "factors", slow=True)
     def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing(self):

@@ -125,6 +125,10 @@ def called(*batch, loss=loss, params=None, rule=RULE, **options):
     return lambda: clipped_grad(loss, rule, **options)(params, *(batch or (PAIR,)))
 
 
+def with_leaf(extra):
+    return called(loss=lambda p, x: loss(p["w"], x), params={"extra": extra, "w": jnp.zeros(3)})
+
+
 PAIR = jnp.zeros((2, 3))
 NORMALISED = {"params": jnp.zeros(3), "batch_stats": {"mean": jnp.zeros(3)}}
 HINT = "expected a real scalar.*has_aux=True.*dpsgd takes losses that return the scalar alone"
@@ -146,6 +150,12 @@ TEACHES = [
         called(loss=lambda p, x: loss(p["params"], x), params=NORMALISED),
         "Batch normalisation mixes",
     ),
+    (TypeError, with_leaf(jax.random.key(0)), r"^clipped_grad: leaf extra is key<fry>.*or a key"),
+    (TypeError, with_leaf(jnp.arange(3)), "^clipped_grad: leaf extra is int32; expected arrays of"),
+    (TypeError, with_leaf(3), "^clipped_grad: leaf extra is int32; expected arrays of"),
+    (TypeError, with_leaf(jnp.ones(3, bool)), "^clipped_grad: leaf extra is bool; expected arrays"),
+    (TypeError, with_leaf(jnp.sin), r"^clipped_grad: leaf extra is a function"),
+    (ValueError, called(loss=lambda p, x: jnp.sum(x), params={}), "there are no parameters"),
 ]
 
 

@@ -184,8 +184,8 @@ def test_the_sensitivity_is_attained(rule):
 )
 @kills(
     "trees.py",
-    "jnp.where(expand(scale, leaf) != 0, leaf.astype(scale.dtype), 0)",
-    "leaf.astype(scale.dtype)",
+    "jnp.where(expand(scale, leaf) != 0, widened_exactly(leaf), 0)",
+    "widened_exactly(leaf)",
     case="nan-flat-one group",
     slow=True,
 )

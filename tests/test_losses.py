@@ -263,6 +263,20 @@ def test_composite_of_an_infinite_beta_has_no_penalty():
     assert got == without(jnp.asarray(LOGITS), jnp.array(2), hidden=[], epoch=4.0)
 
 
+@kills("losses/combined.py", "jnp.where(part > 0, logits, 0) for", "logits for", slow=True)
+@kills("losses/combined.py", "jnp.where(part > 0, h, 0) for", "h for", slow=True)
+def test_an_error_of_composite_without_weight_may_overflow():
+    loss = losses.composite(threshold=0.0)
+    huge = [jnp.full(3, 1e20)]
+    late, logits = lambda x: loss(x, 1, hidden=huge, epoch=1000), jnp.array([1e20, 0.0])
+    found = jax.value_and_grad(late)(logits)
+    want = jax.value_and_grad(lambda x: losses.focal(5.0)(x, 1))(logits)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    # And the other way: a focal loss of infinity, before the threshold.
+    early = loss(jnp.array([1e18, 0.0]), 0, hidden=[], epoch=-1000)
+    assert float(early) == pytest.approx(0.5e36, rel=1e-5)
+
+
 def test_composite_takes_another_error():
     loss = losses.composite(error=losses.absolute)
     got = loss(jnp.asarray(LOGITS), jnp.array(2), hidden=[], epoch=-1e4)

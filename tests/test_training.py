@@ -1310,6 +1310,18 @@ class TestWeights:
         np.testing.assert_allclose(none - half, 2 * np.ones(3), rtol=1e-3)
 
 
+def test_dp_adam_keeps_the_moments_of_narrow_parameters_in_float32():
+    """So that steps in one's own chain can be a scan."""
+    optimizer, params = training.dp_adam(0.1, mechanism_with()), jnp.ones(3, jnp.bfloat16)
+
+    def step(state, mean):
+        updates, state = optimizer.update(mean, state, params)
+        return state, updates
+
+    state, _ = jax.lax.scan(step, optimizer.init(params), jnp.ones((3, 3)))
+    assert {state[0].first.dtype, state[0].second.dtype} == {jnp.dtype(jnp.float32)}
+
+
 class TestAveraging:
     def test_the_average_is_that_of_the_formula(self):
         link = optax.chain(optax.sgd(1.0), training.average_parameters(0.5))
@@ -1322,6 +1334,18 @@ class TestAveraging:
         weights = np.array([0.25, 0.5, 1.0])
         want = np.dot(weights, seen) / weights.sum()
         assert float(training.averaged(state)) == pytest.approx(want)
+
+    @kills("training/averaging.py", "trees.zeros_wide(params), jnp", "params * 0, jnp", slow=True)
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    def test_narrow_parameters_have_an_average_in_float32(self, dtype):
+        """In bfloat16 the total stops growing: 600 steps averaged ones to 0.64."""
+        link, params = training.average_parameters(0.99), jnp.ones(3, dtype)
+
+        def step(state, _):
+            return link.update(jnp.zeros(3, dtype), state, params)[1], None
+
+        state, _ = jax.lax.scan(step, link.init(params), None, 600)
+        np.testing.assert_allclose(training.averaged(state), np.ones(3), rtol=1e-5)
 
     @pytest.mark.slow
     def test_it_changes_nothing_about_the_run(self):

@@ -175,6 +175,21 @@ def widened(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.asarray(x, wide(jnp.result_type(x))), tree)
 
 
+def widened_exactly(x: Array) -> Array:
+    """The same numbers in float32 or wider, equal for all that read them; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == wide(x.dtype):
+        return x
+    # Where XLA widens a bfloat16 that it has just rounded, it may leave out the rounding: in the
+    # norm and not in the sum. It keeps this rounding, which changes no bfloat16.
+    kind, wider = jnp.finfo(x.dtype), x.astype(wide(x.dtype))
+    kept = jax.lax.reduce_precision(wider, kind.nexp, kind.nmant)
+    if kind.nexp == jnp.finfo(wider.dtype).nexp:
+        return kept
+    # To fewer exponent bits it rounds subnormal numbers to 0: in a float16 all below 6e-5.
+    unit, normal = float(kind.smallest_subnormal), float(kind.smallest_normal)
+    return jnp.where(jnp.abs(wider) < normal, jnp.round(wider / unit) * unit, kept)
+
+
 def zeros_wide(tree: PyTree) -> PyTree:
     """Zeros of the same shapes, in the dtypes that sums are kept in."""
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))), tree)
@@ -201,7 +216,7 @@ def group_norms(
       >>> group_norms(gradients, (0, 1), 2)
       Array([[ 5., 10.]], dtype=float32)
     """
-    leaves = [leaf.astype(wide(leaf.dtype)) for leaf in jax.tree.leaves(gradients)]
+    leaves = list(map(widened_exactly, jax.tree.leaves(gradients)))
     # Leaf by leaf, without joining them: a joined copy of all per-example gradients would double
     # the memory.
     squares = [jnp.sum(x * x, axis=tuple(range(1, x.ndim))) for x in leaves]
@@ -234,7 +249,7 @@ def scaled_sum(
     def total(leaf: Array, group: int) -> Array:
         scale = factors[:, group].astype(wide(leaf.dtype))
         # 0 * NaN is NaN: a dropped example must contribute exactly 0.
-        kept = jnp.where(expand(scale, leaf) != 0, leaf.astype(scale.dtype), 0)
+        kept = jnp.where(expand(scale, leaf) != 0, widened_exactly(leaf), 0)
         # A product and not a multiplication with a sum: XLA on CPU runs the product many times
         # faster.
         return jnp.einsum("b,b...->...", scale, kept, precision=jax.lax.Precision.HIGHEST)

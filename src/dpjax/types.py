@@ -97,9 +97,11 @@ class Partition:
 
     Args:
       names: One word per group.
-      assign: Maps a tree of parameters, or of arrays or shapes like them, to the group number of
-        each of its leaves, in the order of ``jax.tree.leaves``. It never sees a batch axis. A
-        number that names no group raises: such a leaf would be in no norm, and not clipped.
+      assign: Maps a tree of shapes to the group number of each of its leaves, in the order of
+        ``jax.tree.leaves``. The tree is that of the parameters, with a `jax.ShapeDtypeStruct` of
+        float32 in place of each leaf: neither batch axis, values nor dtypes decide. A number that
+        names no group raises, because such a leaf would be in no norm, and not clipped. A group
+        without leaves raises too: it would have noise for nothing.
     """
 
     names: tuple[str, ...]
@@ -128,13 +130,27 @@ class _Assigned:
     names: tuple[str, ...]
 
     def __call__(self, tree: PyTree) -> tuple[int, ...]:
-        groups, leaves = tuple(self.assign(tree)), len(jax.tree.leaves(tree))
+        if not (leaves := len(jax.tree.leaves(tree))):
+            raise ValueError(
+                "Partition.assign: there are no parameters; expected a tree with one leaf at "
+                "least. Usually the model was not initialised, or all of it is frozen."
+            )
+        # One dtype for all: gradients may be bfloat16 where their sum is float32, and a partition
+        # by dtype would clip a leaf by one group and give it the noise of another.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), tree)
+        groups = tuple(self.assign(shapes))
         if len(groups) != leaves or not set(groups) <= set(range(len(self.names))):
             raise ValueError(
                 f"Partition.assign: {reprlib.repr(groups)} for {leaves} leaves; expected for each "
                 f"of them a number from 0 to {len(self.names) - 1}, that of a name in "
                 f"{reprlib.repr(self.names)}. Usually groups were counted from 1, or the partition "
                 "was made for another model."
+            )
+        if empty := [name for group, name in enumerate(self.names) if group not in groups]:
+            raise ValueError(
+                f"Partition.assign: no leaf is in {reprlib.repr(empty)}; expected one at least in "
+                "each group. Usually the partition was made for another model, or it reads dtypes: "
+                "it is given shapes in float32 alone. Assign leaves by name or by shape."
             )
         return tuple(map(int, groups))
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
+from jaxtyping import Array, Bool
 
 from dpjax import checks, trees
 from dpjax._marks import mark
@@ -33,7 +34,7 @@ def clip(
     Args:
       rule: The rule.
       gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      mask: Nonzero for a real example, 0 for padding, which contributes exactly 0.
+      mask: ``[batch]``: nonzero for a real example, 0 for padding, which contributes exactly 0.
       weights: Further factors ``[batch, groups]``; only in [0, 1] is the sensitivity kept,
         and `dpjax.clipped_grad` sees to that.
 
@@ -49,13 +50,31 @@ def clip(
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
-    if mask is not None:
-        real = jnp.asarray(mask, bool)[:, None]
-        norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
+    real = real_rows("clip", mask, len(norms))[:, None]
+    norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
         # After the bound: a weight may shorten a contribution and never lengthen it past its bound.
         factors = factors * jnp.asarray(weights, factors.dtype)
     return trees.scaled_sum(gradients, factors, groups), norms, factors
+
+
+def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " size"]:
+    """Which of a batch's rows are examples; raises unless a mask has one entry for each.
+
+    Args:
+      call: How errors call the function that received the mask.
+      mask: Nonzero for a real example, 0 for padding; None if all are real.
+      size: The number of rows.
+    """
+    # Any nonzero entry marks a real example, so float masks work too.
+    real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask, bool)
+    if real.shape != (size,):
+        raise ValueError(
+            f"{call}: mask has shape {real.shape}, the batch {size} examples; expected one entry "
+            "per example, 1 for real and 0 for padding. Usually the mask belongs to another batch, "
+            "or has an axis too many."
+        )
+    return real
 
 
 @jax.tree_util.register_static
@@ -104,7 +123,8 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
         del params, extra
         _refuse_masked(updates)
         _refuse_unbatched(updates, state.shapes)
-        return mark(clip(rule, updates, mask)[0], rule), state
+        real = real_rows("clip_and_sum", mask, trees.leading_size(updates, name="clip_and_sum"))
+        return mark(clip(rule, updates, real)[0], rule), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -161,4 +181,3 @@ def _refuse_unbatched(gradients: PyTree, shapes: Sequence[tuple[int, ...]]) -> N
                 "dpjax.clipped_grad, which clips and sums by itself. Or optax.MultiSteps stands "
                 "around the link, and accumulates before it: put MultiSteps behind the noise."
             )
-    trees.leading_size(gradients, name="clip_and_sum")

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from dpjax import checks
+from dpjax.clipping.rules import ON_BOUND
 from dpjax.types import Clipping
 
 # The scale stays within this factor of 1: beyond it, losses divided by it would overflow.
@@ -53,7 +54,7 @@ class Quantile:
 
     | the rule | what is counted |
     |---|---|
-    | one group | examples whose norm is at most the bound |
+    | one group | examples whose norm is at most the bound, up to rounding |
     | several groups | the mean over groups of the same; one scale moves all bounds |
     | the norm is NaN or infinite | not below |
     | scale beyond 1e-6 or 1e6 | held there |
@@ -107,7 +108,8 @@ class Quantile:
         """
         # Centred at 0, so that one example moves the count by 1/2 instead of 1: half the noise for
         # the same privacy (Andrew et al., 2021).
-        under = jnp.mean(norms <= jnp.asarray([rule.bounds], norms.dtype), axis=-1) - 0.5
+        bounds = jnp.asarray([rule.bounds], norms.dtype) * (1 + ON_BOUND)
+        under = jnp.mean(norms <= bounds, axis=-1) - 0.5
         return jnp.sum(jnp.where(mask, under, 0), dtype=jnp.float32)
 
     def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:

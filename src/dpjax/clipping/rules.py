@@ -24,6 +24,13 @@ from dpjax.types import Clipping
 _THRESHOLD = "clipping.hard_threshold"
 Norms: TypeAlias = Float[Array, "batch groups"]
 
+ON_BOUND = 2.0**-14
+"""How far above a number, relative to it, a norm still counts as at most that number.
+
+Engines round norms up. Without this room, an example exactly on its bound is kept by one engine and
+dropped by another.
+"""
+
 _BOUND = (
     "It is the most that one example can move the sum. Usually a flag was read as text, or two "
     "arguments were exchanged."
@@ -231,8 +238,9 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
 
     Args:
       bound: $C$; with several groups, of each group.
-      screen: $Z$, the longest gradient that is kept; must not depend on the data.  By
-        default ``bound``, and then nothing that is kept is scaled (and 0 keeps nothing).
+      screen: $Z$, the longest gradient that is kept, up to a rounding of $2^{-14} Z$; must not
+        depend on the data.  By default ``bound``, and then nothing that is kept is scaled (and
+        0 keeps nothing).
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -257,7 +265,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     scale = 1.0 if screen == bound else bound / screen
 
     def wish(norms: Norms) -> Norms:
-        return jnp.where(norms <= screen, scale, 0.0).astype(norms.dtype)
+        return jnp.where(norms <= screen * (1 + ON_BOUND), scale, 0.0).astype(norms.dtype)
 
     return _rule("hard_threshold", bound, groups, wish, screen=screen)
 

@@ -22,13 +22,10 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import clipping, trees
+from dpjax.clipping.rules import ON_BOUND
 from dpjax.federated.clients import Clients
 from dpjax.gradients._xla_cpu.primitives import fast
 from dpjax.types import Clipping, Key, LossFn, PyTree
-
-# A projected update stays this far inside its bound: rounding could put it outside, where a rule
-# such as hard_threshold drops it.
-_INSIDE = 1 - 2**-16
 
 
 class Local(NamedTuple):
@@ -48,7 +45,8 @@ class Local(NamedTuple):
 
 def ball(rule: Clipping) -> Clipping:
     """The projection onto the bounds of a rule."""
-    bounds = tuple(bound * _INSIDE for bound in rule.bounds)
+    # Inside of the bound by more than rounding: outside, a rule of the user may drop the update.
+    bounds = tuple(bound * (1 - ON_BOUND) for bound in rule.bounds)
     return Clipping(rule.partition, bounds, jnp.ones_like, "projection")
 
 

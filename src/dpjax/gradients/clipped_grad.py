@@ -8,6 +8,7 @@ batch; `clipped_grad` returns the sum of the gradients of its examples, each cli
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Bool
 from dpjax import checks, trees
 from dpjax._foreign import arrays
 from dpjax._marks import certified
+from dpjax.clipping.application import real_rows
 from dpjax.gradients import complex_leaves, platforms
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
@@ -25,7 +27,7 @@ from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding, laid_out
 from dpjax.gradients.engines import ENGINES, named
 from dpjax.gradients.layout import layout
-from dpjax.gradients.loss_checks import check_loss, require_one_example
+from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.sharding_checks import refuse_meshes
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -119,6 +121,9 @@ def clipped_grad(
         key: Key = None,
         start: PyTree = None,
     ) -> ClippedSum:
+        # Python's numbers too; what is no array is refused by name.
+        params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
+        check_params("clipped_grad", params)
         if not complex_leaves.any_complex(params):
             return of_reals(with_aux, params, batch, mask, weights, key, start)
         # Norms, sums and rules see real numbers alone.
@@ -144,7 +149,7 @@ def clipped_grad(
         key: Key,
         start: PyTree,
     ) -> ClippedSum:
-        params = jax.tree.map(jnp.asarray, params)  # Python's numbers too
+        params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
         # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
@@ -152,13 +157,7 @@ def clipped_grad(
         refuse_meshes(batch)
         example, traced = trees.one_row(batch), Traced(real_loss)
         check_loss(traced, params, example, "clipped_grad")
-        # Any nonzero entry marks a real example, so float masks work too.
-        real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask, bool)
-        if real.shape != (size,):
-            raise ValueError(
-                f"clipped_grad: mask has shape {real.shape}, the batch {size} examples; "
-                "expected one entry per example, 1 for real and 0 for padding."
-            )
+        real = real_rows("clipped_grad", mask, size)
         # Held to [0, 1] whatever the caller computed: a weight of 2 would double one example's
         # influence.
         held = _held_weights(weights, size, rule.partition.size)

@@ -67,6 +67,33 @@ _KEPT = {
 }
 
 
+def check_params(call: str, params: PyTree) -> None:
+    """Refuses leaves that no gradient has; ``call`` is what received the parameters."""
+    kinds = type(params).__mro__
+    if any((kind.__module__, kind.__name__) == ("flax.nnx.module", "Module") for kind in kinds):
+        raise TypeError(
+            f"{call}: the parameters are a {type(params).__name__}, a module of NNX; "
+            "expected a tree of arrays. Split it, graph, params, rest = nnx.split(model, "
+            "nnx.Param, ...), and join it in the loss: nnx.merge(graph, params, rest, copy=True)."
+        )
+    for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
+        kind = getattr(leaf, "dtype", None)
+        if callable(leaf):
+            raise TypeError(
+                f"{call}: leaf {name} is a function ({type(leaf).__name__}); expected "
+                "arrays of real floating-point numbers. Usually a whole module of Equinox was "
+                "given: params, rest = eqx.partition(model, eqx.is_inexact_array), and the loss "
+                "joins them, model = eqx.combine(params, rest)."
+            )
+        if kind is None or not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"{call}: leaf {name or '(the array)'} is "
+                f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
+                "floating-point numbers. Usually a Python number, a counter or a key sits among "
+                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
+            )
+
+
 def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> ClosedJaxpr:
     """The program of a loss; raises unless it is one real number, of one example alone.
 

@@ -105,9 +105,13 @@ def composite(
         # The paper's switch from squared error to focal loss, at the epoch `threshold`; a function
         # of the epoch alone, so it costs no privacy.
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
-        total = alpha * hard(logits, label) + (1 - alpha) * easy(logits, label)
-        if weight:  # with weight 0 it is left out: 0 times an infinite pre-activation is NaN
-            total += (1 - alpha if fades else 1) * weight * _mean_squares(hidden)
+        # An error without weight is that of zeros: 0 times an error that overflows is NaN.
+        seen = [jnp.where(part > 0, logits, 0) for part in (alpha, 1 - alpha)]
+        total = alpha * hard(seen[0], label) + (1 - alpha) * easy(seen[1], label)
+        if weight:  # with weight 0 it is left out, for the same reason
+            part = 1 - alpha if fades else jnp.ones(())
+            squares = _mean_squares([jnp.where(part > 0, h, 0) for h in hidden])
+            total += part * weight * squares
         # An example without a class contributes nothing, and so neither does its penalty.
         return jnp.where((label >= 0) & (label < logits.size), total, jnp.nan)
 

@@ -62,7 +62,8 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         )
 
     def init(params: PyTree) -> AverageState:
-        return AverageState(jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
+        # In bfloat16 the total would stop growing after some steps.
+        return AverageState(trees.zeros_wide(params), jnp.zeros(()))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
@@ -76,7 +77,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         # post-processing and free.
         after = optax.apply_updates(params, updates)
         # Numerator and weight are kept apart, so the first steps are not biased towards zero.
-        total = jax.tree.map(lambda s, p: decay * s + p, state.total, after)
+        total = jax.tree.map(lambda s, p: decay * s + p, state.total, trees.widened(after))
         return updates, AverageState(total, decay * state.weight + 1)
 
     return optax.GradientTransformation(init, update)

@@ -76,33 +76,6 @@ def check_is_optimizer(name: str, given: Any) -> None:
         )
 
 
-def check_params(params: PyTree) -> None:
-    """Refuses leaves that no gradient has."""
-    kinds = type(params).__mro__
-    if any((kind.__module__, kind.__name__) == ("flax.nnx.module", "Module") for kind in kinds):
-        raise TypeError(
-            f"init(key, params): the parameters are a {type(params).__name__}, a module of NNX; "
-            "expected a tree of arrays. Split it, graph, params, rest = nnx.split(model, "
-            "nnx.Param, ...), and join it in the loss: nnx.merge(graph, params, rest, copy=True)."
-        )
-    for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
-        kind = getattr(leaf, "dtype", None)
-        if callable(leaf):
-            raise TypeError(
-                f"init(key, params): leaf {name} is a function ({type(leaf).__name__}); expected "
-                "arrays of real floating-point numbers. Usually a whole module of Equinox was "
-                "given: params, rest = eqx.partition(model, eqx.is_inexact_array), and the loss "
-                "joins them, model = eqx.combine(params, rest)."
-            )
-        if kind is None or not jnp.issubdtype(kind, jnp.inexact):
-            raise TypeError(
-                f"init(key, params): leaf {name or '(the array)'} is "
-                f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
-                "floating-point numbers. Usually a Python number, a counter or a key sits among "
-                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
-            )
-
-
 def check_optimizer(
     optimizer: optax.GradientTransformation, optimizer_state: Any, params: PyTree
 ) -> None:

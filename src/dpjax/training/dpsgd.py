@@ -25,7 +25,7 @@ from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.clipped_grad import check_rule, checked_size
-from dpjax.gradients.loss_checks import check_loss
+from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import start
@@ -36,7 +36,6 @@ from dpjax.training.checks import (
     check_devices,
     check_kinds,
     check_optimizer,
-    check_params,
     check_same_optimizer,
     check_schedule,
     check_state,
@@ -308,7 +307,7 @@ def _released(mechanism: Mechanism, state: State) -> dict[str, Any]:
 def _placed(name: str, key: Key, params: PyTree, data: PyTree, mesh: Mesh | None) -> PyTree:
     """The parameters as arrays, on the devices of the run; refuses leaves that cannot train."""
     params = arrays(params, f"{name}: init(params)")
-    check_params(params)
+    check_params(f"{name}: init(key, params)", params)
     if mesh is not None:
         return meshes.placed(params, mesh)
     check_devices(name, parameters=params, key=key, data=data)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from dpjax import trees
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree, Schedule
 
@@ -118,7 +119,7 @@ def dp_adam(
     groups = mechanism.clipping.partition
 
     def init(params: PyTree) -> DPAdamState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = trees.zeros_wide(params)  # as the private means are
         return DPAdamState(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros(groups.size))
 
     def update(

@@ -109,7 +109,8 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
     for site, noted, cotangent in zip(program.sites, data, cotangents, strict=True):
         # Widened before any norm: the clipping rule trusts a float32 norm whatever the dtype of the
         # model.
-        entry = Entry(site, [_widened(x) for x in noted], _widened(cotangent))
+        wide = list(map(trees.widened_exactly, [*noted, cotangent]))
+        entry = Entry(site, wide[:-1], wide[-1])
         for leaf in site.leaves:
             entries.setdefault(leaf, []).append(entry)
     return losses, aux, entries, gradients
@@ -128,9 +129,4 @@ def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
 
 def wide_leaves(params: PyTree) -> list[Array]:
     """The leaves of parameters in full precision."""
-    return [_widened(leaf) for leaf in jax.tree.leaves(params)]
-
-
-def _widened(x: Array) -> Array:
-    """Floats in float32 or wider; other dtypes are unchanged."""
-    return x.astype(trees.wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return list(map(trees.widened_exactly, jax.tree.leaves(params)))

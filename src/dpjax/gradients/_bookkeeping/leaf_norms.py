@@ -220,5 +220,5 @@ def roundings(terms: int) -> int:
 
 
 def _square(x: Array) -> Squares:
-    x = trees.widened(x)  # kept gradients may be bfloat16
+    x = trees.widened_exactly(x)  # kept gradients may be bfloat16
     return jnp.sum(x * x, axis=tuple(range(1, x.ndim)))

@@ -169,6 +169,7 @@ def clipped_sums(
 
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
     """The sum of per-example gradients, each times its factor."""
+    gradients = trees.widened_exactly(gradients)  # as their norm reads them
     if not platforms.on_cpu():
         # Multiplied and reduced in float32 as the gradients are read; a matrix unit would round.
         return jnp.sum(trees.expand(factors, gradients) * gradients, axis=0)
