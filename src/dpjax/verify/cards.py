@@ -62,15 +62,16 @@ def main(words: Sequence[str] | None = None) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         print("usage: dpjax verify RUN, with a run's folder or its privacy.json")
         return 0 if words in (["-h"], ["--help"]) else 2
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.FATAL)  # the library reports orders that do not converge
+    logger = logging.get_absl_logger()
+    before = logger.level
+    logger.setLevel("CRITICAL")  # the library reports orders that do not converge
     try:
         verdicts = list(findings(load(pathlib.Path(words[0]))))
     except Unreadable as reason:
         print(f"{words[0]}: {reason}", file=sys.stderr)
         return 1
     finally:
-        logging.set_verbosity(before)
+        logger.setLevel(before)
     for _, line in verdicts:
         print(line)
     return int(not all(good for good, _ in verdicts))
