@@ -164,7 +164,7 @@ def sealed_sums(
 
     Returns:
       ``sealed(total, state, deviations, more=None) -> total``. It refuses a sum that would share
-      its noise with another one. ``deviations`` are those of the groups, and ``more`` holds further
+      its noise with another one. ``deviations`` has one for each group, and ``more`` holds further
       numbers that the step releases.
     """
     check_multiplier(name, noise_multiplier, rule)
