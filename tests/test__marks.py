@@ -516,6 +516,28 @@ def test_one_key_for_a_batch_of_sums_is_refused():
     assert len(np.unique(np.asarray(noisy))) == 15
 
 
+GUARDS = {
+    "apply_if_finite": lambda link: optax.apply_if_finite(link, 3),
+    "conditionally_mask": lambda link: optax.conditionally_mask(link, lambda step: step < 1),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_around_the_noise_is_told_where_to_go(name):
+    chain = GUARDS[name](MECHANISM.private(jax.random.key(0)))
+    with pytest.raises(ValueError, match="put it behind the noise"):
+        jax.jit(chain.update)(GRADIENTS, chain.init(PARAMS), PARAMS)
+
+
+def test_a_link_that_is_built_inside_of_jit_needs_its_multiplier_before():
+    make = optax.inject_hyperparams(noise.gaussian)
+    for multiplier in (1.0, lambda step: 1.0):
+        link = make(noise_multiplier=multiplier, rule=RULE, key=jax.random.key(0))
+        state = link.init(PARAMS)
+        with pytest.raises(TypeError, match="give a schedule of the step to the link itself"):
+            jax.jit(link.update)(PARAMS, state, PARAMS)
+
+
 @kills("noise/link.py", "jnp.where(kept, x, jnp.nan)", "x", case="private", slow=True)
 @pytest.mark.parametrize("name", ["gaussian", "private"])
 def test_a_state_that_was_reset_by_zeros_releases_nothing(name):

@@ -213,7 +213,9 @@ def _one_run(total: PyTree, state: Any, name: str) -> PyTree:
             "arguments of the traced function. Every call or round would add the same noise to "
             "another sum, and differences of two results would have none. Usually a jitted step, "
             "the body of jax.lax.map or a branch of jax.lax.cond closes over the state: take it as "
-            "an argument, or in the carry of the loop, and return the next one."
+            "an argument, or in the carry of the loop, and return the next one. Or "
+            "optax.apply_if_finite or optax.conditionally_mask stands around the link: put it "
+            "behind the noise."
         )
     return total
 
@@ -358,6 +360,14 @@ def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
     """
     if callable(noise_multiplier):
         return noise_multiplier
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(noise_multiplier)):
+        raise TypeError(
+            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): a traced number; expected "
+            "one that is known before jit, because it is accounted. Usually "
+            "optax.inject_hyperparams or a jitted function builds the link. Build it outside, and "
+            "give a schedule of the step to the link itself: inject_hyperparams also shows the key "
+            "in its state."
+        )
     each = np.asarray(noise_multiplier)
     if each.dtype.kind not in "iuf" and each.size:
         raise ValueError(
