@@ -647,6 +647,17 @@ def test_shards_of_one_key_release_nothing_together():
     subprocess.run([sys.executable, "-c", TWO_SHARDS], check=True, timeout=240)
 
 
+@kills("noise/link.py", "jnp.copy(key)", "key", slow=True)
+@pytest.mark.parametrize("name", LINKS)
+def test_a_step_may_donate_the_state(name):
+    key = noise.secret_key()
+    link = LINKS[name](key)
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x.copy(), s), donate_argnums=0)
+    for _ in range(2):
+        step(link.init(jnp.zeros(3)))
+    assert MECHANISM.sampling.draw(key, 0).size == 4
+
+
 GUARDS = {
     "apply_if_finite": lambda link: optax.apply_if_finite(link, 3),
     "conditionally_mask": lambda link: optax.conditionally_mask(link, lambda step: step < 1),

@@ -160,7 +160,8 @@ def begin(name: str, key: Key, params: PyTree, strategy: Strategy | None) -> Gau
             "trains an ensemble: map over keys too, and build the link from each in the body. For "
             "one run, call init before the loop, and carry the state."
         )
-    return GaussianState(key, step, start(strategy, params))
+    # A copy: a step that donates the state would delete the key of the caller.
+    return GaussianState(jnp.copy(key), step, start(strategy, params))
 
 
 def start(strategy: Strategy | None, params: PyTree) -> PyTree:

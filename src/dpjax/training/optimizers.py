@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from dpjax import trees
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree, Schedule
 
@@ -200,7 +201,9 @@ def lookahead(
     pair = optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state)
 
     def init(params: PyTree) -> LookaheadState:
-        return LookaheadState(params, pair.init(optax.LookaheadParams(params, params)))
+        # In buffers of their own: a step may donate parameters and state.
+        slow = trees.copy(params)
+        return LookaheadState(slow, pair.init(optax.LookaheadParams(params, slow)))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
