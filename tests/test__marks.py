@@ -592,6 +592,14 @@ def test_several_runs_begin_with_several_keys(name):
     jax.jit(link.init)(TWO[0])
 
 
+@kills("noise/link.py", "with jax.ensure_compile_time_eval():", "if True:", slow=True)
+def test_a_key_that_the_body_of_a_loop_draws_is_one_for_all_rounds():
+    with pytest.raises(ValueError, match="is a constant there"):
+        jax.lax.map(lambda w: LINKS["private"](noise.secret_key()).init(w), TWO)
+    state = jax.jit(lambda w: noise.gaussian(1.0, RULE, key=noise.secret_key()).init(w))(TWO[0])
+    assert np.any(trees.on_host(state.key))
+
+
 TWO_SHARDS = """
 import jax
 jax.config.update("jax_num_cpu_devices", 2)

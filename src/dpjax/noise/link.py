@@ -154,8 +154,8 @@ def begin(name: str, key: Key, params: PyTree, strategy: Strategy | None) -> Gau
     step = jnp.zeros((), jnp.int32)
     if any(map(_repeats, set(_programs(step)) - set(_programs(key)))):
         raise ValueError(
-            f"{name}: init runs in the body of a loop, and the key of the link comes from outside "
-            "of it; expected one init for each key. Every round would add the same noise to "
+            f"{name}: init runs in the body of a loop, and the key of the link is a constant "
+            "there; expected one init for each key. Every round would add the same noise to "
             "another sum, and differences of two results would have none. Usually jax.lax.map "
             "trains an ensemble: map over keys too, and build the link from each in the body. For "
             "one run, call init before the loop, and carry the state."
@@ -497,6 +497,8 @@ def secret_key() -> Key:
     """A root key from the operating system's randomness, for runs that are released."""
     # Threefry by name: under jax_default_prng_impl='rbg' the default generator is not a function of
     # the key alone on every platform.
-    return jax.random.wrap_key_data(
-        jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32)), impl="threefry2x32"
-    )
+    # Inside a traced function it is drawn once, for all calls and rounds: a constant, and `begin`
+    # must see that.
+    with jax.ensure_compile_time_eval():
+        words = jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32))
+        return jax.random.wrap_key_data(words, impl="threefry2x32")
