@@ -3,6 +3,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -13,7 +15,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, noise, sampling, testing, trees
+from dpjax import clipping, noise, sampling, strategies, testing, trees
 from dpjax.gradients import batching
 from dpjax.types import Partition
 
@@ -198,7 +200,7 @@ def one_device(function):
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-@kills("noise/link.py", "if not isinstance(state.step, Tracer) or", "if", slow=True)
+@kills("noise/link.py", "if not _traced(state.step) or", "if", slow=True)
 @pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
 def test_a_state_that_is_a_constant_is_refused(link):
     clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
@@ -499,7 +501,7 @@ def test_a_traced_sum_without_a_mark_releases_nothing():
     assert np.all(np.isnan(update(jnp.array([0.0, 1.0, 0.0]))))
 
 
-@kills("noise/link.py", "if not key_batched and any(", "if False and any(", slow=True)
+@kills("noise/link.py", "if total_batched and not several:", "if False:", slow=True)
 def test_one_key_for_a_batch_of_sums_is_refused():
     link, sums = noised(), jnp.ones((3, 5))
     state = link.init(jnp.zeros(5))
@@ -516,7 +518,177 @@ def test_one_key_for_a_batch_of_sums_is_refused():
     assert len(np.unique(np.asarray(noisy))) == 15
 
 
-@kills("noise/link.py", "jnp.where(kept, x, jnp.nan)", "x", case="private", slow=True)
+def several(link, states, sums):
+    """The releases of links that `jax.vmap` maps over states and sums."""
+
+    def one(state, total):
+        return link.update(clipping.trusted_sum(total, RULE), state)[0]
+
+    return jax.vmap(one)(states, sums)
+
+
+SECRET = noise.gaussian(1.0, RULE, key=noise.secret_key())
+TWO = jnp.zeros((2, 3)).at[1, 0].set(0.5)
+STATES = {
+    "stacked": lambda s: jax.tree.map(lambda x: jnp.stack([x, x]), s),
+    "broadcast": lambda s: jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *x.shape)), s),
+    "other steps": lambda s: jax.vmap(lambda step: s._replace(step=step))(jnp.arange(2)),
+}
+
+
+@kills("noise/link.py", "jnp.arange(len(rows))[:, None]", "0 * rows", slow=True)
+@kills("noise/link.py", "total = _nan_if(shared, total)", "pass", case="stacked", slow=True)
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_one_key_release_nothing_together(name):
+    """The difference of the two releases would be that of the sums."""
+    states = STATES[name](SECRET.init(jnp.zeros(3)))
+    run = partial(several, SECRET, states)
+    with pytest.raises(ValueError, match=r"some have equal keys.*stacked or broadcast"):
+        run(TWO)
+    assert np.all(np.isnan(jax.jit(partial(several, SECRET))(states, TWO)))
+    # One sum for all states has nothing to compare.
+    assert np.all(np.isfinite(jax.vmap(lambda s: SECRET.update(TWO[0], s)[0])(states)))
+
+
+@kills("noise/link.py", "return _in_one_run(words, total), batched[1]", "return total, batched[1]")
+def test_a_map_around_a_map_needs_keys_of_its_own():
+    keys = jax.random.split(noise.secret_key(), 4).reshape(2, 2)
+    states = jax.vmap(jax.vmap(lambda key: noise.GaussianState(key, jnp.int32(0))))(keys)
+    sums, run = jnp.stack([TWO, 2 * TWO]), partial(several, SECRET)
+    first = jax.tree.map(lambda x: x[0], states)
+    with pytest.raises(ValueError, match="has one key"):
+        jax.vmap(run, (None, 0))(first, sums)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), first)
+    assert np.all(np.isnan(jax.jit(jax.vmap(run))(stacked, sums)))
+    assert len(np.unique(np.asarray(jax.vmap(run)(states, sums)))) == 12
+
+
+LINKS = {
+    "gaussian": lambda key: noise.gaussian(1.0, RULE, key=key),
+    "correlated": lambda key: noise.correlated(strategies.square_root(3), 1.0, RULE, key=key),
+    "privatize": MECHANISM.privatize,
+    "private": MECHANISM.private,
+}
+
+
+@kills("noise/link.py", "[x for x in jax.tree.leaves(params) if _traced(x)]", "[]", slow=True)
+@kills("noise/link.py", "set(_programs(step)) - set(_programs(key))", "_programs(step)", slow=True)
+@kills("noise/link.py", '("scan", "fori_loop", "while_body")', '("fori_loop",)', slow=True)
+@pytest.mark.parametrize("name", LINKS)
+def test_several_runs_begin_with_several_keys(name):
+    link, keys = LINKS[name](noise.secret_key()), jax.random.split(noise.secret_key(), 2)
+    with pytest.raises(ValueError, match="has one key"):
+        jax.vmap(link.init)(TWO)
+    jax.vmap(lambda key, w: LINKS[name](key).init(w))(keys, TWO)
+    for repeat in (
+        jax.lax.map,
+        lambda init, ws: jax.lax.map(jax.jit(init), ws),
+        lambda init, ws: jax.lax.fori_loop(0, 2, lambda i, _: init(ws[i]), link.init(ws[0])),
+        lambda init, ws: jax.lax.while_loop(lambda _: False, lambda _: init(ws[0]), init(ws[0])),
+    ):
+        with pytest.raises(ValueError, match="init runs in the body of a loop"):
+            repeat(link.init, TWO)
+    jax.lax.map(lambda each: LINKS[name](each[0]).init(each[1]), (keys, TWO))
+    jax.jit(link.init)(TWO[0])
+
+
+@kills("noise/link.py", "with jax.ensure_compile_time_eval():", "if True:", slow=True)
+def test_a_key_that_the_body_of_a_loop_draws_is_one_for_all_rounds():
+    with pytest.raises(ValueError, match="is a constant there"):
+        jax.lax.map(lambda w: LINKS["private"](noise.secret_key()).init(w), TWO)
+    state = jax.jit(lambda w: noise.gaussian(1.0, RULE, key=noise.secret_key()).init(w))(TWO[0])
+    assert np.any(trees.on_host(state.key))
+
+
+TWO_SHARDS = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from dpjax import clipping, noise
+
+rule, key = clipping.flat(1.0), noise.secret_key()
+link = noise.gaussian(1.0, rule, key=key)
+one, sums = link.init(jnp.zeros(3)), jnp.zeros((2, 3)).at[1, 0].set(0.5)
+two = jax.tree.map(lambda x: jnp.stack([x, x]), one)
+own = jax.vmap(lambda key: noise.GaussianState(key, jnp.int32(0)))(jax.random.split(key))
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+def noisy(total, state):
+    return link.update(clipping.trusted_sum(total, rule), state)[0]
+
+def added(total, state):
+    return noisy(jax.lax.psum(total, "d"), state)
+
+def rows(total, state):
+    return noisy(total[0], jax.tree.map(lambda x: x[0] if x.ndim else x, state))[None]
+
+for check in (True, False):
+    def shards(run, states, out=P("d")):
+        specs = {"in_specs": (P("d"), states), "out_specs": out, "check_vma": check}
+        return jax.shard_map(run, mesh=mesh, **specs)
+    def place(total):
+        return rows(total, jax.tree.map(lambda x: x[None], link.init(total[0])))
+    for jit in (jax.jit, lambda run: run):
+        assert np.all(np.isnan(jit(shards(rows, P("d")))(sums, two)))
+        assert np.all(np.isnan(jit(shards(lambda x, _: place(x), P()))(sums, 0)))
+        assert np.all(np.isfinite(jit(shards(rows, P("d")))(sums, own)))
+        assert np.all(np.isfinite(jit(shards(added, P(), P("d")))(sums, one)))
+    equal = jax.jit(shards(lambda x, s: added(x[0], s), P(), P()))(sums, one)
+    assert equal.shape == (3,) and np.all(np.isfinite(equal))
+    alone = jax.jit(shards(lambda x, s: noisy(x[0], s)[None], P()))(sums, one)
+    assert np.all(np.isnan(alone))
+assert np.all(np.isnan(jax.pmap(noisy)(sums, two)))
+assert np.all(np.isnan(jax.pmap(noisy, in_axes=(0, None))(sums, one)))
+assert np.all(np.isfinite(jax.pmap(noisy)(sums, own)))
+assert np.all(np.isfinite(jax.pmap(added, axis_name="d", in_axes=(0, None))(sums, one)))
+"""
+
+
+@pytest.mark.slow
+@kills("noise/link.py", "_on_all_shards(words, total))", "total)", slow=True)
+@kills("noise/link.py", "one_key & ~one_sum", "one_key & ~one_key", slow=True)
+@kills("noise/link.py", "rows[:, :-2], rows[:, -2:]", "rows[:, :-2], rows[:, :-2]", slow=True)
+def test_shards_of_one_key_release_nothing_together():
+    """Replicas that hold one sum may share a key; parts of a batch may not."""
+    subprocess.run([sys.executable, "-c", TWO_SHARDS], check=True, timeout=240)
+
+
+@kills("noise/link.py", "jnp.copy(key)", "key", slow=True)
+@pytest.mark.parametrize("name", LINKS)
+def test_a_step_may_donate_the_state(name):
+    key = noise.secret_key()
+    link = LINKS[name](key)
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x.copy(), s), donate_argnums=0)
+    for _ in range(2):
+        step(link.init(jnp.zeros(3)))
+    assert MECHANISM.sampling.draw(key, 0).size == 4
+
+
+GUARDS = {
+    "apply_if_finite": lambda link: optax.apply_if_finite(link, 3),
+    "conditionally_mask": lambda link: optax.conditionally_mask(link, lambda step: step < 1),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_around_the_noise_is_told_where_to_go(name):
+    chain = GUARDS[name](MECHANISM.private(jax.random.key(0)))
+    with pytest.raises(ValueError, match="put it behind the noise"):
+        jax.jit(chain.update)(GRADIENTS, chain.init(PARAMS), PARAMS)
+
+
+def test_a_link_that_is_built_inside_of_jit_needs_its_multiplier_before():
+    make = optax.inject_hyperparams(noise.gaussian)
+    for multiplier in (1.0, lambda step: 1.0):
+        link = make(noise_multiplier=multiplier, rule=RULE, key=jax.random.key(0))
+        state = link.init(PARAMS)
+        with pytest.raises(TypeError, match="give a schedule of the step to the link itself"):
+            jax.jit(link.update)(PARAMS, state, PARAMS)
+
+
+@kills("noise/link.py", "jnp.where(wrong, jnp.nan, x)", "x", case="private", slow=True)
 @pytest.mark.parametrize("name", ["gaussian", "private"])
 def test_a_state_that_was_reset_by_zeros_releases_nothing(name):
     mechanism = dpjax.Mechanism(

@@ -576,6 +576,14 @@ def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     np.testing.assert_allclose(state.optimizer.slow, both.slow, rtol=1e-5)
 
 
+def test_a_step_may_donate_parameters_and_lookahead():
+    optimizer, params = training.lookahead(optax.sgd(0.1), 2, 0.5), jnp.ones(3)
+    step = jax.jit(lambda p, s: optimizer.update(p, s, p), donate_argnums=(0, 1))
+    updates, state = step(params, optimizer.init(params))
+    np.testing.assert_allclose(updates, -0.1 * np.ones(3), rtol=1e-6)
+    np.testing.assert_array_equal(state.slow, 1.0)
+
+
 def test_an_optimizer_whose_state_grows_is_told_so():
     algorithm = make(optimizer=optax.chain(optax.monitor({"size": optax.tree.norm}), optax.sgd(1)))
     with pytest.raises(TypeError, match=r"another structure after an update.*optax.snapshot"):

@@ -146,7 +146,9 @@ def on_host(leaf: Any) -> np.ndarray:
     """
     if isinstance(leaf, jax.Array):
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        leaf = jax.random.key_data(leaf) if is_key else leaf
+        # A traced function may read a key that it closes over.
+        with jax.ensure_compile_time_eval():
+            leaf = jax.random.key_data(leaf) if is_key else leaf
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.array(leaf)

@@ -33,7 +33,7 @@ from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.correlated import check_strategy, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, Target, checked_queries, steps_event
-from dpjax.noise.link import add_noise, sealed_sums, start
+from dpjax.noise.link import add_noise, begin, sealed_sums
 from dpjax.noise.seals import seal
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
@@ -402,10 +402,10 @@ class Mechanism:
         sealed = sealed_sums(name, self.clipping, self.gradient_multiplier, key, self.noise)
 
         def init(params: PyTree) -> Any:
-            step = jnp.zeros((), jnp.int32)
+            state = begin(name, key, params, self.noise)
             if self.adaptive is None:
-                return noise.GaussianState(key, step, start(self.noise, params))
-            return AdaptiveState(key, step, jnp.ones((), jnp.float32))
+                return state
+            return AdaptiveState(state.key, state.step, jnp.ones((), jnp.float32))
 
         def update(
             updates: PyTree,

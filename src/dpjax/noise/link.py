@@ -27,7 +27,7 @@ from dpjax import checks, trees
 from dpjax._display import veiled
 from dpjax._marks import require_clipped_sum
 from dpjax.noise.normal import normal_in_parts, standard_normal
-from dpjax.noise.seals import Release, seal_outside_jit
+from dpjax.noise.seals import Release, seal, seal_outside_jit
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
@@ -120,7 +120,7 @@ def noise_link(
     sealed = sealed_sums(name, rule, noise_multiplier, key, strategy)
 
     def init(params: PyTree) -> GaussianState:
-        return GaussianState(key, jnp.zeros((), jnp.int32), start(strategy, params))
+        return begin(name, key, params, strategy)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
@@ -139,6 +139,29 @@ def noise_link(
         return noisy, GaussianState(state.key, state.step + 1, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def begin(name: str, key: Key, params: PyTree, strategy: Strategy | None) -> GaussianState:
+    """The state of a link before the first step; refuses several states that share one key.
+
+    Args:
+      name: How errors call the link.
+      key: The root key of the link.
+      params: The parameters.
+      strategy: How the noise of different steps is correlated; None for white noise.
+    """
+    _in_one_run(jax.random.key_data(key), [x for x in jax.tree.leaves(params) if _traced(x)])
+    step = jnp.zeros((), jnp.int32)
+    if any(map(_repeats, set(_programs(step)) - set(_programs(key)))):
+        raise ValueError(
+            f"{name}: init runs in the body of a loop, and the key of the link is a constant "
+            "there; expected one init for each key. Every round would add the same noise to "
+            "another sum, and differences of two results would have none. Usually jax.lax.map "
+            "trains an ensemble: map over keys too, and build the link from each in the body. For "
+            "one run, call init before the loop, and carry the state."
+        )
+    # A copy: a step that donates the state would delete the key of the caller.
+    return GaussianState(jnp.copy(key), step, start(strategy, params))
 
 
 def start(strategy: Strategy | None, params: PyTree) -> PyTree:
@@ -171,7 +194,7 @@ def sealed_sums(
     checks.key(name, key)
     trees.tell_of_seed(key, name)
     # A traced key cannot be read, so it may be the key of zeros.
-    key_of_zeros = isinstance(key, Tracer) or not np.any(trees.on_host(key))
+    key_of_zeros = _traced(key) or not np.any(trees.on_host(key))
 
     def sealed(total: PyTree, state: Any, deviations: Sequence[Any], more: Any = None) -> PyTree:
         total = _one_run(total, state, name)
@@ -200,22 +223,29 @@ def _one_run(total: PyTree, state: Any, name: str) -> PyTree:
       state: The state of the link.
       name: How errors call the link.
     """
-    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(total)):
+    if not any(map(_traced, jax.tree.leaves(total))):
         return total
-    total = _in_one_run(jax.random.key_data(state.key), total)
+    words = jax.random.key_data(state.key)
+    total = _in_one_run(words, _on_all_shards(words, total))
     # A state that is an argument, is carried or begins here has a step traced where the sum is.
     around = _programs(state.step)
     inner = [programs[0] for leaf in jax.tree.leaves(total) if (programs := _programs(leaf))]
-    if not isinstance(state.step, Tracer) or not set(inner) <= set(around):
+    if not _traced(state.step) or not set(inner) <= set(around):
         raise ValueError(
             f"{name}: the sum is computed inside a traced function, and the state of the link "
             f"(step {state.step}) comes from outside of it, as a constant; expected both among the "
             "arguments of the traced function. Every call or round would add the same noise to "
             "another sum, and differences of two results would have none. Usually a jitted step, "
             "the body of jax.lax.map or a branch of jax.lax.cond closes over the state: take it as "
-            "an argument, or in the carry of the loop, and return the next one."
+            "an argument, or in the carry of the loop, and return the next one. Or "
+            "optax.apply_if_finite or optax.conditionally_mask stands around the link: put it "
+            "behind the noise."
         )
     return total
+
+
+def _traced(x: Any) -> bool:
+    return isinstance(x, Tracer)
 
 
 def _programs(x: Any) -> list[Any]:
@@ -229,23 +259,72 @@ def _programs(x: Any) -> list[Any]:
     return found
 
 
+def _repeats(program: Any) -> bool:
+    """Whether a traced program is the body of a loop; False where JAX does not say."""
+    made_for = getattr(getattr(program.frame, "debug_info", None), "traced_for", None)
+    return made_for in ("scan", "fori_loop", "while_body")
+
+
 @jax.custom_batching.custom_vmap
-def _in_one_run(key: Array, total: PyTree) -> PyTree:
-    del key
+def _in_one_run(words: Array, total: PyTree) -> PyTree:
+    """The total of the key of these words; of many under `jax.vmap`, ``[..., words]``."""
+    del words
     return total
 
 
 @_in_one_run.def_vmap
-def _refuse_shared_noise(size: int, batched: Any, key: Array, total: PyTree) -> Any:
-    key_batched, total_batched = batched
-    if not key_batched and any(jax.tree.leaves(total_batched)):
+def _refuse_shared_noise(size: int, batched: Any, words: Array, total: PyTree) -> Any:
+    several, total_batched = batched[0], any(jax.tree.leaves(batched[1]))
+    if total_batched and not several:
         raise ValueError(
-            f"noise: jax.vmap maps the link over {size} sums, and its state has one key; expected "
-            "a key for each. All sums would have equal noise, and their differences none. Make a "
-            "state for each sum, jax.vmap(lambda key: link_of(key).init(params))(keys), and map "
-            "over states too."
+            f"noise: jax.vmap maps the link over {size} sums or runs, and its state has one key; "
+            "expected a key for each. All sums would have equal noise, and their differences none. "
+            "Make a state for each, jax.vmap(lambda key, p: link_of(key).init(p))(keys, params), "
+            "and map over states too."
         )
-    return total, total_batched
+    if total_batched:
+        rows = words.reshape(-1, words.shape[-1])
+        shared = _shared(rows, jnp.arange(len(rows))[:, None])
+        if not _traced(shared) and shared:
+            raise ValueError(
+                f"noise: jax.vmap maps the link over {size} states, and some have equal keys; "
+                "expected a key for each. Their sums would have equal noise, and the differences "
+                "none. Usually one state was stacked or broadcast. Make a state for each: "
+                "jax.vmap(lambda key, p: link_of(key).init(p))(keys, params)."
+            )
+        total = _nan_if(shared, total)
+    # Again, with the words of all rows: another `jax.vmap` may stand around this one.
+    return _in_one_run(words, total), batched[1]
+
+
+def _on_all_shards(words: Array, total: PyTree) -> PyTree:
+    """The total; NaN where shards of `jax.shard_map` or `jax.pmap` add one noise to several sums.
+
+    Args:
+      words: The words of the key.
+      total: The clipped sum.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return total
+    # Equal sums pass: replicas that added up their sums before. Only values can say so, as
+    # check_vma=False and pmap do not tell what differs.
+    own = jnp.append(words.reshape(-1), seal(total))
+    rows = jnp.zeros((jax.lax.axis_size(axes), len(own)), own.dtype)
+    # A sum of zeros and one row is equal in all shards by its type too; all_gather is not.
+    rows = jax.lax.psum(rows.at[jax.lax.axis_index(axes)].set(own), axes)
+    return _nan_if(_shared(rows[:, :-2], rows[:, -2:]), total)
+
+
+def _shared(keys: Array, sums: Array) -> Any:
+    """Whether two of these rows have one key and two sums."""
+    one_key, one_sum = (jnp.all(x[:, None] == x[None], axis=-1) for x in (keys, sums))
+    return jnp.any(one_key & ~one_sum)
+
+
+def _nan_if(wrong: Any, total: PyTree) -> PyTree:
+    # In the sum: noise, mean and any factor on either of them then are NaN too.
+    return jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), total)
 
 
 def _unless_reset(total: PyTree, key: Key, name: str) -> PyTree:
@@ -259,11 +338,10 @@ def _unless_reset(total: PyTree, key: Key, name: str) -> PyTree:
       key: The key of the state, of a link whose own key is not zero.
       name: How errors call the link.
     """
-    kept = jnp.any(jax.random.key_data(key) != 0)
-    if isinstance(kept, Tracer):
-        # In the sum: noise, mean and any factor on either of them then are NaN too.
-        return jax.tree.map(lambda x: jnp.where(kept, x, jnp.nan), total)
-    if not kept:
+    reset = ~jnp.any(jax.random.key_data(key) != 0)
+    if _traced(reset):
+        return _nan_if(reset, total)
+    if reset:
         raise ValueError(
             f"{name}: the key in the state is zero, and the link was made with another one; "
             "expected the key of the link. Usually a whole optimizer state was reset with "
@@ -358,6 +436,14 @@ def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
     """
     if callable(noise_multiplier):
         return noise_multiplier
+    if any(map(_traced, jax.tree.leaves(noise_multiplier))):
+        raise TypeError(
+            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): a traced number; expected "
+            "one that is known before jit, because it is accounted. Usually "
+            "optax.inject_hyperparams or a jitted function builds the link. Build it outside, and "
+            "give a schedule of the step to the link itself: inject_hyperparams also shows the key "
+            "in its state."
+        )
     each = np.asarray(noise_multiplier)
     if each.dtype.kind not in "iuf" and each.size:
         raise ValueError(
@@ -411,6 +497,8 @@ def secret_key() -> Key:
     """A root key from the operating system's randomness, for runs that are released."""
     # Threefry by name: under jax_default_prng_impl='rbg' the default generator is not a function of
     # the key alone on every platform.
-    return jax.random.wrap_key_data(
-        jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32)), impl="threefry2x32"
-    )
+    # Inside a traced function it is drawn once, for all calls and rounds: a constant, and `begin`
+    # must see that.
+    with jax.ensure_compile_time_eval():
+        words = jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32))
+        return jax.random.wrap_key_data(words, impl="threefry2x32")

@@ -201,7 +201,9 @@ def lookahead(
     pair = optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state)
 
     def init(params: PyTree) -> LookaheadState:
-        return LookaheadState(params, pair.init(optax.LookaheadParams(params, params)))
+        # In buffers of their own: a step may donate parameters and state.
+        slow = trees.copy(params)
+        return LookaheadState(slow, pair.init(optax.LookaheadParams(params, slow)))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
