@@ -200,7 +200,7 @@ def one_device(function):
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-@kills("noise/link.py", "if not _traced(state.step) or", "if", slow=True)
+@kills("noise/one_run.py", "if not traced(state.step) or", "if", slow=True)
 @pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
 def test_a_state_that_is_a_constant_is_refused(link):
     clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
@@ -248,7 +248,7 @@ SHARED = {
 }
 
 
-@kills("noise/link.py", "or not set(inner) <= set(around)", "", case="map")
+@kills("noise/one_run.py", "or not set(inner) <= set(around)", "", case="map")
 @pytest.mark.parametrize("name", SHARED)
 def test_rounds_that_share_the_noise_of_one_state_are_refused(name):
     """The difference of two rounds would be that of their sums, 0.2 in each entry."""
@@ -501,7 +501,7 @@ def test_a_traced_sum_without_a_mark_releases_nothing():
     assert np.all(np.isnan(update(jnp.array([0.0, 1.0, 0.0]))))
 
 
-@kills("noise/link.py", "if total_batched and not several:", "if False:", slow=True)
+@kills("noise/one_run.py", "if total_batched and not several:", "if False:", slow=True)
 def test_one_key_for_a_batch_of_sums_is_refused():
     link, sums = noised(), jnp.ones((3, 5))
     state = link.init(jnp.zeros(5))
@@ -536,8 +536,8 @@ STATES = {
 }
 
 
-@kills("noise/link.py", "jnp.arange(len(rows))[:, None]", "0 * rows", slow=True)
-@kills("noise/link.py", "total = _nan_if(shared, total)", "pass", case="stacked", slow=True)
+@kills("noise/one_run.py", "jnp.arange(len(rows))[:, None]", "0 * rows", slow=True)
+@kills("noise/one_run.py", "total = _nan_if(shared, total)", "pass", case="stacked", slow=True)
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_one_key_release_nothing_together(name):
     """The difference of the two releases would be that of the sums."""
@@ -550,7 +550,9 @@ def test_states_of_one_key_release_nothing_together(name):
     assert np.all(np.isfinite(jax.vmap(lambda s: SECRET.update(TWO[0], s)[0])(states)))
 
 
-@kills("noise/link.py", "return _in_one_run(words, total), batched[1]", "return total, batched[1]")
+@kills(
+    "noise/one_run.py", "return _in_one_run(words, total), batched[1]", "return total, batched[1]"
+)
 def test_a_map_around_a_map_needs_keys_of_its_own():
     keys = jax.random.split(noise.secret_key(), 4).reshape(2, 2)
     states = jax.vmap(jax.vmap(lambda key: noise.GaussianState(key, jnp.int32(0))))(keys)
@@ -571,9 +573,11 @@ LINKS = {
 }
 
 
-@kills("noise/link.py", "[x for x in jax.tree.leaves(params) if _traced(x)]", "[]", slow=True)
-@kills("noise/link.py", "set(_programs(step)) - set(_programs(key))", "_programs(step)", slow=True)
-@kills("noise/link.py", '("scan", "fori_loop", "while_body")', '("fori_loop",)', slow=True)
+@kills("noise/one_run.py", "[x for x in jax.tree.leaves(params) if traced(x)]", "[]", slow=True)
+@kills(
+    "noise/one_run.py", "set(_programs(step)) - set(_programs(key))", "_programs(step)", slow=True
+)
+@kills("noise/one_run.py", '("scan", "fori_loop", "while_body")', '("fori_loop",)', slow=True)
 @pytest.mark.parametrize("name", LINKS)
 def test_several_runs_begin_with_several_keys(name):
     link, keys = LINKS[name](noise.secret_key()), jax.random.split(noise.secret_key(), 2)
@@ -647,9 +651,9 @@ assert np.all(np.isfinite(jax.pmap(added, axis_name="d", in_axes=(0, None))(sums
 
 
 @pytest.mark.slow
-@kills("noise/link.py", "_on_all_shards(words, total))", "total)", slow=True)
-@kills("noise/link.py", "one_key & ~one_sum", "one_key & ~one_key", slow=True)
-@kills("noise/link.py", "rows[:, :-2], rows[:, -2:]", "rows[:, :-2], rows[:, :-2]", slow=True)
+@kills("noise/one_run.py", "_on_all_shards(words, total))", "total)", slow=True)
+@kills("noise/one_run.py", "one_key & ~one_sum", "one_key & ~one_key", slow=True)
+@kills("noise/one_run.py", "rows[:, :-2], rows[:, -2:]", "rows[:, :-2], rows[:, :-2]", slow=True)
 def test_shards_of_one_key_release_nothing_together():
     """Replicas that hold one sum may share a key; parts of a batch may not."""
     subprocess.run([sys.executable, "-c", TWO_SHARDS], check=True, timeout=240)
@@ -688,7 +692,7 @@ def test_a_link_that_is_built_inside_of_jit_needs_its_multiplier_before():
             jax.jit(link.update)(PARAMS, state, PARAMS)
 
 
-@kills("noise/link.py", "jnp.where(wrong, jnp.nan, x)", "x", case="private", slow=True)
+@kills("noise/one_run.py", "jnp.where(wrong, jnp.nan, x)", "x", case="private", slow=True)
 @pytest.mark.parametrize("name", ["gaussian", "private"])
 def test_a_state_that_was_reset_by_zeros_releases_nothing(name):
     mechanism = dpjax.Mechanism(
@@ -751,7 +755,7 @@ def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
 
 
 @kills(
-    "noise/link.py",
+    "noise/multiplier.py",
     "np.sum(each**-2.0) ** -0.5",
     "np.sum(each**2.0) ** 0.5",
     case="groups",

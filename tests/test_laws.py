@@ -374,7 +374,7 @@ def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
 
 @kills("noise/link.py", "[group] for group in groups", "[0] for group in groups", slow=True)
 @kills(
-    "noise/link.py",
+    "noise/multiplier.py",
     "_product(multiplier, bound) for multiplier,",
     "multiplier for multiplier,",
     slow=True,
@@ -779,7 +779,11 @@ def separation(rule, multiplier, size):
 
 @pytest.mark.sample(12)
 @kills(
-    "noise/link.py", ", rule.sensitivity", ", rule.bounds[0]", case="grouped bound-1.0", slow=True
+    "noise/multiplier.py",
+    ", rule.sensitivity",
+    ", rule.bounds[0]",
+    case="grouped bound-1.0",
+    slow=True,
 )
 @pytest.mark.parametrize("bound", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("make", AUDITED)

@@ -85,7 +85,7 @@ def test_a_schedule_that_overflows_does_so_for_the_accountant_too():
 
 
 @kills(
-    "noise/link.py",
+    "noise/multiplier.py",
     "jnp.asarray(noise_multiplier(step), jnp.float32)",
     "noise_multiplier(step)",
     case="float16",
@@ -303,7 +303,7 @@ def test_what_is_no_sampler_rule_or_quantile_is_refused(changes):
         make(**changes)
 
 
-@kills("noise/link.py", "tuple(each.tolist())", "tuple(each.tolist()[::-1])", case="2.0")
+@kills("noise/multiplier.py", "tuple(each.tolist())", "tuple(each.tolist()[::-1])", case="2.0")
 @pytest.mark.parametrize("given", [jnp.float32(2.0), np.array(2.0), np.float64(2.0)])
 def test_a_multiplier_is_a_number_wherever_it_comes_from(given):
     multiplier = make(noise_multiplier=given).noise_multiplier

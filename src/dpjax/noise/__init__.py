@@ -12,14 +12,8 @@ randomness; see README.
 
 from dpjax.noise.correlated import correlated
 from dpjax.noise.langevin import langevin, langevin_multiplier
-from dpjax.noise.link import (
-    GaussianState,
-    check_multiplier,
-    gaussian,
-    plain_multiplier,
-    secret_key,
-    standard_deviations,
-)
+from dpjax.noise.link import GaussianState, gaussian, secret_key
+from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.noise.normal import standard_normal
 
 __all__ = [

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise multipliers: their forms, their checks, and the standard deviations that they are.
+
+A multiplier is a number, a schedule of the step, or a tuple with one number per group.  A number is
+relative to the sensitivity of the rule, a tuple to each group's own bound.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from dpjax import checks
+from dpjax.types import Clipping, NoiseMultiplier
+
+
+def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
+    """The standard deviation of the noise of `gaussian` in each group at a step.
+
+    Args:
+      noise_multiplier: As in `gaussian`.
+      rule: As in `gaussian`.
+      step: The number of the step, traced or not.
+    """
+    if isinstance(noise_multiplier, Sequence):
+        # Relative to each group's own bound; a number is relative to the sensitivity of all groups
+        # together.
+        pairs = zip(noise_multiplier, rule.bounds, strict=True)
+        return [_product(multiplier, bound) for multiplier, bound in pairs]
+    multiplier = noise_multiplier
+    if callable(noise_multiplier):
+        # In a narrower dtype the product with a small bound could round to zero.
+        multiplier = jnp.asarray(noise_multiplier(step), jnp.float32)
+    return [_product(multiplier, rule.sensitivity)] * rule.partition.size
+
+
+def _product(multiplier: Any, bound: float) -> Any:
+    """Multiplier * bound. With an infinite bound only a multiplier of 0 is allowed."""
+    return 0.0 if math.isinf(bound) else multiplier * bound
+
+
+def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
+    """The multiplier as a Python number, a tuple of numbers, or a schedule.
+
+    Args:
+      call: How errors call the function that received it.
+      noise_multiplier: As in `gaussian`.
+    """
+    if callable(noise_multiplier):
+        return noise_multiplier
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(noise_multiplier)):
+        raise TypeError(
+            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): a traced number; expected "
+            "one that is known before jit, because it is accounted. Usually "
+            "optax.inject_hyperparams or a jitted function builds the link. Build it outside, and "
+            "give a schedule of the step to the link itself: inject_hyperparams also shows the key "
+            "in its state."
+        )
+    each = np.asarray(noise_multiplier)
+    if each.dtype.kind not in "iuf" and each.size:
+        raise ValueError(
+            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a "
+            "number, a schedule of the step, or one number per group. Usually a flag was not "
+            "converted from text."
+        )
+    each = each.astype(np.float64)
+    if each.ndim > 1:
+        raise ValueError(
+            f"{call}: noise multipliers of shape {each.shape}; expected a number, a "
+            "schedule of the step, or one number per group. A number for each step is a schedule: "
+            "dpjax.schedules.table(multipliers)."
+        )
+    return tuple(each.tolist()) if each.ndim else float(each)
+
+
+def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
+    """Raises if this multiplier does not fit this rule.
+
+    Args:
+      call: How errors call the function that received them.
+      noise_multiplier: As in `gaussian`.
+      rule: As in `gaussian`.
+    """
+    if callable(noise_multiplier):
+        multipliers: Sequence[Any] = ()
+    elif isinstance(noise_multiplier, Sequence):
+        multipliers = noise_multiplier
+        if len(multipliers) != rule.partition.size:
+            raise ValueError(
+                f"{call}: {len(multipliers)} multipliers for a rule with "
+                f"{rule.partition.size} groups ({', '.join(rule.partition.names)}); give "
+                "one number, a schedule, or one number per group."
+            )
+    else:
+        multipliers = (noise_multiplier,)
+    hint = "It is the noise's standard deviation divided by the sensitivity."
+    for multiplier in multipliers:
+        checks.not_negative(call, "noise_multiplier", multiplier, hint)
+    # 0 * inf is NaN; the pair is allowed only as "no clipping, no noise".
+    if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
+        raise ValueError(
+            f"{call}: the rule's bound is infinite, so no finite noise hides one example. Give "
+            "the rule a finite bound; or, for a run that is not private, set noise_multiplier=0.0 "
+            "too."
+        )
+
+
+def effective_at(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
+    """The multiplier of one Gaussian that is worth the multipliers of all groups at a step."""
+    if callable(noise_multiplier):
+        return noise_multiplier(step)
+    each = np.ravel(noise_multiplier)
+    return float(np.sum(each**-2.0) ** -0.5) if np.all(each > 0) else 0.0
