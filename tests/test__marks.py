@@ -17,7 +17,7 @@ from mutation import kills
 import dpjax
 from dpjax import clipping, noise, sampling, strategies, testing, trees
 from dpjax.gradients import batching
-from dpjax.types import Partition
+from dpjax.types import Draw, Partition
 
 RULE = clipping.flat(1.0)
 MECHANISM = dpjax.Mechanism(sampling=sampling.full(4), clipping=RULE, noise_multiplier=1.0, steps=3)
@@ -198,6 +198,30 @@ def one_device(function):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+@kills("sampling/draws.py", "marks[:] = marks_of(total)", "marks[:] = [None]", slow=True)
+def test_a_sum_over_microbatches_is_checked_like_one_batch():
+    """If every round clips what it adds; a mean, or a sum without clipping, is not accepted."""
+    clipped, batch = dpjax.clipped_grad(lambda w, x: w @ x, RULE), jnp.ones((6, 5))
+    link = MECHANISM.privatize(noise.secret_key())
+
+    def released(add):
+        @jax.jit
+        def step(params, state):
+            draw = Draw(jnp.arange(6), jnp.int32(6))
+            total = sampling.fold(draw, 4, lambda *args: add(params, *args), jnp.zeros(5))
+            return link.update(total, state, params)[0]
+
+        return step(jnp.zeros(5), link.init(jnp.zeros(5)))
+
+    def honest(params, rows, mask, total):
+        return clipped(params, batch[rows], mask, start=total).value
+
+    assert jnp.all(jnp.isfinite(released(honest)))
+    for wrong in (lambda *args: honest(*args) / 2, lambda p, rows, m, t: t + batch[rows].sum(0)):
+        with pytest.raises(ValueError, match="is not the clipped sum"):
+            released(wrong)
 
 
 @kills("noise/one_run.py", "if not traced(state.step) or", "if", slow=True)
@@ -476,7 +500,7 @@ def test_sums_of_complex_leaves_are_trees_too():
     assert jnp.iscomplexobj(jax.tree.map(np.asarray, found).value)
 
 
-@kills("_marks.py", "lambda _, name=name: _marks.pop(name, None)", "None", slow=True)
+@kills("_marks.py", "lambda _: _marks.pop(name, None)", "None", slow=True)
 def test_marks_end_with_their_arrays():
     from dpjax import _marks
 

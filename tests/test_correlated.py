@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -237,6 +238,17 @@ class TestEvents:
         planned = mechanism().calibrate(2.0, 1e-3)
         assert planned.epsilon() <= 2.0
         assert planned.epsilon() == pytest.approx(2.0, abs=1e-3)
+
+    @kills(
+        "mechanism/spent.py",
+        "if noise is not None and projections is not None:",
+        "if False:",
+        slow=True,
+    )
+    def test_estimated_norms_below_correlated_noise_are_not_private(self):
+        noise = strategies.tree(5)
+        spent = Spent(sampling=sampling.full(10), runs=((1.0, 5),), projections=5, noise=noise)
+        assert spent.event == dp_accounting.NonPrivateDpEvent()
 
     @kills("mechanism/card.py", '"projections", "noise", ', '"projections", ', slow=True)
     def test_a_ledger_knows_the_strategy(self):

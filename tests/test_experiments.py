@@ -141,6 +141,7 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
         (["--max_epsilon=0", "--steps=3"], "an epsilon above 0"),
         (["--max_epsilon=0.01"], "not one step fits. Before the first one epsilon is 0 at"),
         (["--max_epsilon=0.01", "--steps=3"], "0 of 3 steps fit"),
+        (["--batch_size=2000"], "has 1437 examples; expected a batch of at most as many"),
         (["--steps=0"], "expected one step at least, and an epoch has 3 of them"),
     ],
 )

@@ -130,6 +130,14 @@ def test_a_write_that_fails_leaves_nothing_and_loses_nothing(tmp_path, monkeypat
     assert compute.runs == 2
 
 
+def test_what_is_computed_from_is_what_is_hashed(tmp_path):
+    hidden = np.ma.masked_array(np.arange(4.0), mask=[0, 0, 0, 1])
+    with pytest.raises(TypeError, match="masked array, and its mask would not be in the key"):
+        features.cached(lambda x: x.filled(-1), hidden, settings={}, directory=tmp_path)
+    found = features.cached(lambda x: 2 * x, [1, 2], settings={}, directory=tmp_path)
+    assert found.tolist() == [2, 4]
+
+
 def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_computed(tmp_path):
     compute, inputs = Counted(), RNG.random((5, 3))
     (tmp_path / "file").write_text("in the place of a folder")

@@ -60,6 +60,15 @@ def test_reliability_counts_everything_once():
     assert not table.confidence[table.counts == 0].any()
 
 
+def test_a_million_predictions_are_added_up_in_float32():
+    """The confidences of one bin one after the other would be 2 per cent too large."""
+    logits = np.log(np.float32([0.9, 0.1])) * np.ones((2_000_000, 1), np.float32)
+    table = metrics.reliability(logits, (np.arange(2_000_000) % 10 == 9).astype(int))
+    assert table.counts.sum() == 2_000_000
+    assert table.confidence.max() == pytest.approx(0.9, abs=1e-4)
+    assert table.accuracy.max() == pytest.approx(0.9, abs=1e-6)
+
+
 def test_certain_and_right_is_calibrated_certain_and_wrong_is_not():
     logits = 1e4 * jnp.eye(3)
     assert metrics.ece(logits, jnp.arange(3)) == 0

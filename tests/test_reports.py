@@ -93,6 +93,11 @@ def test_the_statement_of_what_ran():
     for _ in range(4):
         book = ledger.admit(book, mechanism)
     words = dpjax.statement(mechanism, 1e-5, ledger=book)
+    for call in (dpjax.statement, reports.card):
+        with pytest.raises(TypeError, match="mechanism is a object; expected a Mechanism"):
+            call(object(), 1e-5)
+        with pytest.raises(TypeError, match=r"Usually a state: give state\.ledger"):
+            call(mechanism, 1e-5, ledger=object())
     assert "steps         4 (of 10 planned)" in words
     assert f"{upwards(ledger.epsilon(book, mechanism, 1e-5)):>8}   rdp" in words
 

@@ -361,6 +361,7 @@ REFUSED = {
     "a bound of 0": ({"rule": clipping.flat(0.0)}, "rule.sensitivity"),
     "no samples": ({"samples": 0}, "at least 1"),
     "a burn-in below 0": ({"burn_in": -1}, "at least 0"),
+    "no step after the burn-in": ({"burn_in": 4}, "0 steps are left after the burn-in"),
     "half a step": ({"every": 1.5}, "whole number"),
 }
 

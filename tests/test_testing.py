@@ -28,6 +28,14 @@ def test_a_broken_rule_is_caught():
         testing.assert_sensitivity(rule, GRADIENTS)
 
 
+def test_a_chain_may_draw_its_key_where_it_begins():
+    def chain(learning_rate):
+        link = noise.gaussian(1.0, RULE, key=noise.secret_key())
+        return optax.chain(clipping.clip_and_sum(RULE), link, optax.sgd(learning_rate))
+
+    testing.assert_private(optax.inject_hyperparams(chain)(learning_rate=0.1), jnp.zeros(5))
+
+
 def test_a_broken_engine_is_caught(monkeypatch):
     def forgetful(loss, rule, params, rows, start):
         rows = rows._replace(mask=rows.mask.at[0].set(False))

@@ -25,7 +25,7 @@ from jax.extend.core import get_opaque_trace_state
 from dpjax import trees
 from dpjax.types import ClippedSum, Clipping, PyTree
 
-__all__ = ["certified", "mark", "require_clipped_sum"]
+__all__ = ["certified", "mark", "marked_again", "marks_of", "require_clipped_sum"]
 
 
 class _Certified(ClippedSum):
@@ -94,13 +94,30 @@ _marks: dict[int, _Mark] = {}
 
 def mark(total: PyTree, rule: Clipping) -> PyTree:
     """The clipped sum itself, known from here on as one of this rule."""
-    leaves, token, trace = jax.tree.leaves(total), object(), get_opaque_trace_state()
+    leaves, token = jax.tree.leaves(total), object()
     for leaf in leaves:
-        name = id(leaf)
-        # The entry goes with its array; otherwise the next array at this address would inherit it.
-        array = weakref.ref(leaf, lambda _, name=name: _marks.pop(name, None))
-        _marks[name] = _Mark(array, rule, token, len(leaves), trace)
+        _remember(leaf, rule, token, len(leaves))
     return total
+
+
+def marks_of(tree: PyTree) -> list[_Mark | None]:
+    """The marks of the leaves, for `marked_again`."""
+    return list(map(_found, jax.tree.leaves(tree)))
+
+
+def marked_again(tree: PyTree, marks: list[_Mark | None]) -> PyTree:
+    """The tree itself, whose leaves are clipped sums where other leaves in their places were."""
+    for leaf, entry in zip(jax.tree.leaves(tree), marks, strict=True):
+        if entry is not None:
+            _remember(leaf, entry.rule, entry.total, entry.leaves)
+    return tree
+
+
+def _remember(leaf: Any, rule: Clipping, token: object, leaves: int) -> None:
+    name = id(leaf)
+    # The entry goes with its array; otherwise the next array at this address would inherit it.
+    array = weakref.ref(leaf, lambda _: _marks.pop(name, None))
+    _marks[name] = _Mark(array, rule, token, leaves, get_opaque_trace_state())
 
 
 def certified(found: ClippedSum, rule: Clipping) -> ClippedSum:

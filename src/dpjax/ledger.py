@@ -259,6 +259,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     Raises:
       Refused: They ran under another mechanism.
     """
+    checks.instance("ledger", "ledger", ledger, Ledger, "Usually a state: give state.ledger.")
     # A state is handed about in memory, where no folder checks it: steps at rate 1 must not be
     # stated at the price of a lower rate.
     done = ledger.steps

@@ -43,7 +43,7 @@ __all__ = [
 class Reliability(NamedTuple):
     """Predictions sorted into bins of confidence: a reliability diagram as numbers."""
 
-    counts: Float[Array, " bins"]
+    counts: Int[Array, " bins"]
     """The number of predictions in each bin."""
     confidence: Float[Array, " bins"]
     """Their mean confidence; 0 in an empty bin."""
@@ -111,9 +111,7 @@ def per_class_accuracy(
     """
     logits, labels = _batch("per_class_accuracy", logits, labels)
     right = _predicted(logits) == labels
-    # Integers count exactly; float32 would stop at 2**24.
-    rows = jnp.stack([jnp.ones_like(right), right], axis=-1).astype(jnp.int32)
-    counts, rights = jax.ops.segment_sum(rows, labels, num_segments=logits.shape[-1]).T
+    counts, rights = _counted(right, labels, logits.shape[-1])
     return rights / counts
 
 
@@ -164,15 +162,16 @@ def reliability(
     checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
     # In float32 or wider: bfloat16 has 128 values between 1/2 and 1, where confidences lie.
     confidence = jax.nn.softmax(logits.astype(trees.wide(logits.dtype))).max(axis=-1)
-    right = (_predicted(logits) == labels).astype(confidence.dtype)
+    right = _predicted(logits) == labels
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
     # NaN is at -1 here, and rounding may put a confidence of 1 beyond the last bin.
     place = jnp.clip(place, 0, bins - 1)
-    rows = jnp.stack([jnp.ones_like(confidence), confidence, right], axis=-1)
-    counts, *sums = jax.ops.segment_sum(rows, place, num_segments=bins).T
+    counts, rights = _counted(right, place, bins)
+    # In parts: a float32 sum of a million confidences, one after the other, loses a per cent.
+    total = jax.ops.segment_sum(confidence, place, num_segments=bins, bucket_size=4096)
     # Empty bins divide 0 by 1 and stay 0, without a NaN that would reach sums over bins.
     filled = jnp.maximum(counts, 1)
-    return Reliability(counts, sums[0] / filled, sums[1] / filled)
+    return Reliability(counts, total / filled, rights / filled)
 
 
 def ece(
@@ -227,6 +226,14 @@ def mce(
     """
     table = reliability(logits, labels, bins=bins)
     return jnp.max(jnp.abs(table.accuracy - table.confidence))
+
+
+def _counted(right: Array, places: Array, number: int) -> tuple[Array, Array]:
+    """How many predictions each place has, and how many of them are right."""
+    # Integers count exactly; float32 would stop at 2**24.
+    rows = jnp.stack([jnp.ones_like(right), right], axis=-1).astype(jnp.int32)
+    counts, rights = jax.ops.segment_sum(rows, places, num_segments=number).T
+    return counts, rights
 
 
 def _predicted(logits: Array) -> Int[Array, " batch"]:

@@ -9,8 +9,9 @@ chain. `dpjax.auditing` measures whole steps and whole runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -225,7 +226,9 @@ def assert_private(
     """
     far = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
     canary = far if canary is None else canary
-    without, _ = _runs(chain, params, canary, [0] * steps)
+    # One state begins all runs, because a chain may draw its key in `init`.
+    begin = functools.cache(lambda: chain.init(params))
+    without, _ = _runs(chain, begin, params, canary, [0] * steps)
     # Correlated noise hides an example that takes part once, at the least.
     once = without[0].strategy is not None
     draws = [int(step == 0) if once else 1 - step % 2 for step in range(steps)]
@@ -233,7 +236,7 @@ def assert_private(
     for name, value in (("an example of NaN", jnp.nan), ("an example of infinities", jnp.inf)):
         examples[name] = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), far)
     for name, example in examples.items():
-        with_it, _ = _runs(chain, params, example, draws)
+        with_it, _ = _runs(chain, begin, params, example, draws)
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
             # An example that can take part more often, or later, has less than its share in one
             # step; an example that is not finite has none.
@@ -248,7 +251,7 @@ def assert_private(
                 )
     # Scaled by a power of two, a gradient beyond its bound is clipped to the same bits.
     (single, released), (double, again) = (
-        _runs(chain, params, far, [share] * steps) for share in (1, 2)
+        _runs(chain, begin, params, far, [share] * steps) for share in (1, 2)
     )
     if _equal([r.total for r in single], [r.total for r in double]) and not _equal(released, again):
         raise LawBroken(
@@ -274,12 +277,17 @@ def _ratios(with_it: Sequence[seals.Release], without: Sequence[seals.Release]) 
 
 
 def _runs(
-    chain: optax.GradientTransformation, params: PyTree, canary: PyTree, draws: Sequence[int]
+    chain: optax.GradientTransformation,
+    begin: Callable[[], PyTree],
+    params: PyTree,
+    canary: PyTree,
+    draws: Sequence[int],
 ) -> tuple[list[seals.Release], list[PyTree]]:
     """What the noise link of a chain releases, and the updates of the chain.
 
     Args:
       chain: The chain.
+      begin: Its first state.
       params: Parameters.
       canary: The gradient of one example.
       draws: For each step, how many times the canary is in the batch's first row.
@@ -288,7 +296,7 @@ def _runs(
     others = _others(params, 3)
     with seals.watched() as found:
         try:
-            state, updates = chain.init(params), list[PyTree]()
+            state, updates = begin(), list[PyTree]()
             for share in draws:
                 # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
                 row = jax.tree.map(

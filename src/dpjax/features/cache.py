@@ -134,6 +134,12 @@ def cached(
       [0 2 4]
       [0 2 4]
     """
+    if isinstance(inputs, np.ma.MaskedArray):
+        raise TypeError(
+            "features.cached: the inputs are a masked array, and its mask would not be in the key; "
+            "expected a plain array. Fill it first: inputs.filled(value)."
+        )
+    inputs = np.asarray(inputs)  # what is hashed is what is computed from
     path = Path(directory, f"{name}-{_key(inputs, settings, name)}.features")
     found = _read(path)
     if found is None:

@@ -392,11 +392,11 @@ class Mechanism:
           `private` does all of it. With ``params``, as a chain passes them, it accepts the sum of
           `dpjax.clip_and_sum` or `dpjax.clipped_grad` by an equal rule alone, or one that
           `dpjax.clipping.trusted_sum` declares, and returns NaN inside ``jit`` for a
-          `dpjax.types.ClippedSum` whose value was changed; without ``params`` it cannot check sums
-          that a loop added itself. A step beyond the plan was not accounted, so it releases
-          nothing: it raises, or inside ``jit`` returns NaN. With ``adaptive``, the state is an
-          `AdaptiveState`, sum and mean are relative to its scale, and ``update`` needs
-          ``below=``, from `dpjax.clipping.Quantile.below`.
+          `dpjax.types.ClippedSum` whose value was changed; without ``params`` it takes your word
+          for any other tree: it sees neither a missing clipping nor another shape. A step beyond
+          the plan was not accounted, so it releases nothing: it raises, or inside ``jit`` returns
+          NaN. With ``adaptive``, the state is an `AdaptiveState`, sum and mean are relative to its
+          scale, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
         """
         name = "Mechanism.privatize"
         sealed = sealed_sums(name, self.clipping, self.gradient_multiplier, key, self.noise)

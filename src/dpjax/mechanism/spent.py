@@ -117,6 +117,8 @@ def steps_event(
     noise: Strategy | None = None,
 ) -> dp.DpEvent:
     """The event of steps with white or correlated noise, and with known or estimated norms."""
+    if noise is not None and projections is not None:
+        return dp.NonPrivateDpEvent()  # nothing is proved for both together
     if noise is not None:
         return correlated_event(noise, sampler, multipliers)
     # The sampler's own proof; estimated norms then weaken each Gaussian in it.

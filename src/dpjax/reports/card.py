@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dpjax import accounting
+from dpjax import accounting, checks
 from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
@@ -55,6 +55,7 @@ def card(
       >>> card(mechanism, delta=1e-5)["mechanism"]["multiplier_and_steps"]
       [[4.0, 2]]
     """
+    checks.instance("card", "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
     delta, _ = mechanism.stated(delta, None)
     ran = multipliers(mechanism, ledger)
     facts = {

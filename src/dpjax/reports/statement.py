@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting
+from dpjax import accounting, checks
 from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
@@ -85,6 +85,9 @@ def statement(
         unit          one example
       ...
     """
+    checks.instance(
+        "statement", "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism."
+    )
     delta, _ = mechanism.stated(delta, None)
     ran = multipliers(mechanism, ledger)
     found = dict(epsilons(mechanism, ran, delta, methods))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from dpjax._marks import marked_again, marks_of
 from dpjax.sampling.sizes import whole
 from dpjax.types import Draw
 
@@ -32,7 +33,8 @@ def fold(
       size: Rows in a microbatch; speed and memory only.
       add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
         ``mask`` saying which of them belong to the draw: the last one is filled up.
-      first: The total of an empty draw.
+      first: The total of an empty draw. If ``add`` returns ``clipped(..., start=total).value`` of
+        `dpjax.clipped_grad`, the result is known as a clipped sum, which noise links check.
       share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
         together are the draw.
       block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
@@ -71,7 +73,15 @@ def fold(
 
     start = (jnp.asarray(which * size, jnp.int32), first)
     if block is None:
-        return jax.lax.while_loop(more, body, start)[1]
+        marks: list[Any] = []
+
+        def marked(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
+            place, total = body(carry)
+            marks[:] = marks_of(total)
+            return place, total
+
+        # A sum that each round clips and adds to the total is a clipped sum in the end.
+        return marked_again(jax.lax.while_loop(more, marked, start)[1], marks)
     count, settle = block
 
     def settled(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:

@@ -135,6 +135,12 @@ def dp_sgld(
     # Samples are spread over what is left after the burn-in: neighbouring steps are hardly
     # independent.
     every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every
+    if steps - burn_in < every:
+        raise ValueError(
+            f"training.dp_sgld(steps={steps}, burn_in={burn_in}): {steps - burn_in} steps are left "
+            f"after the burn-in, and one in {every} is kept; expected at least {every}. The run "
+            "would spend its budget and keep no sample. Give more steps, or a shorter burn_in."
+        )
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
         # examples.

@@ -96,6 +96,12 @@ def plan(given: flags.FlagValues) -> Planned:
     loss = build.build_loss(given)
     normalization = inputs.build_normalization(given, dataset.examples)
     queries = () if normalization is None else normalization.multipliers
+    if given.batch_size > dataset.examples:
+        raise app.UsageError(
+            f"--batch_size={given.batch_size}: the training part of {dataset.name} has "
+            f"{dataset.examples} examples; expected a batch of at most as many. By default it has "
+            f"{given['batch_size'].default}: give --batch_size={max(1, dataset.examples // 8)}."
+        )
     try:
         mechanism = build.build_mechanism(given, dataset.examples, queries)
     except ValueError as error:
