@@ -497,6 +497,12 @@ def test_errors_teach(call, words):
 
 
 def test_arguments_of_another_kind_are_refused():
+    for make in (strategies.banded, strategies.buffered):
+        for given in (4, 0):
+            with pytest.raises(TypeError, match=rf"{make.__name__}: participation is a int"):
+                make(100, 4, given)
+    with pytest.raises(TypeError, match=r"dense: participation is a list"):
+        strategies.dense(100, [])
     with pytest.raises(TypeError, match=r"Make one with strategies\.white"):
         sensitivity(np.eye(3), once())
     with pytest.raises(TypeError, match=r"strategies\.once\(\)"):

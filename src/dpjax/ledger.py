@@ -202,6 +202,9 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
     """
     if budget is None:
         return mechanism.steps
+    checks.instance(
+        "ledger.affordable", "budget", budget, Budget, "Write ledger.Budget(3.0, 1e-5)."
+    )
     _, method = mechanism.stated(budget.delta, budget.method)
     return _affordable(mechanism, budget.epsilon, budget.delta, method)
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks
 from dpjax.strategies import search, series
-from dpjax.strategies.participation import Participation, once
+from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
 from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
 from dpjax.strategies.workload import Workload, workload
@@ -114,7 +114,7 @@ def banded(
     call = "strategies.banded"
     steps, bands = _sizes(call, steps, bands)
     checks.one_of(call, "error", error, ("mean", "maximal"))
-    participation = participation or once()
+    participation = or_once("strategies.banded", participation)
     of = workload(call, steps, momentum, learning_rates)
     if of.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(

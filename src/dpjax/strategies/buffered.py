@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from dpjax import checks
 from dpjax.strategies import powers, series, streams
-from dpjax.strategies.participation import Participation, once
+from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.strategy import Strategy, narrowed
 from dpjax.strategies.workload import Workload, toeplitz_squares, workload
 from dpjax.types import PyTree
@@ -157,7 +157,7 @@ def buffered(
     if buffers > 16:
         raise ValueError(f"{call}(buffers={buffers}): expected at most 16; 4 are mostly enough.")
     checks.one_of(call, "error", error, ("mean", "maximal"))
-    participation = participation or once()
+    participation = or_once("strategies.buffered", participation)
     of = workload(call, steps, momentum, None)
     form = _searched(steps, buffers, participation, of, error)
     return Strategy(name=f"buffered, {buffers} buffers", form=form)

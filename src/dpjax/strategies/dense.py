@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from dpjax import checks
 from dpjax.strategies import descent, streams
 from dpjax.strategies.banded import banded
-from dpjax.strategies.participation import Participation, once
+from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.strategy import Strategy
 from dpjax.strategies.workload import Workload, workload
 from dpjax.types import PyTree
@@ -177,7 +177,7 @@ def dense(
             f"{call}(steps={steps}): expected at most {MOST_STEPS}; its cost grows with the cube. "
             "Take strategies.banded or strategies.buffered for longer runs."
         )
-    participation = participation or once()
+    participation = or_once("strategies.dense", participation)
     of = workload(call, steps, momentum, learning_rates)
     return Strategy(name="dense", form=_searched(steps, participation, of))
 

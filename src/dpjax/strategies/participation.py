@@ -92,3 +92,11 @@ def cycles(separation: int, most: int | None = None) -> Participation:
       10
     """
     return Participation(separation=separation, most=most, even=True)
+
+
+def or_once(call: str, participation: Participation | None) -> Participation:
+    """The participation that was given to a strategy; by default `once`."""
+    if participation is None:
+        return once()
+    hint = "For examples that may return after 100 steps write dpjax.strategies.apart(100)."
+    return checks.instance(call, "participation", participation, Participation, hint)
