@@ -791,10 +791,27 @@ VALUES_REFUSED += [
 ]
 VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items() for given in all_]
 NO_CLIENTS = r"clients is a list.*Clients\.of"
+WORDS, NO_NUMBERS = np.array(["a", "b"]), r"federated\.Clients: leaf 1 is of type <U1.*np\.unique"
+LOSS_WANTED = "^fedavg: client_optimizer does not run on gradients.*has no loss to give"
+
+
+def started(client_optimizer):
+    return lambda: start(fedavg(ONE, mechanism(1), client_optimizer=client_optimizer))
+
+
 TYPES_REFUSED = [
     (work(weights=[1.0]), "expected a Weights"),
     (work(client_optimizer=0.1), "client_optimizer is a float"),
     (work(server=optax.sgd), "server_optimizer is a function"),
+    (started(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())), LOSS_WANTED),
+    (started(optax.lbfgs()), LOSS_WANTED),
+    (started(optax.lookahead(optax.sgd(0.1), 2, 0.5)), r"take dpjax\.training\.lookahead"),
+    (started(optax.monitor({"size": optax.tree.norm})), "another structure after an update"),
+    (lambda: work()().init(jax.random.key(0), jnp.arange(3)), r"^fedavg: init\(.*is int32"),
+    (lambda: work()().init(jax.random.key(0), {"a": "x"}), r"^fedavg: init\(.*leaf a is str"),
+    (lambda: Clients.of([(ROWS, WORDS)]), NO_NUMBERS),
+    (lambda: Clients.split((ROWS, WORDS), owners=[0, 1], clients=2), NO_NUMBERS),
+    (lambda: Clients.of([WORDS.astype(object)]), r"leaf \(the array\) is of type object"),
     (lambda: fedavg([ROWS], mechanism(1)), NO_CLIENTS),
     (lambda: federated.fedsgd(squared, optax.sgd(1.0), mechanism(1), [ROWS]), NO_CLIENTS),
     (lambda: federated.fedsgd(squared, 0.1, mechanism(1), ONE), "server_optimizer is a float"),

@@ -821,6 +821,54 @@ class TestAdam:
         for name, part in zip("ab", want, strict=True):
             np.testing.assert_allclose(updates[name], -1 / np.sqrt(1 - part), rtol=1e-5)
 
+    @kills(
+        "training/optimizers.py",
+        "        if per_group and trees.nodes(params, optax.MaskedNode):\n",
+        "        if False:\n",
+        slow=True,
+    )
+    def test_a_part_of_the_parameters_is_refused_where_groups_have_their_own_noise(self):
+        """The partition would be that of the part, and its leaves of other groups."""
+        params = {name: jnp.zeros(3) for name in "abcd"}
+        mechanism = self.mechanism((1.0, 100.0), clipping.grouped(total=1.0, groups=2))
+        links = {"x": optax.sgd(0.1), "y": training.dp_adam(0.1, mechanism)}
+        partitioned = optax.partition(links, {"a": "x", "b": "x", "c": "y", "d": "y"})
+        with pytest.raises(ValueError, match=r"\(1\.0, 100\.0\).*Usually optax\.partition"):
+            partitioned.init(params)
+
+    @pytest.mark.parametrize("name", "ac")
+    def test_a_part_of_the_parameters_has_the_noise_of_all_groups_together(self, name):
+        """One multiplier for all groups; the groups may be named, and have bounds of their own."""
+        params = {"a": jnp.zeros(3), "b": jnp.zeros(3), "c": jnp.zeros(3)}
+        rule = clipping.per_group((1.0, 2.0, 2.0), clipping.by_leaf(params))
+        ours = training.dp_adam(1.0, self.mechanism(2.0, rule), b2=0.5, floor=1e-9)
+        masked = optax.masked(ours, {key: key == name for key in params})
+        means = jax.tree.map(lambda x: x + 1.0, params)
+        updates, _ = masked.update(means, masked.init(params), params)
+        want = -1 / np.sqrt(1 - np.square(2.0 * 3.0 / 50))
+        np.testing.assert_allclose(updates[name], want, rtol=1e-5)
+
+    @kills(
+        "training/optimizers.py",
+        "pair(bound_scale).update(",
+        "pair(1.0).update(",
+        case="steps",
+        slow=True,
+    )
+    @pytest.mark.parametrize(
+        "wrapped",
+        [lambda x: x, lambda x: optax.MultiSteps(x, 1).gradient_transformation()],
+        ids=["alone", "steps"],
+    )
+    def test_lookahead_passes_the_scale_of_the_bounds_to_it(self, wrapped):
+        mechanism = self.mechanism(1.0)
+        adam = training.dp_adam(0.1, mechanism, b2=0.5)
+        optimizer = training.lookahead(wrapped(adam), 5, 0.5)
+        options = {"optimizer": optimizer, "bound_schedule": lambda step: 100.0}
+        state, _ = first_step(algorithm_with(mechanism, **options))
+        (found,) = trees.nodes(state.optimizer, training.optimizers.DPAdamState)
+        np.testing.assert_allclose(found.noise / 0.5, np.square(100.0 / 50), rtol=1e-6)
+
     def test_it_trains(self):
         mechanism = self.mechanism(0.5)
         optimizer = training.dp_adam(0.05, mechanism, floor=1e-6)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from dpjax import trees
 from dpjax._foreign import arrays
+from dpjax.training.checks import check_numbers
 from dpjax.types import PyTree
 
 _MOST = 2**31 - 1  # rows
@@ -108,6 +109,7 @@ class Clients:
                 "indices have 32 bits, and a larger one would select another client's row. Keep a "
                 "fixed number of examples per client."
             )
+        check_numbers("federated.Clients", examples)
         # Clients lie one after the other without padding: one large client would otherwise size the
         # memory of all.
         starts = np.cumsum(counts) - counts

@@ -24,9 +24,9 @@ from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
 from dpjax.gradients._bookkeeping.trace import Traced
-from dpjax.gradients.loss_checks import check_loss
+from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.mechanism import Mechanism
-from dpjax.training.checks import check_is_optimizer
+from dpjax.training.checks import check_is_optimizer, update_program
 from dpjax.training.dpsgd import assemble
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
@@ -186,9 +186,13 @@ def _algorithm(
     algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
     def init(key: Key, params: PyTree) -> State:
-        one = trees.one_row(clients.examples)
+        called, one = name["algorithm"], trees.one_row(clients.examples)
+        check_params(f"{called}: init(key, params)", params)
         # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(Traced(lambda p, x: (local.loss(p, x), None)), params, one, name["algorithm"])
+        check_loss(Traced(lambda p, x: (local.loss(p, x), None)), params, one, called)
+        # A client's optimizer is given no loss either.
+        client = jax.eval_shape(local.optimizer.init, trees.widened(params))
+        update_program(f"{called}: client_optimizer", local.optimizer, client, params)
         return algorithm.init(key, params)
 
     # The recipe's sampler orders clients by size, which changes no event: users see their

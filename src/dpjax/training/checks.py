@@ -87,6 +87,27 @@ def check_optimizer(
       params: Parameters.
     """
     _check_public(optimizer_state)
+    program = update_program("dpsgd: the optimizer", optimizer, optimizer_state, params)
+    if idle := _zeros(program, params):
+        logging.warning(
+            "dpsgd: the optimizer never moves %d of %d leaves (%s). Their gradients take a part of "
+            "the bound all the same. Usually they are frozen by optax.set_to_zero: let the loss "
+            "close over frozen leaves, and the bound is for the others.",
+            *(len(idle), len(jax.tree.leaves(params)), _few(idle)),
+        )
+
+
+def update_program(
+    name: str, optimizer: optax.GradientTransformation, optimizer_state: Any, params: PyTree
+) -> Jaxpr:
+    """The program of an update; refuses an optimizer that needs more than gradients.
+
+    Args:
+      name: The algorithm and its argument, as ``dpsgd: the optimizer``.
+      optimizer: Receives gradients.
+      optimizer_state: From its ``init``, or the shapes.
+      params: Parameters.
+    """
     wide, scale = trees.widened(params), jnp.ones((), jnp.float32)
     # Traced on shapes: an optimizer that needs a loss value fails here with a cure, and not in the
     # first step.
@@ -96,35 +117,28 @@ def check_optimizer(
         program, (updates, after) = update(wide, optimizer_state, params)
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
-            "dpsgd: the optimizer does not run on gradients, state and parameters alone "
-            f"({error}). Usually it looks at the loss, as optax.contrib.reduce_on_plateau and "
-            "optax.lbfgs do: a private step has no loss to give, because the loss of a batch is "
-            "not private. Or it wants parameters of its own kind, as optax.lookahead does: take "
-            "dpjax.training.lookahead. Take an optimizer that follows gradients alone, and a "
-            "schedule for its rate."
+            f"{name} does not run on gradients, state and parameters alone ({error}). Usually it "
+            "looks at the loss, as optax.contrib.reduce_on_plateau and optax.lbfgs do: a private "
+            "step has no loss to give, because the loss of a batch is not private. Or it wants "
+            "parameters of its own kind, as optax.lookahead does: take dpjax.training.lookahead. "
+            "Take an optimizer that follows gradients alone, and a schedule for its rate."
         ) from error
     # Steps are rounds of one compiled loop, and a checkpoint is read back into the first state.
     if jax.tree.structure(after) != jax.tree.structure(optimizer_state):
         raise TypeError(
-            "dpsgd: the state of the optimizer has another structure after an update than at the "
-            f"beginning: {jax.tree.structure(optimizer_state)!s:.300}. Expected equal ones. "
-            "Usually optax.monitor adds its measurements: take optax.snapshot(name, measure)."
+            f"{name} has a state with another structure after an update than at the beginning: "
+            f"{jax.tree.structure(optimizer_state)!s:.300}. Expected equal ones. Usually "
+            "optax.monitor adds its measurements: take optax.snapshot(name, measure)."
         )
     found, expected = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (updates, params))
     if found != expected:
         raise TypeError(
-            f"dpsgd: the optimizer returns updates of shapes {reprlib.repr(found)}; expected those "
-            f"of the parameters, {reprlib.repr(expected)}. Usually a link that measures, as "
+            f"{name} returns updates of shapes {reprlib.repr(found)}; expected the shapes of the "
+            f"parameters, {reprlib.repr(expected)}. Usually a link that measures, as "
             "optax.measure_with_ema, stands alone: give it to optax.monitor, in a chain with an "
             "optimizer."
         )
-    if idle := _zeros(program.jaxpr, params):
-        logging.warning(
-            "dpsgd: the optimizer never moves %d of %d leaves (%s). Their gradients take a part of "
-            "the bound all the same. Usually they are frozen by optax.set_to_zero: let the loss "
-            "close over frozen leaves, and the bound is for the others.",
-            *(len(idle), len(found), _few(idle)),
-        )
+    return program.jaxpr
 
 
 def _check_public(optimizer_state: Any) -> None:
@@ -232,7 +246,7 @@ def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
 def _check_size(data: PyTree, expected: int) -> None:
     """Refuses another number of examples than is accounted, and leaves that are not numeric."""
     if not isinstance(data, Stream):
-        _check_numbers(data)
+        check_numbers("dpsgd data", data)
     stream = isinstance(data, Stream)
     size = len(data) if stream else trees.leading_size(data, name="dpsgd data")
     if not size:
@@ -249,21 +263,26 @@ def _check_size(data: PyTree, expected: int) -> None:
         )
 
 
-def _check_numbers(data: PyTree) -> None:
-    """Refuses lists, loaders, text, dates and objects, which JAX cannot turn into arrays."""
+def check_numbers(called: str, data: PyTree) -> None:
+    """Refuses lists, loaders, text, dates and objects, which JAX cannot turn into arrays.
+
+    Args:
+      called: How errors call the data, as ``dpsgd data``.
+      data: A tree of what may be arrays.
+    """
     for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
         if isinstance(leaf, int | float | np.number):
             raise TypeError(
-                f"dpsgd data: leaf {name} is {leaf!r:.20}, one number; expected arrays with a row "
+                f"{called}: leaf {name} is {leaf!r:.20}, one number; expected arrays with a row "
                 "for each example. Usually lists of numbers or of pairs were given: make arrays "
                 "with (np.stack(inputs), np.array(targets))."
             )
         kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if not hasattr(leaf, "dtype") and kind.kind == "O":
-            raise no_arrays(leaf, "dpsgd data")
+            raise no_arrays(leaf, called)
         if getattr(kind, "kind", "V") in "OSUMm":
             raise TypeError(
-                f"dpsgd data: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
+                f"{called}: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
                 "Usually labels are words: np.unique(labels, return_inverse=True)[1] numbers them."
             )
 

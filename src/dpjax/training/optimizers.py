@@ -9,6 +9,7 @@ belong to a batch size: `scaled_rate` converts them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from dpjax import trees
 from dpjax.mechanism import Mechanism
+from dpjax.training.recipe import extra_arguments
 from dpjax.types import PyTree, Schedule
 
 
@@ -83,7 +85,8 @@ def dp_adam(
     Returns:
       An Optax optimizer for the private means of this mechanism. If bounds change with the step,
       or the mean is scaled by a public total of weights, ``update`` needs ``bound_scale=``;
-      `dpjax.dpsgd` and `dpjax.federated` pass it.
+      `dpjax.dpsgd` and `dpjax.federated` pass it. If groups have noise multipliers of their own, it
+      needs all parameters: `optax.partition` and `optax.masked` hide the group of a leaf.
 
     Privacy:
       Post-processing: moments of private means, and constants of the mechanism.
@@ -117,8 +120,21 @@ def dp_adam(
             "by an amount that is not computed here. Use optax.adam, or leave noise= out."
         )
     groups = mechanism.clipping.partition
+    # One multiplier is relative to the sensitivity of all groups, so all leaves have one variance.
+    per_group = isinstance(mechanism.noise_multiplier, tuple)
 
     def init(params: PyTree) -> DPAdamState:
+        # A partition assigns the leaves of whole parameters. In a part, a leaf would take the
+        # variance of another group.
+        if per_group and trees.nodes(params, optax.MaskedNode):
+            raise ValueError(
+                f"training.dp_adam(mechanism with noise_multiplier={mechanism.noise_multiplier}): "
+                "each group of leaves has its own noise, and some leaves are hidden "
+                "(optax.MaskedNode); expected all parameters, because a part does not tell which "
+                "group a leaf is of. Usually optax.partition or optax.masked stands around "
+                "dp_adam. Use dp_adam for all parameters, and mask the links behind it; or give "
+                "the mechanism one noise multiplier for all groups."
+            )
         zeros = trees.zeros_wide(params)  # as the private means are
         return DPAdamState(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros(groups.size))
 
@@ -144,7 +160,8 @@ def dp_adam(
         leaves, structure = jax.tree.flatten(second)
         # Both moments have the same bias, so the noise is subtracted before Adam's correction for
         # the first steps.
-        own = [v - noise[group] for v, group in zip(leaves, groups.assign(means), strict=True)]
+        assigned = groups.assign(means) if per_group else (0,) * len(leaves)
+        own = [v - noise[group] for v, group in zip(leaves, assigned, strict=True)]
         updates = jax.tree.map(
             lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),
             first,
@@ -168,7 +185,7 @@ def lookahead(
     sync_period: int,
     slow_step_size: float,
     reset_state: bool = False,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""`optax.lookahead` for parameters as the loss takes them.
 
     $$ s \leftarrow s + \alpha (\theta - s), \qquad \theta \leftarrow s \qquad
@@ -184,7 +201,8 @@ def lookahead(
       reset_state: Whether the state of ``fast_optimizer`` starts again every $k$ steps.
 
     Returns:
-      An Optax optimizer. Use it as the last link: its updates must be applied as they are.
+      An Optax optimizer. Use it as the last link: its updates must be applied as they are. Its
+      ``update`` passes ``bound_scale=`` to ``fast_optimizer``, which may be `dp_adam`.
 
     Privacy:
       Post-processing: the slow parameters follow from private ones.
@@ -198,21 +216,36 @@ def lookahead(
     References:
       Zhang, Lucas, Hinton and Ba, "Lookahead Optimizer: k steps forward, 1 step back", 2019.
     """
-    pair = optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state)
+
+    def pair(bound_scale: Any) -> optax.GradientTransformation:
+        # Optax gives the fast optimizer no extra arguments, and without the scale `dp_adam` would
+        # subtract the variance of other noise.
+        extra = extra_arguments(fast_optimizer, bound_scale)
+        update = partial(fast_optimizer.update, **extra)
+        fast = optax.GradientTransformation(fast_optimizer.init, update)
+        return optax.lookahead(fast, sync_period, slow_step_size, reset_state)
+
+    first = pair(1.0)
 
     def init(params: PyTree) -> LookaheadState:
         # In buffers of their own: a step may donate parameters and state.
         slow = trees.copy(params)
-        return LookaheadState(slow, pair.init(optax.LookaheadParams(params, slow)))
+        return LookaheadState(slow, first.init(optax.LookaheadParams(params, slow)))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        bound_scale: Any = 1.0,
+        **extra: Any,
     ) -> tuple[PyTree, LookaheadState]:
+        del extra
         # With no parameters Optax itself raises, as every optimizer that needs them.
         fast: Any = params
         moved: Any
         both = optax.LookaheadParams(fast, state.slow)
-        moved, inner = pair.update(updates, state.inner, both)
+        moved, inner = pair(bound_scale).update(updates, state.inner, both)
         return moved.fast, LookaheadState(optax.apply_updates(state.slow, moved.slow), inner)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
