@@ -499,3 +499,12 @@ class TestClipAndSum:
         gradients = jax.tree.map(lambda g: g.at[1].set(100.0), BATCH)
         out, _ = link.update(gradients, link.init(PARAMS), mask=jnp.array([0, 0]))
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(out))
+
+
+@pytest.mark.parametrize("third", [np.full(4, 0.25), np.array([2, 0, 1, 1]), [math.nan, 1, 1, 1]])
+def test_weights_and_labels_are_no_mask(third):
+    """Each nonzero entry would be an example, and class 0 would be left out as padding."""
+    clipped = dpjax.clipped_grad(lambda w, x: w @ x, clipping.flat(1.0))
+    with pytest.raises(ValueError, match="mask has entries that are neither 0 nor 1"):
+        clipped(jnp.ones(3), jnp.ones((4, 3)), third)
+    assert clipped(jnp.ones(3), jnp.ones((4, 3)), np.array([1.0, 0, 1, 1])).norms[1] == 0

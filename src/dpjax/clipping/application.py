@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
@@ -34,7 +36,7 @@ def clip(
     Args:
       rule: The rule.
       gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      mask: ``[batch]``: nonzero for a real example, 0 for padding, which contributes exactly 0.
+      mask: ``[batch]``: 1 for a real example, 0 for padding, which contributes exactly 0.
       weights: Further factors ``[batch, groups]``; only in [0, 1] is the sensitivity kept,
         and `dpjax.clipped_grad` sees to that.
 
@@ -63,18 +65,26 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
 
     Args:
       call: How errors call the function that received the mask.
-      mask: Nonzero for a real example, 0 for padding; None if all are real.
+      mask: 1 for a real example, 0 for padding; None if all are real.
       size: The number of rows.
     """
-    # Any nonzero entry marks a real example, so float masks work too.
-    real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask, bool)
-    if real.shape != (size,):
+    if mask is None:
+        return jnp.ones(size, bool)
+    if np.shape(mask) != (size,):
         raise ValueError(
-            f"{call}: mask has shape {real.shape}, the batch {size} examples; expected one entry "
-            "per example, 1 for real and 0 for padding. Usually the mask belongs to another batch, "
-            "or has an axis too many."
+            f"{call}: mask has shape {np.shape(mask)}, the batch {size} examples; expected one "
+            "entry per example, 1 for real and 0 for padding. Usually the mask belongs to another "
+            "batch, or has an axis too many."
         )
-    return real
+    # Inside jit a mask has no values yet, and of several processes each sees a part.
+    seen = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
+    if seen and not np.isin(np.asarray(mask), (0, 1)).all():
+        raise ValueError(
+            f"{call}: mask has entries that are neither 0 nor 1; expected 1 for a real example and "
+            "0 for padding. Usually weights or labels were given in its place: weights have an "
+            "argument of their own, and labels belong to the batch, as in clipped(params, (x, y))."
+        )
+    return jnp.asarray(mask, bool)
 
 
 @jax.tree_util.register_static
