@@ -8,10 +8,10 @@
             seeds: 78.3 and 17.1, 75.8 and 10.6 at epsilon 1; 78.5 and 16.9, 77.3 and 9.2 at 3.
             Bias-only does not, two seeds: 80.0 and 16.7, 80.8 and 2.1 at 1; 81.0 and 15.6, 81.1
             and 2.5 at 3.
-            Full, one seed at epsilon 1: 81.8 and 15.7, 82.8 and 8.2; two at 3: 82.0 and 16.0, 82.9
-            and 8.4
+            Full does not either, two seeds: 81.4 and 16.4, 82.3 and 8.3 at 1; 82.0 and 16.0, 82.9
+            and 8.4 at 3
   time      of one core: features 3 minutes (images) and 8 (phrases), kept for all linear rows; a
-            run of lora or bias-only 12 minutes, of full 35
+            run of lora or bias-only 12 minutes, of full 27
   command   python experiments/papers/bu2023_finetuning.py --rows=linear --weights=FOLDER --seeds=3
   figures   experiments/results/finetuning.json
 
