@@ -504,6 +504,14 @@ def test_states_modules_and_rules_in_wrong_places_are_named():
         dpjax.clip_and_sum(1.0)
     with pytest.raises(TypeError, match=r"noise\.gaussian: rule is a float; expected a Clipping"):
         dpjax.noise.gaussian(1.1, 1.0, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"clipping\.clip: rule is a float; expected a Clipping"):
+        dpjax.clipping.clip(1.0, jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match=r"swapped: dp_adam\(learning_rate, mechanism\)"):
+        training.dp_adam(mechanism_with(), 1e-3)
+    with pytest.raises(TypeError, match=r"patterns is a str; expected a Mapping"):
+        dpjax.clipping.by_path({"w": jnp.ones(3)}, "w")
+    with pytest.raises(TypeError, match=r"meshes\.parse: text is a int"):
+        dpjax.meshes.parse(4)
 
 
 def test_a_value_that_is_no_algorithm_or_no_state_is_refused():

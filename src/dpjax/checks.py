@@ -118,7 +118,7 @@ def key(call: str, value: Any) -> Any:
         raise TypeError(
             f"{call}(key: {type(value).__name__}): expected a key, such as "
             "dpjax.noise.secret_key() or, to repeat a run, jax.random.key(seed). Usually a bare "
-            "seed was passed, or arguments were swapped: init(key, params)."
+            "seed was passed, or parameters in the place of the key."
         )
     # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1.
     if "unsafe" in str(jax.random.key_impl(value)):

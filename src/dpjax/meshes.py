@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from dpjax import checks
 from dpjax.checks import Refused
 from dpjax.types import PyTree
 
@@ -95,6 +96,7 @@ def parse(text: str) -> Mesh:
       ('data', 'model')
     """
     expected = "expected axes and their sizes, such as data:4 or data:4,model:2"
+    checks.instance("meshes.parse", "text", text, str, "Axes and their sizes: 'data:4'.")
     try:
         pairs = [
             (name.strip(), int(size)) for name, size in (x.split(":") for x in text.split(","))

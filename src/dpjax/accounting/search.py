@@ -166,8 +166,8 @@ def _bracket(
             raise ValueError(
                 f"accounting.calibrate(epsilon={target}): not reachable; even at parameter "
                 f"{low:.3g} epsilon is {spent(low):.4g}. Some part of the event does not depend "
-                "on the parameter and costs that much: make that part cheaper, or allow a larger "
-                "epsilon or delta."
+                "on the parameter and costs that much, such as the runs in before=, or private "
+                "moments of features: make that part cheaper, or allow a larger epsilon or delta."
             )
     while spent(low) <= target:
         low, high = low / factor, low

@@ -46,6 +46,7 @@ def clip(
     Sensitivity:
       ``rule.sensitivity``.
     """
+    checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
     # On the shapes of the parameters, as the noise and the other engines assign: a partition by
     # rank or size would answer otherwise for a batch, and give one group the noise of another.
     groups = rule.partition.assign(trees.one_row(gradients))

@@ -107,6 +107,8 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
       >>> by_path(params, {"^embed": "words", ".*": "rest"}).names
       ('words', 'rest')
     """
+    hint = 'Such as {"^embed": "words", ".*": "rest"}.'
+    checks.instance("clipping.by_path", "patterns", patterns, Mapping, hint)
 
     def group(leaf: str) -> str:
         # The first pattern that matches, so special cases stand before the general one.

@@ -273,9 +273,9 @@ def check_numbers(called: str, data: PyTree) -> None:
     for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
         if isinstance(leaf, int | float | np.number):
             raise TypeError(
-                f"{called}: leaf {name} is {leaf!r:.20}, one number; expected arrays with a row "
-                "for each example. Usually lists of numbers or of pairs were given: make arrays "
-                "with (np.stack(inputs), np.array(targets))."
+                f"{called}: leaf {name or '(the data)'} is {leaf!r:.20}, one number; expected "
+                "arrays with a row for each example. Usually lists of numbers or of pairs were "
+                "given: make arrays with (np.stack(inputs), np.array(targets))."
             )
         kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if not hasattr(leaf, "dtype") and kind.kind == "O":

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.mechanism import Mechanism
 from dpjax.training.recipe import extra_arguments
 from dpjax.types import PyTree, Schedule
@@ -108,6 +108,8 @@ def dp_adam(
       Tang, Shpilevskiy and Lécuyer, "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You
       Apply Bias Correction)", 2023.
     """
+    hint = "Usually arguments were swapped: dp_adam(learning_rate, mechanism)."
+    checks.instance("training.dp_adam", "mechanism", mechanism, Mechanism, hint)
     if not floor > 0:
         raise ValueError(
             f"training.dp_adam(floor={floor}): expected a positive number. Without noise the "
