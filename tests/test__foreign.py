@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of other libraries: what NumPy can read trains, and the rest is answered by name.
+"""The door for data: what NumPy and JAX read alike trains, and the rest is answered by name.
 
 The classes below stand for classes of torch, pandas and grain, which tests do not install.
 """
@@ -14,7 +14,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, federated, sampling
+from dpjax import _foreign, clipping, features, federated, metrics, sampling
 from dpjax.data import Stream
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
@@ -191,6 +191,68 @@ def test_a_stream_of_another_size_is_asked_for_batches():
     records = [(X[:10], Y[:10]), (X[10:], Y[10:])]
     with pytest.raises(ValueError, match=r"2 examples.*If a record is a batch"):
         stepped(Stream(records))
+
+
+# All doors through which rows enter; each returns what it made of them.
+DOORS = {
+    "dpsgd": lambda rows: stepped(rows, jnp.zeros(rows.shape[1:]), lambda w, x: jnp.sum(w * x)),
+    "a stream": lambda rows: Stream(list(rows)).rows(np.arange(20)),
+    "a batch": lambda rows: (
+        dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)(jnp.zeros(rows.shape[1:]), rows).value
+    ),
+    "clients": lambda rows: federated.Clients.of([rows[:5], rows[5:]]).examples,
+    "owners": lambda rows: federated.Clients.split(rows, np.zeros(20, int), 1).examples,
+    "predictions": lambda rows: metrics.accuracy(rows, np.zeros(20, ">i4")),
+    "images": lambda rows: features.scattered(
+        np.broadcast_to(rows[:, :1, None, None], (20, 8, 8, 1), subok=True), J=1, L=1
+    ),
+}
+NUMBERS = {name: door for name, door in DOORS.items() if name != "images"}
+
+
+@kills("_foreign.py", 'array.astype(array.dtype.newbyteorder("="))', "array.byteswap()", slow=True)
+@pytest.mark.parametrize("door", DOORS)
+def test_either_byte_order_gives_the_same_numbers(door):
+    other = X.astype(X.dtype.newbyteorder())
+    np.testing.assert_array_equal(DOORS[door](other), DOORS[door](X))
+
+
+@kills("_foreign.py", "kind != array.dtype and not fits(array, kind)", "False", case="owners")
+@kills(
+    "data/streaming.py", "fitted(array, rows.dtype, called)", "array", case="a stream", slow=True
+)
+@pytest.mark.parametrize("door", NUMBERS)
+def test_whole_numbers_of_more_bits_are_refused_by_every_door(door):
+    """JAX would take the last 32 bits, and so train a label of 2^32 as class 0."""
+    rows = np.ones((20, 3), np.int64)
+    np.testing.assert_array_equal(NUMBERS[door](rows), NUMBERS[door](rows.astype(np.int32)))
+    for value, kind in ((2**31, "int32"), (-(2**31) - 1, "int32"), (2**63, "uint32")):
+        rows = np.ones((20, 3), np.uint64 if kind == "uint32" else np.int64)
+        rows[7, 1] = value
+        with pytest.raises(ValueError, match=f"whole numbers from .* that fit into {kind},"):
+            NUMBERS[door](rows)
+
+
+def test_whole_numbers_keep_their_bits_where_jax_has_as_many():
+    rows = np.full((20, 3), 2**32 + 1)
+    with jax.enable_x64(True):
+        assert _foreign.native(rows, "x") is rows
+        np.testing.assert_array_equal(Stream(rows).rows(np.arange(20)), rows)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_mask_is_refused_by_every_door(door):
+    """NumPy would leave it out, and hidden values would train like all others."""
+    with pytest.raises(TypeError, match="is a masked array, and its mask would be ignored"):
+        DOORS[door](np.ma.masked_array(X, mask=X > 1))
+    with pytest.raises(TypeError, match=r"split: the argument owners is a masked array"):
+        federated.Clients.split(X, np.ma.masked_array(Y, mask=Y), 2)
+
+
+def test_what_jax_holds_already_is_not_copied_to_the_host():
+    rows, whole = jnp.asarray(X), np.ones((20, 3), np.int64)
+    assert _foreign.arrays({"x": rows}, "data")["x"] is rows
+    assert _foreign.arrays([whole], "data")[0] is whole
 
 
 LOSSES = {

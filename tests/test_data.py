@@ -166,6 +166,20 @@ def test_images_without_loss_are_preferred(tmp_path):
     assert loaded.note == "1 of the images are lossy copies"
 
 
+@pytest.mark.parametrize("mode", ["P", "1", "LA", "I;16"])
+def test_an_index_of_a_palette_is_no_shade(tmp_path, mode):
+    """A palette of few shades has their numbers as pixels, and so do other modes."""
+    stored, stream = encoded("png"), io.BytesIO()
+    Image.new(mode, (32, 32)).save(stream, "png")
+    one = np.frombuffer(stream.getvalue(), np.uint8)
+    whole = np.concatenate([stored["png_train"], one])
+    stored |= {"png_train": whole, "y_train": np.arange(4)}
+    stored["offsets_train"] = np.append(stored["offsets_train"], len(whole))
+    np.savez(tmp_path / "cifar10.npz", **stored)
+    words = rf"cifar10\.npz holds encoded images of modes {mode}, RGB; .*image\.convert"
+    load_raises("cifar10", tmp_path / "cifar10.npz", words)
+
+
 def table(name, rows):
     columns, separator = (8, ",") if name == "california_housing" else (11, ";")
     values = RNG.normal(size=(rows, columns)).round(4)
@@ -203,6 +217,23 @@ def test_standardize():
     assert np.array_equal(got, [[-1, -1], [1, 1]])
     with pytest.raises(ValueError, match="every scale must be positive"):
         data.standardize(x, mean=0.0, scale=[1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("mean", "scale"), [(np.nan, 1), ([0, np.inf], 1), (0, np.inf), (0, np.nan)]
+)
+def test_a_constant_of_standardize_is_finite(mean, scale):
+    with pytest.raises(ValueError, match=r"^data\.standardize.*must be .*finite"):
+        data.standardize(np.ones((3, 2)), mean, scale)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32])
+def test_standardize_neither_wraps_nor_overflows(dtype):
+    """Also where values and constants have one narrow type."""
+    x = np.array([[0, 200]], dtype)
+    many = np.array([60_000, 60_000], np.float16) if dtype == np.float16 else np.array([255], dtype)
+    got = data.standardize(x, many, np.array([2], dtype))
+    np.testing.assert_array_equal(got, (x.astype(float) - many.astype(float)) / 2)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
@@ -364,9 +395,13 @@ def test_a_validation_part_is_split_off_without_a_look_at_it():
     assert all(x[0] == 2 * y for part in (rest, held) for x, y in zip(*part, strict=True))
     other, _ = data.hold_out((RNG.normal(size=(10, 2)), np.arange(10)), 3)
     assert other[1].tolist() == rest[1].tolist()
-    for size in (0, 10, -1):
-        with pytest.raises(ValueError, match="at least 1 row"):
+    for size in (0, 10, -1, 0.2, "2"):
+        with pytest.raises(ValueError, match=r"^data\.hold_out\(size=.*expected"):
             data.hold_out(split, size)
+    for x in (np.zeros((20, 2)), np.zeros((5, 2)), np.zeros(10).tolist()):
+        with pytest.raises(ValueError, match=r"^data\.hold_out: every leaf needs a leading axis"):
+            data.hold_out((x, np.arange(10)), 2)
+    assert len(data.hold_out((np.zeros((10, 2)), np.array(["a"] * 10)), 2.0)[1][1]) == 2
 
 
 WINES = table("wine_quality", 330)[0].encode()
@@ -877,3 +912,9 @@ class TestOwnFiles:
         np.savez(tmp_path / "own.npz", x=X, y=Y)
         with pytest.raises(ValueError, match="0 to 0, and far"):
             data.load_file(tmp_path / "own.npz", classes=1)
+        assert type(data.load_file(tmp_path / "own.npz", classes=2.0).classes) is int
+        for classes in ("2", 2.5, 0):
+            with pytest.raises(
+                ValueError, match=r"^data\.load_file\(classes=.*outputs of the model"
+            ):
+                data.load_file(tmp_path / "own.npz", classes=classes)

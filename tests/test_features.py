@@ -132,10 +132,19 @@ def test_a_write_that_fails_leaves_nothing_and_loses_nothing(tmp_path, monkeypat
 
 def test_what_is_computed_from_is_what_is_hashed(tmp_path):
     hidden = np.ma.masked_array(np.arange(4.0), mask=[0, 0, 0, 1])
-    with pytest.raises(TypeError, match="masked array, and its mask would not be in the key"):
+    with pytest.raises(TypeError, match=r"^features\.cached.*masked array"):
         features.cached(lambda x: x.filled(-1), hidden, settings={}, directory=tmp_path)
     found = features.cached(lambda x: 2 * x, [1, 2], settings={}, directory=tmp_path)
     assert found.tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "settings", [{1: 2}, {"a": [{1: 2}]}, {"a": np.float32(1)}, {1: 2, "b": 3}]
+)
+def test_settings_that_json_changes_or_cannot_write_are_refused(tmp_path, settings):
+    with pytest.raises(TypeError, match=r"^features\.cached\(settings=.*text as names"):
+        features.cached(lambda x: x, np.ones(2), settings=settings, directory=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_computed(tmp_path):

@@ -789,9 +789,13 @@ VALUES_REFUSED += [
         r"^fedavg: the loss of one example is .*expected a real scalar",
     )
 ]
+VALUES_REFUSED += [
+    (lambda n=n: Clients.split(ROWS, [0, 1], n), r"Clients\.split\(clients=") for n in (1.5, 0, "2")
+]
 VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items() for given in all_]
 NO_CLIENTS = r"clients is a list.*Clients\.of"
-WORDS, NO_NUMBERS = np.array(["a", "b"]), r"federated\.Clients: leaf 1 is of type <U1.*np\.unique"
+WORDS = np.array(["a", "b"])
+NO_NUMBERS = r"^federated\.Clients\.(of: leaf 0/1|split: leaf 1) is of type <U1.*np\.unique"
 LOSS_WANTED = "^fedavg: client_optimizer does not run on gradients.*has no loss to give"
 
 
@@ -811,7 +815,7 @@ TYPES_REFUSED = [
     (lambda: work()().init(jax.random.key(0), {"a": "x"}), r"^fedavg: init\(.*leaf a is str"),
     (lambda: Clients.of([(ROWS, WORDS)]), NO_NUMBERS),
     (lambda: Clients.split((ROWS, WORDS), owners=[0, 1], clients=2), NO_NUMBERS),
-    (lambda: Clients.of([WORDS.astype(object)]), r"leaf \(the array\) is of type object"),
+    (lambda: Clients.of([WORDS.astype(object)]), r"leaf 0 is of type object"),
     (lambda: fedavg([ROWS], mechanism(1)), NO_CLIENTS),
     (lambda: federated.fedsgd(squared, optax.sgd(1.0), mechanism(1), [ROWS]), NO_CLIENTS),
     (lambda: federated.fedsgd(squared, 0.1, mechanism(1), ONE), "server_optimizer is a float"),

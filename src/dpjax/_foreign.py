@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of other libraries: tensors and frames become NumPy arrays, the rest is answered by name.
+"""The door for data: what is given becomes arrays that JAX reads as they are, or is refused.
 
-No other library is imported. A tensor or a frame has `__array__`; everything else is known by its
-methods and by the module of its type, and the error holds the line that converts it.
+Tensors and frames of other libraries become NumPy arrays; loaders and sources are answered by
+name. No other library is imported. A tensor or a frame has `__array__`; everything else is known
+by its methods and by the module of its type, and the error holds the line that converts it.
+
+JAX would cut whole numbers off at 32 bits and drop a mask without a word: `native` refuses both.
 """
 
 from __future__ import annotations
@@ -15,7 +18,17 @@ import numpy as np
 
 from dpjax.types import PyTree
 
-__all__ = ["arrays", "joined_records", "kind_of", "no_arrays"]
+__all__ = [
+    "arrays",
+    "fits",
+    "fitted",
+    "joined_records",
+    "kind_of",
+    "native",
+    "no_arrays",
+    "plain",
+    "unmasked",
+]
 
 # From the library to the line that makes an array of numbers.
 _CONVERT = {
@@ -31,29 +44,99 @@ _JOINED = {
 
 
 def arrays(tree: PyTree, name: str) -> PyTree:
-    """The tree, with tensors and frames of other libraries as NumPy arrays.
+    """The tree with its arrays, tensors and frames as `native` arrays.
+
+    Arrays of JAX, single numbers and single objects stay as they are.
 
     Args:
-      tree: What the user gave as data, or as a batch.
+      tree: What the user gave as data, as a batch or as parameters.
       name: How errors call it: ``"dpsgd data"``.
 
     Raises:
-      TypeError: A leaf is a loader, a source that is read by index, or has no numbers.
+      TypeError: A leaf is a loader, a source that is read by index, a masked array, or text.
+      ValueError: A leaf has whole numbers of more bits than JAX computes with.
     """
     if isinstance(tree, Iterator):  # jax.tree.map of an iterator is deprecated
         raise no_arrays(tree, name)
 
     def converted(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic | str | bytes):
+        if isinstance(leaf, jax.Array | np.number | np.bool):
             return leaf
+        where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
+        called = f"{name}: leaf {where}"
+        if isinstance(leaf, np.ndarray | str | bytes):
+            return native(leaf, called)
         if hasattr(leaf, "__array__"):
-            where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
-            return _numbers(leaf, f"{name}: leaf {where}")
+            return native(_numbers(leaf, called), called)
         if isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__"):
             raise no_arrays(leaf, name)
         return leaf
 
     return jax.tree_util.tree_map_with_path(converted, tree)
+
+
+def native(given: Any, called: str) -> np.ndarray:
+    """The array as NumPy and JAX compute with it; refuses what JAX would change or leave out.
+
+    Args:
+      given: An array, or what NumPy makes one of.
+      called: How errors call it: ``"dpsgd data: leaf 0"``.
+
+    Example:
+      >>> native(np.ones(2, ">f4"), "x").dtype.isnative
+      True
+    """
+    array = plain(given, called)
+    if array.dtype.kind not in "iu":
+        return array
+    return fitted(array, jax.dtypes.canonicalize_dtype(array.dtype), called)
+
+
+def plain(given: Any, called: str) -> np.ndarray:
+    """The array in the byte order of this machine; refuses masks and text. See `native`."""
+    array = unmasked(given, called)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"{called} is of type {array.dtype}; expected numbers. Usually labels are words: "
+            "np.unique(labels, return_inverse=True)[1] numbers them."
+        )
+    if not array.dtype.isnative:  # FITS, HDF5 and IDX store the other order, which JAX refuses
+        return array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def fitted(array: np.ndarray, kind: Any, called: str) -> np.ndarray:
+    """The array; refuses whole numbers that JAX would change where it makes ``kind`` of them."""
+    # JAX takes the last 32 bits: labels of 2^32 and 2^32 + 1 would train classes 0 and 1.
+    if array.dtype.kind in "iu" and kind != array.dtype and not fits(array, kind):
+        raise ValueError(
+            f"{called} has whole numbers from {array.min()} to {array.max()}; expected numbers "
+            f"that fit into {kind}, the type that JAX computes with. Usually they are identifiers, "
+            "times or hashes: leave them out, or number them from 0. Quantities are floats."
+        )
+    return array
+
+
+def unmasked(given: Any, called: str) -> np.ndarray:
+    """The array of NumPy; refuses a masked one, whose mask NumPy would leave out."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise TypeError(
+            f"{called} is a masked array, and its mask would be ignored; expected a plain array. "
+            "Fill it first, array.filled(value), or leave masked examples out."
+        )
+    return np.asarray(given)
+
+
+def fits(numbers: np.ndarray, kind: Any) -> bool:
+    """Whether a type of whole numbers holds all of these.
+
+    Example:
+      >>> fits(np.array([0, 2**31 - 1]), np.int32), fits(np.array([2**31]), np.int32)
+      (True, False)
+    """
+    # Not by the absolute value: in int64, abs(-2**63) is -2**63.
+    limits = np.iinfo(kind)
+    return not numbers.size or bool(limits.min <= numbers.min() and numbers.max() <= limits.max)
 
 
 def no_arrays(given: Any, name: str) -> TypeError:

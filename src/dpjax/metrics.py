@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Integer
 
 from dpjax import checks, trees
+from dpjax._foreign import native
 
 __all__ = [
     "Reliability",
@@ -243,7 +244,10 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
 
 def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
     """Logits and labels as JAX arrays; raises unless they belong to one batch."""
-    logits, labels = (x if hasattr(x, "dtype") else np.asarray(x) for x in (logits, labels))
+    logits, labels = (
+        x if isinstance(x, jax.Array) else native(x, f"metrics.{name}: {called}")
+        for called, x in (("logits", logits), ("labels", labels))
+    )
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
         raise ValueError(

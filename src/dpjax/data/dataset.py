@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dpjax import checks, trees
 from dpjax._display import brief
 from dpjax.data.streaming import Stream
 
@@ -81,13 +82,15 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
       (8, 2)
     """
     x, y = split
-    if not 0 < size < len(y):
+    rows = trees.leading_size((x, y), name="data.hold_out")
+    size = checks.whole("data.hold_out", "size", size, "For a fifth of the rows: len(y) // 5.")
+    if size >= rows:
         raise ValueError(
-            f"data.hold_out(size={size}): the data have {len(y)} rows; expected at least 1 row to "
-            "split off and at least 1 row to remain."
+            f"data.hold_out(size={size}): the data have {rows} rows; expected fewer, because at "
+            "least 1 row must remain."
         )
     # Shuffled, because tables come sorted; with a fixed seed, because a split is part of a result.
-    order = np.random.default_rng(0).permutation(len(y))
+    order = np.random.default_rng(0).permutation(rows)
     rest, held = order[size:], order[:size]
     return (x[rest], y[rest]), (x[held], y[held])
 
@@ -111,13 +114,20 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
       >>> standardize(np.array([[10.0, 2.0]]), mean=[8.0, 0.0], scale=[2.0, 1.0])
       array([[1., 2.]], dtype=float32)
     """
-    if not np.all(np.asarray(scale) > 0):
+    # In float64 first: float32 would round large offsets before they are subtracted, float16
+    # would overflow, and bytes would wrap around.
+    mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
+    if not np.isfinite(mean).all():
         raise ValueError(
-            f"data.standardize(scale={scale}): every scale must be positive. For a feature that "
-            "is constant use the scale 1, or leave the feature out."
+            f"data.standardize(mean={mean!s:.100}): every mean must be finite. Usually it is "
+            "the mean of values with gaps. Take a published constant."
         )
-    # In the wider dtype first: float32 would round large offsets before they are subtracted.
-    return ((values - np.asarray(mean)) / np.asarray(scale)).astype(np.float32)
+    if not np.all((scale > 0) & np.isfinite(scale)):
+        raise ValueError(
+            f"data.standardize(scale={scale!s:.100}): every scale must be positive and finite. For "
+            "a feature that is constant use the scale 1, or leave the feature out."
+        )
+    return ((values - mean) / scale).astype(np.float32)
 
 
 def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dataset[_Train]:

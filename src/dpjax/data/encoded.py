@@ -47,10 +47,22 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
         ) from error
     whole = stream.tobytes()
     pieces = (io.BytesIO(whole[a:b]) for a, b in itertools.pairwise(edges.tolist()))
+    images, modes = [], set()
     try:
-        return np.stack([np.asarray(Image.open(piece)) for piece in pieces])
+        for piece in pieces:
+            image = Image.open(piece)
+            images.append(np.asarray(image))
+            modes.add(image.mode)
+        # A palette's pixels are its indices, no shades, and other modes have other units.
+        if modes <= {"L", "RGB"}:
+            return np.stack(images)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"data.load: {path} holds encoded images that do not decode ({error}). It may have "
             "been cut off while it was copied: fetch it again."
         ) from error
+    raise ValueError(
+        f"data.load: {path} holds encoded images of modes {', '.join(sorted(modes))}; expected L "
+        "or RGB. Usually a program stored few shades as a palette, mode P: store every image "
+        "again, in Pillow by image.convert('L') or image.convert('RGB')."
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpjax._foreign import fits
 from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.encoded import decoded
 from dpjax.data.sources import Source
@@ -143,9 +144,7 @@ def _whole(y: np.ndarray, path: Path) -> np.ndarray:
     # Columns of length 1 alone: a one-hot row of one class would otherwise pass as a label.
     column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     numbers = column.ndim == 1 and column.dtype.kind in "iuf" and np.isfinite(column).all()
-    # Not by the absolute value: in int64, abs(-2**63) is -2**63.
-    fits = numbers and column.min(initial=0) >= -(2**31) and column.max(initial=0) < 2**31
-    if not fits or np.any(column % 1):
+    if not numbers or not fits(column, np.int32) or np.any(column % 1):
         raise ValueError(
             f"data.load: {path}: got labels of type {y.dtype} and shape {y.shape}; expected a "
             "whole number for each example, counted from 0. Convert one-hot rows by "

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
+from dpjax import checks
+from dpjax._foreign import fits
 from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.files import plain_arrays
 
@@ -69,6 +71,8 @@ def load_file(
     call = f"data.load_file({str(path)!r})"
     if path.suffix not in (".npz", ".csv"):
         raise ValueError(f"{call}: expected a file whose name ends in .npz or .csv.")
+    hint = "It is the number of outputs of the model; leave it out to count the labels."
+    classes = checks.whole_or_none("data.load_file", "classes", classes, hint)
     if not path.is_file():
         raise FileNotFoundError(f"{call}: there is no such file. Usually its folder is missing.")
     columns, labelled = (), call
@@ -213,7 +217,7 @@ def _numbers(x: np.ndarray, call: str) -> np.ndarray:
     if x.dtype.kind not in "biuf":
         raise ValueError(f"{call}: inputs are of type {x.dtype}; expected numbers.")
     if x.dtype.kind in "iu":
-        if not (x.min() >= -(2**31) and x.max() < 2**31):
+        if not fits(x, np.int32):
             raise ValueError(f"{call}: some inputs are whole numbers of more than 32 bits.")
         return x.astype(np.int32)
     with np.errstate(over="ignore"):

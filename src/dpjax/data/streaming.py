@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dpjax import checks, trees
-from dpjax._foreign import joined_records, kind_of
+from dpjax._foreign import fitted, joined_records, kind_of, plain
 from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
@@ -114,7 +114,7 @@ class Stream:
                     "expected numbers. Select the entries that the loss needs: "
                     "Stream(source, example=lambda record: (record['image'], record['label']))."
                 )
-        return jax.tree.map(_shape, example)
+        return jax.tree.map(lambda leaf: _shape(plain(leaf, "data.Stream: example 0")), example)
 
     @property
     def fingerprint(self) -> str:
@@ -183,17 +183,19 @@ class Stream:
         read = examples(self.source, self.example, indices[share].tolist())
         for place, example in zip(share, read, strict=True):
             leaves, found = jax.tree.flatten(example)
-            arrays = [np.asarray(leaf) for leaf in leaves]
+            called = f"data.Stream: example {indices[place]}"
+            arrays = [plain(leaf, called) for leaf in leaves]
             # Checked row by row, because a stream is never read whole before it is trained on.
             kinds = [(array.shape, array.dtype) for array in arrays]
             if found != structure or kinds != [(r.shape, r.dtype) for r in first]:
                 raise ValueError(
-                    f"data.Stream: example {indices[place]} is {jax.tree.map(_shape, example)}; "
+                    f"{called} is {found.unflatten(map(_shape, arrays))}; "
                     f"the first one, and so every one, is {self._first}. Let `example` return one "
                     "shape and type for all records."
                 )
             for rows, array in zip(room, arrays, strict=True):
-                rows[place] = array
+                # By the type of the rows: JAX's settings hold for the thread of the caller alone.
+                rows[place] = fitted(array, rows.dtype, called)
 
 
 def _is_columns(source: Any) -> bool:

@@ -26,6 +26,7 @@ from absl import logging
 
 from dpjax import checks
 from dpjax._files import replacing
+from dpjax._foreign import native, unmasked
 from dpjax.scattering import scatter
 
 _VERSION = 1  # raise it when the values of a transform change: old files are then not found
@@ -67,8 +68,7 @@ def scattered(
     def transform(part: Any) -> jax.Array:
         return scatter(part, J, L, order)
 
-    images = np.asarray(images)
-    images = images.astype(images.dtype.newbyteorder("="), copy=False)  # JAX has no other order
+    images = native(images, "features.scattered: the argument images")
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
@@ -134,12 +134,8 @@ def cached(
       [0 2 4]
       [0 2 4]
     """
-    if isinstance(inputs, np.ma.MaskedArray):
-        raise TypeError(
-            "features.cached: the inputs are a masked array, and its mask would not be in the key; "
-            "expected a plain array. Fill it first: inputs.filled(value)."
-        )
-    inputs = np.asarray(inputs)  # what is hashed is what is computed from
+    # What is hashed is what is computed from: the bytes of a mask would not be in the key.
+    inputs = unmasked(inputs, "features.cached: the argument inputs")
     path = Path(directory, f"{name}-{_key(inputs, settings, name)}.features")
     found = _read(path)
     if found is None:
@@ -165,10 +161,26 @@ def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
     # Both are equal for all structured types of one size.
     kind += [repr(inputs.dtype.descr)] * (inputs.dtype.fields is not None)
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
+    # JSON writes the name 1 as "1", and two settings would share a file.
+    if not _is_json(facts["settings"]):
+        raise TypeError(
+            f"features.cached(settings={settings!r:.100}): expected Python's numbers, text, lists, "
+            "and dictionaries with text as names. Usually a number is NumPy's: value.item() makes "
+            "Python's of it."
+        )
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     # Of all images: a changed image must not be given the features of the old one.
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
     return hashed.hexdigest()[:32]
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON can write a value without a change."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _read(path: Path) -> np.ndarray | None:

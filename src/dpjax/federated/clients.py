@@ -18,9 +18,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from dpjax import trees
-from dpjax._foreign import arrays
-from dpjax.training.checks import check_numbers
+from dpjax import checks, trees
+from dpjax._foreign import arrays, unmasked
 from dpjax.types import PyTree
 
 _MOST = 2**31 - 1  # rows
@@ -52,7 +51,7 @@ class Clients:
           >>> clients.counts.tolist(), clients.capacity
           ([2, 0, 5], 5)
         """
-        examples = list(examples)
+        examples = arrays(list(examples), "federated.Clients.of")
         if not examples:
             raise ValueError("federated.Clients.of([]): expected the examples of each client.")
         counts = [trees.leading_size(tree, name="a client's examples") for tree in examples]
@@ -82,8 +81,10 @@ class Clients:
           >>> clients.examples.tolist(), clients.starts.tolist()
           ([1.0, 0.0, 2.0, 3.0], [0, 1, 1])
         """
-        data = arrays(data, "federated data")
-        rows, owners = trees.leading_size(data, name="federated data"), np.asarray(owners)
+        clients = checks.whole("federated.Clients.split", "clients", clients)
+        data = arrays(data, "federated.Clients.split")
+        rows = trees.leading_size(data, name="federated data")
+        owners = unmasked(owners, "federated.Clients.split: the argument owners")
         whole = owners.shape == (rows,) and np.issubdtype(owners.dtype, np.integer)
         if not whole or not np.all((owners >= 0) & (owners < clients)):
             raise ValueError(
@@ -109,7 +110,6 @@ class Clients:
                 "indices have 32 bits, and a larger one would select another client's row. Keep a "
                 "fixed number of examples per client."
             )
-        check_numbers("federated.Clients", examples)
         # Clients lie one after the other without padding: one large client would otherwise size the
         # memory of all.
         starts = np.cumsum(counts) - counts

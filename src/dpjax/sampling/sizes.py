@@ -26,8 +26,8 @@ def is_sparse(examples: int, batch_size: float) -> bool:
 def whole(who: str, what: str, value: Any) -> int:
     """A whole number among the arguments of a sampler."""
     hint = (
-        "Only the batch_size of sampling.poisson and sampling.scored may be a fraction. Usually "
-        "the value is a quotient: round it, as with //."
+        "Only a batch_size that is an expected number may be a fraction, as of sampling.poisson. "
+        "Usually the value is a quotient: round it, as with //."
     )
     return checks.whole(f"sampling.{who}", what, value, hint)
 

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType
 
 from dpjax import clipping, ledger, noise, schedules, trees
-from dpjax._foreign import no_arrays
+from dpjax._foreign import arrays, no_arrays
 from dpjax.data import Dataset, Stream
 from dpjax.gradients.engines import named
 from dpjax.gradients.loss_checks import closed_over
@@ -225,14 +225,15 @@ def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> Non
         )
 
 
-def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
-    """Refuses data whose size differs from the accounted one."""
+def checked_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> PyTree:
+    """The data as arrays; refuses a size that differs from the accounted one."""
     # A data set has test examples too; training on both would void every accuracy that is reported.
     if isinstance(data, Dataset):
         raise TypeError(
             f"dpsgd: the data are the data.Dataset {data.name!r}, which holds test examples too; "
             f"expected the training examples: give its .train, of {data.examples} examples."
         )
+    data = data if isinstance(data, Stream) else _arrays_of_rows(data)
     _check_size(data, mechanism.sampling.examples)
     row = data.row if isinstance(data, Stream) else data
     if per_step is not None and not isinstance(row, tuple):
@@ -241,12 +242,11 @@ def check_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> None:
             "(x, y), because the step appends its entry to every example: (x, y, per_step(step)). "
             "For a single array write (x,)."
         )
+    return data
 
 
 def _check_size(data: PyTree, expected: int) -> None:
-    """Refuses another number of examples than is accounted, and leaves that are not numeric."""
-    if not isinstance(data, Stream):
-        check_numbers("dpsgd data", data)
+    """Refuses another number of examples than is accounted."""
     stream = isinstance(data, Stream)
     size = len(data) if stream else trees.leading_size(data, name="dpsgd data")
     if not size:
@@ -263,28 +263,19 @@ def _check_size(data: PyTree, expected: int) -> None:
         )
 
 
-def check_numbers(called: str, data: PyTree) -> None:
-    """Refuses lists, loaders, text, dates and objects, which JAX cannot turn into arrays.
-
-    Args:
-      called: How errors call the data, as ``dpsgd data``.
-      data: A tree of what may be arrays.
-    """
+def _arrays_of_rows(data: PyTree) -> PyTree:
+    """The data as arrays; refuses single numbers and objects, which have no rows."""
+    data = arrays(data, "dpsgd data")
     for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
         if isinstance(leaf, int | float | np.number):
             raise TypeError(
-                f"{called}: leaf {name or '(the data)'} is {leaf!r:.20}, one number; expected "
+                f"dpsgd data: leaf {name or '(the data)'} is {leaf!r:.20}, one number; expected "
                 "arrays with a row for each example. Usually lists of numbers or of pairs were "
                 "given: make arrays with (np.stack(inputs), np.array(targets))."
             )
-        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if not hasattr(leaf, "dtype") and kind.kind == "O":
-            raise no_arrays(leaf, called)
-        if getattr(kind, "kind", "V") in "OSUMm":
-            raise TypeError(
-                f"{called}: leaf {name or '(the array)'} is of type {kind}; expected numbers. "
-                "Usually labels are words: np.unique(labels, return_inverse=True)[1] numbers them."
-            )
+        if not hasattr(leaf, "dtype"):
+            raise no_arrays(leaf, "dpsgd data")
+    return data
 
 
 def check_devices(name: str, **parts: PyTree) -> None:

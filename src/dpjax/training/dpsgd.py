@@ -32,7 +32,6 @@ from dpjax.noise.link import start
 from dpjax.noise.seals import require_one_sum
 from dpjax.training import environment
 from dpjax.training.checks import (
-    check_data,
     check_devices,
     check_kinds,
     check_optimizer,
@@ -40,6 +39,7 @@ from dpjax.training.checks import (
     check_schedule,
     check_state,
     check_step,
+    checked_data,
     tell_of_batch_norm,
     tell_of_constants,
     tell_of_idle,
@@ -144,8 +144,7 @@ def dpsgd(
     """
     check_kinds(loss, optimizer, mechanism, engine, budget)
     check_schedule(bound_schedule, mechanism)
-    data = arrays(data, "dpsgd data")
-    check_data(data, mechanism, per_step)
+    data = checked_data(data, mechanism, per_step)
     entry = None if per_step is None else (lambda key, step: per_step(step))
     recipe = Recipe(
         loss=loss,
