@@ -87,6 +87,26 @@ def test_no_verdict_claims_less_than_is_proved(noise):
     assert proved <= claimed < 1.001 * proved
 
 
+@kills("reports/epsilons.py", "if not any(row.proven for row in rows):", "if False:", slow=True)
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        (["pdl"], r"method='pdl'\): there is no such method. There are: 'rdp'"),
+        (["rdp", "pdl"], "method='pdl'"),
+        ("pdl", "method='pdl'"),
+        (["gdp"], "expected a method that proves a bound: one of rdp, pld, rdp-classic"),
+        ([], "expected a method that proves a bound"),
+    ],
+    ids=str,
+)
+def test_methods_are_names_of_methods_and_one_proves_a_bound(methods, expected):
+    for said in (dpjax.statement, reports.card):
+        with pytest.raises(ValueError, match=expected):
+            said(make(), 1e-5, methods=methods)
+    found = reports.card(make(), 1e-5, methods="rdp-classic")["epsilon"]
+    assert set(found) == {"rdp-classic"}, "a text is one name"
+
+
 def test_the_statement_of_what_ran():
     mechanism = make(steps=10)
     book = ledger.empty()

@@ -23,12 +23,20 @@ from absl import app
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-from dpjax import accounting, reports
+from dpjax import accounting, reports, sampling
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.compare.job import groups_of
 from dpjax.cli.sweep import FLAGS, possible_runs, search_cost, search_results, search_space
-from dpjax.cli.sweep.job import candidates_from_flags, costs, flags_of, planned, require_flags
+from dpjax.cli.sweep.job import (
+    candidates_from_flags,
+    conclude,
+    costs,
+    flags_of,
+    planned,
+    require_flags,
+)
 from dpjax.cli.sweep.job import command as command_of
+from dpjax.cli.sweep.search_cost import Unfinished
 from dpjax.mechanism.card import strict
 from dpjax.reports.load_run import read
 
@@ -327,11 +335,11 @@ def card(z=2.0, delta=1e-5, **changes):
 
 @kills("cli/sweep/search_cost.py", 'min(card["delta"]', 'max(card["delta"]', slow=True)
 @kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(")
-@kills("cli/sweep/search_cost.py", "compose(*spent, *others)", "compose(*spent)", slow=True)
+@kills("cli/sweep/search_cost.py", "*(other.event for other in others)", "", slow=True)
 def test_the_dearest_run_and_all_of_them_and_the_smallest_delta():
     cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
     cards = [card(4.0), card(2.0, delta=1e-6), card(4.0)]
-    found, delta, relation = search_cost.prices(cards, [ONE], ("logarithmic", 4.0), "")
+    found, delta, relation = search_cost.prices(cards, [Unfinished(ONE)], ("logarithmic", 4.0), "")
     want = [
         accounting.epsilon(ONE, 1e-6, "pld"),
         accounting.epsilon(accounting.compose(cheap, cheap, ONE, ONE), 1e-6, "pld"),
@@ -341,7 +349,7 @@ def test_the_dearest_run_and_all_of_them_and_the_smallest_delta():
     assert (delta, relation) == (1e-6, "add-or-remove")
     assert [price.method for price in found] == ["pld", "pld", "rdp"]
     assert "one run alone, by PLD: " in str(found[0])
-    with pytest.raises(ValueError, match="add-or-remove and replace-one neighbours"):
+    with pytest.raises(ValueError, match="add-or-remove neighbours of one example and replace-"):
         search_cost.prices([card(), card(neighbours="replace-one")], [], None, "")
 
 
@@ -439,21 +447,53 @@ def test_random_bins_lower_the_price_as_on_the_card():
 
 
 def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):
-    assert accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5) == 0
+    assert accounting.epsilon(search_cost.spent_so_far(tmp_path).event, 1e-5) == 0
     np.savez(tmp_path / "moments.npz", multipliers=[8.0, 8.0], mean=0)
     queries = accounting.compose(*[accounting.gaussian(8.0)] * 2)
-    spent = accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5)
+    spent = accounting.epsilon(search_cost.spent_so_far(tmp_path).event, 1e-5)
     assert spent == pytest.approx(accounting.epsilon(queries, 1e-5)), "killed after its queries"
     run = {"mechanism": card(steps=80)["mechanism"]}
     (tmp_path / "run.json").write_text(json.dumps(run))
     (tmp_path / "metrics.jsonl").write_text('{"step": 50}\n')
-    spent = accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5)
+    spent = accounting.epsilon(search_cost.spent_so_far(tmp_path).event, 1e-5)
     assert spent == pytest.approx(accounting.epsilon(ONE, 1e-5))
     run["mechanism"]["clipping"]["bounds"] = ["inf"]
     (tmp_path / "run.json").write_text(json.dumps(run))
-    assert accounting.epsilon(search_cost.spent_so_far(tmp_path), 1e-5) == math.inf
+    assert accounting.epsilon(search_cost.spent_so_far(tmp_path).event, 1e-5) == math.inf
     with pytest.raises(ValueError, match="expected the privacy card"):
         search_cost.card_of(tmp_path)
+
+
+@kills("cli/sweep/search_cost.py", "for other in others if other.protects", "for other in []")
+def test_a_run_that_has_not_finished_protects_what_it_was_made_for(tmp_path):
+    """A relation that one run of a search has no proof for is not stated for all."""
+    shuffled = mechanism_with(1000, 10, noise_multiplier=1.0, sampling=sampling.shuffled(1000, 10))
+    clients = mechanism_with(100, 10, noise_multiplier=1.0, unit="client")
+    for mechanism, other in ((shuffled, "zero-out neighbours of one example"), (clients, "client")):
+        (tmp_path / "run.json").write_text(json.dumps(mechanism.identity))
+        (tmp_path / "furthest").write_text("1 0\n")
+        spent = search_cost.spent_so_far(tmp_path)
+        with pytest.raises(ValueError, match=f"costs of these runs do not add: .*{other}"):
+            search_cost.prices([card()], [Unfinished(ONE), spent], None, "")
+
+
+@kills("cli/sweep/job.py", "public = number_of_runs(given) is None", "public = True")
+@pytest.mark.parametrize(
+    ("number", "mode"), [("--random_runs=geometric:3", 0o600), ("--seeds=1", 0o666)]
+)
+def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(number, mode, tmp_path):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--grid=x=1", number, "--binary=x.py", "--nopage"])
+    run = tmp_path / "run"
+    run.mkdir()
+    claim = {"epsilon": {"rdp": {"value": 1.0, "proven": True}}}
+    (run / "privacy.json").write_text(json.dumps(card() | claim))
+    (run / "metrics.jsonl").write_text('{"step": 50, "epsilon": 1.0, "accuracy": 0.9}\n')
+    (run / "finished").touch()
+    conclude(given, tmp_path, {"x": ["1"]}, {run: search_space.Trial({"x": "1"}, None, 0)})
+    os.umask(umask := os.umask(0))
+    for name in ("results.jsonl", "costs.json"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode & ~umask
 
 
 def test_a_run_without_a_last_accuracy_has_none_in_a_search_either(tmp_path):

@@ -25,6 +25,7 @@ from dpjax.verify import cards
 from dpjax.verify.cards import BOUNDS
 
 DELTA = 1e-5
+SCORED = sampling.scored(np.arange(1000) % 2, [[0.1, 0.2]], steps_per_row=40, batch_size=100)
 
 
 def mechanism(**options):
@@ -75,6 +76,10 @@ def changed(card, path, value):
         {"adaptive": clipping.Quantile()},
         {"unit": "client"},
         {"neighbours": "replace-one"},
+        {"sampling": sampling.poisson(90_000, 20)},
+        {"sampling": SCORED},
+        {"sampling": sampling.shuffled(90_000, 100), "noise_multiplier": 4.0},
+        {"sampling": sampling.full(500), "noise_multiplier": 0.001},
         {"before": [mechanism().spent(mechanism().multipliers)]},
     ],
     ids=lambda options: "-".join(options) or "plain",
@@ -130,6 +135,7 @@ CHANGES = [
     (["not_private"], "The rule's bound is infinite", "not for release: the card says"),
     (["remark"], "sound", "remark is unknown"),
     (["claim"], None, "claim is missing"),
+    (["claim"], "pure 0-DP", "'pure 0-DP', which is not what is proved for poisson batches"),
     (["mechanism"], 3, "the mechanism of the card does not have the fields"),
     (["mechanism", "format"], 1, "is of format 1"),
     (["mechanism", "format"], "x", "is of format 'x'"),
@@ -142,7 +148,12 @@ CHANGES = [
     (["mechanism", "multiplier_and_steps"], [[-1.2, 40]], "multiplier is negative"),
     (["mechanism", "multipliers_by_group"], [1.0], "are worth 1 together"),
     (["mechanism", "clipping", "bounds"], ["inf"], "DOES NOT HOLD"),
+    (["mechanism", "clipping", "bounds"], [], "not a positive one for each of its 1 groups"),
+    (["mechanism", "clipping", "bounds"], ["nan"], "not a positive one for each"),
+    (["mechanism", "clipping", "bounds"], [0.0], "not a positive one for each"),
     (["mechanism", "unit"], "client", "adds what one example costs to what one client costs"),
+    (["mechanism", "unit"], "household", "expected 'example' or 'client'"),
+    (["mechanism", "sampling", "examples"], 10**400, "cannot be accounted (OverflowError"),
     (["mechanism", "projections"], 30, "nothing is recomputed"),
 ]
 
@@ -162,11 +173,16 @@ CHANGES = [
     "False:",
     slow=True,
 )
+@kills("verify/cards.py", "float(bound) > 0 for bound", "True for bound", slow=True)
+@kills("verify/cards.py", 'len(bounds) != len(rule["groups"]) or', "", slow=True)
+@kills(
+    "verify/cards.py", "    except Exception as error:", "    except KeyError as error:", slow=True
+)
 @kills("verify/cards.py", "if len(groups) != len(bounds) or not same:", "if False:", slow=True)
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     CHANGES,
-    ids=[f"{'.'.join(map(str, c[0]))}={c[1]}" for c in CHANGES],
+    ids=[f"{'.'.join(map(str, c[0]))}={str(c[1])[:40]}" for c in CHANGES],
 )
 def test_no_changed_card_passes(path, value, expected, honest):
     card = changed(honest, path, value)
@@ -176,9 +192,10 @@ def test_no_changed_card_passes(path, value, expected, honest):
 
 
 OWN_FACTS = {
-    "scored": sampling.scored(np.arange(1000) % 2, [[0.1, 0.2]], steps_per_row=40, batch_size=100),
+    "scored": SCORED,
     "cyclic": sampling.cyclic_poisson(1000, 20, cycle=5),
 }
+INVERSE = strategies.banded_inverse_square_root(steps=40, bands=4)
 CONTRADICTIONS = [
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 0.0, "cost less than"),
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 1.2, "cost less than"),
@@ -188,6 +205,7 @@ CONTRADICTIONS = [
     ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], 51, "from 1 to 50"),
     ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], -3, "from 1 to 50"),
     ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], 2.5, "from 1 to 50"),
+    ({"sampling": sampling.full(1000), "noise": INVERSE}, ["noise", "values"], [], "IndexError"),
     ({}, ["multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "number of steps is negative"),
     ({}, ["multiplier_and_steps"], [[1.2, 40.5]], "number of steps is negative, or not whole"),
 ]
@@ -227,12 +245,90 @@ def test_no_verdict_prints_less_than_is_claimed(honest):
     assert gdp.endswith("estimates epsilon 1.5e+160: not checked, and no bound")
 
 
-def test_a_run_without_noise_promises_nothing():
-    card = json.loads(json.dumps(reports.card(mechanism(noise_multiplier=0.0), DELTA)))
-    said = "\n".join(verdicts(card)[1])
+FIXED = {"sampling": sampling.fixed(1000, 20)}
+BARE = mechanism(**FIXED, noise_multiplier=0.0)
+WITHOUT_NOISE = {
+    "poisson": ({"noise_multiplier": 0.0}, "The noise multiplier is 0 at some step."),
+    "fixed": ({**FIXED, "noise_multiplier": 0.0}, "The noise multiplier is 0 at some step."),
+    "schedule": ({**FIXED, "noise_multiplier": lambda step: step * 1.0}, "multiplier is 0 at some"),
+    "query": ({**FIXED, "preparation": [0.0]}, "A query before the first step had no noise."),
+    "before": ({**FIXED, "before": [BARE.spent(BARE.multipliers)]}, "An earlier run"),
+    "order": ({"sampling": sampling.curriculum(np.arange(1000), 100)}, "the order comes from the"),
+    "tiny": ({**FIXED, "noise_multiplier": 1e-160}, ""),
+}
+
+
+@kills(
+    "verify/cards.py", "    if min(noise, default=math.inf) <= BARE:", "    if False:", case="fixed"
+)
+@kills(
+    "verify/cards.py",
+    "in (*each, *map(float,",
+    "in (*each[:0], *map(float,",
+    case="schedule",
+    slow=True,
+)
+@kills("verify/cards.py", '*map(float, spent["preparation"]))]', ")]", case="query", slow=True)
+@pytest.mark.parametrize("name", WITHOUT_NOISE)
+def test_a_run_without_noise_promises_nothing(name):
+    options, why = WITHOUT_NOISE[name]
+    card = json.loads(json.dumps(reports.card(mechanism(**options), DELTA)))
+    good, lines = verdicts(card)
+    said = "\n".join(lines)
+    assert not good
     assert "holds" not in said
-    assert "promises nothing" in said
-    assert "not for release: the card says 'The noise multiplier is 0 at some step.'" in said
+    assert said.count("promises nothing") == len(set(card["epsilon"]) & set(BOUNDS))
+    assert not why or (f"not for release: the card says '{why}" in said or why in said)
+    smaller = changed(card, ["epsilon", "rdp", "value"], 1.0)
+    assert "DOES NOT HOLD" in "\n".join(verdicts(smaller)[1])
+
+
+# By 80 digits: bisection of Phi(mu / 2 - e / mu) - exp(e) Phi(-mu / 2 - e / mu).
+EXACT = [
+    (0.01 * 2**0.5, 1e-30, 0.1538552277),
+    (1.0, 1e-5, 4.3771780957),
+    (20**0.5 / 5, 1e-15, 7.2450003),
+]
+
+
+@kills("verify/gaussian.py", "erfcx((x + signal) / 2**0.5)", "erfcx(x + signal)", slow=True)
+@kills("verify/gaussian.py", "        return multiplier**-2\n", "        return 1 / multiplier\n")
+@kills("verify/cards.py", "    return exchange * math.sqrt(", "    return math.sqrt(", slow=True)
+@kills("verify/gaussian.py", "return count * precision(part)", "return precision(part)", slow=True)
+@pytest.mark.parametrize(("moved", "delta", "expected"), EXACT)
+def test_gaussians_without_sampling_have_a_closed_form(moved, delta, expected):
+    """Claims at any delta are compared with it, from both sides."""
+    assert cards.closed_form.epsilon(moved, delta) == pytest.approx(expected, rel=1e-7)
+    z, options = 20**0.5 / moved, {"sampling": sampling.full(1000), "steps": 20}
+    for neighbours, noise in (("zero-out", z), ("replace-one", 2 * z)):
+        made = mechanism(noise_multiplier=noise, neighbours=neighbours, **options)
+        card = json.loads(json.dumps(reports.card(made, delta)))
+        good, lines = verdicts(card)
+        assert good, lines
+        assert card["epsilon"]["pld"]["value"] == pytest.approx(expected, rel=1e-7)
+        less = changed(card, ["epsilon", "pld", "value"], 0.99 * expected)
+        assert "DOES NOT HOLD" in verdicts(less)[1][1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"noise_multiplier": 5.0, "steps": 10},
+        {"noise_multiplier": 50.0, "steps": 2000},
+        {"sampling": sampling.fixed(1000, 10), "noise_multiplier": 50.0, "steps": 2000},
+    ],
+    ids=["short", "long", "fixed"],
+)
+@pytest.mark.parametrize("delta", [1e-12, 1e-15])
+def test_orders_are_fine_enough_for_a_small_delta(options, delta):
+    made = reports.card(mechanism(**options), delta, methods=["rdp"])
+    card = json.loads(json.dumps(made))
+    good, lines = verdicts(card)
+    assert good, lines
+    value = 0.99 * card["epsilon"]["rdp"]["value"]
+    (said,) = verdicts(changed(card, ["epsilon", "rdp", "value"], value))[1]
+    small = said.endswith("cannot be confirmed at so small a delta")
+    assert small if delta < 1e-12 else said.endswith("DOES NOT HOLD")
 
 
 def test_multipliers_of_groups_are_what_the_steps_are_counted_with():
@@ -246,10 +342,12 @@ def test_multipliers_of_groups_are_what_the_steps_are_counted_with():
     ("text", "expected"),
     [
         ("{", "not readable as JSON"),
+        ("[" * 200_000, "not readable as JSON"),
         ("[1, 2]", "holds a list; expected a JSON object"),
         ("{}", "mechanism is missing"),
         (None, "there is no file"),
     ],
+    ids=["cut", "deep", "list", "empty", "none"],
 )
 def test_a_file_that_is_no_card_is_answered_in_one_sentence(text, expected, tmp_path, capsys):
     path = tmp_path / "privacy.json"
@@ -268,7 +366,8 @@ def test_a_path_that_is_not_there_is_named(tmp_path, capsys):
 
 
 @kills("verify/cards.py", 'run.get("mechanism") != card.get("mechanism")', "False", slow=True)
-@kills("verify/cards.py", 'run.get("small seed") and card', "False and card", slow=True)
+@kills("verify/cards.py", "seeded and card", "False and card", slow=True)
+@kills("verify/cards.py", 'or run.get("--seed") is not None', "", slow=True)
 @kills("verify/cards.py", 'card.get("steps", 0) < steps', "False", slow=True)
 def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "privacy.json").write_text(json.dumps(honest))
@@ -283,6 +382,12 @@ def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "furthest").write_text(f"{honest['steps'] + 1} 0\n")
     assert verify.main([str(tmp_path)]) == 1
     assert "hides the seed and counts fewer than" in capsys.readouterr().err
+    (tmp_path / "furthest").unlink()
+    for seed, status in ((5_000_000_000, 1), (0, 1), (None, 0)):
+        facts = {"mechanism": honest["mechanism"], "small seed": False, "--seed": seed}
+        (tmp_path / "run.json").write_text(json.dumps(facts))
+        assert verify.main([str(tmp_path)]) == status
+        assert ("hides the seed" in capsys.readouterr().err) == status
     (tmp_path / "furthest").write_text("abc")
     assert verify.main([str(tmp_path)]) == 1
     assert "furthest, are no numbers" in capsys.readouterr().err

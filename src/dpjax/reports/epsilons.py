@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dpjax import accounting
-from dpjax.accounting.methods import checked_delta
+from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism
 
@@ -29,8 +29,22 @@ def epsilons(
     delta: float,
     methods: Sequence[str] | None = None,
 ) -> tuple[tuple[str, float], ...]:
-    """Epsilon by every method that has an answer for this sampler and relation."""
-    asked = tuple(m for m in accounting.METHODS if methods is None or m in methods)
+    """Epsilon by every method, or by those asked for, that has an answer for this sampler.
+
+    Raises:
+      ValueError: A name is no method, or none of ``methods`` proves a bound.
+    """
+    given = accounting.METHODS if methods is None else methods
+    names = [given] if isinstance(given, str) else list(given)
+    rows = [checked_method("dpjax.statement", name) for name in names]
+    # Without a bound a statement would say that nothing is proved, whatever other methods prove.
+    if not any(row.proven for row in rows):
+        bounds = ", ".join(name for name, row in accounting.METHODS.items() if row.proven)
+        raise ValueError(
+            f"dpjax.statement(methods={methods!r}): expected a method that proves a bound: one of "
+            f"{bounds}. gdp is an estimate. Add one of these, or leave methods out."
+        )
+    asked = tuple(name for name in accounting.METHODS if name in names)
     return _epsilons(mechanism, tuple(multipliers.tolist()), delta, asked)
 
 

@@ -3,15 +3,17 @@
 
     python -m dpjax.verify RUN
 
-The facts of the card go to Google's dp-accounting, and these files import nothing else of dpjax, so
-they check dpjax's accounting as well as the arithmetic of the card.
+The facts of the card go to Google's dp-accounting, except Gaussians without sampling, which have a
+closed form. These files import nothing else of dpjax, so they check dpjax's accounting as well as
+the arithmetic of the card.
 
 A card proves no more than its facts: its author can state other facts. What is found is
 
 | the card | verdict |
 |---|---|
-| claims a bound that dp-accounting confirms | holds |
+| claims a bound that the recomputed epsilon confirms | holds |
 | claims less than its own facts cost, or far more | DOES NOT HOLD; IS OF OTHER FACTS |
+| claims less at a delta below 1e-12, which dp-accounting cannot resolve | cannot be confirmed |
 | claims an infinite epsilon, or no proven one | promises nothing |
 | reports a published seed, or a release without noise | not for release |
 | scales correlated noise to less than one example moves | not read further |

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a privacy card, and recomputes its epsilon with dp-accounting.
+"""Reads a privacy card, and recomputes its epsilon, mostly with dp-accounting.
 
 The card says how examples were drawn, how much noise each step had, how many steps ran and
 which queries and runs came before them.
@@ -20,6 +20,7 @@ import dp_accounting as dp
 import numpy as np
 from absl import logging
 
+from dpjax.verify import gaussian as closed_form
 from dpjax.verify.correlated import Unreadable, is_amplified, saved, sensitivity
 
 FORMAT = 3  # of the description that dpjax.mechanism.card documents
@@ -43,6 +44,29 @@ PROVED = {
     **dict.fromkeys(("shuffled", "curriculum"), ("zero-out", "replace-one")),
     "fixed": ("replace-one",),
 }
+# What each sampler says in the field ``claim``.
+CLAIMS = {
+    "poisson": (
+        "exact Poisson sampling; amplification by sampling is proved and counted",
+        "Poisson sampling by blocks, never above its rate; amplification by sampling is proved and "
+        "counted",
+    ),
+    "full": ("every step uses every example; plain composition of Gaussians",),
+    "scored": ("Poisson sampling at a rate for each bin of public scores; the largest is counted",),
+    "cyclic_poisson": (
+        "Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
+    ),
+    "balls_in_bins": ("one random batch of the epoch for each example, the same in every epoch",),
+    "shuffled": (
+        "shuffled batches; no amplification is proved: one Gaussian an epoch",
+        "pseudo-randomly shuffled batches; no amplification is proved: one Gaussian an epoch",
+    ),
+    "curriculum": (
+        "a public fixed order; no amplification is proved: one Gaussian an epoch",
+        "the order comes from the private data without noise: not private",
+    ),
+    "fixed": ("uniform batches of a fixed size; proved for replace-one neighbours (RDP)",),
+}
 BOUNDS = ("rdp", "pld", "rdp-classic")
 ESTIMATES = ("gdp",)
 # Of the comparison: bounds are found on grids of orders and of losses.
@@ -50,6 +74,18 @@ TOLERANCE = 0.005
 # PLD convolves once for each different step. So more than 64 are rounded to 64 that cost no less,
 # here as in dpjax, which rounds the steps of all runs together.
 LOOSE, LOOSE_LEVELS, LEVELS = 0.01, 0.1, 64
+# Of the divergences: no coarser than in dpjax, whose claims would seem too small.
+ORDERS = np.concatenate(
+    [
+        1 + np.arange(2, 10) / 100,
+        1 + np.arange(1, 100) / 10,
+        np.arange(11, 64),
+        [72, 80, 96, 128, 192, 256, 384, 512, 768, 1024],
+    ]
+)
+# dp-accounting cuts 1e-15 off the distribution of each different step.
+SMALLEST_DELTA = 1e-12
+BARE = 1e-100  # a smaller multiplier hides nothing: its square underflows
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -100,9 +136,11 @@ def require_of_run(card: dict[str, Any], run: dict[str, Any], mark: pathlib.Path
         few = card.get("steps", 0) < steps
     except (OSError, TypeError, ValueError) as error:
         raise Unreadable(f"steps of the card, or {mark.name}, are no numbers ({error}).") from None
+    # A flag --seed of any size is published; a small seed can also be that of the caller's key.
+    seeded = run.get("small seed") or run.get("--seed") is not None
     wrong = {
         "describes another mechanism": run.get("mechanism") != card.get("mechanism"),
-        "hides the seed": run.get("small seed") and card.get("seed_published") is None,
+        "hides the seed": seeded and card.get("seed_published") is None,
         f"counts fewer than {steps} steps": few,
     }
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
@@ -122,7 +160,7 @@ def parsed(path: pathlib.Path) -> dict[str, Any]:
             f"there is no file or folder {path}. Expected the folder of a finished run, or its "
             "privacy.json. Usually the path is misspelt, or the run has not finished."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unreadable(f"{path.name} is not readable as JSON ({error}).") from None
     if not isinstance(found, dict):
         raise Unreadable(f"{path.name} holds a {type(found).__name__}; expected a JSON object.")
@@ -153,12 +191,19 @@ def findings(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     try:
         require_consistent(card)
         yield from claims(card)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        # A field of another type than the schema's: arithmetic on it has no answer.
+        yield from obstacles(card)
+    except Unreadable:
+        raise
+    except Exception as error:
+        # A field of another type or size than any card has: arithmetic on it has no answer.
         raise Unreadable(
             f"a field has a value that cannot be accounted ({type(error).__name__}: {error}). "
             "Usually the card was changed."
         ) from error
+
+
+def obstacles(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yields what is against a release, whatever epsilon is."""
     if card["not_private"] is not None:
         yield False, f"not for release: the card says {card['not_private']!r}"
     earlier = any(spent["seeded"] for spent in card["mechanism"]["before"])
@@ -201,7 +246,9 @@ def claims(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         if math.isinf(claimed):
             good, verdict = False, "promises nothing"
         elif not claimed >= smallest * (1 - TOLERANCE):
-            good, verdict = False, "DOES NOT HOLD"
+            coarse = delta < SMALLEST_DELTA and math.isnan(signal(card))
+            verdict = "cannot be confirmed at so small a delta" if coarse else "DOES NOT HOLD"
+            good = False
         elif claimed > largest * loose:
             # No honest card claims more than its facts cost: another delta, or other noise.
             good, verdict = False, f"IS OF OTHER FACTS, which would cost at most {upwards(largest)}"
@@ -262,6 +309,8 @@ def require_consistent(card: dict[str, Any]) -> None:
                 f"neighbours are {mechanism['neighbours']!r}, and {sampling['name']} batches are "
                 f"proved for {' and '.join(PROVED[sampling['name']])} alone."
             )
+        if spent["unit"] not in ("example", "client"):
+            raise Unreadable(f"the unit is {spent['unit']!r}; expected 'example' or 'client'.")
         if spent["unit"] != mechanism["unit"]:
             raise Unreadable("the card adds what one example costs to what one client costs.")
         require_drawn(sampling)
@@ -281,7 +330,18 @@ def require_consistent(card: dict[str, Any]) -> None:
                 f"gradients are counted with {both:.4g} together: they cannot cost less than the "
                 "count alone."
             )
-    groups, bounds = mechanism["multipliers_by_group"], mechanism["clipping"]["bounds"]
+    rule, sampling = mechanism["clipping"], mechanism["sampling"]
+    groups, bounds = mechanism["multipliers_by_group"], rule["bounds"]
+    if len(bounds) != len(rule["groups"]) or not all(float(bound) > 0 for bound in bounds):
+        raise Unreadable(
+            f"the rule has the bounds {bounds!r}, and not a positive one for each of its "
+            f"{len(rule['groups'])} groups."
+        )
+    if card["claim"] not in (words.format(**sampling) for words in CLAIMS[sampling["name"]]):
+        raise Unreadable(
+            f"the card says {card['claim']!r}, which is not what is proved for "
+            f"{sampling['name']} batches."
+        )
     if groups is not None:
         worth = joined([float(z) for z in groups])
         same = all(math.isclose(z, worth, rel_tol=1e-6) for z in each_multiplier(mechanism))
@@ -347,9 +407,13 @@ def event_of(card: dict[str, Any], *, halve: bool, rounded: bool = False) -> dp.
     mechanism = card["mechanism"]
     if card["steps"] and math.inf in map(float, mechanism["clipping"]["bounds"]):
         return dp.NonPrivateDpEvent()
-    ran = each_multiplier(mechanism)[: card["steps"]]
     runs = [(spent, each_multiplier(spent)) for spent in mechanism["before"]]
-    events = [spent_event(*run, halve, rounded) for run in [*runs, (mechanism, ran)]]
+    runs.append((mechanism, each_multiplier(mechanism)[: card["steps"]]))
+    events = [spent_event(*run, halve, rounded) for run in runs]
+    # dp-accounting divides by the square of a multiplier where batches have a fixed size.
+    noise = [z for spent, each in runs for z in (*each, *map(float, spent["preparation"]))]
+    if min(noise, default=math.inf) <= BARE:
+        return dp.NonPrivateDpEvent()
     return dp.ComposedDpEvent(events)
 
 
@@ -451,10 +515,17 @@ def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.D
     return noise
 
 
+def signal(card: dict[str, Any]) -> float:
+    """By how many standard deviations one example moves Gaussians; NaN if batches are sampled."""
+    exchange = 2 if card["mechanism"]["neighbours"] == "replace-one" else 1
+    return exchange * math.sqrt(closed_form.precision(event_of(card, halve=False)))
+
+
 def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
     """The epsilon of a card by one of dp-accounting's accountants, and by a classic conversion.
 
-    The second number is above the smallest epsilon of the classic conversion.
+    Gaussians without sampling have a closed form, which replaces their distribution. The second
+    number is above the smallest epsilon of the classic conversion.
     """
     mechanism = card["mechanism"]
     relation = RELATION[mechanism["neighbours"]]
@@ -462,24 +533,28 @@ def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
     if halve and mechanism["sampling"]["name"] != "fixed":
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     event = event_of(card, halve=halve, rounded=method == "pld")
+    if isinstance(event, dp.NonPrivateDpEvent):
+        return math.inf, math.inf
     if method == "pld":
-        accountant = dp.pld.PLDAccountant(relation)
-        accountant.compose(event)
-        epsilon = float(accountant.get_epsilon(card["delta"]))
+        if not math.isnan(moved := signal(card)):
+            epsilon = closed_form.epsilon(moved, card["delta"])
+        else:
+            accountant = dp.pld.PLDAccountant(relation)
+            accountant.compose(event)
+            epsilon = float(accountant.get_epsilon(card["delta"]))
         if np.any(less_by_bins(card, np.array([2.0]))):  # dp-accounting has no such distribution
             epsilon = min(epsilon, recompute(card, "rdp")[0])
         return epsilon, epsilon
-    accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
+    accountant = dp.rdp.RdpAccountant(ORDERS.tolist(), relation)
     accountant.compose(event)
-    orders = np.asarray(accountant.orders)
-    divergences = accountant.rdp + less_by_bins(card, orders)
-    found = orders.tolist(), divergences.tolist()
+    divergences = accountant.rdp + less_by_bins(card, ORDERS)
+    found = ORDERS.tolist(), divergences.tolist()
     epsilon, order = dp.rdp.compute_epsilon(*found, card["delta"])
     if not order > 1:
         return float(epsilon), float(epsilon)
     # At one order, the classic conversion lacks these two terms of the improved one. The published
-    # one has no orders above 63, so it is larger where those are the best.
+    # one has no orders below 1.1 or above 63, so it is larger where those are the best.
     classic = epsilon + math.log(order) / (order - 1) + math.log(order / (order - 1))
-    low = (orders > 1) & (orders <= 63)
-    published = divergences[low] - math.log(card["delta"]) / (orders[low] - 1)
+    low = (ORDERS >= 1.1) & (ORDERS <= 63)
+    published = divergences[low] - math.log(card["delta"]) / (ORDERS[low] - 1)
     return float(epsilon), max(float(classic), float(np.min(published)))

@@ -214,9 +214,12 @@ def conclude(
     done = finished(trials)
     rows = search_results.results(done)
     written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
-    replace(out / "results.jsonl", written, public=True)
+    # Results and prices tell how many ran. The price of the best of a drawn number needs that to
+    # stay secret.
+    public = number_of_runs(given) is None
+    replace(out / "results.jsonl", written, public=public)
     spent, said = costs(given, candidates, trials)
-    replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=True)
+    replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=public)
     print(f"\n{search_results.table(rows)}\n\n{said}", flush=True)
     if given.page:
         try:
@@ -230,7 +233,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     del argv  # flags alone
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
     candidates, out = candidates_from_flags(given), pathlib.Path(given.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(0o777 if number_of_runs(given) is None else 0o700, parents=True, exist_ok=True)
     if lock(out / "lock") is None:
         raise app.UsageError(f"another search is running in {out}; wait for it.")
     trials = {out / trial.name: trial for trial in planned(given, out, candidates)}

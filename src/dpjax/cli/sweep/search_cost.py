@@ -44,6 +44,13 @@ class Price(NamedTuple):
         return f"{epsilon:<16}{self.what}, by {self.method.upper()}: {self.holds}"
 
 
+class Unfinished(NamedTuple):
+    """What an unfinished run has spent, and whose data that protects; None if no file says it."""
+
+    event: dp_accounting.DpEvent
+    protects: str | None = None
+
+
 def card_of(folder: pathlib.Path) -> dict[str, Any]:
     """The privacy card of a finished run."""
     path = folder / "privacy.json"
@@ -56,16 +63,24 @@ def card_of(folder: pathlib.Path) -> dict[str, Any]:
         ) from error
 
 
-def spent_so_far(folder: pathlib.Path) -> dp_accounting.DpEvent:
-    """The event of an unfinished run; a run that never started has spent nothing."""
+def spent_so_far(folder: pathlib.Path) -> Unfinished:
+    """What an unfinished run has spent; a run that never started has spent nothing."""
     path, moments = folder / "run.json", folder / MOMENTS
     if not path.exists():
         if not moments.exists():
-            return dp_accounting.NoOpDpEvent()
+            return Unfinished(dp_accounting.NoOpDpEvent())
         # Stopped after its queries and before its first step, when no file described the run yet.
         with np.load(moments) as kept:
-            return accounting.compose(*map(accounting.gaussian, kept["multipliers"].tolist()))
-    return event_of(read_json(path)["mechanism"], training.earlier(folder)[-1].steps)
+            queries = map(accounting.gaussian, kept["multipliers"].tolist())
+            return Unfinished(accounting.compose(*queries))
+    mechanism = read_json(path)["mechanism"]
+    steps = training.earlier(folder)[-1].steps
+    return Unfinished(event_of(mechanism, steps), protects(mechanism))
+
+
+def protects(mechanism: Mapping[str, Any]) -> str:
+    """Whose data a described mechanism protects, in words: costs of others do not add."""
+    return f"{mechanism['neighbours']} neighbours of one {mechanism['unit']}"
 
 
 def event_of(mechanism: Mapping[str, Any], steps: int) -> dp_accounting.DpEvent:
@@ -77,7 +92,7 @@ def event_of(mechanism: Mapping[str, Any], steps: int) -> dp_accounting.DpEvent:
 
 def prices(
     cards: Sequence[Card],
-    others: Iterable[dp_accounting.DpEvent],
+    others: Sequence[Unfinished],
     number: tuple[str, float] | None,
     uncovered: str,
     possible: Sequence[Mechanism] = (),
@@ -86,19 +101,21 @@ def prices(
 
     Args:
       cards: The cards of finished runs.
-      others: The events of the other runs.
+      others: What the other runs have spent.
       number: The distribution and mean of the number of runs, if it was drawn.
       uncovered: Why the cost of some possible run is not known, or an empty text.
       possible: Mechanisms of runs that could have been drawn.
     """
-    relations = sorted({card["mechanism"]["neighbours"] for card in cards})
-    delta, relation = min(card["delta"] for card in cards), relations[0]
-    if len(relations) > 1:
+    # An unfinished run counts too: a relation is proved for all runs together or not at all.
+    of_cards = (protects(card["mechanism"]) for card in cards)
+    protected = {*of_cards, *(other.protects for other in others if other.protects)}
+    if len(protected) > 1:
         raise ValueError(
-            "The costs of these runs do not add: the runs protect "
-            f"{' and '.join(relations)} neighbours. "
+            "The costs of these runs do not add: the runs, finished or not, protect "
+            f"{' and '.join(sorted(protected))}. "
             "Usually --sampling was searched; make a search of each."
         )
+    delta, relation = min(card["delta"] for card in cards), cards[0]["mechanism"]["neighbours"]
     spent = [event_of(card["mechanism"], card["steps"]) for card in cards]
     kinds = _different(spent)
 
@@ -107,14 +124,14 @@ def prices(
         return accounting.epsilon(event, delta, method, relation), method
 
     one, by_one = max(cost(event) for event in kinds)
-    every, by_every = cost(accounting.compose(*spent, *others))
+    every, by_every = cost(accounting.compose(*spent, *(other.event for other in others)))
     alone = "right only if its settings were fixed without these data"
     together = "whichever is kept, and if all of them are published"
     found = [
         Price("one run alone", one, alone, by_one),
         Price("all runs together", every, together, by_every),
     ]
-    if any(mechanism.relation.value != relation for mechanism in possible):
+    if any(protects(mechanism.facts) not in protected for mechanism in possible):
         uncovered = "settings that were not run protect other neighbours"
     if number is not None:
         (name, mean), best, holds = number, None, uncovered
