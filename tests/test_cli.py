@@ -26,7 +26,7 @@ from dpjax import cli, data, models, schedules
 from dpjax._files import lock
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit import audited_run
-from dpjax.cli.flag_checks import USUAL_NAMES, cure
+from dpjax.cli.flag_checks import USUAL_NAMES, cure, writable_folder
 from dpjax.cli.train import FLAGS, build, job, names, run_files
 from dpjax.cli.train.flags import settings
 from dpjax.data.sources import SOURCES
@@ -230,11 +230,63 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
         ("{}:Batch", [], "batch_stats"),
         ("{}:Flat", [], "the model has no parameters"),
         ("mlp", ["--stream"], "expected one of the two"),
+        ("mlp", ["--model_options=name=3"], "this model has no field name; it has activation"),
+        ("mlp", ["--model_options=classes=3"], "multiple values for argument 'classes'"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_answered(workshop, model, more, answer):
     with pytest.raises(app.UsageError, match=rf"(?s){answer}"):
         planned(f"--model={model.format(workshop)}", *more)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--steps=1000000000000000"], "not an integer in the range"),
+        (["--epochs=1e300"], "below 2.14748e\\+09"),
+    ],
+)
+def test_more_steps_than_can_be_counted_are_refused(words, answer):
+    with pytest.raises(flags.Error, match=answer):
+        copy.deepcopy(FLAGS)(["train", *words])
+
+
+def test_a_plan_without_a_meaning_is_refused_in_one_sentence(workshop, monkeypatch):
+    scale = ["--features=scattering", "--normalization=data", "--norm_multiplier=-1"]
+    with pytest.raises(app.UsageError, match=r"no private run: .*noise_multiplier=-1\.0"):
+        planned(*scale)
+
+    def full(*_):
+        raise MemoryError("Unable to allocate 8 GiB")
+
+    monkeypatch.setattr(build, "build_mechanism", full)
+    with pytest.raises(app.UsageError, match="no private run: Unable to allocate 8 GiB"):
+        planned()
+
+
+def test_a_limit_that_no_number_of_steps_reaches_is_refused(workshop, monkeypatch):
+    monkeypatch.setattr(build, "_MOST_STEPS", 1000)
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", "--batch_size=20", "--noreport", "--max_epsilon=3"])
+    given(["train", "--noise_multiplier=1e8"])
+    with pytest.raises(app.UsageError, match="even 1,000 steps fit"):
+        job.plan(given)
+
+
+@pytest.mark.parametrize("out", ["afile", "afile/deeper", "/proc"])
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").touch()
+    with pytest.raises(app.UsageError, match=f"--out={out}: no file can be written into"):
+        writable_folder(out, pathlib.Path(out))
+    for name, words in {"sweep": ["--grid=bound=1"], "audit": ["run"]}.items():
+        command, binary = (importlib.import_module(f"dpjax.cli.{name}{m}") for m in ("", ".job"))
+        given = copy.deepcopy(command.FLAGS)
+        argv = given([name, *words, f"--out={out}"])
+        # Neither draws a run nor audits one.
+        monkeypatch.setattr(audited_run, "rebuild", lambda _: None)
+        with pytest.raises(app.UsageError, match=f"--out={out}: "):
+            binary.run(given, argv)
 
 
 def test_options_hold_lists(workshop):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import run_binary
+from absl import app
 from html_pages import parsed, text
 
 from dpjax.cli.compare import job
@@ -165,6 +166,28 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     assert curve([1.0, 4.0], [2.0, 3.0]) == [[2, 4], [[10, 10], [20, 20]]]
     with pytest.raises(Missing, match="at no step"):
         curve([1.0, inf], [None, 3.0])
+
+
+def test_an_accuracy_for_each_class_is_not_one(tmp_path):
+    folder = write(tmp_path / "a", [0.5, [0.5, 0.25]], {"seed": 1})
+    group = RunGroup("some", [read(folder, arrays=False)])
+    with pytest.raises(Missing, match="its accuracy is not one number"):
+        curve_of(group)
+    assert job.line(group)[1] == "none"
+
+
+@pytest.mark.parametrize("out", ["afile/x.html", "/proc/x.html", "taken", "page.html"])
+def test_a_page_that_cannot_be_written_is_refused_before_any_file(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", [0.5])
+    (tmp_path / "afile").touch()
+    for name in ("taken", "page.png"):
+        (tmp_path / name).mkdir()
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(job, "draw", lambda *_: ("<svg/>", b"", []))
+    with pytest.raises(app.UsageError, match=f"--out={out}: "):
+        job.compare(["run"], out)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.slow

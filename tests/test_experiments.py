@@ -276,7 +276,7 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
         ),
         (["--steps=3", "--epochs=2"], "--steps=3 --epochs=2.0: expected one of the two"),
         (["--max_epsilon=2"], "or a lower --target_epsilon. Nothing was spent"),
-        (["--bound=-1"], "these flags describe no private run: flat(bound=-1.0)"),
+        (["--bound=-1"], "these flags describe no private run: clipping.flat(bound=-1.0)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

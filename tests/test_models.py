@@ -219,6 +219,8 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 def test_an_unknown_field_is_answered_with_the_known_ones(name):
     with pytest.raises(ValueError, match="no field dept; it has activation, classes, "):
         models.by_name(name, 10, dept=3)
+    with pytest.raises(ValueError, match="no field name; it has activation, classes, "):
+        models.by_name(name, 10, **{"name": "a"})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import matplotlib.image
 import numpy as np
 import optax
 import pytest
+from absl import app
 from html_pages import parsed, text
 from mutation import kills
 from small_mechanisms import mechanism_with
@@ -29,6 +30,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.report import job
 from dpjax.mechanism import Spent, card
 from dpjax.reports import curves, figure_output, figures, layers, load_run, page, predictions, style
 
@@ -495,6 +497,81 @@ def test_damaged_files_are_refused_in_words(tmp_path):
         assert load_run.read(tmp_path, arrays=False).card == CARD, "no array is read"
 
 
+HOSTILE = "<img src=x onerror=alert(1)>$x^$"
+
+
+def hostile(value):
+    """The value with hostile text in place of every text, and a hostile name in every mapping."""
+    if isinstance(value, dict):
+        return {name: hostile(inner) for name, inner in value.items()} | {HOSTILE: HOSTILE}
+    if isinstance(value, list):
+        return [hostile(inner) for inner in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("foreign", ["", "it counts", "run.json describes another mechanism"])
+def test_no_text_of_a_file_is_html(foreign, tmp_path):
+    mechanism = mechanism_with(1000, 10, noise_multiplier=1.05, steps=10)
+    made = hostile({**json.loads(json.dumps(reports.card(mechanism, DELTA))), "seed_published": ""})
+    made["mechanism"] |= {"multiplier_and_steps": [[2.0, 10]], "format": card.FORMAT}
+    made["epsilon"][HOSTILE] = {"value": 9.0, "proven": True}
+    identity = {"mechanism": dict(made["mechanism"]), "--seed": HOSTILE}
+    if foreign == "it counts":
+        made["steps"] = HOSTILE
+    elif foreign:
+        del identity["mechanism"][HOSTILE]
+    rows = [row(step, method=HOSTILE, **{f"{HOSTILE}s_per_second": 1.0}) for step in (5, 10)]
+    write(tmp_path, rows, card=made, config=hostile(CONFIG), statement=STATEMENT + HOSTILE)
+    (tmp_path / "run.json").write_text(json.dumps(identity))
+    page = reports.report(tmp_path)
+    assert "<img" not in page.read_text()
+    words = text(parsed(page))
+    assert f"{HOSTILE}s per second" in words
+    assert (f"of an earlier run in this folder: {foreign}" in words) == bool(foreign)
+
+
+@pytest.mark.parametrize(
+    ("file", "arrays", "figure"),
+    [
+        ("diagnostics", {**DIAGNOSTICS, "norms": np.ones((4, 2))}, "gradients"),
+        ("evaluation", {"labels": LABELS[:2], "probabilities": PROBABILITIES}, "confusion"),
+        ("evaluation", {"labels": LABELS + 7, "probabilities": PROBABILITIES}, "confusion"),
+        ("evaluation", {"labels": LABELS, "probabilities": np.array(["a"])}, "confusion"),
+    ],
+    ids=["one bound for two groups", "two labels", "labels out of range", "text"],
+)
+def test_a_figure_without_meaning_costs_no_other_figure(
+    file, arrays, figure, tmp_path, monkeypatch
+):
+    kept = [plot for plot in figures.PLOTS if plot.name in (figure, "noise")]
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", kept)
+    np.savez(write(tmp_path) / f"{file}.npz", **arrays)
+    tree = parsed(reports.report(tmp_path))
+    assert set(badges(tree)) == {"noise"}
+    assert "its data cannot be drawn: " in text(tree.find(".//p[@id='left-out']"))
+
+
+def test_a_row_of_another_kind_has_a_page(tmp_path, monkeypatch):
+    """`fit` logs one accuracy for each class; null and text were written by others."""
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:3])
+    rows = [row(1, accuracy=[0.5, 0.25]), row(2, accuracy=[0.5, 0.25], nll="low", delta=None)]
+    run = load_run.read(write(tmp_path, rows, card=None))
+    assert math.isnan(run.accuracy)
+    assert math.isnan(run.delta)
+    assert run.stated == f" at delta {DELTA}"
+    tree = parsed(reports.report(tmp_path))
+    assert set(badges(tree)) == {"accuracy", "training_loss"}
+    assert "37.5 % at the end, 37.5 % at best. The line is the mean of 2 groups" in text(tree)
+    assert "test accuracy" not in text(tree.find(".//header"))
+
+
+def test_a_file_that_was_edited_is_answered(tmp_path, monkeypatch):
+    write(tmp_path, [row(10)], card={**CARD, "epsilon": [1.0]})
+    with pytest.raises(app.UsageError, match=r"does not hold what dpjax writes there .*edited"):
+        job.run(None, ["report", str(tmp_path)])
+
+
 def test_nulls_leave_gaps(tmp_path):
     rows = [row(step, accuracy=None if step == 2 else step / 4) for step in (1, 2, 3)]
     rows[0]["private"]["norm"] = [1.0, 3.0]
@@ -748,31 +825,57 @@ def test_a_live_plot_replaces_its_figure(notebook):
     assert all(image.startswith(b"\x89PNG") for image in images)
 
 
-@kills("reports/live.py", 'PRIVATE if hidden else ""', '""', case="named", slow=True)
-@pytest.mark.parametrize(
-    ("names", "labels", "note"),
-    [
-        ((), ["accuracy", "nll"], ""),
-        (("accuracy", "private/loss"), ["accuracy", "private/loss"], figures.PRIVATE),
-    ],
-    ids=["released", "named"],
+@pytest.fixture
+def pictures(notebook, monkeypatch):
+    """The figures of a live plot, with their notes."""
+    seen, real = [], figure_output.png
+    monkeypatch.setattr("dpjax.reports.live.png", lambda *given: seen.append(given) or real(*given))
+    return seen
+
+
+@kills(
+    "reports/live.py", "PRIVATE if hidden else", "RELEASED if hidden else", case="named", slow=True
 )
-def test_a_live_plot_shows_private_numbers_when_they_are_named(
-    names, labels, note, notebook, monkeypatch
-):
-    seen = []
-    monkeypatch.setattr("dpjax.reports.live.png", lambda *given: seen.append(given) or b"")
-    rows = [row(step, method="pld", bound=1.0, stop=0.0) for step in (1, 2)]
+@kills("reports/live.py", "else of_what_was_released(run)", "else RELEASED", case="bare", slow=True)
+@pytest.mark.parametrize(
+    ("names", "changes", "labels", "note"),
+    [
+        ((), {}, ["accuracy", "nll"], ""),
+        (("accuracy", "private/loss"), {}, ["accuracy", "private/loss"], figures.PRIVATE),
+        (("nll",), {"epsilon": math.inf}, ["nll"], figures.PRIVATE),
+        (("nll",), {"estimate": True}, ["nll"], figures.PRIVATE),
+    ],
+    ids=["released", "named", "bare", "estimated"],
+)
+def test_a_live_plot_says_what_is_not_for_release(names, changes, labels, note, pictures):
+    rows = [row(step, method="pld", bound=1.0, stop=0.0, **changes) for step in (1, 2)]
     reports.live_plot(*names)(rows)
-    ((figure, warning),) = seen
+    ((figure, warning),) = pictures
     assert [axes.get_ylabel() for axes in figure.axes] == labels
-    assert {axes.get_xlabel() for axes in figure.axes} == {"epsilon spent at delta 1e-05, by pld"}
     assert warning == note
 
 
-def test_a_live_plot_needs_a_notebook_and_a_number(notebook, monkeypatch):
-    with pytest.raises(ValueError, match=r"Return one from fit\(evaluate=...\)"):
-        reports.live_plot()([{"step": 1, "epsilon": 1.0, "private": {"loss": 1.0}}])
+def test_a_live_plot_ends_no_run(pictures, caplog, monkeypatch):
+    """Without a directory, an error in a figure would lose the state of a private run."""
+    names = ["test_loss", "gain_$x^$", "a/b"]
+    rows = [row(t, **dict.fromkeys(names, v), other=None) for t, v in ((1, 0.5), (2, None))]
+    reports.live_plot()(rows)
+    reports.live_plot("accurcy", "other")(rows)
+    (every, _), (named, _) = pictures
+    drawn = {axes.get_ylabel(): axes.get_title() for axes in (*every.axes, *named.axes)}
+    empty = dict.fromkeys(["other", "accurcy"], "no finite number so far")
+    assert drawn == {**dict.fromkeys(["accuracy", "nll", *names], ""), **empty}
+    assert {axes.get_xlabel() for axes in every.axes} == {"epsilon spent at delta 1e-05"}
+    assert not caplog.records
+    reports.live_plot()([{"step": 1, "epsilon": 1.0, "private": {"loss": 1.0}}])
+    monkeypatch.setattr(sys.modules["IPython.display"], "Image", None)
+    reports.live_plot("accuracy")(rows)
+    words = " ".join(record.getMessage() for record in caplog.records)
+    assert "Return one from fit(evaluate=...)" in words
+    assert "the figure was not drawn: 'NoneType' object is not callable" in words
+
+
+def test_a_live_plot_needs_a_notebook(notebook, monkeypatch):
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
     with pytest.raises(RuntimeError, match="In a script, use fit"):
         reports.live_plot()

@@ -128,11 +128,15 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     rates, zs = np.broadcast_arrays(
         np.asarray(sampling_rate, np.float64), np.asarray(multipliers, np.float64)
     )
+    steps = np.stack([rates.ravel(), zs.ravel()], axis=-1)
+    # Steps in a row first: sorting ten million equal steps would take a quarter of a minute.
+    begins = np.append(True, np.any(steps[1:] != steps[:-1], axis=1))[: len(steps)]
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=len(steps))
     # Composition does not depend on the order of steps, so equal steps are counted: an accountant's
     # time grows with distinct steps.
-    pairs, counts = np.unique(
-        np.stack([rates.ravel(), zs.ravel()], axis=-1), axis=0, return_counts=True
-    )
+    pairs, which = np.unique(steps[starts], axis=0, return_inverse=True)
+    counts = np.bincount(which.ravel(), lengths)
     return compose(
         *(subsampled_gaussian(z, q, int(n)) for (q, z), n in zip(pairs, counts, strict=True))
     )

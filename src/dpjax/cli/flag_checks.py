@@ -9,6 +9,8 @@ absl passes words that are not flags on to the program.  A program that ignores 
 from __future__ import annotations
 
 import math
+import pathlib
+import tempfile
 from collections.abc import Sequence
 
 from absl import app, flags
@@ -54,6 +56,21 @@ def not_empty(given: flags.FlagValues, name: str) -> None:
     flags.register_validator(
         name, lambda path: path is None or bool(path.strip()), words, flag_values=given
     )
+
+
+def writable_folder(out: str | pathlib.Path, folder: pathlib.Path, *, mode: int = 0o777) -> None:
+    """Makes the folder that ``--out=out`` writes into; refuses one that cannot hold a new file."""
+    try:
+        folder.mkdir(mode, parents=True, exist_ok=True)
+        # Permissions do not tell: the file system may be read-only, or one of the kernel's.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise app.UsageError(
+            f"--out={out}: no file can be written into the folder {folder} ({error}). Usually a "
+            "file has its name or that of a folder above it, or it belongs to another user. Give "
+            "another --out."
+        ) from error
 
 
 def in_range(

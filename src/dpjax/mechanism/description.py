@@ -41,6 +41,7 @@ from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Samp
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
 _UNITS = ("example", "client")
+_MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,12 @@ class Mechanism:
         checks.one_of("Mechanism", "neighbours", self.neighbours, (*Neighbours, None), hint)
         hint = "For epochs: round(epochs * examples / batch_size)."
         steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0)
+        if steps > _MOST_STEPS:
+            raise ValueError(
+                f"Mechanism(steps={steps}): expected at most {_MOST_STEPS:,} steps, because the "
+                "counter that gives each step its noise is an int32. Usually a number has digits "
+                "too many, or examples were counted in place of steps."
+            )
         object.__setattr__(self, "steps", steps)
         multiplier = planned(noise.plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)

@@ -75,7 +75,7 @@ NAMES: tuple[str, ...] = tuple(_NAMED)
 
 
 def by_name(
-    name: str, classes: int, *, activation: Activation | None = None, **options: Any
+    name: str, /, classes: int, *, activation: Activation | None = None, **options: Any
 ) -> nn.Module:
     """Finds a model by name, for command lines and configurations.
 

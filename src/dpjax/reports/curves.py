@@ -31,7 +31,7 @@ def accuracy(figure: Figure, run: Run) -> str:
     """Test accuracy against the epsilon spent."""
     y = 100 * run.series("accuracy")
     against_epsilon(figure.subplots(), run, y, "test accuracy (%)", "blue")
-    return f"{_last(y):.1f} % at the end, {np.nanmax(y):.1f} % at best."
+    return f"{_last(y):.1f} % at the end, {_means(y).max():.1f} % at best.{_groups(y)}"
 
 
 def test_loss(figure: Figure, run: Run) -> str:
@@ -42,7 +42,7 @@ def test_loss(figure: Figure, run: Run) -> str:
     except Missing:
         y = run.series("test_loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
-    return f"{_last(y):.3g} at the end, {np.nanmin(y):.3g} at best."
+    return f"{_last(y):.3g} at the end, {_means(y).min():.3g} at best.{_groups(y)}"
 
 
 def training_loss(figure: Figure, run: Run) -> str:
@@ -182,7 +182,8 @@ def against_epsilon(axes: Axes, run: Run, y: np.ndarray, name: str, color: str) 
         x, label = run.series("epsilon")[:, 0], f"epsilon spent{run.stated}"
     except Missing:
         x, label = _steps(run), "step (epsilon is not finite)"
-    axes.set(xlabel=label, ylabel=name)
+    axes.set_xlabel(label, parse_math=False)
+    axes.set_ylabel(name, parse_math=False)
     band(axes, x, y, color, **DOTS)
 
 
@@ -210,7 +211,11 @@ def _groups(table: np.ndarray) -> str:
     return f" The line is the mean of {width} groups, the band their range." if width > 1 else ""
 
 
+def _means(table: np.ndarray) -> np.ndarray:
+    """The mean over groups of each row that has a number."""
+    return np.nanmean(table[~np.isnan(table).all(axis=1)], axis=1)
+
+
 def _last(table: np.ndarray) -> float:
     """The mean over groups of the last row that has a number."""
-    rows = table[~np.isnan(table).all(axis=1)]
-    return float(np.nanmean(rows[-1]))
+    return float(_means(table)[-1])

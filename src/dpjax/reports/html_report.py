@@ -86,6 +86,9 @@ def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
             figures.append(draw(plot, run))
         except Missing as reason:
             absent.append((plot, str(reason)))
+        # A file may hold anything, and one figure of it must not cost the page.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            absent.append((plot, f"its data cannot be drawn: {error}"))
     return figures, absent
 
 
@@ -101,7 +104,8 @@ def _header(run: Run) -> Iterator[str]:
         yield f'<p class="notice">{escape(seed_notice(run.seed))}</p>'
     if run.foreign:
         yield (
-            f'<p class="notice">privacy.json is of an earlier run in this folder: {run.foreign}. '
+            f'<p class="notice">privacy.json is of an earlier run in this folder: '
+            f"{escape(run.foreign)}. "
             "This page leaves out the card and the files written with it. This run writes its own "
             "when it ends.</p>"
         )
@@ -121,7 +125,7 @@ def _header(run: Run) -> Iterator[str]:
     for name, number, small in numbers:
         if number:
             words = f"<dd><small>{escape(small)}</small></dd>" if small else ""
-            yield f'<div><dt>{name}</dt><dd class="big">{number}</dd>{words}</div>'
+            yield f'<div><dt>{escape(name)}</dt><dd class="big">{number}</dd>{words}</div>'
     yield "</dl>\n</header>"
 
 

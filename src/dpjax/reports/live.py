@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from dpjax.reports.curves import against_epsilon
 from dpjax.reports.figure_output import png
-from dpjax.reports.figures import PRIVATE
-from dpjax.reports.load_run import Run
+from dpjax.reports.figures import PRIVATE, RELEASED, of_what_was_released
+from dpjax.reports.load_run import Missing, Run
 from dpjax.reports.style import WIDTH, canvas, style
 
 # What `fit` itself writes into a row; `evaluate` returns the other numbers.
@@ -36,28 +37,34 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
         returns. ``"private/loss"`` is the loss of the drawn examples.
 
     Returns:
-      A function of the rows of the log, which draws them.
+      A function of the rows of the log, which draws them. It logs what keeps it from drawing,
+      and raises nothing: a run is worth more than its figure.
 
     Raises:
       RuntimeError: No notebook runs here, so no figure could be seen.
 
     Privacy:
-      Numbers under ``private/`` are computed without noise, and the figure then says so. A notebook
-      keeps its figures: remove this one before you publish the notebook.
+      Numbers under ``private/`` are computed without noise, and the figure then says so, as it does
+      where epsilon is infinite. A notebook keeps its figures: remove such a one before you publish
+      the notebook, and any figure of a run with a published seed, which no row mentions.
     """
     show = _shown()
     with style():  # without Matplotlib this raises, before any step runs
         pass
 
     def plot(rows: Sequence[Mapping[str, Any]]) -> None:
-        drawn = names or _evaluated(rows[-1])
-        if not drawn:
-            raise ValueError(
-                "reports.live_plot: the log has no number to draw. Return one from "
-                "fit(evaluate=...), such as {'accuracy': 0.9}, or name one: "
-                "live_plot('private/loss')."
-            )
-        show(_figure([dict(row) for row in rows], drawn))
+        # Private data are paid for by now, and without a directory an error would lose the state.
+        try:
+            if drawn := names or _evaluated(rows):
+                show(_figure([dict(row) for row in rows], drawn))
+            else:
+                logging.warning(
+                    "reports.live_plot: the log has no number to draw. Return one from "
+                    "fit(evaluate=...), such as {'accuracy': 0.9}, or name one: "
+                    "live_plot('private/loss')."
+                )
+        except Exception as error:
+            logging.error("reports.live_plot: the figure was not drawn: %s", error)
 
     return plot
 
@@ -66,17 +73,30 @@ def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
     """The rows as PNG: a panel for each number, one above the other."""
     run = Run(pathlib.Path(), rows)
     hidden = any(name.startswith("private/") for name in names)
+    badge = PRIVATE if hidden else of_what_was_released(run)
     with style():
         figure = canvas(WIDTH, 0.5 + 1.9 * len(names))
         for axes, name in zip(np.ravel(figure.subplots(len(names))), names, strict=True):
             color = "clay" if name.startswith("private/") else "blue"
-            against_epsilon(axes, run, run.series(*name.split("/")), name, color)
-        return png(figure, PRIVATE if hidden else "")
+            try:
+                # A name of `evaluate` may have a slash of its own.
+                y = run.series(*(name.split("/", 1) if color == "clay" else [name]))
+            except Missing:
+                y = np.full((len(rows), 1), np.nan)
+                axes.set_title("no finite number so far")
+            against_epsilon(axes, run, y, name, color)
+        return png(figure, "" if badge == RELEASED else badge)
 
 
-def _evaluated(row: Mapping[str, Any]) -> list[str]:
-    kept = (name for name in row if name not in _OF_FIT and not name.endswith("_per_second"))
-    return [name for name in kept if isinstance(row[name], float)]
+def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of all rows, in their order; a number that is not finite is null."""
+    found = dict.fromkeys(
+        name
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, float | list | None)
+    )
+    return [name for name in found if name not in _OF_FIT and not name.endswith("_per_second")]
 
 
 def _shown() -> Callable[[bytes], None]:

@@ -109,7 +109,7 @@ class Run(NamedTuple):
             # An estimate in the log is no bound, so the page must not print it as one.
             if last.get("estimate"):
                 return {"any method": math.inf}
-            return {last.get("method", "the log"): float(last.get("epsilon", math.inf))}
+            return {str(last.get("method", "the log")): _number(last.get("epsilon"), math.inf)}
         values = {
             method: float(claim["value"])
             for method, claim in self.card["epsilon"].items()
@@ -126,12 +126,11 @@ class Run(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The test accuracy of the released parameters, a fraction; NaN if it was not measured.
+        """The test accuracy of the released parameters, a fraction; NaN if it is not one number.
 
         An earlier row's accuracy is of earlier parameters, so it never stands in for the last one.
         """
-        last = self.rows[-1].get("accuracy")
-        return math.nan if last is None else float(last)
+        return _number(self.rows[-1].get("accuracy"))
 
     @property
     def stated(self) -> str:
@@ -139,9 +138,8 @@ class Run(NamedTuple):
 
         Logs of earlier versions do not name the accountant.
         """
-        deltas = {
-            f" at delta {upwards(row['delta'], '.3g')}" for row in self.rows if "delta" in row
-        }
+        found = {_number(row.get("delta")) for row in self.rows}
+        deltas = {f" at delta {upwards(d, '.3g')}" for d in found if not math.isnan(d)}
         methods = {
             f" by {row['method']}{' (an estimate)' * bool(row.get('estimate'))}"
             for row in self.rows
@@ -158,7 +156,7 @@ class Run(NamedTuple):
     @property
     def delta(self) -> float:
         """The delta at which epsilon is stated."""
-        return float((self.card or self.rows[-1]).get("delta", math.nan))
+        return _number((self.card or self.rows[-1]).get("delta"))
 
 
 def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
@@ -218,6 +216,11 @@ def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"{path}: holds no whole line yet, so there is nothing to show.")
     return rows
+
+
+def _number(value: Any, otherwise: float = math.nan) -> float:
+    """A number of the log; ``otherwise`` for null, text, or one number per group."""
+    return float(value) if isinstance(value, int | float) else otherwise
 
 
 def _text(path: pathlib.Path) -> str | None:

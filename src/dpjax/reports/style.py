@@ -102,10 +102,10 @@ def canvas(width: float = 6.4, height: float = 3.1) -> Figure:
 
 
 def panel(figure: Figure, x: str, y: str) -> Axes:
-    """The only axes of a figure, with their labels."""
+    """The only axes of a figure, with their labels, in which a dollar sign is one."""
     axes = figure.subplots()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_xlabel(x, parse_math=False)
+    axes.set_ylabel(y, parse_math=False)
     return axes
 
 

@@ -20,6 +20,7 @@ from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit import audited_run
+from dpjax.cli.flag_checks import writable_folder
 from dpjax.mechanism.card import strict
 from dpjax.reports import style
 from dpjax.reports.figure_output import png
@@ -66,6 +67,7 @@ def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
 def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) -> list[Line]:
     """Audits the run in a folder, and writes figures and plot into another."""
     run = audited_run.rebuild(folder)
+    writable_folder(out, out)  # before the audits, which take minutes
     delta, claimed = run.run.delta, run.run.epsilon
     name = "one step in which the row is drawn"
     step = line_of_step(audited_run.step(run, given.pairs, OF_A_STEP), delta, name)
@@ -87,7 +89,6 @@ def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) 
     lines = [step, second, third]
     audits = [line._asdict() for line in lines]
     facts = {"run": str(folder), "delta": delta, "publish": PRIVATE, "audits": audits}
-    out.mkdir(parents=True, exist_ok=True)
     replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
     replace(out / "audit.png", draw(lines, found, scores, delta))
     return lines

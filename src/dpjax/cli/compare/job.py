@@ -17,6 +17,7 @@ from absl import app, flags
 
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.flag_checks import writable_folder
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
@@ -75,6 +76,8 @@ def curve(group: RunGroup) -> tuple[np.ndarray, np.ndarray]:
 
     A step is left out where any of its runs has no finite epsilon: it has no place on that axis.
     """
+    if any(run.series("accuracy").shape[1] > 1 for run in group.runs):
+        raise Missing("its accuracy is not one number")
     series = [
         [run.series(name)[:, 0] for name in ("step", "epsilon", "accuracy")] for run in group.runs
     ]
@@ -146,6 +149,13 @@ def compare(
             f"--out={out}: expected the name of the page, such as {out.with_suffix('.html')}; its "
             "figure is written beside it, as a PNG of the same name, and would replace it."
         )
+    for path in (out, out.parent / f"{out.stem}.png"):
+        if path.is_dir():
+            raise app.UsageError(
+                f"--out={out}: {path} is a folder; expected the name of the page, with a place for "
+                f"its figure beside it, such as {path / 'comparison.html'}."
+            )
+    writable_folder(out, out.parent)
     runs, unread = [], []
     # One folder under two names, as a1 and a1/, is one run.
     for directory in {pathlib.Path(each).resolve(): each for each in directories}.values():
@@ -162,7 +172,6 @@ def compare(
     # The figure shows all runs, so the strictest of their badges holds for it.
     badge = next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
     image, picture, absent = draw(groups, badge)
-    out.parent.mkdir(parents=True, exist_ok=True)
     replace(out.with_suffix(".png"), picture, public=badge == RELEASED)
     notices = [
         cost or price(runs),

@@ -18,7 +18,7 @@ from dpjax import accounting, noise
 from dpjax._files import lock, read_json, replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.compare.job import compare
-from dpjax.cli.flag_checks import cure
+from dpjax.cli.flag_checks import cure, writable_folder
 from dpjax.cli.sweep import (
     child_processes,
     possible_runs,
@@ -233,7 +233,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     del argv  # flags alone
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
     candidates, out = candidates_from_flags(given), pathlib.Path(given.out)
-    out.mkdir(0o777 if number_of_runs(given) is None else 0o700, parents=True, exist_ok=True)
+    # The names of subfolders tell how many ran.
+    writable_folder(given.out, out, mode=0o777 if number_of_runs(given) is None else 0o700)
     if lock(out / "lock") is None:
         raise app.UsageError(f"another search is running in {out}; wait for it.")
     trials = {out / trial.name: trial for trial in planned(given, out, candidates)}

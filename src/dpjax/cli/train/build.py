@@ -45,6 +45,8 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "huber": lambda: losses.one_hot(losses.huber()),
 }
 
+_MOST_STEPS = 10_000_000  # that `--max_epsilon` alone plans: weeks of training
+
 # Each takes the parsed flags, the learning rate or its schedule, and the mechanism.
 OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTransformation]] = {
     "sgd": lambda given, rate, _: optax.sgd(rate, momentum=given.momentum),
@@ -104,7 +106,7 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
         if given.model == "mlp":
             options["features"] = tuple(map(int, given.hidden))
         return models.by_name(given.model, classes, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise app.UsageError(f"--model={given.model}: {error}") from error
 
 
@@ -231,6 +233,7 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
         given.max_epsilon,
         *by,
         mechanism.relation,
+        _MOST_STEPS,
     )
     if not found:
         none, one = (dataclasses.replace(mechanism, steps=n).epsilon(*by) for n in (0, 1))
@@ -240,6 +243,12 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
             f"bring it to {upwards(one)}. Usually the noise is too small: raise "
             f"--noise_multiplier={given.noise_multiplier:g} or --max_epsilon, or lower "
             f"--batch_size={given.batch_size}."
+        )
+    if found == _MOST_STEPS:
+        raise app.UsageError(
+            f"--noise_multiplier={given.noise_multiplier:g} --max_epsilon={given.max_epsilon:g}: "
+            f"even {found:,} steps fit. Usually the noise is far too large: lower it, or give "
+            "--steps or --epochs too."
         )
     return found
 

@@ -134,8 +134,9 @@ _privacy.choice(
 _privacy.whole("bands", 16, "Bands of correlated noise, and parts of cyclic_poisson.", 1)
 _privacy.whole("batch_size", 512, "Expected size of a batch.", 1)
 _privacy.number("epochs", 40, "Number of epochs.")
-in_range(FLAGS, "epochs", 0)
-_privacy.whole("steps", None, "Number of steps, in place of --epochs.", 0)
+# An epoch has a step at least, and `dpjax.Mechanism` counts steps in an int32.
+in_range(FLAGS, "epochs", 0, 2**31)
+_privacy.whole("steps", None, "Number of steps, in place of --epochs.", 0, 2**31 - 1)
 _privacy.whole(
     "seed",
     None,

@@ -26,6 +26,7 @@ import dpjax
 from dpjax import data, features, losses, meshes, noise, reports, training, trees
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache, process_flags
+from dpjax.cli.flag_checks import writable_folder
 from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
@@ -94,8 +95,6 @@ def plan(given: flags.FlagValues) -> Planned:
     assert dataset.classes is not None  # names.check_dataset refuses the others
     model = build.build_model(given, dataset.classes)
     loss = build.build_loss(given)
-    normalization = inputs.build_normalization(given, dataset.examples)
-    queries = () if normalization is None else normalization.multipliers
     if given.batch_size > dataset.examples:
         raise app.UsageError(
             f"--batch_size={given.batch_size}: the training part of {dataset.name} has "
@@ -103,8 +102,10 @@ def plan(given: flags.FlagValues) -> Planned:
             f"{given['batch_size'].default}: give --batch_size={max(1, dataset.examples // 8)}."
         )
     try:
+        normalization = inputs.build_normalization(given, dataset.examples)
+        queries = () if normalization is None else normalization.multipliers
         mechanism = build.build_mechanism(given, dataset.examples, queries)
-    except ValueError as error:
+    except (MemoryError, ValueError) as error:  # a table of all steps may not fit
         raise app.UsageError(f"these flags describe no private run: {error}") from error
     optimizer = build.build_optimizer(given, mechanism)
     per_epoch = None
@@ -216,13 +217,7 @@ def secret_key() -> Any:
 @contextlib.contextmanager
 def prepared(folder: pathlib.Path, overwrite: bool) -> Iterator[None]:
     """Makes and locks the folder of the run; deletes the run that is there, if asked to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise app.UsageError(
-            f"--out={folder}: this folder cannot be made ({error}). Usually a file has its name, "
-            "or the folder above it cannot be written."
-        ) from error
+    writable_folder(folder, folder)
     with hold(folder):
         if overwrite:
             training.forget(folder)
