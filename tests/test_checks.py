@@ -46,6 +46,9 @@ def test_a_wrong_value_is_named_with_what_was_expected(check, wrong):
 
 def test_the_least_and_the_choices_are_kept():
     assert checks.whole("f", "n", 0, least=0) == 0
+    assert checks.whole("f", "n", 7, most=7) == 7
+    with pytest.raises(ValueError, match="at least 1 and at most 7"):
+        checks.whole("f", "n", 8, most=7)
     assert checks.whole_or_none("f", "n", 2.0) == 2
     assert checks.whole_or_none("f", "n", None) is None
     assert checks.not_negative("f", "n", math.inf) == math.inf

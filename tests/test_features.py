@@ -205,6 +205,9 @@ def test_group_norm_is_the_definition():
     np.testing.assert_allclose(features.group_norm(x[1], groups=2), got[1], atol=1e-6)
     with pytest.raises(ValueError, match="6 channels are not divided"):
         features.group_norm(x, groups=4)
+    assert np.array_equal(features.group_norm(x, groups=2.0), got)
+    with pytest.raises(ValueError, match=r"groups=1\.5\): expected a whole number"):
+        features.group_norm(x, groups=1.5)
 
 
 def test_normalize():

@@ -84,6 +84,28 @@ def test_huge_logits_stay_finite(loss, label):
     assert jnp.isfinite(slope).all()
 
 
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal(0.5), losses.focal(2.0)])
+def test_gradients_of_large_logits_are_exact(loss):
+    slope = lambda *logits, label: jax.grad(loss)(jnp.array(logits), label)  # noqa: E731
+    for size in (1e3, 1e7, 1e30):
+        assert slope(size, size / 2, -size, label=2).tolist() == [1, 0, -1]
+        assert not slope(size, size / 2, -size, label=0).any()
+    near = slope(1e7, 1e7 + 1, label=0) - slope(0.0, 1.0, label=0)  # the difference alone counts
+    np.testing.assert_allclose(near, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_classes_that_are_ruled_out_leave_focal_finite(gamma):
+    for logits in ([3.0], [3.0, -np.inf], [3.0, -np.inf, -np.inf]):
+        value, slope = jax.value_and_grad(losses.focal(gamma))(jnp.array(logits), 0)
+        assert value == 0
+        assert not slope.any()
+    some = jax.value_and_grad(losses.focal(gamma))
+    masked, fewer = some(jnp.array([3.0, -jnp.inf, 2.0]), 0), some(jnp.array([3.0, 2.0]), 0)
+    np.testing.assert_allclose(masked[0], fewer[0], rtol=1e-6)
+    np.testing.assert_allclose(masked[1][jnp.array([0, 2])], fewer[1], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "loss", [losses.cross_entropy, losses.focal(), losses.one_hot(losses.squared_error)]
 )

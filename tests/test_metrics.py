@@ -110,6 +110,18 @@ def test_lists_are_arrays_and_float64_is_no_warning():
         metrics.accuracy(logits.tolist(), [0, 1, 3])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_numbers_are_logits_and_text_is_not(name):
+    logits = np.round(4 * LOGITS)
+    function = getattr(metrics, name)
+    for kind in (np.int64, np.int8):
+        got, want = function(logits.astype(kind), LABELS), function(logits, LABELS)
+        assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
+    for wrong in (logits.astype(str), logits.astype(complex)):
+        with pytest.raises(ValueError, match=r"got logits of type .* expected real"):
+            function(wrong, LABELS)
+
+
 def test_no_bins_are_refused():
     with pytest.raises(ValueError, match=r"bins=0.*at least 1.*15 is usual"):
         metrics.ece(LOGITS, LABELS, bins=0)

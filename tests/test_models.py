@@ -12,6 +12,7 @@ import pytest
 from flax import traverse_util
 from scipy import special
 
+import dpjax
 from dpjax import activations, clipping, losses, models, testing
 from dpjax.models import initial, parts, pretrained
 
@@ -277,6 +278,15 @@ def test_group_norm_of_an_example_alone_is_that_of_the_formula():
         got, ((grouped - mean) / np.sqrt(var + 1e-5)).reshape(x.shape), atol=1e-5
     )
 
+    far, _ = Norm().init_with_output(KEY, x + 3000)  # std 1: x^2 in float32 has no digit of it
+    np.testing.assert_allclose(far, got, atol=1e-3)
+
+
+@pytest.mark.parametrize("groups", [2.5, 0, "2"])
+def test_groups_are_a_whole_number(groups):
+    with pytest.raises(ValueError, match=r"models\.group_norm\(groups=.*It divides the channels"):
+        parts.group_norm(jnp.zeros((2, 2, 4)), groups)
+
 
 def test_a_standardised_kernel_keeps_the_variance_and_forgets_the_mean():
     x, kernel = RNG.normal(size=(1, 40, 40, 8)).astype("f4"), RNG.normal(size=(3, 3, 8, 6))
@@ -298,6 +308,24 @@ def test_padding_changes_no_output():
     np.testing.assert_allclose(full, cut, atol=1e-5)
     assert np.isfinite(apply({"params": params}, np.zeros(4, int))).all()
     assert not np.allclose(TEXT.clone(padding=None).apply({"params": params}, x), full)
+
+
+@pytest.mark.parametrize("layout", ["pre-norm", "bert"])
+@pytest.mark.parametrize("padding", [0, -1])
+def test_a_token_without_a_vector_is_not_the_last_word(layout, padding):
+    model = TEXT.clone(layout=layout, segments=2, padding=padding)
+    texts = np.array([[3, 5, 2, padding], [3, -100, 2, padding], [3, 9, 2, 1], [3, 5, 2, padding]])
+    segments = np.array([[0, 0, 1, -1], [0, 0, 1, 0], [0, 0, 1, 0], [0, -1, 1, 0]])
+    params = some_params(model, (texts[0], segments[0]))
+    logits = jax.jit(model.apply)({"params": params}, (texts, segments))
+    # What stands at padding is not read.
+    assert np.array_equal(np.isnan(logits).all(axis=-1), [False, True, True, True])
+    assert np.isfinite(logits[0]).all()
+    loss = losses.of(model, losses.cross_entropy)
+    for engine in ("vmap", "ghost"):
+        clipped = dpjax.clipped_grad(loss, clipping.flat(1.0), engine=engine)
+        norms = jax.jit(clipped)(params, ((texts, segments), np.zeros(4, int))).norms
+        assert np.array_equal(np.isfinite(norms[:, 0]), [True, False, False, False])
 
 
 # Published layouts, written and computed here with NumPy alone.
@@ -458,6 +486,20 @@ def test_a_truncated_safetensors_file_is_named(tmp_path, keep):
         pretrained.read_safetensors(path)
 
 
+def test_a_safetensors_file_of_other_types_or_of_brackets(tmp_path):
+    def written(header, blob=b""):
+        path = tmp_path / "x.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + blob)
+        return path
+
+    entry = b'{"a": {"dtype": "%s", "shape": [1], "data_offsets": [0, 4]}}'
+    assert pretrained.read_safetensors(written(entry % b"U32", b"\x03\0\0\0"))["a"] == 3
+    with pytest.raises(ValueError, match="a has the type 'F4'; expected one of F64"):
+        pretrained.read_safetensors(written(entry % b"F4", b"\0" * 4))
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        pretrained.read_safetensors(written(b"[" * 100_000 + b"]" * 100_000))
+
+
 def vit_in_numpy(w, image, patch, heads, depth):
     """The Vision Transformer in NumPy, from the published names."""
     side = image.shape[0] // patch
@@ -535,6 +577,20 @@ def test_weights_of_another_vit_are_refused_by_name(tmp_path, model, shape, word
         models.load_vit(tmp_path / "w.npz", empty_params(model, jnp.zeros(shape)))
 
 
+@pytest.mark.parametrize("sides", [8, 12])
+@pytest.mark.parametrize(
+    "weight", ["Transformer/posembed_input/pos_embedding", "Transformer/encoder_norm/scale"]
+)
+@pytest.mark.parametrize("value", [np.nan, 1e300, "a", 1j])
+def test_weights_that_are_not_finite_numbers_are_refused_by_name(tmp_path, sides, weight, value):
+    weights = vit_weights()
+    weights[weight] = np.full(weights[weight].shape, value)
+    np.savez(tmp_path / "w.npz", **weights)
+    image = jnp.zeros((sides, sides, 3))
+    with pytest.raises(ValueError, match=rf"w\.npz: has NaN, infinity .* in {weight} \("):
+        models.load_vit(tmp_path / "w.npz", empty_params(VIT, image))
+
+
 def test_files_that_are_no_weights(tmp_path):
     with pytest.raises(FileNotFoundError, match="dpjax downloads no weights"):
         models.load_vit(tmp_path / "missing.npz", {})
@@ -545,7 +601,10 @@ def test_files_that_are_no_weights(tmp_path):
     np.savez_compressed(tmp_path / "packed.npz", a=np.arange(1000))
     packed = bytearray((tmp_path / "packed.npz").read_bytes())
     packed[300] ^= 255
-    for damaged in (whole[:40], packed):
+    method = bytearray((tmp_path / "packed.npz").read_bytes())
+    method[method.rfind(b"PK\x01\x02") + 10] = 77  # a compression that zipfile does not have
+    np.save(tmp_path / "lone.npy", np.ones(3))
+    for damaged in (whole[:40], packed, method, (tmp_path / "lone.npy").read_bytes()):
         (tmp_path / "damaged.npz").write_bytes(damaged)
         with pytest.raises(ValueError, match="broke off"):
             models.load_vit(tmp_path / "damaged.npz", {})

@@ -72,6 +72,14 @@ def test_piecewise_has_five_treads():
     np.testing.assert_array_equal(got, np.float32([1, 1, 2, 3, 3, 4, 5]))
 
 
+def test_the_ends_of_short_curricula_are_those_of_the_docstring():
+    last = {T: schedules.SHAPES["piecewise"](np.arange(T), T)[-1] for T in range(1, 7)}
+    assert last == {1: 0, 2: 1 / 2, 3: 3 / 4, 4: 3 / 4, 5: 1, 6: 1}
+    for name in set(schedules.SHAPES) - {"piecewise", "logarithmic"}:
+        for epochs in range(2, 7):
+            assert schedules.SHAPES[name](np.arange(epochs), epochs)[-1] == 1
+
+
 def test_a_constant_and_a_schedule_in_python():
     for schedule, value in ((schedules.constant(1.5), 1.5), (lambda _: 2, 2)):
         np.testing.assert_array_equal(schedules.values(schedule, 3), np.float32([value] * 3))
@@ -105,6 +113,7 @@ def test_a_schedule_returns_one_number(given, words):
         (lambda: schedules.table([1.0, -1.0]), "past its last epoch"),
         (lambda: schedules.table([float("nan")]), "none negative"),
         (lambda: schedules.table([1.0], steps_per_epoch=0), "steps_per_epoch"),
+        (lambda: schedules.table([1.0], steps_per_epoch=2**31), "and at most 2147483647"),
         (lambda: schedules.CURRICULA["linear-down"](epochs=0), "at least 1"),
         (lambda: schedules.curriculum("cubic", 5, 1, epochs=3, steps_per_epoch=1), "quadratic"),
     ],

@@ -54,11 +54,14 @@ def number(call: str, name: str, value: Any, hint: str = "") -> float:
     return float(value)
 
 
-def whole(call: str, name: str, value: Any, hint: str = "", *, least: int = 1) -> int:
-    """A whole number of at least ``least``; 3.0 is 3."""
+def whole(
+    call: str, name: str, value: Any, hint: str = "", *, least: int = 1, most: float = math.inf
+) -> int:
+    """A whole number from ``least`` to ``most``; 3.0 is 3."""
     found = number(call, name, value, hint)
-    if found % 1 != 0 or found < least:
+    if found % 1 != 0 or not least <= found <= most:
         expected = f"a whole number, at least {least}"
+        expected += "" if most == math.inf else f" and at most {most}"
         raise ValueError(_message(call, name, value, expected, hint))
     return int(value)
 

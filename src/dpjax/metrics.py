@@ -10,7 +10,7 @@ out of range.
 |---|---|
 | NaN among the logits | no prediction: wrong, and in no column of the table; the rest is NaN |
 | no example of a class | NaN for that class |
-| bfloat16, float16 | probabilities, sums and counts are float32 |
+| bfloat16, float16, whole numbers | probabilities, sums and counts are float32 |
 
 These numbers have no noise: on training data they are as private as the data.
 """
@@ -26,7 +26,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Integer
 
-from dpjax import checks, trees
+from dpjax import checks
 from dpjax._foreign import native
 
 __all__ = [
@@ -132,7 +132,7 @@ def nll(
     """
     logits, labels = _batch("nll", logits, labels)
     # From the logits: a probability that underflows to 0 would make the mean infinite.
-    scores = jax.nn.log_softmax(logits.astype(trees.wide(logits.dtype)))
+    scores = jax.nn.log_softmax(_wide(logits))
     return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
 
 
@@ -162,7 +162,7 @@ def reliability(
     logits, labels = _batch("reliability", logits, labels)
     checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
     # In float32 or wider: bfloat16 has 128 values between 1/2 and 1, where confidences lie.
-    confidence = jax.nn.softmax(logits.astype(trees.wide(logits.dtype))).max(axis=-1)
+    confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
     right = _predicted(logits) == labels
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
     # NaN is at -1 here, and rounding may put a confidence of 1 beyond the last bin.
@@ -242,6 +242,11 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
     return jnp.where(jnp.isnan(logits).any(axis=-1), logits.shape[-1], logits.argmax(axis=-1))
 
 
+def _wide(logits: Array) -> Array:
+    """Logits, also whole numbers, in float32 or wider."""
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
 def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
     """Logits and labels as JAX arrays; raises unless they belong to one batch."""
     logits, labels = (
@@ -249,6 +254,13 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
         for called, x in (("logits", logits), ("labels", labels))
     )
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
+    if not any(
+        jnp.issubdtype(logits.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
+    ):
+        raise ValueError(
+            f"metrics.{name}: got logits of type {logits.dtype}; expected real numbers, one score "
+            "for each class. Usually text, predictions or complex numbers were passed."
+        )
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
         raise ValueError(
             f"metrics.{name}: got logits of shape {logits.shape} and labels of shape "

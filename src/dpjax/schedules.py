@@ -53,7 +53,9 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
             "none negative. A schedule that falls below 0 usually runs past its last epoch."
         )
     hint = "It is round(examples / batch_size), or 1 for a value a step."
-    each = checks.whole("schedules.table", "steps_per_epoch", steps_per_epoch, hint)
+    # A step is an int32, which cannot be divided by more.
+    most = 2**31 - 1
+    each = checks.whole("schedules.table", "steps_per_epoch", steps_per_epoch, hint, most=most)
 
     def schedule(step: ArrayLike) -> Float[Array, "..."]:
         epoch = jnp.asarray(step) // each
@@ -145,7 +147,7 @@ def _logarithmic(t: np.ndarray, epochs: int) -> np.ndarray:
 
 
 def _piecewise(t: np.ndarray, epochs: int) -> np.ndarray:
-    """``floor(5t / T) / 4``: five plateaus; if 5 does not divide T, their lengths differ by 1."""
+    """``floor(5t / T) / 4``: five plateaus; lengths differ by 1 unless 5 divides T."""
     return (5 * t.astype(np.int64)) // epochs / 4
 
 
@@ -165,9 +167,9 @@ def curriculum(
     """Moves from ``start`` to ``stop`` along a shape s: $F(t) = start + (stop - start) s(t)$.
 
     Args:
-      shape: A name in `SHAPES`; s(0) = 0, and s(epochs - 1) = 1 for all but "logarithmic".
+      shape: A name in `SHAPES`; s(0) = 0, and s(epochs - 1) = 1 except as below.
       start: Multiplier of the first epoch.
-      stop: Multiplier of the last.
+      stop: Multiplier of the last, where s is 1 there.
       epochs: T; epochs are counted t = 0 .. T-1, and the last value is held afterwards.
       steps_per_epoch: Steps that share a value; 1, with ``epochs`` the number of steps, changes
         it every step.
@@ -175,6 +177,8 @@ def curriculum(
     | given | schedule |
     |---|---|
     | ``epochs == 1`` | ``start`` throughout |
+    | "logarithmic" | the last epoch stays short of ``stop`` |
+    | "piecewise", 2 to 4 epochs | as well: the last is at 1/2, 3/4 and 3/4 of the way |
     | "exponential", "explosive" | rate one an epoch: over many short ones, a sudden drop |
 
     Example:

@@ -114,7 +114,8 @@ class Normalization:
     | given | result |
     |---|---|
     | an example with NaN or infinite features | contributes exactly 0 |
-    | multiplier 0, infinite thresholds | the exact moments; accounted as not private |
+    | multiplier 0, infinite thresholds | moments without noise; accounted as not private |
+    | a mean above 1000 deviations | $\sigma^2$ is off by about $10^{-7} \mu^2$: it is float32 |
     | multiplier above 0, infinite thresholds | refused |
 
     Example:

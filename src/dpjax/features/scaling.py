@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from dpjax import trees
+from dpjax import checks, trees
 
 
 class Moments(NamedTuple):
@@ -55,7 +55,8 @@ def group_norm(
     """
     features = checked(features)
     *rest, channels = features.shape
-    if groups < 1 or channels % groups:
+    groups = checks.whole("features.group_norm", "groups", groups, "It divides the channels.")
+    if channels % groups:
         raise ValueError(
             f"features.group_norm(groups={groups}): {channels} channels are not divided evenly "
             f"into {groups} groups. For 81 or 243 channels use 9, 27 or 81."

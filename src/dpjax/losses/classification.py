@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of class labels: the logits and the label of one example in, one number out.
 
-The cross-entropy and its focal variant are computed in forms that stay exact for logits of any
-size, because clipping drops an example whose gradient overflows. `one_hot` turns any loss of
+The cross-entropy and its focal variant are computed in forms whose gradients stay exact for large
+logits, because clipping drops an example whose gradient overflows. `one_hot` turns any loss of
 numbers into a loss of labels.
 """
 
@@ -29,7 +29,7 @@ def cross_entropy(
 
     | edge case | value |
     |---|---|
-    | logits of any size | exact: no exponential of a large number |
+    | large logits | finite, with an exact gradient: no exponential of a large number |
     | label out of range | NaN, with a gradient of zero |
 
     Args:
@@ -54,8 +54,8 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
 
     $$ -(1 - p_y)^\gamma \log p_y, \qquad p = \mathrm{softmax}(h) $$
 
-    The probability of being wrong, $1 - p_y$, is computed from the other logits and not by
-    subtraction, so that small values and their powers keep their digits.
+    The probability of being wrong, $1 - p_y$, is computed from the lead of the other logits and not
+    by subtraction, so that small values and their powers keep their digits.
 
     Args:
       gamma: 0 gives the cross-entropy; the larger gamma, the less an easy example weighs.
@@ -78,10 +78,13 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
         logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
     ) -> Float[Array, ""]:
         scores, chosen = _classes("focal", logits, label)
-        total = jax.nn.logsumexp(scores)
-        log_right = jnp.sum(scores, where=chosen) - total
-        # log(1 - p) from p would be log(0) for an example that is learnt to the last bit.
-        log_wrong = jax.nn.logsumexp(jnp.where(chosen, -jnp.inf, scores)) - total
+        # By how much the others lead. Both logarithms follow from this one number: log(1 - p) from
+        # p would be log(0) for an example that is learnt to the last bit.
+        lead = scores - jnp.sum(scores, where=chosen)
+        # Not -inf, which classes that are ruled out have: if no other is left, its gradient is NaN.
+        none = chosen | jnp.isneginf(scores)
+        margin = jax.nn.logsumexp(jnp.where(none, jnp.finfo(lead.dtype).min, lead))
+        log_right, log_wrong = -jax.nn.softplus(margin), -jax.nn.softplus(-margin)
         weight = jnp.exp(gamma * log_wrong) if gamma else 1.0  # 0 times minus infinity is NaN
         return _known(chosen, -weight * log_right)
 

@@ -3,8 +3,8 @@
 
 Two layouts are read: the ``.npz`` files of the original Vision Transformer release, whose names
 `dpjax.models.ViT` uses, and BERT's ``.safetensors`` files, whose names are translated. A weight
-that does not fit is an error that names it; only the last layer keeps its initial values if the
-file has other classes.
+that does not fit, or is not finite, is an error that names it; only the last layer keeps its
+initial values if the file has other classes.
 
 Files are data and never code: nothing is unpickled, and every size in a header is checked.
 Nothing is downloaded.
@@ -33,13 +33,26 @@ _DTYPES = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": jnp.bfloat16,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E4M3": jnp.float8_e4m3fn,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
     "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+# The errors of zipfile and NumPy for a damaged file; an AttributeError, because NumPy returns a
+# lone array, without `files`.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
+_DAMAGED += (KeyError, AttributeError, RuntimeError)
+_DIFFER = (
+    "Usually depth, width, heads or patch of the model differ from the file's: print the shapes of "
+    "both."
+)
 # From our names to BERT's, in this order.
 _BERT = (
     (r"^token/embedding$", "embeddings.word_embeddings.weight"),
@@ -67,6 +80,7 @@ def load_vit(path: str | Path, params: PyTree) -> PyTree:
     | a weight of the same shape | that weight, in the dtype of ``params`` |
     | positions of another grid | resized linearly, corners on corners; both grids square |
     | a head of other classes | the head of ``params`` |
+    | a number that is not finite in the dtype of ``params`` | an error that names it |
     | any other difference | an error that names it |
 
     Args:
@@ -147,7 +161,8 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    # A RecursionError, of a header of nested brackets.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: not a whole safetensors file ({error}). Usually the download broke off, "
             "or the saved file is a page of text: fetch it again and compare its size."
@@ -155,8 +170,10 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _tensor(data: memoryview, name: str, entry: Mapping) -> np.ndarray:
-    begin, end = entry["data_offsets"]
-    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
+    (begin, end), kind = entry["data_offsets"], entry["dtype"]
+    if kind not in _DTYPES:
+        raise ValueError(f"{name} has the type {kind!r}; expected one of {', '.join(_DTYPES)}")
+    dtype, shape = np.dtype(_DTYPES[kind]), tuple(entry["shape"])
     count = math.prod(shape)
     # A header from elsewhere may lie: no offset is used before it is compared with the file.
     if not 0 <= begin <= end <= len(data) or end - begin != count * dtype.itemsize:
@@ -180,10 +197,11 @@ def _existing(path: str | Path) -> Path:
 
 
 def _read_npz(path: str | Path) -> dict[str, np.ndarray]:
+    path = _existing(path)
     try:
-        with _existing(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGED as error:
         raise ValueError(
             f"{path}: not a whole .npz file of plain arrays ({error}). Usually the download "
             "broke off, or the arrays were pickled, which is never read: it can run code."
@@ -194,6 +212,8 @@ def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.
     """Moves position vectors to another grid; the class token's stays as it is."""
     if stored.shape == shape or stored.ndim != 3 or stored.shape[2] != shape[2]:
         return stored
+    # Text becomes NaN, which `_fill` refuses by name.
+    stored = _as(np.dtype(np.float32), stored)
     sides = [math.isqrt(n - 1) for n in (stored.shape[1], shape[1])]
     if any(side**2 != n - 1 for side, n in zip(sides, (stored.shape[1], shape[1]), strict=True)):
         raise ValueError(
@@ -206,7 +226,7 @@ def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.
     first, grid = stored[0, :1], stored[0, 1:].reshape(sides[0], sides[0], -1)
     factor = sides[1] / sides[0]
     # Bilinear, as in the published code for fine-tuning at another resolution.
-    grid = np.asarray(ndimage.zoom(grid.astype(np.float32), (factor, factor, 1), order=1))
+    grid = np.asarray(ndimage.zoom(grid, (factor, factor, 1), order=1))
     return np.concatenate([first, grid.reshape(sides[1] ** 2, -1)])[None]
 
 
@@ -246,17 +266,28 @@ def _fill(path: str | Path, leaves: Mapping[str, Any], stored: Mapping[str, np.n
         for n in unfit - fresh
     }
     _expect_nothing(path, "does not fit the model:", wrong)
-    filled = {
-        name: leaf if name in fresh else jnp.asarray(stored[name], leaf.dtype)
-        for name, leaf in leaves.items()
+    read = {n: _as(leaf.dtype, stored[n]) for n, leaf in leaves.items() if n not in fresh}
+    broken = {
+        f"{n} ({stored[n].dtype})" for n, weight in read.items() if not np.isfinite(weight).all()
     }
+    # One such weight would make every gradient NaN, and every example be dropped.
+    hint = "Usually the training diverged, or params are narrower than the file: print the weights."
+    _expect_nothing(
+        path, "has NaN, infinity or no numbers, in the dtype of params, in", broken, hint
+    )
+    filled = {n: jnp.asarray(read[n]) if n in read else leaf for n, leaf in leaves.items()}
     return traverse_util.unflatten_dict(filled, sep="/")
 
 
-def _expect_nothing(path: str | Path, complaint: str, names: set[str]) -> None:
+def _as(dtype: np.dtype, weight: np.ndarray) -> np.ndarray:
+    """A weight in another dtype; NaN where it holds text or complex numbers."""
+    if not any(jnp.issubdtype(weight.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        return np.full(weight.shape, np.nan, dtype)
+    with np.errstate(over="ignore"):  # becomes infinite, which `_fill` refuses by name
+        return weight.astype(dtype)
+
+
+def _expect_nothing(path: str | Path, complaint: str, names: set[str], hint: str = _DIFFER) -> None:
     if names:
         shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
-        raise ValueError(
-            f"{path}: {complaint} {shown} ({len(names)} in all). Usually depth, width, heads or "
-            "patch of the model differ from the file's: print the shapes of both."
-        )
+        raise ValueError(f"{path}: {complaint} {shown} ({len(names)} in all). {hint}")

@@ -108,7 +108,7 @@ class TextTransformer(nn.Module):
 
     An input is ``tokens``, at most ``length`` of them, or ``(tokens, segments)`` if there are
     segments (first and second sentence); batch axes may lead. A text of padding alone gives
-    finite logits.
+    finite logits. Of a token or segment without a vector, negative or too large, they are NaN.
 
     Attributes:
       classes: Number of logits.
@@ -167,6 +167,9 @@ class TextTransformer(nn.Module):
         if segments is not None:
             # As in BERT: token, segment and position vectors add up.
             h = h + table(self.segments, name="segment")(segments)
+        # A lookup counts negative numbers from the end: -100, padding of other libraries, would
+        # be a word. Too large ones are NaN already.
+        h = jnp.where((real & _negative(tokens, segments))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
         return dense(self, self._summary(h, real), self.classes, name="head")
@@ -229,6 +232,10 @@ class ViT(nn.Module):
         h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
         return dense(self, h[..., 0, :], self.classes, name="head")
+
+
+def _negative(tokens: Array, segments: Array | None) -> Bool[Array, "*batch positions"]:
+    return tokens < 0 if segments is None else (tokens < 0) | (segments < 0)
 
 
 def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,13 @@ def is_sparse(examples: int, batch_size: float) -> bool:
     return examples > _FEW and batch_size <= _SPARSE * examples
 
 
-def whole(who: str, what: str, value: Any) -> int:
+def whole(who: str, what: str, value: Any, most: float = math.inf) -> int:
     """A whole number among the arguments of a sampler."""
     hint = (
         "Only a batch_size that is an expected number may be a fraction, as of sampling.poisson. "
         "Usually the value is a quotient: round it, as with //."
     )
-    return checks.whole(f"sampling.{who}", what, value, hint)
+    return checks.whole(f"sampling.{who}", what, value, hint, most=most)
 
 
 def checked_whole(name: str, examples: int, batch_size: int, most: int = MOST) -> tuple[int, int]:
