@@ -19,7 +19,7 @@ from mutation import kills
 
 import dpjax
 from dpjax import clipping, federated, ledger, noise, sampling, training, trees, types
-from dpjax.federated import evaluation, local, rounds
+from dpjax.federated import local, rounds
 from dpjax.federated.fedavg import recipe_of
 from dpjax.mechanism.card import spent_of
 from dpjax.training.recipe import bound_to
@@ -901,28 +901,6 @@ def test_each_client_is_scored_by_its_own_examples():
     rows = np.split(np.asarray(clients.examples, np.float64)[:, 0] + 2.0, [4, 4, 5])
     np.testing.assert_allclose(found[[0, 2, 3]], [rows[i].mean() for i in (0, 2, 3)], rtol=1e-5)
     assert math.isnan(found[1])
-
-
-class Above:
-    threshold = 0.0
-    __hash__ = None
-
-    def __call__(self, params, example):
-        return example > self.threshold + params
-
-
-def test_a_metric_is_read_at_each_call_and_compiled_when_it_changed():
-    clients, metric = federated.Clients.split(np.arange(4.0), np.arange(4) % 2, 2), Above()
-    compiled = evaluation._compiled.cache_info().misses
-    for threshold, want in ((0.0, [0.5, 1.0]), (2.0, [0.0, 0.5]), (0.0, [0.5, 1.0])):
-        metric.threshold = threshold
-        assert federated.scores(metric, 0.0, clients).tolist() == want
-    # An array that a metric closes over is an argument of its program.
-    for limit, want in ((0.0, [0.5, 1.0]), (2.0, [0.0, 0.5])):
-        limit = jnp.float32(limit)
-        above = lambda _, example, limit=limit: example > limit  # noqa: E731
-        assert federated.scores(above, None, clients).tolist() == want
-    assert evaluation._compiled.cache_info().misses == compiled + 3
 
 
 @pytest.mark.slow

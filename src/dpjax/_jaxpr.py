@@ -123,8 +123,8 @@ def convolutions(program: Jaxpr) -> list[JaxprEqn]:
     return [e for e in equations(program) if e.primitive.name == "conv_general_dilated"]
 
 
-def fingerprint(program: ClosedJaxpr | Jaxpr) -> str:
-    """A hash of a program and its constants, if any: equal for equal traces, in every process.
+def fingerprint(program: ClosedJaxpr) -> str:
+    """A hash of a program and its constants: equal for equal traces, in every process.
 
     It reads primitives, parameters, shapes, literals and the bits of constants. It leaves out
     names, source lines and the addresses of objects.

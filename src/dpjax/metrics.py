@@ -254,12 +254,10 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
         for called, x in (("logits", logits), ("labels", labels))
     )
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
-    if not any(
-        jnp.issubdtype(logits.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
-    ):
+    if jnp.iscomplexobj(logits):
         raise ValueError(
             f"metrics.{name}: got logits of type {logits.dtype}; expected real numbers, one score "
-            "for each class. Usually text, predictions or complex numbers were passed."
+            "for each class."
         )
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
         raise ValueError(

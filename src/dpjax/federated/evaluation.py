@@ -8,16 +8,12 @@ returned under ``"private"``, where `dpjax.fit` keeps such numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float
 
-from dpjax._jaxpr import evaluate, fingerprint
 from dpjax.federated.clients import Clients
 from dpjax.types import PyTree
 
@@ -31,7 +27,8 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
 
     Args:
       metric: ``metric(params, example) -> number``, for example 1 where the prediction is right.
-        Each call traces it, and compiles it only if the trace is a new one.
+        Compiled once for each function, as by `jax.jit`: what it reads beside its arguments is a
+        constant.
       params: Parameters of the model.
       clients: The clients that trained, or the same clients with held-out examples.
 
@@ -91,30 +88,9 @@ def evaluate_clients(
     return {"private": {"client mean": float(known.mean()), **found, "example mean": pooled}}
 
 
+@partial(jax.jit, static_argnums=0)
 def _each(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
     """The metric of every example."""
-
-    def mapped(params: PyTree, examples: PyTree) -> Array:
-        # Over all rows of all clients at one vectorised rate, instead of one call per client of its
-        # own shape.
-        return jax.lax.map(partial(metric, params), examples, batch_size=_TOGETHER)
-
-    # Traced at each call: a metric may read what has changed since the last one, and need have no
-    # hash. Compilation takes half a second or more of each evaluation, so equal programs share it.
-    program, form = jax.make_jaxpr(mapped, return_shape=True)(params, clients.examples)
-    run = _compiled(_Program(fingerprint(program.jaxpr), program.jaxpr))
-    found = run(program.consts, jax.tree.leaves((params, clients.examples)))
-    return jax.tree.unflatten(jax.tree.structure(form), found)
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A traced program, which its fingerprint identifies."""
-
-    mark: str
-    jaxpr: Jaxpr = field(compare=False)
-
-
-@lru_cache(maxsize=16)
-def _compiled(program: _Program) -> Callable[[list[Any], list[Any]], list[Any]]:
-    return jax.jit(partial(evaluate, program.jaxpr))
+    # Over all rows of all clients at one vectorised rate, instead of one call per client of its own
+    # shape.
+    return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)
