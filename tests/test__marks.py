@@ -805,7 +805,7 @@ def test_wrong_chains_break_the_law(name):
         testing.assert_private(optax.chain(*links), PARAMS)
 
 
-@kills("testing.py", "if len(found) != len(draws):", "if False:", case="bare", slow=True)
+@kills("testing.py", "if len(found) != len(batches):", "if False:", case="bare", slow=True)
 @kills(
     "testing.py",
     "if not least - tolerance <= ratio <= drawn + tolerance:",
@@ -838,6 +838,10 @@ BEFORE = {
     "a guard": (optax.apply_if_finite(optax.identity(), 5), "an example of NaN .*several examples"),
     "momentum": (optax.trace(0.9), "step 1.*expected 0.*earlier batches"),
     "Adam": (optax.scale_by_adam(), "step 1.*expected 0.*earlier batches"),
+    "lengths": (optax.scale_by_rms(), "step 1.*expected 0.*earlier batches"),
+    "sums of squares": (optax.scale_by_rss(), "step 1.*expected 0.*earlier batches"),
+    "deviations": (optax.scale_by_stddev(), "step 1.*expected 0.*earlier batches"),
+    "Adam without momentum": (optax.scale_by_adam(b1=0), "step 1.*expected 0.*earlier batches"),
     "other parameters": (optax.lookahead(optax.sgd(0.1), 2, 0.5), "refuses to run"),
 }
 
@@ -858,9 +862,16 @@ BEFORE = {
 )
 @kills(
     "testing.py",
-    "jnp.where(share, jnp.asarray(c)[None] * share, 0)",
-    "jnp.asarray(c)[None] * share",
+    "jnp.where(drawn, jnp.asarray(c)[None], 0)",
+    "jnp.asarray(c)[None] * drawn",
     case="ones for NaN",
+    slow=True,
+)
+@kills(
+    "testing.py",
+    "jnp.roll(jnp.concatenate(rows), step,",
+    "jnp.roll(jnp.concatenate(rows), 0,",
+    case="lengths",
     slow=True,
 )
 @pytest.mark.parametrize("name", BEFORE)
@@ -885,17 +896,33 @@ def leaking(chain, leak):
     return optax.GradientTransformation(chain.init, update)
 
 
+def lengths(g):
+    return jnp.linalg.norm(g.reshape(len(g), -1), axis=1)
+
+
+def bare_sum(u, g):
+    return u + jnp.tensordot(1 / jnp.maximum(1, lengths(g)), g, 1)
+
+
 LEAKS = {
     "the gradients": lambda u, g: u + 1e-9 * g.mean(axis=0),
     "their length": lambda u, g: u * jnp.linalg.norm(g),
+    "the clipped sum": bare_sum,
+    "signs": lambda u, g: u + jnp.sign(g).mean(axis=0),
+    "how many are clipped": lambda u, g: u * jnp.mean(lengths(g) > 1),
+    "whether one is clipped": lambda u, g: u * jnp.any(lengths(g) > 1),
+    "whether one is long": lambda u, g: u * jnp.any(lengths(g) > 1e3),
+    "how many are drawn": lambda u, g: u / jnp.sum(lengths(g) != 0),
+    "whether one is NaN": lambda u, g: u * jnp.isfinite(lengths(g)).all(),
     "nothing": lambda u, g: u * len(g),
 }
 
 
-@kills(
-    "testing.py", "and not _equal(released, again)", "and False", case="the gradients", slow=True
-)
-@kills("testing.py", "for share in (1, 2)", "for share in (1, 1)", case="the gradients", slow=True)
+@kills("testing.py", "if not _equal(updates, again):", "if False:", case="the gradients", slow=True)
+@kills("noise/seals.py", "next(instead, release.total)", "release.total", case="nothing", slow=True)
+@kills("testing.py", "([1e6,", "([1.0,", case="whether one is long", slow=True)
+@kills("testing.py", "1e-6, jnp.nan", "1.0, jnp.nan", case="whether one is clipped", slow=True)
+@kills("testing.py", "1e-6, jnp.nan", "1e-6, 1.0", case="whether one is NaN", slow=True)
 @pytest.mark.parametrize("name", LEAKS)
 def test_gradients_beside_the_noise_are_found(name):
     chain = leaking(MECHANISM.private(jax.random.key(0)), LEAKS[name])

@@ -2,6 +2,7 @@
 """The console command: its overview, its version, its subcommands and what it refuses."""
 
 import copy
+import dataclasses
 import importlib
 import json
 import logging
@@ -15,6 +16,7 @@ import tomllib
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import app, flags
@@ -22,10 +24,12 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import cli, data, models, schedules
+from dpjax import accounting, cli, data, models, schedules
 from dpjax._files import lock
 from dpjax.cli import compilation_cache
+from dpjax.cli.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.audit import audited_run
+from dpjax.cli.audit import job as audit_job
 from dpjax.cli.flag_checks import USUAL_NAMES, cure, writable_folder
 from dpjax.cli.train import FLAGS, build, job, names, run_files
 from dpjax.cli.train.flags import settings
@@ -313,6 +317,52 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
     found["model_options"].value = []
     assert job.plan(found).mechanism.facts == mechanism.facts
     assert mechanism.steps == 96, "and not as many as fit"
+
+
+def begun(*words):
+    """A run as `audit` builds it again, whose released parameters are its first ones."""
+    plan = planned(*words)
+    (x,), _ = plan.dataset.rows(np.array([0]))
+    params = plan.model.init(jax.random.key(0), jnp.asarray(x))["params"]
+    run = types.SimpleNamespace(delta=1e-3, epsilon=plan.mechanism.epsilon(1e-3, plan.method))
+    return audited_run.Rebuilt(run, plan, plan.dataset, params, params)
+
+
+NOISES = {
+    "white": ["--sampling=poisson"],
+    "tree": ["--sampling=balls_in_bins", "--noise=tree"],
+    "amplified": ["--sampling=cyclic_poisson", "--noise=banded", "--bands=2"],
+}
+
+
+@pytest.mark.slow
+@kills("cli/audit/audited_run.py", "multipliers[:steps]", "multipliers", case="white", slow=True)
+@kills(
+    "cli/audit/audited_run.py",
+    "        preparation=(),",
+    "        preparation=(),\n        steps=steps,",
+    case="tree",
+    slow=True,
+)
+@kills("cli/audit/job.py", "noise is not None", "noise is None", case="tree", slow=True)
+@pytest.mark.parametrize("name", NOISES)
+def test_an_audit_runs_a_part_of_any_run(name, workshop, tmp_path, monkeypatch):
+    """By default 200 steps of it: a strategy is for all of them."""
+    built = begun(*NOISES[name])
+    monkeypatch.setattr(audited_run, "rebuild", lambda _: built)
+    given = copy.deepcopy(AUDIT_FLAGS)
+    given(["audit", "--steps=2", "--pairs=8", "--canaries=20"])
+    step, canaries, _ = audit_job.audit_run(given, tmp_path, tmp_path)
+    assert "2 steps" in canaries.measured
+    whole, part = built.run.epsilon, built.planned.mechanism
+    if name == "white":
+        part = dataclasses.replace(part, steps=2).epsilon(1e-3, built.planned.method)
+        assert canaries.claimed == pytest.approx(part)
+        assert step.audit == "one step in which the row is drawn"
+    else:
+        assert step.audit == "first step of correlated noise"
+        assert step.claimed < accounting.epsilon(accounting.gaussian(1.0), 1e-3, "pld")
+    assert canaries.claimed == pytest.approx(whole) if name == "tree" else canaries.claimed < whole
 
 
 def test_the_usual_names_of_flags_are_names_of_flags_here():

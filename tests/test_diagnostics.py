@@ -103,6 +103,26 @@ def test_cosine_of_trees():
     assert jnp.isnan(diagnostics.cosine(a, jax.tree.map(jnp.zeros_like, a)))
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e-19, 1.0, 1e20, 4e37])
+def test_squares_neither_overflow_nor_vanish(scale):
+    a = {"u": jnp.array([3.0, 0.0]) * scale, "v": jnp.array(4.0) * scale}
+    b = {"u": jnp.array([1.0, 5.0]) * scale, "v": jnp.array(0.0)}
+    assert diagnostics.cosine(a, b) == pytest.approx(3 / 5 / np.sqrt(26))
+    norms = diagnostics.weight_norms(a | {"none": jnp.zeros((0, 2))})
+    assert norms["u"] == pytest.approx(3 * scale)
+    assert norms["none"] == 0
+    assert vectors.length(a) == pytest.approx(5 * scale)
+    half = jnp.bfloat16(scale)
+    assert vectors.length({"u": jnp.full(4, half)}) == pytest.approx(2 * float(half), rel=1e-6)
+
+
+def test_infinite_and_nan_vectors_have_no_angle():
+    for value, found in ((jnp.inf, np.inf), (jnp.nan, np.nan)):
+        vector = jnp.array([value, 1.0])
+        assert jnp.isnan(diagnostics.cosine(vector, vector))
+        np.testing.assert_equal(float(vectors.length(vector)), found)
+
+
 def test_vectors_are_summed_wide():
     ones = jnp.ones(4096, jnp.bfloat16)
     assert vectors.inner(ones, ones) == 4096
@@ -325,6 +345,9 @@ def fraction(*shape):
         (lambda: bowl_sharpness(1, iterations=0), r"iterations=0\): .*whole number, at least 1"),
         (lambda: diagnostics.ntk(network, PARAMS, X[:0]), "at least one input"),
         (lambda: diagnostics.definiteness(np.zeros((0, 0))), "square matrix of finite"),
+        (lambda: diagnostics.definiteness(np.eye(2) * 1j), "expected real numbers"),
+        (lambda: diagnostics.cosine(X[:2, :1], X[:1, :2]), r"\(2, 1\).*\(1, 2\).*equal shapes"),
+        (lambda: diagnostics.cosine({"a": X}, {"b": X}), "expected one structure"),
         (lambda: fraction(3), r"expected \[batch, groups\].* 1 groups of the rule"),
         (lambda: fraction(4, 2), r"shape \(4, 2\)"),
         (lambda: diagnostics.norm_histogram(jnp.ones(3)), r"expected \[batch, groups\]"),
@@ -348,7 +371,7 @@ DIGIT = RNG.normal(size=(40, 6)).astype("f4")
 SIDE = np.where(DIGIT @ RNG.normal(size=6) + 5 * RNG.normal(size=40) > 0, 1, -1)  # not separable
 
 
-@kills("diagnostics/tempered.py", "4 / longest**2 * mean", "0.4 / longest**2 * mean", slow=True)
+@kills("diagnostics/tempered.py", "rate = 4 / ", "rate = 0.4 / ", slow=True)
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_the_bias_of_clipping_is_the_excess_of_two_optima(temperature):
     """Both optima by SciPy: of the risk, and of the function whose gradient is clipped."""
@@ -401,6 +424,17 @@ def test_gradients_of_a_tempered_softmax_regression_are_bounded(classes):
     assert (by_class <= longest[:, None] * (1 + 1e-5)).all()
     limits = np.sqrt(classes) * longest * (1 + 1e-5)
     assert (np.linalg.norm(by_class, axis=1) <= limits).all()
+
+
+def test_inputs_of_zero_have_no_bias():
+    found = diagnostics.tempered_bias(np.zeros((3, 2)), np.array([1, -1, 1]), 1.0, 1.0, steps=2)
+    assert [float(each) for each in found] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("labels", [np.arange(40) % 2, SIDE[:, None], SIDE[:5], SIDE * 2.0])
+def test_labels_that_are_no_sides_are_refused(labels):
+    with pytest.raises(ValueError, match="expected 1 or -1 for each of 40 inputs"):
+        diagnostics.tempered_bias(DIGIT, labels, 1.0, 1.0)
 
 
 def test_a_temperature_that_is_none_is_refused():

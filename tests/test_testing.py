@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from mutation import kills
 
 from dpjax import clipping, gradients, noise, testing
 
@@ -73,6 +74,27 @@ def test_wrong_noise_is_caught(chain, found):
         testing.assert_noise(chain, LIKE, 2.0)
     measured = float(str(error.value).split("deviation ")[1].split(",")[0])
     assert measured == pytest.approx(found, rel=0.01)
+
+
+def wrong_in(leaf, factor):
+    """A chain that scales the noise of one leaf."""
+
+    def scaled(updates, _):
+        return {name: x * (factor if name == leaf else 1.0) for name, x in updates.items()}
+
+    return optax.chain(LINK, optax.stateless(scaled))
+
+
+@kills("testing.py", "if size := np.size(leaf):", "if size := 0:", case="b-0.0", slow=True)
+@kills("testing.py", "min(least, 1 - tolerance)", "0.0", case="c-0.8", slow=True)
+@kills("testing.py", "max(most, 1 + tolerance)", "9.0", case="c-1.25", slow=True)
+@pytest.mark.parametrize(("leaf", "factor"), [("b", 0.0), ("c", 0.0), ("c", 0.8), ("c", 1.25)])
+def test_wrong_noise_of_one_leaf_is_caught(leaf, factor):
+    """A leaf without noise is lost among all others, and released as it is."""
+    params = {"a": jnp.zeros(1_000_000), "b": jnp.zeros(1), "c": jnp.zeros(1000)}
+    testing.assert_noise(LINK, params | {"none": jnp.zeros((0, 3))}, 2.0)
+    with pytest.raises(testing.LawBroken, match=f"noise of {leaf} has"):
+        testing.assert_noise(wrong_in(leaf, factor), params, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,14 @@ def assert_noise(
 ) -> None:
     """Raises unless the output of a link (or a whole chain) has noise of this deviation.
 
-    The chain runs for one update on zeros, so its output is noise alone.
+    The chain runs for one update on zeros, so its output is noise alone. All leaves together are
+    measured, and each leaf by itself, as well as its size allows: a leaf of 1,000 numbers to a
+    seventh, one of 1e6 to half a per cent.
 
     | mistake in the chain | measured deviation |
     |---|---|
     | no noise link, or a multiplier of 0 | 0 |
+    | a leaf without noise, as behind `optax.masked` around the link | 0 of that leaf |
     | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
     | noise for another bound or batch size | scaled by the same factor |
     | `optax.apply_every` behind the noise | 0 |
@@ -152,7 +155,8 @@ def assert_noise(
 
     It does not find two runs with equal keys, a wrong deviation in later steps, or
     `optax.apply_every` before the noise. If the chain divides by the expected batch size or
-    multiplies by a learning rate, so must ``deviation``.
+    multiplies by a learning rate, so must ``deviation``. Groups whose multipliers give their noise
+    other deviations are refused.
 
     Args:
       link: The link or chain.
@@ -171,12 +175,22 @@ def assert_noise(
         noise, _ = link.update(zeros, link.init(params), params)
     except ValueError as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
-    found = float(np.std(_vector(noise)))
-    if not abs(found - deviation) <= tolerance * deviation:
-        raise LawBroken(
-            f"the noise has standard deviation {found:.6g}, expected {deviation:.6g} "
-            f"(off by {found / max(deviation, 1e-30) - 1:+.2%})."
-        )
+    from scipy.stats import chi2
+
+    measured = [("", float(np.std(_vector(noise))), 1 - tolerance, 1 + tolerance)]
+    for name, leaf in zip(trees.leaf_names(noise), jax.tree.leaves(noise), strict=True):
+        if size := np.size(leaf):
+            # Few numbers are far from their deviation by chance; none is exactly 0.
+            least, most = np.sqrt(chi2(size).ppf([1e-9, 1 - 1e-9]) / size)
+            limits = min(least, 1 - tolerance), max(most, 1 + tolerance)
+            found = float(np.sqrt(np.mean(_vector(leaf) ** 2)))
+            measured.append((f" of {name or 'the array'}", found, *limits))
+    for name, found, least, most in measured:
+        if not least * deviation <= found <= most * deviation:
+            raise LawBroken(
+                f"the noise{name} has standard deviation {found:.6g}, expected {deviation:.6g} "
+                f"(off by {found / max(deviation, 1e-30) - 1:+.2%})."
+            )
 
 
 def assert_private(
@@ -193,10 +207,13 @@ def assert_private(
     link releases $s + \Sigma^{1/2} z$, and one example moves it by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
     $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. The
-    updates must follow from the releases alone: an example and twice that example are clipped to
-    one sum, so they must give equal updates. With correlated noise the first step alone draws the
-    example, and $\mu$ of the whole run is at most $1 / m$. The upper limits hold for an example of
-    NaN and for one of infinities too, which the clipping drops.
+    places of the examples change from step to step. With correlated noise the first step alone
+    draws the example, and $\mu$ of the whole run is at most $1 / m$. The upper limits hold for an
+    example of NaN and for one of infinities too, which the clipping drops.
+
+    The updates must follow from the releases alone. So the chain runs on two wholly different
+    batches, one of them with NaN, while its noise link adds the noise to the sums of the first
+    run: the updates must have the bits of the first run.
 
     | chain | result |
     |---|---|
@@ -206,6 +223,7 @@ def assert_private(
     | a link before the clipping that mixes examples, as `optax.clip_by_global_norm` | the same |
     | one that drops a batch for one example, as `optax.apply_if_finite` | the same |
     | one that keeps gradients of earlier batches, as `optax.trace` | the same |
+    | one that keeps their lengths, as `optax.scale_by_rms` | the same |
     | a function around the chain that lets gradients pass beside the noise | `LawBroken` |
 
     Args:
@@ -228,7 +246,7 @@ def assert_private(
     canary = far if canary is None else canary
     # One state begins all runs, because a chain may draw its key in `init`.
     begin = functools.cache(lambda: chain.init(params))
-    without, _ = _runs(chain, begin, params, canary, [0] * steps)
+    without, updates = _runs(chain, begin, params, _batches(params, canary, [0] * steps))
     # Correlated noise hides an example that takes part once, at the least.
     once = without[0].strategy is not None
     draws = [int(step == 0) if once else 1 - step % 2 for step in range(steps)]
@@ -236,7 +254,7 @@ def assert_private(
     for name, value in (("an example of NaN", jnp.nan), ("an example of infinities", jnp.inf)):
         examples[name] = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), far)
     for name, example in examples.items():
-        with_it, _ = _runs(chain, begin, params, example, draws)
+        with_it, _ = _runs(chain, begin, params, _batches(params, example, draws))
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
             # An example that can take part more often, or later, has less than its share in one
             # step; an example that is not finite has none.
@@ -249,16 +267,18 @@ def assert_private(
                     "several examples, or keeps gradients of earlier batches. Below it noise is "
                     "wasted, or the canary does not reach the bound."
                 )
-    # Scaled by a power of two, a gradient beyond its bound is clipped to the same bits.
-    (single, released), (double, again) = (
-        _runs(chain, begin, params, far, [share] * steps) for share in (1, 2)
-    )
-    if _equal([r.total for r in single], [r.total for r in double]) and not _equal(released, again):
-        raise LawBroken(
-            "an example and twice that example have one clipped sum and give different updates, "
-            "so gradients reach the updates beside the noise. Usually a function around the chain "
-            "adds the gradients, or scales by their norms."
-        )
+    # Other values, and another number of drawn examples: one is clipped, or none and one is NaN.
+    totals = [release.total for release in without]
+    for scales in ([1e6, 1.0, 0.0, 0.0], [1e-6, jnp.nan, 0.0, 0.0]):
+        scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
+        batch = jax.tree.map(scaled, _others(params, 4))
+        _, again = _runs(chain, begin, params, [batch] * steps, totals)
+        if not _equal(updates, again):
+            raise LawBroken(
+                "two batches with one release give different updates, so gradients reach the "
+                "updates beside the noise. Usually a function around the chain adds gradients or "
+                "their sum, or scales by their norms or by the number of drawn examples."
+            )
 
 
 def _ratios(with_it: Sequence[seals.Release], without: Sequence[seals.Release]) -> Iterator[float]:
@@ -280,8 +300,8 @@ def _runs(
     chain: optax.GradientTransformation,
     begin: Callable[[], PyTree],
     params: PyTree,
-    canary: PyTree,
-    draws: Sequence[int],
+    batches: Sequence[PyTree],
+    instead: Sequence[PyTree] = (),
 ) -> tuple[list[seals.Release], list[PyTree]]:
     """What the noise link of a chain releases, and the updates of the chain.
 
@@ -289,29 +309,40 @@ def _runs(
       chain: The chain.
       begin: Its first state.
       params: Parameters.
-      canary: The gradient of one example.
-      draws: For each step, how many times the canary is in the batch's first row.
+      batches: The gradients of the examples, for each step.
+      instead: For each step, the sum that meets the noise in the place of the chain's own.
     """
-    # Other examples, because a link before the clipping could let the canary move their rows.
-    others = _others(params, 3)
-    with seals.watched() as found:
+    with seals.watched(instead) as found:
         try:
             state, updates = begin(), list[PyTree]()
-            for share in draws:
-                # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
-                row = jax.tree.map(
-                    lambda c, share=share: jnp.where(share, jnp.asarray(c)[None] * share, 0), canary
-                )
-                batch = jax.tree.map(lambda *rows: jnp.concatenate(rows), row, others)
+            for batch in batches:
                 update, state = chain.update(batch, state, params)
                 updates.append(update)
         except (AttributeError, TypeError, ValueError) as error:
             raise LawBroken(f"the chain refuses to run: {error}") from error
-    if len(found) != len(draws):
+    if len(found) != len(batches):
         raise LawBroken(
-            f"the chain added noise {len(found)} times in {len(draws)} steps; expected once a step."
+            f"the chain added noise {len(found)} times in {len(batches)} steps; expected once a "
+            "step."
         )
     return found, updates
+
+
+def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTree]:
+    """For each step the gradients of three examples, and of the canary or zeros in its place."""
+    # Other examples, because a link before the clipping could let the canary move their rows.
+    others = _others(params, 3)
+
+    def batch(step: int, drawn: int) -> PyTree:
+        # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
+        row = jax.tree.map(lambda c: jnp.where(drawn, jnp.asarray(c)[None], 0), canary)
+        # An example takes the canary's old place: a link that remembers something of each place
+        # would hide it behind the zeros of an example that is not drawn.
+        return jax.tree.map(
+            lambda *rows: jnp.roll(jnp.concatenate(rows), step, axis=0), row, others
+        )
+
+    return [batch(step, drawn) for step, drawn in enumerate(draws)]
 
 
 def _equal(one: PyTree, other: PyTree) -> bool:

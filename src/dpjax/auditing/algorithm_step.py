@@ -4,7 +4,8 @@ r"""White-box audit of one step of an algorithm as it runs.
 The algorithm takes its first step twice with one key: on data with a canary, and on the same data
 without it. Noise follows from the key, so it cancels in the difference, which is what the canary
 moved. Its norm in standard deviations of the noise, $\mu$, is all that an attacker who knows
-everything else can use. A step of multiplier $m$ promises $\mu \le 1 / m$.
+everything else can use. A step of multiplier $m$ promises $\mu \le 1 / m$; with correlated noise,
+where the multiplier is that of the run, the first step promises less.
 
 Nothing here knows how a step works. Only the sampler is edited, so `dpjax.dpsgd` with any rule,
 Langevin dynamics and federated rounds are audited alike.
@@ -38,7 +39,10 @@ class Separation(NamedTuple):
     lower: Float[np.ndarray, " keys"]
     r"""What $\mu$ is at least, by the confidence limit of the noise's standard deviation."""
     claimed: float
-    r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that for replace-one."""
+    r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that for replace-one.
+
+    Of noise that is correlated by $C$, it is $C_{00} / \mathrm{sens}(C)$ times that.
+    """
     projections: int | None
     r"""The number of random projections, where norms are estimated and $\mu$ differs by key."""
     confidence: float
@@ -46,9 +50,12 @@ class Separation(NamedTuple):
 
     @property
     def refutes(self) -> bool:
-        """Whether the canary moves more than the mechanism allows."""
+        """Whether the canary moves more than the mechanism allows, or by NaN."""
+        if self.claimed == math.inf:
+            return False
+        # Not "above": NaN is above nothing, and would be taken for a sound step.
         if self.projections is None:
-            return bool(np.max(self.lower) > self.claimed)
+            return not np.max(self.lower) <= self.claimed
         from scipy.stats import chi2
 
         at, shares = self._shares()
@@ -56,7 +63,7 @@ class Separation(NamedTuple):
             scales = self.claimed / at
         # An estimated norm lets the contribution exceed the bound by s with P(chi2_r < r / s^2).
         allowed = chi2(self.projections).cdf(self.projections * scales**2)
-        return bool(np.any(shares > allowed))
+        return not np.all(shares <= allowed)
 
     def epsilon(self, delta: float) -> float:
         """The lower bound on the epsilon of one step that draws the canary."""
@@ -151,7 +158,10 @@ def audit_algorithm(
       Kiefer and Wolfowitz, 1956, with Massart's constant, for estimated norms.
     """
     _check_rows(sampling.examples, canary, instead)
-    checks.whole("audit_algorithm", "pairs", pairs, "Each pair is two steps that draw no row.")
+    call = "auditing.audit_algorithm"
+    keys = checks.whole(call, "keys", keys, "The separation is measured under each of them.")
+    pairs = checks.whole(call, "pairs", pairs, "Each pair is two steps that draw no row.")
+    confidence = checks.fraction(call, "confidence", confidence, "Such as 0.999, not per cent.")
     base = sampling if instead is None else without(sampling, [instead])
     other = without(base, [canary]) if instead is None else _renamed(base, canary, instead)
     # Compilation takes longest, so the program without the canary measures the noise as well.
@@ -167,13 +177,19 @@ def audit_algorithm(
         moved.append([float(np.linalg.norm(a - b)) for a, b in each])
         # What the roundings of both steps may have added is no evidence against the mechanism.
         rounding = whole.rounding(with_it, without_it)
-        sure.append([max(0.0, m - r) for m, r in zip(moved[-1], rounding, strict=True)])
+        sure.append([np.maximum(0.0, m - r) for m, r in zip(moved[-1], rounding, strict=True)])
+    measured, lower = _in_units(moved, deviations), _in_units(sure, limits)
+    return Separation(measured, lower, _claimed(mechanism), estimated, confidence)
+
+
+def _claimed(mechanism: Mechanism) -> float:
+    """How far the mechanism lets one example move its first step, in units of the noise."""
     twice = 2.0 if mechanism.relation is Neighbours.REPLACE_ONE else 1.0
+    # Step 0 has the first row of C^-1 times the fresh noise, whose multiplier is relative to what
+    # one example moves in the whole run.
+    row = 1.0 if mechanism.noise is None else float(np.linalg.norm(mechanism.noise.row(0)))
     with np.errstate(divide="ignore"):
-        claimed = float(twice / mechanism.multipliers[0])
-    return Separation(
-        _in_units(moved, deviations), _in_units(sure, limits), claimed, estimated, confidence
-    )
+        return float(twice / (mechanism.multipliers[0] * mechanism.strategy_sensitivity * row))
 
 
 def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
@@ -298,7 +314,7 @@ def _in_units(moved: Sequence[Sequence[float]], deviations: np.ndarray) -> np.nd
     moved_by_leaf = np.asarray(moved)
     with np.errstate(divide="ignore", invalid="ignore"):
         # Without noise: infinity, where anything moved at all.
-        each = np.where(moved_by_leaf > 0, moved_by_leaf / deviations, 0.0)
+        each = np.where(moved_by_leaf == 0, 0.0, moved_by_leaf / deviations)
     # Leaves have noise of their own scale; independent Gaussians separate by the root of the sum of
     # squares.
     return np.linalg.norm(each, axis=1)
@@ -320,7 +336,7 @@ def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
         for seed in start + np.flatnonzero(holds(jnp.arange(start, start + 256))):
             yield int(seed)
             found += 1
-            if found == count:
+            if found >= count:
                 return
     raise ValueError(
         f"auditing.audit_algorithm(canary={row}, keys={count}): row {row} is in the first batch of "
@@ -333,6 +349,6 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     """The epsilon of a Gaussian whose neighbours are this far apart; exact."""
     if mu == 0 or delta >= 1:
         return 0.0
-    if mu == math.inf:
+    if not mu < math.inf:
         return math.inf
     return float(accounting.epsilon(accounting.gaussian(1 / mu), delta, "gdp"))

@@ -126,6 +126,11 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
     References:
       Bu, Wang, Dai and Long, 2023, definition 4.2, theorem 1 and appendix A.
     """
+    if np.iscomplexobj(matrix):
+        raise ValueError(
+            "diagnostics.definiteness: got a complex matrix; expected real numbers. Usually a "
+            "network has complex outputs: let it return their real and imaginary parts."
+        )
     a = np.asarray(matrix, np.float64)
     if a.ndim != 2 or a.shape[0] != a.shape[1] or not a.size or not np.isfinite(a).all():
         raise ValueError(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from dpjax import checks, clipping
@@ -57,6 +59,7 @@ def tempered_bias(
     |---|---|
     | ``bound`` at least $T \max_i \|z_i\|$ | both limits hold, excess 0 |
     | ``bound`` infinite | the same |
+    | all inputs 0 | both limits and the excess 0 |
     | separable examples | both optima are on the ball; the radius decides the excess |
 
     Args:
@@ -82,6 +85,11 @@ def tempered_bias(
     checks.positive(call, "radius", radius)
     checks.whole(call, "steps", steps)
     z, y = jnp.asarray(inputs, jnp.float32), jnp.asarray(labels, jnp.float32)
+    if not isinstance(y, Tracer) and (y.shape != z.shape[:1] or np.any(np.abs(y) != 1)):
+        raise ValueError(
+            f"{call}(labels={np.asarray(y)!r:.100}): expected 1 or -1 for each of {len(z)} inputs. "
+            "Usually labels are 0 and 1: give 2 * labels - 1."
+        )
     rule = clipping.flat(bound)
 
     def loss(theta: Array, example: tuple[Array, Array]) -> Array:
@@ -92,6 +100,8 @@ def tempered_bias(
         return jnp.mean(jax.vmap(loss, (None, 0))(theta, (z, y)))
 
     longest = temperature * jnp.max(jnp.linalg.norm(z, axis=1))
+    # If all inputs are 0, all gradients are, and any rate does.
+    rate = 4 / jnp.where(longest > 0, longest, 1) ** 2
 
     def descent(gradient: Any) -> tuple[Array, Array]:
         """Where descent with these gradients ends, and the largest norm on its way."""
@@ -101,7 +111,7 @@ def tempered_bias(
             # Nesterov's momentum, because plain descent needs too many steps for a large T.
             ahead = theta + step / (step + 3) * (theta - before)
             mean, norm = gradient(ahead)
-            there = ahead - 4 / longest**2 * mean
+            there = ahead - rate * mean
             there *= jnp.minimum(1, radius / jnp.maximum(jnp.linalg.norm(there), radius))
             return there, theta, jnp.maximum(largest, norm)
 

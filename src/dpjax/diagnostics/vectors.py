@@ -3,10 +3,13 @@
 
 All leaves of a gradient or of parameters form one vector. Products are computed and summed in
 float32 or wider. They are elementwise and not matrix products, because accelerators round the
-inputs of matrix products.
+inputs of matrix products. Angles and lengths divide by the largest entry first, so that no square
+overflows or rounds to 0.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +23,23 @@ def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
     """The cosine of the angle between two trees of one structure, each read as one vector.
 
     Returns:
-      A number from -1 to 1; NaN if either tree is zero.
+      A number from -1 to 1; NaN if either tree is zero or not finite.
 
     Example:
       >>> float(cosine({"w": jnp.array([1.0, 0.0])}, {"w": jnp.array([2.0, 0.0])}))
       1.0
     """
-    return inner(a, b) / (length(a) * length(b))
+    forms = [
+        (jax.tree.structure(tree), list(map(jnp.shape, jax.tree.leaves(tree)))) for tree in (a, b)
+    ]
+    if forms[0] != forms[1]:
+        raise ValueError(
+            f"diagnostics.cosine: got leaves of shapes {forms[0][1]!s:.200} and "
+            f"{forms[1][1]!s:.200}; expected one structure and equal shapes. Usually one side kept "
+            "its batch axis, or a leaf was transposed."
+        )
+    (a, _), (b, _) = _within_one(a), _within_one(b)
+    return inner(a, b) / jnp.sqrt(inner(a, a)) / jnp.sqrt(inner(b, b))
 
 
 def inner(a: PyTree, b: PyTree) -> Float[Array, ""]:
@@ -39,7 +52,19 @@ def inner(a: PyTree, b: PyTree) -> Float[Array, ""]:
 
 def length(tree: PyTree) -> Float[Array, ""]:
     """The Euclidean norm of all leaves together."""
-    return jnp.sqrt(inner(tree, tree))
+    tree, largest = _within_one(tree)
+    return largest * jnp.sqrt(inner(tree, tree))
+
+
+def _within_one(tree: PyTree) -> tuple[PyTree, Float[Array, ""]]:
+    """The tree over its largest entry, and that number; 1 if the entry is 0 or not finite."""
+    wide = trees.widened(tree)
+    entries = [jnp.max(jnp.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(wide)]
+    largest = functools.reduce(jnp.maximum, entries, jnp.zeros((), jnp.float32))
+    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    # XLA multiplies by the reciprocal, and flushes that of larger numbers to 0.
+    scale = jnp.minimum(scale, jnp.finfo(scale.dtype).max / 4)
+    return jax.tree.map(lambda leaf: leaf / scale, wide), scale
 
 
 def unit(tree: PyTree, instead: PyTree) -> PyTree:

@@ -197,8 +197,7 @@ def sealed_sums(
         total = total if key_of_zeros else unless_reset(total, state.key, name)
         each = [deviations[group] for group in rule.partition.assign(total)]
         release = Release(total, each, effective_at(noise_multiplier, state.step), more, strategy)
-        seal_outside_jit(state.key, state.step, release, name)
-        return total
+        return seal_outside_jit(state.key, state.step, release, name)
 
     return sealed
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -87,33 +87,44 @@ class Release(NamedTuple):
     """How the noise is correlated over the steps; None for white noise."""
 
 
-# What links release while `dpjax.testing` measures a chain. Then nothing is sealed, since a
-# measurement gives one noise to two sums on purpose.
-_watched: ContextVar[list[Release] | None] = ContextVar("dpjax_watched", default=None)
+# What links release while `dpjax.testing` measures a chain, and the sums that they release instead.
+# Then nothing is sealed, since a measurement gives one noise to two sums on purpose.
+_watched: ContextVar[tuple[list[Release], Iterator[PyTree]] | None] = ContextVar(
+    "dpjax_watched", default=None
+)
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[Release]]:
-    """Collects the releases of links, instead of sealing them."""
+def watched(instead: Sequence[PyTree] = ()) -> Iterator[list[Release]]:
+    """Collects the releases of links, instead of sealing them.
+
+    Args:
+      instead: Sums that meet the noise of the first steps in the place of the links' own.
+    """
     found: list[Release] = []
-    token = _watched.set(found)
+    token = _watched.set((found, iter(instead)))
     try:
         yield found
     finally:
         _watched.reset(token)
 
 
-def seal_outside_jit(key: Any, step: Any, release: Release, name: str) -> None:
-    """`require_one_sum` for a link outside ``jit``; a traced step has no values to compare."""
+def seal_outside_jit(key: Any, step: Any, release: Release, name: str) -> PyTree:
+    """`require_one_sum` for a link outside ``jit``; a traced step has no values to compare.
+
+    Returns:
+      The sum that meets the noise: that of ``release``, unless `watched` has another one.
+    """
     everything = release.total, release.deviations, release.more
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, everything))):
-        return
-    found = _watched.get()
-    if found is not None:
+        return release.total
+    if (watch := _watched.get()) is not None:
+        found, instead = watch
         found.append(release)
-    else:
-        numbers = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(everything[1:])]
-        require_one_sum(key, int(step), _sealed((release.total, numbers))[None], name)
+        return next(instead, release.total)
+    numbers = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(everything[1:])]
+    require_one_sum(key, int(step), _sealed((release.total, numbers))[None], name)
+    return release.total
 
 
 _sealed = jax.jit(seal)

@@ -190,14 +190,14 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
     members = draw.random(count) < 0.5
     others = np.setdiff1d(np.arange(size), places)
     others = draw.permutation(others)[:_KNOWN]
-    steps = min(steps, settings.mechanism.steps)
+    # All of its steps, although few run: correlated noise is designed for the whole run.
     mechanism = dataclasses.replace(
         settings.mechanism,
         sampling=auditing.without(settings.mechanism.sampling, places[~members]),
-        steps=steps,
         preparation=(),
         before=(),
     )
+    steps = min(steps, mechanism.steps)
     algorithm = rebuilt.algorithm(mechanism, auditing.recording(settings.optimizer), (x, y))
     scores, _ = auditing.score_canaries(
         algorithm,
@@ -213,7 +213,7 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
     found = auditing.epsilon_lower_bound(
         right, guesses, canaries=count, delta=delta, confidence=confidence
     )
-    claimed = mechanism.epsilon(delta, settings.method)
+    claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, settings.method)
     return Guessed(right, guesses, count, steps, found, claimed, confidence)
 
 

@@ -69,7 +69,8 @@ def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) 
     run = audited_run.rebuild(folder)
     writable_folder(out, out)  # before the audits, which take minutes
     delta, claimed = run.run.delta, run.run.epsilon
-    name = "one step in which the row is drawn"
+    correlated = run.planned.mechanism.noise is not None
+    name = "first step of correlated noise" if correlated else "one step in which the row is drawn"
     step = line_of_step(audited_run.step(run, given.pairs, OF_A_STEP), delta, name)
     guessed = audited_run.canaries(run, given.canaries, given.steps, OF_A_RUN)
     words = (
