@@ -217,7 +217,8 @@ def assemble(
         key, first = trees.on_host(state.key), int(state.step)
         happened = once[key.tobytes()]
         # First of all: below, a process that differs would be refused alone, and the others wait.
-        meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count))
+        plan = functools.partial(ledger.terms, mechanism, budget)
+        meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)

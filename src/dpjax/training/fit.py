@@ -166,7 +166,7 @@ def fit(
             "directory": directory is None,
             "delta": delta,
             "method": method,
-            "the budget": repr(algorithm.budget),
+            **ledger.terms(mechanism, algorithm.budget),
         },
     )
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
