@@ -48,24 +48,26 @@ class Folder:
     """
 
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
-        self.path = pathlib.Path(directory)
+        # Absolute: an `evaluate` that changes the working folder would move a relative one, past
+        # its lock, into the folder of another run.
+        self.path = pathlib.Path(directory).absolute()
         self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
-        # Where several processes run, the first one alone touches files.
-        meshes.from_first(self._open)
-        self.checkpoints = Checkpoints(self.path / "checkpoints")
+        try:
+            # Where several processes run, the first one alone touches files.
+            meshes.from_first(self._open)
+            self.checkpoints = Checkpoints(self.path / "checkpoints")
+        except BaseException:
+            self._unlock()
+            raise
 
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
         self._lock = _locked(self.path)
-        try:
-            _same_run(self.path / "run.json", self.identity, self.path)
-            self._marked = _furthest(self.path), _chosen(self.path)
-        except BaseException:
-            os.close(self._lock)
-            raise
+        _same_run(self.path / "run.json", self.identity, self.path)
+        self._marked = _furthest(self.path), _chosen(self.path)
 
     def resume(self, done: int) -> bool:
         """Resumes the run after ``done`` steps, and returns whether its numerics changed.
@@ -183,22 +185,35 @@ class Folder:
         return meshes.from_first(lambda: _chosen(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends a row to the log. A row that a full disk rejects is written with the next one."""
-        if not meshes.first_process():
+        """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
+        if meshes.first_process():
+            self._waiting.append(_line(row))
+            self.flush()
+
+    def flush(self) -> None:
+        """Appends the rows that the disk rejected so far to the log."""
+        if not self._waiting:
             return
-        self._waiting.append(_line(row))
-        size = self.log.stat().st_size
+        size = None
         try:
-            with self.log.open("a", encoding="utf-8") as file:
+            # A log that was removed while the run continues begins again, closed to others.
+            with open(self.log, "a", encoding="utf-8", opener=_private) as file:
+                size = file.tell()
                 file.write("".join(self._waiting))
             self._waiting.clear()
         except OSError as error:
-            os.truncate(self.log, size)  # half a line is no line
+            if size is not None:
+                os.truncate(self.log, size)  # half a line is no line
             logging.error("fit: %s could not be written (%s); the run continues.", self.log, error)
 
     def close(self) -> None:
         """Waits for checkpoints and releases the lock of the folder."""
-        self.checkpoints.close()
+        try:
+            self.checkpoints.close()
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
 
@@ -282,12 +297,22 @@ def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 def _remove(folder: pathlib.Path) -> None:
     for name in ("checkpoints", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        _remove_folder(folder / name)
     released = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
     left = (path.name for path in folder.glob("*.part"))  # by a process that was killed
     # In this order: the run exists as long as run.json does.
     for name in ("metrics.jsonl", "furthest", "seals", *released, *left, "run.json"):
         (folder / name).unlink(missing_ok=True)
+
+
+def _remove_folder(folder: pathlib.Path) -> None:
+    """Removes a folder; of a link to one, as to another disk, its checkpoints."""
+    if folder.is_symlink():  # `shutil.rmtree` refuses it, and the root key would stay there
+        for path in (*folder.glob("[0-9]*"), *folder.glob("damaged-*")):
+            shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _furthest(folder: pathlib.Path) -> int:
@@ -340,7 +365,8 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     """Writes the identity of a run, or compares it with the one in the folder."""
     if not path.exists():
         names = ("metrics.jsonl", "checkpoints", "furthest", "seals")
-        if left := [name for name in names if (folder / name).exists()]:
+        # An empty folder is of no run: the user may have linked one on another disk.
+        if left := [name for name in names if _holds(folder / name)]:
             raise Refused(
                 f"fit(directory={str(folder)!r}): found {', '.join(left)} and no run.json that "
                 "says which run wrote them. Usually run.json was deleted. Choose another folder; "
@@ -379,6 +405,10 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
             "released parameters, and count what it spent: "
             "Mechanism(..., before=dpjax.training.earlier(folder))."
         )
+
+
+def _holds(path: pathlib.Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
