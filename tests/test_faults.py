@@ -498,6 +498,8 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 
 @pytest.mark.slow
+@kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', '""', slow=True)
+@kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', "_BLIND", slow=True)
 @kills(
     "training/run_folder.py",
     '            replace(path, json.dumps(kept, indent=2) + "\\n")\n        return',
@@ -512,10 +514,15 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
         with caplog.at_level("WARNING"):
             _seen(tmp_path, algorithm, last=3, state=other)
         assert "resumes at step 2. No step runs again" in caplog.text
+        assert "loss, optimizer and rate were not compared" in caplog.text
     with pytest.raises(ledger.Refused, match="partitionable: False there, True now"):
         _seen(tmp_path)
-    with jax.threefry_partitionable(False):
-        assert _seen(tmp_path).ledger.steps == 4
+    caplog.clear()
+    with jax.threefry_partitionable(False), caplog.at_level("WARNING"):
+        _seen(tmp_path, steps=3)
+        assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
+    assert "microbatch_size: 32 there, 2 now" in caplog.text
+    assert "not compared" not in caplog.text
 
 
 @kills("training/run_folder.py", '.get("numerics", {})\n', '.get("numerics", now)\n', slow=True)

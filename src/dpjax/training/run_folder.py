@@ -7,7 +7,8 @@ noise of each step. A later process with another identity is refused with the di
 equal identity it resumes from the last checkpoint and drops the rows of the log after that
 checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
 rows (versions, devices, settings of JAX): it may change only where no released step would run
-again.
+again. Under other versions or settings, programs cannot be compared; where devices changed alone,
+loss and optimizer are.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
+
+# Numerics that do not change how loss and optimizer are traced.
+_PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
+_BLIND = (
+    "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
+    "compared with those of the run."
+)
 
 _held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
 
@@ -83,10 +91,9 @@ class Folder:
         was = before.get("numerics", {})
         # Other versions or devices may change draws, noise or last bits. A repeated step would
         # then be a second release of the same data, counted once.
+        names = _changed(was, now)
         changed = "\n".join(
-            f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now"
-            for name in {**was, **now}
-            if was.get(name, "unknown") != now.get(name)
+            f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now" for name in names
         )
         if changed and (furthest := _furthest(self.path)) > done:
             raise Refused(
@@ -99,8 +106,8 @@ class Folder:
             )
         if changed:
             logging.warning(
-                "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s",
-                *(self.path, done, changed),
+                "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s%s",
+                *(self.path, done, changed, "" if _PLACES.issuperset(names) else _BLIND),
             )
             # The run keeps the key of its checkpoint, whatever key the caller gave.
             kept = {**self.identity, "small seed": before.get("small seed", False)}
@@ -378,11 +385,16 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     if "mechanism" in identity:
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
     there, now = map(_leaves, (before, identity))
-    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    # Other versions trace other programs of one loss, and `Folder.resume` compares the versions. A
-    # changed mechanism changes the program too, and is named instead of it.
-    if names != [("program",)] or before.get("numerics") != identity["numerics"]:
-        names = [name for name in names if name != ("program",)]
+    differ = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    # A changed mechanism changes the program too, and is named instead of it.
+    names = [name for name in differ if name[0] != "program"]
+    changed = _changed(before.get("numerics", {}), identity["numerics"])
+    # Other versions trace other programs of one loss, and another mesh another step of one loss.
+    # `Folder.resume` compares both.
+    if not names and _PLACES.issuperset(changed):
+        names = [name for name in differ if name == ("program", "functions")]
+    if not names and not changed:
+        names = differ
     # Queries of preparation are spent before the first step, so such a folder is never replaced.
     if names and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
         # A first step that does not compile would otherwise block the folder for good.
@@ -394,9 +406,9 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
             f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
             for name in names
         ]
-        if ("program",) in names:
+        if names[0][0] == "program":
             lines.append(
-                "  The program of a step follows from loss, optimizer, rate, weights, per_step, "
+                "  The program follows from loss, optimizer, rate, weights, per_step, "
                 "the arrays that they close over, and the shapes of the parameters."
             )
         raise Refused(
@@ -405,6 +417,11 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
             "released parameters, and count what it spent: "
             "Mechanism(..., before=dpjax.training.earlier(folder))."
         )
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names of numerics that differ."""
+    return [name for name in {**was, **now} if was.get(name, "unknown") != now.get(name)]
 
 
 def _holds(path: pathlib.Path) -> bool:
