@@ -37,7 +37,7 @@ from dpjax.mechanism.card import check_format, spent_of
 _PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
 _BLIND = (
     "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
-    "compared with those of the run."
+    "compared. See that they did not change."
 )
 
 _held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
