@@ -14,11 +14,11 @@ import dpjax
 from dpjax import meshes
 
 
-def small_run(rate=0.1, **options):
+def small_run(rate=0.1, *, batch=10, steps=6, multiplier=1.0, **options):
     """An algorithm that compiles quickly, and the state before its first step."""
     data = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
-    mechanism = mechanism_with(50, 10, steps=6)
+    mechanism = mechanism_with(50, batch, steps=steps, noise_multiplier=multiplier)
 
     def loss(w, x):
         return jnp.sum((w - x) ** 2)

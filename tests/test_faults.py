@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -24,7 +25,7 @@ from mutation import kills
 import dpjax
 from dpjax import checkpoints, clipping, ledger, noise, training
 from dpjax._files import lock
-from dpjax.training.run_folder import hold
+from dpjax.training.run_folder import Folder, hold
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,45 @@ def test_a_full_disk_is_survived_and_reported(server, tmp_path):
     assert starved.exitcode == 1, "the last checkpoint could not be written, and this was said"
     assert log.read_text() == before
     same(runs.read(run), uninterrupted(run, tmp_path / "whole"))
+
+
+@kills("training/runner.py", "        self.folder.flush()", "        pass", slow=True)
+@pytest.mark.slow
+def test_the_last_row_that_a_full_disk_rejected_is_written_before_the_checkpoint(tmp_path):
+    """No row follows it, and no run that resumes from this checkpoint writes it again."""
+    log, away = tmp_path / "metrics.jsonl", tmp_path / "away"
+
+    def evaluate(state):
+        if state.ledger.steps == 4:
+            log.rename(away)
+            log.mkdir()  # cannot be opened
+        return {}
+
+    def shown(rows):
+        if log.is_dir():
+            log.rmdir()
+            away.rename(log)
+
+    options = {"evaluate": evaluate, "evaluate_every": 2, "progress": shown}
+    runs.fit(tmp_path, runs.make(steps=4), **options)
+    _, rows = runs.fit(tmp_path, runs.make(steps=4))
+    assert [row["step"] for row in rows] == [2, 4]
+
+
+@kills("training/run_folder.py", 'encoding="utf-8", opener=_private', 'encoding="utf-8"', slow=True)
+@pytest.mark.slow
+def test_a_log_that_is_removed_begins_again_and_its_steps_stay_spent(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+
+    def evaluate(state):
+        if state.ledger.steps == 4:
+            log.unlink()
+        return {}
+
+    runs.fit(tmp_path, runs.make(steps=4), evaluate=evaluate, evaluate_every=2)
+    assert json.loads(log.read_text())["step"] == 4
+    assert log.stat().st_mode & 0o077 == 0
+    assert _spent(tmp_path) == [4]
 
 
 def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
@@ -274,6 +314,29 @@ def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert logged == rows
     assert [row["step"] for row in rows] == list(range(3, 61, 3))
+
+
+@kills(
+    "training/runner.py",
+    "        self.mark()\n        self.folder",
+    "        self.folder",
+    slow=True,
+)
+def test_a_saved_step_is_spent_before_its_checkpoint_has_a_name(tmp_path, monkeypatch):
+    """Someone may remove the checkpoint later, and with it the only other trace of the step."""
+    save, marks = checkpoints.Checkpoints.save, []
+
+    def watched(kept, step, *rest):
+        marks.append((step, *_spent(tmp_path)))
+        return save(kept, step, *rest)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", watched)
+    cut_off(tmp_path, after=4, evaluate_every=100, save_every=2)
+    assert marks == [(0, 0), (2, 2), (4, 4)]
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert _spent(tmp_path) == [4]
+    with pytest.raises(ledger.Refused, match="4 steps ran there, and no checkpoint is left"):
+        runs.fit(tmp_path)
 
 
 @pytest.fixture
@@ -435,6 +498,8 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 
 @pytest.mark.slow
+@kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', '""', slow=True)
+@kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', "_BLIND", slow=True)
 @kills(
     "training/run_folder.py",
     '            replace(path, json.dumps(kept, indent=2) + "\\n")\n        return',
@@ -449,10 +514,15 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
         with caplog.at_level("WARNING"):
             _seen(tmp_path, algorithm, last=3, state=other)
         assert "resumes at step 2. No step runs again" in caplog.text
+        assert "loss, optimizer and rate were not compared" in caplog.text
     with pytest.raises(ledger.Refused, match="partitionable: False there, True now"):
         _seen(tmp_path)
-    with jax.threefry_partitionable(False):
-        assert _seen(tmp_path).ledger.steps == 4
+    caplog.clear()
+    with jax.threefry_partitionable(False), caplog.at_level("WARNING"):
+        _seen(tmp_path, steps=3)
+        assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
+    assert "microbatch_size: 32 there, 2 now" in caplog.text
+    assert "not compared" not in caplog.text
 
 
 @kills("training/run_folder.py", '.get("numerics", {})\n', '.get("numerics", now)\n', slow=True)
@@ -558,6 +628,80 @@ def test_a_forgotten_run_makes_room_for_another(tmp_path):
     _, rows = runs.fit(tmp_path, runs.make(multiplier=2.0), steps=3)
     assert [row["step"] for row in rows] == [3]
     training.forget(tmp_path / "nothing")
+
+
+@kills(
+    "training/run_folder.py",
+    'for path in (*folder.glob("[0-9]*"), *folder.glob("damaged-*")):',
+    "for path in ():",
+    slow=True,
+)
+@kills("training/run_folder.py", "_holds(folder / name)]", "(folder / name).exists()]", slow=True)
+@pytest.mark.slow
+def test_checkpoints_on_another_disk_are_forgotten_too(tmp_path):
+    """They hold the root key. The link stays, and serves the next run."""
+    folder, scratch = tmp_path / "run", tmp_path / "scratch"
+    for path in (folder, scratch):
+        path.mkdir()
+    (folder / "checkpoints").symlink_to(scratch)
+    for multiplier in (1.0, 2.0):
+        runs.fit(folder, runs.make(multiplier=multiplier), save_every=1, steps=3)
+        assert (scratch / "3").is_dir()
+        (scratch / "2").rename(scratch / "damaged-2")
+        training.forget(folder)
+        assert not list(scratch.iterdir())
+
+
+@kills(
+    "training/run_folder.py",
+    "pathlib.Path(directory).absolute()",
+    "pathlib.Path(directory)",
+    slow=True,
+)
+@pytest.mark.slow
+def test_a_working_folder_that_changes_moves_no_run(tmp_path, monkeypatch):
+    """A relative folder would lead into that of another run, whose lock this run never took."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    runs.fit("run", runs.make(steps=2))
+    files = {path.name: path.read_bytes() for path in pathlib.Path("run").glob("*.*")}
+
+    def evaluate(state):
+        monkeypatch.chdir(tmp_path / "a")
+        return {}
+
+    monkeypatch.chdir(tmp_path / "b")
+    runs.fit("run", runs.make(steps=4), evaluate=evaluate, evaluate_every=1)
+    assert _spent(tmp_path / "b" / "run") == [4]
+    assert files == {path.name: path.read_bytes() for path in pathlib.Path("run").glob("*.*")}
+
+
+@kills(
+    "training/run_folder.py",
+    "            self._unlock()\n            raise\n",
+    "            raise\n",
+    slow=True,
+)
+@kills(
+    "training/run_folder.py",
+    "        finally:\n            self._unlock()\n",
+    "        finally:\n            pass\n",
+    slow=True,
+)
+def test_a_start_or_an_end_that_fails_releases_the_folder(tmp_path, monkeypatch):
+    """As where the disk of the checkpoints is not mounted yet: the same process tries again."""
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "mounted")
+    with pytest.raises(FileExistsError, match="checkpoints"):
+        Folder(tmp_path, {"numerics": {}})
+    (tmp_path / "mounted").mkdir()
+    folder = Folder(tmp_path, {"numerics": {}})
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.Checkpoints, "close", mock.Mock(side_effect=KeyError))
+        with pytest.raises(KeyError):
+            folder.close()
+    folder.checkpoints.close()
+    Folder(tmp_path, {"numerics": {}}).close()
 
 
 @kills("training/run_folder.py", "        return os.dup(held)", "        return held", slow=True)

@@ -91,7 +91,7 @@ def test_a_signal_to_one_process_reaches_all(monkeypatch):
 
 @kills(
     "training/dpsgd.py",
-    "meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count))",
+    "meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())",
     "pass",
 )
 @kills("training/dpsgd.py", "        **environment.numerics(),\n", "", case="setting", slow=True)
@@ -132,6 +132,46 @@ def test_processes_agree_on_key_step_and_settings_before_each_dispatch(monkeypat
             return algorithm.run(state, 1 + (differs == "count"))
 
     require_refused(in_threads(monkeypatch, work), words)
+
+
+@kills(
+    "training/dpsgd.py",
+    "_facts_of_dispatch(state, count) | plan()",
+    "_facts_of_dispatch(state, count)",
+    case="run-budget",
+    slow=True,
+)
+@kills(
+    "training/fit.py",
+    "            **ledger.terms(mechanism, algorithm.budget),\n",
+    "",
+    case="fit-budget",
+    slow=True,
+)
+@kills("ledger.py", '"the mechanism": _plan(mechanism), ', "", case="fit-noise", slow=True)
+@kills("ledger.py", "mechanism.accounted.encode() + ", "", case="run-rate", slow=True)
+@pytest.mark.parametrize("differs", ["budget", "steps", "noise", "rate"])
+@pytest.mark.parametrize("call", ["run", "fit"])
+def test_processes_agree_on_plan_and_budget_before_one_alone_could_refuse(
+    monkeypatch, call, differs
+):
+    """The ledger of one process would refuse these steps, and the other would wait for it."""
+    other = {
+        "budget": {"budget": ledger.Budget(epsilon=0.1, delta=1e-5)},
+        "steps": {"steps": 2},
+        "noise": {"multiplier": 0.5},
+        "rate": {"batch": 40},
+    }
+
+    def work(process):
+        budget = {"budget": ledger.Budget(epsilon=12.0, delta=1e-5)}
+        algorithm, state = small_run(**budget | (other[differs] if process else {}))
+        if call == "fit":
+            return dpjax.fit(algorithm, state, steps=3, progress=False)
+        return algorithm.run(state, 3)
+
+    word = "budget" if differs == "budget" else "mechanism"
+    require_refused(in_threads(monkeypatch, work), f"differ in the {word};")
 
 
 @kills(

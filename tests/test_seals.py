@@ -2,6 +2,7 @@
 """Noise is released once: the seals of a process and of a folder, and the identity of a program."""
 
 import contextlib
+import dataclasses
 import shutil
 
 import jax
@@ -227,14 +228,67 @@ PROGRAMS = {
 
 @pytest.mark.sample(3)
 @kills("training/dpsgd.py", '"program": program,', '"program": None,', case="rate", slow=True)
+@kills(
+    "training/recipe.py",
+    "            weigh and weigh(",
+    "            () and weigh(",
+    case="weights",
+    slow=True,
+)
+@kills(
+    "training/recipe.py",
+    "            bound_to(recipe, shared).loss(state.params, example),\n",
+    "",
+    case="loss",
+    slow=True,
+)
+@kills(
+    "training/recipe.py",
+    "            recipe.optimizer.update(mean, state.optimizer, state.params, **extra),\n",
+    "",
+    case="rate",
+    slow=True,
+)
+@kills(
+    "training/run_folder.py",
+    "and _PLACES.issuperset(changed)",
+    "and not changed",
+    case="rate",
+    slow=True,
+)
 @pytest.mark.parametrize("change", PROGRAMS)
 def test_released_steps_belong_to_one_program(tmp_path, change, monkeypatch):
+    """Also where the layout changed with it, and so the traced step."""
     died(tmp_path, make(), after=2)
-    forgotten(monkeypatch)
-    with pytest.raises(ledger.Refused, match="program: "):
-        died(tmp_path, make(**PROGRAMS[change]), after=None)
+    for layout in ({}, {"microbatch_size": 8, "engine": "vmap"}):
+        forgotten(monkeypatch)
+        with pytest.raises(ledger.Refused, match=r"program\.functions: ") as refusal:
+            died(tmp_path, make(**layout, **PROGRAMS[change]), after=None)
+        assert "program.step" not in str(refusal.value)
     state, _ = died(tmp_path, make(), after=None)
     assert state.ledger.steps == 6
+
+
+@kills(
+    "training/run_folder.py",
+    "    if not names and not changed:\n        names = differ\n",
+    "",
+    slow=True,
+)
+def test_a_changed_step_of_the_same_functions_is_refused_too(tmp_path, monkeypatch):
+    """As of another clipping of one description, or of an algorithm that traces no functions."""
+
+    def changed(algorithm):
+        def identity(state):
+            known = algorithm.identity(state)
+            return {**known, "program": {**known["program"], "step": ["another"]}}
+
+        return dataclasses.replace(algorithm, identity=identity)
+
+    died(tmp_path, make(), after=2)
+    forgotten(monkeypatch)
+    with pytest.raises(ledger.Refused, match=r"program\.step: "):
+        died(tmp_path, changed(make()), after=None)
 
 
 def rows(data):
@@ -349,6 +403,10 @@ def traced(function, *shapes):
     return fingerprint(jax.make_jaxpr(function)(*shapes))
 
 
+def placed(x):
+    return jax.lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
 def scaled(by):
     return lambda x: jnp.sum(jnp.tanh(x) * by)
 
@@ -356,6 +414,10 @@ def scaled(by):
 SAME = {
     "closure made again": (scaled(2.0), scaled(2.0)),
     "name of a function": (jax.jit(lambda x: x + 1), jax.jit(lambda y: y + 1)),
+    "place of an array": (
+        lambda x: jnp.sin(x) - x,
+        lambda x: placed(jnp.sin(placed(x))) - placed(x),
+    ),
     "array of equal numbers": (scaled(jnp.ones(3)), scaled(jnp.ones(3))),
 }
 DIFFERENT = {
@@ -372,6 +434,13 @@ DIFFERENT = {
 }
 
 
+@kills(
+    "_jaxpr.py",
+    'if equation.primitive.name == "sharding_constraint":',
+    "if False:",
+    case="place of an array",
+    slow=True,
+)
 @pytest.mark.parametrize("name", SAME)
 def test_equal_programs_have_one_hash(name):
     one, other = SAME[name]

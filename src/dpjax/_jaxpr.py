@@ -127,7 +127,7 @@ def fingerprint(program: ClosedJaxpr) -> str:
     """A hash of a program and its constants: equal for equal traces, in every process.
 
     It reads primitives, parameters, shapes, literals and the bits of constants. It leaves out
-    names, source lines and the addresses of objects.
+    names, source lines, the addresses of objects and sharding constraints.
     """
     digest = hashlib.sha256()
     _hash(program, digest.update)
@@ -143,8 +143,13 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
     if isinstance(part, Jaxpr):
         # Variables are numbered by their first occurrence, since their names are not stable.
         numbers: dict[Any, int] = {}
+        placed: dict[Any, Any] = {}
+
+        def source(v: Any) -> Any:
+            return v if isinstance(v, Literal) else placed.get(v, v)
 
         def variable(v: Any) -> None:
+            v = source(v)
             if isinstance(v, Literal):
                 _hash(np.asarray(v.val), write)
             else:
@@ -153,6 +158,10 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
         for v in (*part.constvars, *part.invars):
             variable(v)
         for equation in part.eqns:
+            # Where an array lies changes no result, and a run may resume under another mesh.
+            if equation.primitive.name == "sharding_constraint":
+                placed[equation.outvars[0]] = source(equation.invars[0])
+                continue
             write(f"\n{equation.primitive.name} ".encode())
             for name, value in sorted(equation.params.items()):
                 if name != "name":  # of a jitted function

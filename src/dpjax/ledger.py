@@ -176,6 +176,11 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         )
 
 
+def terms(mechanism: Plan, budget: Budget | None) -> dict[str, str]:
+    """What `require` decides by, beside ledger and steps, for processes that must decide alike."""
+    return {"the mechanism": _plan(mechanism), "the budget": repr(budget)}
+
+
 def require_untraced(state: PyTree, name: str) -> None:
     """Refuses a step of the algorithm inside ``jit``, ``vmap`` or ``grad``."""
     # A traced step would be compiled into another program and run again without the ledger.
@@ -298,6 +303,13 @@ def _digest(mechanism: Plan) -> np.ndarray:
     # 128 bits of it: a state must not be taken for that of another mechanism by chance.
     digest = hashlib.sha256(mechanism.accounted.encode()).digest()
     return np.frombuffer(digest, np.uint32)[:_WORDS]
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(mechanism: Plan) -> str:
+    """A hash of all that the planned steps cost by."""
+    priced = mechanism.accounted.encode() + np.asarray(mechanism.multipliers, float).tobytes()
+    return hashlib.sha256(priced).hexdigest()
 
 
 @functools.lru_cache(maxsize=128)

@@ -468,7 +468,8 @@ class Algorithm:
     """From a state to what its run is, as JSON has it: different runs share no folder.
 
     ``program``, the hash of what a step computes, is compared between runs of equal
-    ``numerics``; see `dpjax.training.run_folder`."""
+    ``numerics``, and its entry ``functions``, of loss and optimizer, also on other devices; see
+    `dpjax.training.run_folder`."""
     released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     """What of a state is released beside its params, and worth a place in the log."""
 

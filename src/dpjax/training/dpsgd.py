@@ -46,7 +46,7 @@ from dpjax.training.checks import (
 )
 from dpjax.training.in_memory import in_memory
 from dpjax.training.info import Sums, mean_info, tell_of_unscored
-from dpjax.training.recipe import Recipe, bound_to, example_of, layout_of
+from dpjax.training.recipe import Recipe, bound_to, example_of, functions_of, layout_of
 from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 
@@ -216,7 +216,8 @@ def assemble(
         key, first = trees.on_host(state.key), int(state.step)
         happened = once[key.tobytes()]
         # First of all: below, a process that differs would be refused alone, and the others wait.
-        meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count))
+        plan = functools.partial(ledger.terms, mechanism, budget)
+        meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
         check_step(name, state)
@@ -243,8 +244,12 @@ def assemble(
         everything = data if shared is None else (data, shared)
         content = data.fingerprint if stream else trees.fingerprint(everything)
         bare = state._replace(ledger=None)
-        # Loss, optimizer, weights and per_step are functions. Their program can be compared.
-        program = [fingerprint(each) for each in steps.programs(bare)]
+        # Loss, optimizer, weights and per_step are functions. Their program can be compared, also
+        # with that of a run on another mesh.
+        program = {
+            "functions": fingerprint(functions_of(recipe, bare, row, shared)),
+            "step": [fingerprint(each) for each in steps.programs(bare)],
+        }
         layout = layout_of(bound_to(recipe, shared), state.params, row)
         numerics = {
             "engine": recipe.engine,

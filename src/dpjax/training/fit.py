@@ -91,7 +91,8 @@ def fit(
     | is empty | the state, with the root key, is saved before the first step |
     | holds this run, stopped or killed | resumes from the last sound checkpoint, to the bit |
     | holds this run, under other numerics | logged; refused if released steps would change |
-    | holds released steps of another loss, optimizer, rate or data | refused |
+    | holds released steps of other data | refused |
+    | ... of another loss, optimizer or rate | refused; not seen if versions or settings changed |
     | holds a run that began with other parameters | refused |
     | holds this run, finished or stopped by `evaluate` | returns its last state and rows |
     | holds this run, further than ``steps`` | refused |
@@ -166,7 +167,7 @@ def fit(
             "directory": directory is None,
             "delta": delta,
             "method": method,
-            "the budget": repr(algorithm.budget),
+            **ledger.terms(mechanism, algorithm.budget),
         },
     )
     ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)

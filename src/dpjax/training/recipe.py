@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -92,6 +93,31 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
         microbatch_size=recipe.microbatch_size,
         devices=recipe.mesh,
     )
+
+
+def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> ClosedJaxpr:
+    """Loss, per_step, weights and update as one program, in which no mesh or microbatch enters.
+
+    Args:
+      recipe: What the run does.
+      state: A state, or its shapes.
+      row: Shapes of one row of the data.
+      shared: What the loss takes before the parameters, or None.
+    """
+
+    def functions(state: State, row: PyTree, shared: PyTree) -> PyTree:
+        example = with_entry(recipe, state.key, state.step, row, ())
+        weigh, scale = recipe.weights, recipe.bound_scale(state)
+        mean, extra = trees.widened(state.params), extra_arguments(recipe.optimizer, scale)
+        return (
+            bound_to(recipe, shared).loss(state.params, example),
+            weigh and weigh(state.step, state.params, example),
+            recipe.optimizer.update(mean, state.optimizer, state.params, **extra),
+        )
+
+    # Shapes alone: an array would bring its sharding.
+    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, row, shared))
+    return jax.make_jaxpr(functions)(*seen)
 
 
 def reach_of(recipe: Recipe, params: PyTree) -> list[float]:

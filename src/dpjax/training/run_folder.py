@@ -7,7 +7,8 @@ noise of each step. A later process with another identity is refused with the di
 equal identity it resumes from the last checkpoint and drops the rows of the log after that
 checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
 rows (versions, devices, settings of JAX): it may change only where no released step would run
-again.
+again. Under other versions or settings, programs cannot be compared; where devices changed alone,
+loss and optimizer are.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 
+# Numerics that do not change how loss and optimizer are traced.
+_PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
+_BLIND = (
+    "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
+    "compared. See that they did not change."
+)
+
 _held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
 
 
@@ -48,24 +56,26 @@ class Folder:
     """
 
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
-        self.path = pathlib.Path(directory)
+        # Absolute: an `evaluate` that changes the working folder would move a relative one, past
+        # its lock, into the folder of another run.
+        self.path = pathlib.Path(directory).absolute()
         self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
-        # Where several processes run, the first one alone touches files.
-        meshes.from_first(self._open)
-        self.checkpoints = Checkpoints(self.path / "checkpoints")
+        try:
+            # Where several processes run, the first one alone touches files.
+            meshes.from_first(self._open)
+            self.checkpoints = Checkpoints(self.path / "checkpoints")
+        except BaseException:
+            self._unlock()
+            raise
 
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
         self._lock = _locked(self.path)
-        try:
-            _same_run(self.path / "run.json", self.identity, self.path)
-            self._marked = _furthest(self.path), _chosen(self.path)
-        except BaseException:
-            os.close(self._lock)
-            raise
+        _same_run(self.path / "run.json", self.identity, self.path)
+        self._marked = _furthest(self.path), _chosen(self.path)
 
     def resume(self, done: int) -> bool:
         """Resumes the run after ``done`` steps, and returns whether its numerics changed.
@@ -81,10 +91,9 @@ class Folder:
         was = before.get("numerics", {})
         # Other versions or devices may change draws, noise or last bits. A repeated step would
         # then be a second release of the same data, counted once.
+        names = _changed(was, now)
         changed = "\n".join(
-            f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now"
-            for name in {**was, **now}
-            if was.get(name, "unknown") != now.get(name)
+            f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now" for name in names
         )
         if changed and (furthest := _furthest(self.path)) > done:
             raise Refused(
@@ -97,8 +106,8 @@ class Folder:
             )
         if changed:
             logging.warning(
-                "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s",
-                *(self.path, done, changed),
+                "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s%s",
+                *(self.path, done, changed, "" if _PLACES.issuperset(names) else _BLIND),
             )
             # The run keeps the key of its checkpoint, whatever key the caller gave.
             kept = {**self.identity, "small seed": before.get("small seed", False)}
@@ -183,22 +192,35 @@ class Folder:
         return meshes.from_first(lambda: _chosen(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends a row to the log. A row that a full disk rejects is written with the next one."""
-        if not meshes.first_process():
+        """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
+        if meshes.first_process():
+            self._waiting.append(_line(row))
+            self.flush()
+
+    def flush(self) -> None:
+        """Appends the rows that the disk rejected so far to the log."""
+        if not self._waiting:
             return
-        self._waiting.append(_line(row))
-        size = self.log.stat().st_size
+        size = None
         try:
-            with self.log.open("a", encoding="utf-8") as file:
+            # A log that was removed while the run continues begins again, closed to others.
+            with open(self.log, "a", encoding="utf-8", opener=_private) as file:
+                size = file.tell()
                 file.write("".join(self._waiting))
             self._waiting.clear()
         except OSError as error:
-            os.truncate(self.log, size)  # half a line is no line
+            if size is not None:
+                os.truncate(self.log, size)  # half a line is no line
             logging.error("fit: %s could not be written (%s); the run continues.", self.log, error)
 
     def close(self) -> None:
         """Waits for checkpoints and releases the lock of the folder."""
-        self.checkpoints.close()
+        try:
+            self.checkpoints.close()
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
 
@@ -282,12 +304,22 @@ def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 def _remove(folder: pathlib.Path) -> None:
     for name in ("checkpoints", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        _remove_folder(folder / name)
     released = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
     left = (path.name for path in folder.glob("*.part"))  # by a process that was killed
     # In this order: the run exists as long as run.json does.
     for name in ("metrics.jsonl", "furthest", "seals", *released, *left, "run.json"):
         (folder / name).unlink(missing_ok=True)
+
+
+def _remove_folder(folder: pathlib.Path) -> None:
+    """Removes a folder; of a link to one, as to another disk, its checkpoints."""
+    if folder.is_symlink():  # `shutil.rmtree` refuses it, and the root key would stay there
+        for path in (*folder.glob("[0-9]*"), *folder.glob("damaged-*")):
+            shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _furthest(folder: pathlib.Path) -> int:
@@ -340,7 +372,8 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     """Writes the identity of a run, or compares it with the one in the folder."""
     if not path.exists():
         names = ("metrics.jsonl", "checkpoints", "furthest", "seals")
-        if left := [name for name in names if (folder / name).exists()]:
+        # An empty folder is of no run: the user may have linked one on another disk.
+        if left := [name for name in names if _holds(folder / name)]:
             raise Refused(
                 f"fit(directory={str(folder)!r}): found {', '.join(left)} and no run.json that "
                 "says which run wrote them. Usually run.json was deleted. Choose another folder; "
@@ -352,11 +385,16 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     if "mechanism" in identity:
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
     there, now = map(_leaves, (before, identity))
-    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    # Other versions trace other programs of one loss, and `Folder.resume` compares the versions. A
-    # changed mechanism changes the program too, and is named instead of it.
-    if names != [("program",)] or before.get("numerics") != identity["numerics"]:
-        names = [name for name in names if name != ("program",)]
+    differ = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    # A changed mechanism changes the program too, and is named instead of it.
+    names = [name for name in differ if name[0] != "program"]
+    changed = _changed(before.get("numerics", {}), identity["numerics"])
+    # Other versions trace other programs of one loss, and another mesh another step of one loss.
+    # `Folder.resume` compares both.
+    if not names and _PLACES.issuperset(changed):
+        names = [name for name in differ if name == ("program", "functions")]
+    if not names and not changed:
+        names = differ
     # Queries of preparation are spent before the first step, so such a folder is never replaced.
     if names and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
         # A first step that does not compile would otherwise block the folder for good.
@@ -368,9 +406,9 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
             f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
             for name in names
         ]
-        if ("program",) in names:
+        if names[0][0] == "program":
             lines.append(
-                "  The program of a step follows from loss, optimizer, rate, weights, per_step, "
+                "  The program follows from loss, optimizer, rate, weights, per_step, "
                 "the arrays that they close over, and the shapes of the parameters."
             )
         raise Refused(
@@ -379,6 +417,15 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
             "released parameters, and count what it spent: "
             "Mechanism(..., before=dpjax.training.earlier(folder))."
         )
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names of numerics that differ."""
+    return [name for name in {**was, **now} if was.get(name, "unknown") != now.get(name)]
+
+
+def _holds(path: pathlib.Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:

@@ -192,6 +192,9 @@ class Run:
     def save(self, *, wait: bool = False) -> bool:
         """Starts a checkpoint, and returns whether all went well."""
         assert self.folder is not None
+        # Before the checkpoint has a name: its steps count also where someone removes it later.
+        self.mark()
+        self.folder.flush()  # its rows are not in the checkpoint
         self.saved, kept = time.monotonic(), self.folder.checkpoints
         facts = {"seen": list(self.seen), "began": self.began}
         started = kept.save(self.done, self.state, facts)

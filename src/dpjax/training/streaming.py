@@ -8,6 +8,7 @@ than memory microbatch by microbatch before the noise is added.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -56,6 +57,11 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         lambda state, sums: release(recipe, layout(state), state, sums), donate_argnums=0
     )
 
+    def whole(pieces: list[np.ndarray]) -> Iterator[np.ndarray]:
+        for piece in pieces:
+            _require_all(stream, recipe.mechanism.sampling.examples)
+            yield piece
+
     def run(state: State, count: int) -> tuple[State, Sums]:
         chosen = layout(state)
         size, first, seen = chosen.microbatch_size * chosen.shares, int(state.step), []
@@ -63,7 +69,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
         place = Placed(chosen, size)
         # Draws are known in advance, so rows of the next steps are read while this one runs.
-        batches = stream.batches(place.ours(piece) for pieces in draws for piece in pieces)
+        batches = stream.batches(place.ours(piece) for pieces in draws for piece in whole(pieces))
         for pieces in draws:
             sums = begin(state)
             for number, piece in enumerate(pieces, 1):
@@ -94,6 +100,16 @@ def _pieces(draw: Any, size: int) -> list[np.ndarray]:
     """The indices of a draw, one microbatch after the other."""
     indices = on_host(draw)
     return [indices[i : i + size] for i in range(0, len(indices), size)]
+
+
+def _require_all(stream: Stream, examples: int) -> None:
+    """Refuses a source that became shorter: rows may have moved, and a draw may miss its own."""
+    if (found := len(stream)) < examples:
+        raise IndexError(
+            f"dpsgd: the source of the data.Stream had {examples} examples and has {found}; "
+            "expected that it does not change during a run. Usually its file was cut off or "
+            "another program wrote it again. Restore it and resume the run."
+        )
 
 
 class Placed:
