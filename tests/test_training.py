@@ -446,7 +446,7 @@ def test_one_public_batch_for_ever_is_sound_where_it_is_paid_for():
 @pytest.mark.parametrize(
     ("key", "params", "message"),
     [
-        (jnp.zeros(3), jax.random.key(0), r"init\(key: ArrayImpl\).*init\(key, params\)"),
+        (jnp.zeros(3), jax.random.key(0), r"init\(key: ArrayImpl\).*in the place of the key"),
         (42, jnp.zeros(3), "Usually a bare seed was passed"),
         (jax.random.key(0), {"w": 1.0}, "leaf w is float"),
         (jax.random.key(0), {"w": jnp.zeros(3), "n": jnp.arange(3)}, "leaf n is int32"),
