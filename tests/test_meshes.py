@@ -31,6 +31,7 @@ from dpjax import clipping, federated, meshes, noise
 from dpjax.cli import mesh_flag, process_flags
 from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
+from dpjax.gradients.layout import _batch_axes
 from dpjax.training.recipe import Recipe, reach_of
 
 KEY = jax.random.key(0)
@@ -263,6 +264,15 @@ def test_a_users_own_splitting_stays():
     assert meshes.placed(array, mesh).sharding.spec == PartitionSpec()
 
 
+@kills("gradients/layout.py", '"conv_general_dilated", "fft"', '"conv_general_dilated"')
+def test_an_fft_in_the_loss_splits_the_batch_over_all_devices():
+    """XLA fails on some FFTs that it partitions."""
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+    for loss, axes in {jnp.fft.rfft: ("data", "model"), jnp.tanh: ("data",)}.items():
+        program = jax.make_jaxpr(jax.jit(loss))(jnp.ones(4)).jaxpr
+        assert _batch_axes(mesh, program) == axes
+
+
 def test_processes_with_unequal_numbers_of_devices_are_refused(monkeypatch):
     devices = [SimpleNamespace(process_index=i) for i in (0, 1, 1, 1)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
@@ -413,7 +423,7 @@ def test_a_mesh_changes_no_parameter(tmp_path, loss):
     assert max(found.values()) < 1e-6, found
 
 
-@kills("gradients/layout.py", "if convolves or name", "if name", case="convolution-auto", slow=True)
+@kills("gradients/layout.py", "if every or name", "if name", case="convolution-auto", slow=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vmap", "scan"])
 @pytest.mark.parametrize("loss", ["dense", "convolution", "Transformer, embedding"])

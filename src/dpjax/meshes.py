@@ -4,8 +4,8 @@
 The axis ``model`` of a mesh splits parameters, the optimizer's state and the noise. All other axes
 split the batch. JAX does the rest: per-example gradients run inside `jax.shard_map`, one program
 for each part of the batch, and XLA partitions that program over ``model``. A loss with convolutions
-is an exception, because XLA partitions their gradients wrongly: there ``model`` splits the batch as
-well, and each device gathers all parameters for a step.
+or FFTs is an exception, because XLA partitions them wrongly or fails: there ``model`` splits the
+batch as well, and each device gathers all parameters for a step.
 
 Everything here is about speed and memory. A mesh changes no result but by last bits.
 """

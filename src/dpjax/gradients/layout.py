@@ -140,10 +140,12 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
     if program is None:
         return mesh.axis_names
     # XLA partitions kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2; the error is
-    # as large as the gradient), so with a convolution nothing is left to XLA: the batch is split
-    # over all devices, and each has all parameters during a step.
-    convolves = bool(convolutions(program))
-    return tuple(name for name in mesh.axis_names if convolves or name != meshes.MODEL)
+    # as large as the gradient), and fails on some FFTs on a CPU (RET_CHECK in fft_thunk.cc). So
+    # with either nothing is left to XLA: the batch is split over all devices, and each has all
+    # parameters during a step.
+    found = {equation.primitive.name for equation in equations(program)}
+    every = bool(found & {"conv_general_dilated", "fft"})
+    return tuple(name for name in mesh.axis_names if every or name != meshes.MODEL)
 
 
 def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
