@@ -17,13 +17,14 @@ from dpjax import meshes
 def small_run(rate=0.1, *, batch=10, steps=6, multiplier=1.0, **options):
     """An algorithm that compiles quickly, and the state before its first step."""
     data = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    options = {"data": data, "microbatch_size": 10, **options}
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     mechanism = mechanism_with(50, batch, steps=steps, noise_multiplier=multiplier)
 
     def loss(w, x):
         return jnp.sum((w - x) ** 2)
 
-    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, microbatch_size=10, **options)
+    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, **options)
     return algorithm, algorithm.init(jax.random.key(0), jnp.zeros(3))
 
 

@@ -608,7 +608,6 @@ for name, parts in {"whole": [60], "in parts": [20, 60]}.items():
 
 
 @pytest.mark.slow
-@kills("checkpoints.py", " if old.committed else jnp.asarray(new)", "", case="memory", slow=True)
 @pytest.mark.parametrize("kind", ["memory", pytest.param("stream", marks=pytest.mark.slow)])
 def test_a_run_on_two_devices_resumes_to_the_last_bit(tmp_path, kind):
     program = [sys.executable, "-c", TWO_DEVICES, tmp_path, kind]

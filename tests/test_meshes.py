@@ -31,6 +31,7 @@ from dpjax import clipping, federated, meshes, noise
 from dpjax.cli import mesh_flag, process_flags
 from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
+from dpjax.gradients.layout import _batch_axes
 from dpjax.training.recipe import Recipe, reach_of
 
 KEY = jax.random.key(0)
@@ -263,6 +264,108 @@ def test_a_users_own_splitting_stays():
     assert meshes.placed(array, mesh).sharding.spec == PartitionSpec()
 
 
+PLACES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import dpjax
+from processes_in_threads import small_run
+
+first, *_, third, _ = devices = jax.devices()
+key, params = jax.random.key(0), jnp.zeros(3)
+x = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+two, model = Mesh(np.array(devices[:2]), ("data",)), Mesh(np.array(devices), ("model",))
+at = lambda device: lambda x: jax.device_put(x, device)
+whole = at(NamedSharding(two, PartitionSpec()))
+same = lambda x: x
+
+plain, state = small_run(microbatch_size=2)
+expected = plain.run(state, 2)[0].params
+
+def held(algorithm, state, count=2):
+    np.testing.assert_array_equal(algorithm.run(state, count)[0].params, expected)
+
+# What the caller committed to a device is moved to the devices that dpjax chooses.
+for data, first_params, root in (at(first), same, same), (at(third),) * 3, (same, whole, same):
+    algorithm, _ = small_run(microbatch_size=2, data=data(x))
+    held(algorithm, algorithm.init(root(key), first_params(params)))
+# Parameters of a run on more devices, and states of other meshes.
+phase, _ = small_run(microbatch_size=12)
+state = phase.init(jax.random.key(1), expected)
+assert len(phase.step(state)[0].params.sharding.device_set) == 2
+for mesh in two, model:
+    other, state = small_run(microbatch_size=2, mesh=mesh)
+    before = other.step(state)[0]
+    for to in two, model, None:
+        algorithm, _ = small_run(microbatch_size=2, mesh=to)
+        after, _ = dpjax.fit(algorithm, before, steps=1, progress=False)
+        np.testing.assert_allclose(after.params, expected, atol=1e-6)
+
+def loss(w, x):
+    return jnp.sum((w - x) ** 2)
+
+rule = dpjax.clipping.flat(1.0)
+expected = dpjax.clipped_grad(loss, rule)(params, x).value
+for devices, put, where in (
+    (None, at(third), {third}),
+    (None, whole, set(devices[:2])),
+    (4, at(third), set(devices)),
+    (Mesh(np.array(devices[::-1]), ("data",)), whole, set(devices)),
+):
+    found = dpjax.clipped_grad(loss, rule, microbatch_size=5, devices=devices)(params, put(x)).value
+    assert found.sharding.device_set == where
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    gradient = dpjax.gradients.plain_grad(loss, devices=devices)(params, put(x))
+    assert gradient.sharding.device_set == where
+try:
+    dpjax.clipped_grad(loss, rule)(at(first)(params), at(third)(x))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@kills(
+    "training/in_memory.py",
+    "compiled(places, structure), on(mesh)",
+    "compiled(places, structure), on(None)",
+    slow=True,
+)
+@kills("meshes.py", " and _devices(leaf.sharding) != devices", " and False", slow=True)
+@kills("gradients/layout.py", "if not committed or found.mesh is None", "if True", slow=True)
+def test_committed_arrays_and_states_of_other_meshes_run():
+    """With several host devices, among which dpjax chooses."""
+    program = [sys.executable, "-c", PLACES]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "clipped_grad: not all arrays are on the same devices: params on [0]" in done.stdout
+
+
+@kills(
+    "training/dpsgd.py",
+    "steps.run(placed(state._replace(ledger=None))",
+    "steps.run(state._replace(ledger=None)",
+)
+def test_a_state_with_numpy_leaves_runs_on_a_mesh():
+    """As `jax.device_get` makes them."""
+    algorithm, state = small_run(mesh=Mesh(np.array(jax.devices()[:1]), ("data",)))
+    expected, _ = algorithm.step(state)
+    state = state._replace(params=jax.device_get(state.params))
+    assert algorithm.identity(state)["numerics"]["mesh"] == {"data": 1}
+    found, _ = algorithm.step(state)
+    np.testing.assert_array_equal(found.params, expected.params)
+
+
+@kills("gradients/layout.py", '"conv_general_dilated", "fft"', '"conv_general_dilated"')
+def test_an_fft_in_the_loss_splits_the_batch_over_all_devices():
+    """XLA fails on some FFTs that it partitions."""
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+    for loss, axes in {jnp.fft.rfft: ("data", "model"), jnp.tanh: ("data",)}.items():
+        program = jax.make_jaxpr(jax.jit(loss))(jnp.ones(4)).jaxpr
+        assert _batch_axes(mesh, program) == axes
+
+
 def test_processes_with_unequal_numbers_of_devices_are_refused(monkeypatch):
     devices = [SimpleNamespace(process_index=i) for i in (0, 1, 1, 1)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
@@ -413,7 +516,7 @@ def test_a_mesh_changes_no_parameter(tmp_path, loss):
     assert max(found.values()) < 1e-6, found
 
 
-@kills("gradients/layout.py", "if convolves or name", "if name", case="convolution-auto", slow=True)
+@kills("gradients/layout.py", "if every or name", "if name", case="convolution-auto", slow=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vmap", "scan"])
 @pytest.mark.parametrize("loss", ["dense", "convolution", "Transformer, embedding"])

@@ -4,8 +4,8 @@
 The axis ``model`` of a mesh splits parameters, the optimizer's state and the noise. All other axes
 split the batch. JAX does the rest: per-example gradients run inside `jax.shard_map`, one program
 for each part of the batch, and XLA partitions that program over ``model``. A loss with convolutions
-is an exception, because XLA partitions their gradients wrongly: there ``model`` splits the batch as
-well, and each device gathers all parameters for a step.
+or FFTs is an exception, because XLA partitions them wrongly or fails: there ``model`` splits the
+batch as well, and each device gathers all parameters for a step.
 
 Everything here is about speed and memory. A mesh changes no result but by last bits.
 """
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -132,6 +133,8 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
 
     def place(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+            return leaf  # as after a step: a dispatch should cost nothing
         if (
             isinstance(sharding, NamedSharding)
             and sharding.device_set == set(mesh.devices.flat)
@@ -158,6 +161,54 @@ def whole(tree: PyTree, mesh: Mesh | None) -> PyTree:
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
     return jax.tree.map(lambda x: put(x, NamedSharding(mesh, PartitionSpec())), tree)
+
+
+def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Arrays that JAX can compute with on the mesh: those committed elsewhere lie whole on it."""
+    devices = tuple(mesh.devices.flat)
+
+    def gather(leaf: Any) -> Any:
+        elsewhere = _is_committed(leaf) and _devices(leaf.sharding) != devices
+        return put(leaf, NamedSharding(mesh, PartitionSpec())) if elsewhere else leaf
+
+    return jax.tree.map(gather, tree)
+
+
+def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
+    """The devices to which arrays are committed, if any; refuses arrays on different ones.
+
+    JAX moves all other arrays to them. A traced array is on no device yet.
+
+    Args:
+      name: The function that received the arrays.
+      **parts: Trees of arrays, by the names that the error gives them.
+    """
+    places: dict[tuple[Any, ...], str] = {}
+    for part, tree in parts.items():
+        for leaf in jax.tree.leaves(tree):
+            if _is_committed(leaf):
+                places.setdefault(_devices(leaf.sharding), part)
+    if len(places) > 1:
+        where = ", ".join(f"{part} on {[d.id for d in on]}" for on, part in places.items())
+        raise ValueError(
+            f"{name}: not all arrays are on the same devices: {where}. Usually parameters were put "
+            "on a mesh, and key or data on one device: put them on the mesh too, with "
+            "jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), "
+            "or give data as NumPy arrays, which JAX moves to the parameters."
+        )
+    return next(iter(places), ())
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
+
+
+def _devices(sharding: Sharding) -> tuple[Any, ...]:
+    """The devices in their order, because JAX computes with arrays of one order alone."""
+    mesh = getattr(sharding, "mesh", None)
+    return tuple(
+        sorted(sharding.device_set, key=lambda d: d.id) if mesh is None else mesh.devices.flat
+    )
 
 
 def _axes(spec: PartitionSpec) -> list[Any]:

@@ -26,7 +26,7 @@ from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding, laid_out
 from dpjax.gradients.engines import ENGINES, named
-from dpjax.gradients.layout import layout
+from dpjax.gradients.layout import beside, gathered
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.sharding_checks import refuse_meshes
@@ -57,9 +57,11 @@ def clipped_grad(
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch, or a mesh, whose axes other than
         ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
-        takes several microbatches, else one. It changes only the speed. A batch that is already
-        sharded over several devices may need it, because XLA computes some per-example kernel
-        gradients wrongly there; those are refused.
+        takes several microbatches, else one. It changes only the speed. Arrays that
+        `jax.device_put` committed to a device stay there, unless ``devices`` is given; in your own
+        `jax.jit`, where this cannot be seen, give 1. A batch that is already sharded over several
+        devices may need it, because XLA computes some per-example kernel gradients wrongly there;
+        those are refused.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
@@ -167,8 +169,14 @@ def clipped_grad(
         # adds.
         start = trees.zeros_wide(params) if start is None else start
 
+        rows = Rows(batch, real, held)
+        parts, committed = gathered(
+            "clipped_grad", devices, params=params, batch=rows, key=key, start=start
+        )
+
         def summed(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
-            placed = layout(
+            placed = beside(
+                committed,
                 traced,
                 params,
                 example,
@@ -181,7 +189,7 @@ def clipped_grad(
             return run(traced, rule, params, rows, start)
 
         with platforms.traced_for(devices):
-            found = platforms.each(summed, params, Rows(batch, real, held), key, start)
+            found = platforms.each(summed, *parts)
         return certified(found, rule)
 
     return clipped

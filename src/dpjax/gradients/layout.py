@@ -104,6 +104,37 @@ def layout(
     return Layout(microbatch_size or max(1, size), mesh, axes)
 
 
+def gathered(
+    called: str, devices: int | Mesh | None, **parts: PyTree
+) -> tuple[list[PyTree], tuple[Any, ...]]:
+    """The arrays of a batch, and the devices to which they are committed.
+
+    Given devices take committed arrays with them. Without a choice arrays stay where they are,
+    because the caller adds the result to others there.
+
+    Args:
+      called: The function, for the error about arrays on different devices.
+      devices: As for `layout`.
+      **parts: Trees of arrays.
+    """
+    mesh = meshes.of(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
+    if mesh is not None:
+        parts = {name: meshes.gathered(part, mesh) for name, part in parts.items()}
+    return list(parts.values()), meshes.committed(called, **parts)
+
+
+def beside(
+    committed: tuple[Any, ...], *arguments: Any, devices: int | Mesh | None, **options: Any
+) -> Layout:
+    """`layout`, of the devices to which arrays are committed already, if they are."""
+    found = layout(*arguments, devices=devices, **options)
+    if not committed or found.mesh is None or committed == tuple(found.mesh.devices.flat):
+        return found
+    # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
+    ours = committed == tuple(jax.local_devices()[: len(committed)])
+    return layout(*arguments, devices=len(committed) if ours else 1, **options)
+
+
 def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
     """The user's mesh; or one of host devices, for a batch of several microbatches."""
     if isinstance(devices, Mesh):
@@ -140,10 +171,12 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
     if program is None:
         return mesh.axis_names
     # XLA partitions kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2; the error is
-    # as large as the gradient), so with a convolution nothing is left to XLA: the batch is split
-    # over all devices, and each has all parameters during a step.
-    convolves = bool(convolutions(program))
-    return tuple(name for name in mesh.axis_names if convolves or name != meshes.MODEL)
+    # as large as the gradient), and fails on some FFTs on a CPU (RET_CHECK in fft_thunk.cc). So
+    # with either nothing is left to XLA: the batch is split over all devices, and each has all
+    # parameters during a step.
+    found = {equation.primitive.name for equation in equations(program)}
+    every = bool(found & {"conv_general_dilated", "fft"})
+    return tuple(name for name in mesh.axis_names if every or name != meshes.MODEL)
 
 
 def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:

@@ -21,7 +21,7 @@ from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Rows, laid_out
-from dpjax.gradients.layout import layout
+from dpjax.gradients.layout import beside, gathered
 from dpjax.gradients.nan_isolation import differentiates_kernels
 from dpjax.gradients.sharding_checks import refuse_meshes, refuse_split
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -59,8 +59,10 @@ def plain_grad(
         refuse_meshes(batch)
         example, traced = trees.one_row(batch), Traced(with_aux)
 
+        parts, committed = gathered("plain_grad", devices, params=params, batch=batch)
+
         def summed(params: PyTree, batch: PyTree) -> PyTree:
-            placed = layout(traced, params, example, size, devices=devices)
+            placed = beside(committed, traced, params, example, size, devices=devices)
             # The private engine with weights 1: the benchmark then compares privacy and not two
             # implementations.
             rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
@@ -69,7 +71,7 @@ def plain_grad(
             return run(traced, clipping.flat(jnp.inf), params, rows, nothing).value
 
         with platforms.traced_for(devices):
-            found = platforms.each(summed, params, batch)
+            found = platforms.each(summed, *parts)
         return jax.tree.map(lambda x: x / size, found)
 
     return gradient

@@ -278,36 +278,23 @@ def _arrays_of_rows(data: PyTree) -> PyTree:
     return data
 
 
-def check_devices(name: str, **parts: PyTree) -> None:
-    """Refuses parts of a run that lie on different devices, before JAX does without their names.
+def check_split(name: str, data: PyTree) -> None:
+    """Refuses data that a mesh of explicit axes splits, before JAX does within the step.
 
     Args:
       name: The algorithm.
-      **parts: Parameters, key and data. Arrays that JAX may move are not compared.
+      data: Arrays, or a `Stream`.
     """
-    places: dict[frozenset[Any], str] = {}
-    for part, tree in parts.items():
-        for leaf in jax.tree.leaves(tree):
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
-                sharding = leaf.sharding
-                mesh: Any = getattr(sharding, "mesh", None)
-                spec = getattr(sharding, "spec", None)
-                if part == "data" and any(spec or ()) and AxisType.Explicit in mesh.axis_types:
-                    raise ValueError(
-                        f"{name}: the data are split by a mesh of explicit axes ({spec}), and a "
-                        "draw takes rows from all of it. jax.make_mesh makes explicit axes by "
-                        "default. Make the mesh with axis_types=(jax.sharding.AxisType.Auto,), or "
-                        "give NumPy arrays."
-                    )
-                places.setdefault(frozenset(sharding.device_set), part)
-    if len(places) > 1:
-        where = ", ".join(f"{part} on {sorted(d.id for d in on)}" for on, part in places.items())
-        raise ValueError(
-            f"{name}: not all arrays are on the same devices: {where}. Usually parameters were put "
-            "on a mesh, and key or data on one device: put them on the mesh too, with "
-            "jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), "
-            "or give data as NumPy arrays, which JAX moves to the parameters."
-        )
+    for leaf in jax.tree.leaves(data):
+        sharding: Any = getattr(leaf, "sharding", None)
+        spec = getattr(sharding, "spec", None)
+        if any(spec or ()) and AxisType.Explicit in sharding.mesh.axis_types:
+            raise ValueError(
+                f"{name}: the data are split by a mesh of explicit axes ({spec}), and a "
+                "draw takes rows from all of it. jax.make_mesh makes explicit axes by "
+                "default. Make the mesh with axis_types=(jax.sharding.AxisType.Auto,), or "
+                "give NumPy arrays."
+            )
 
 
 def tell_of_constants(loss: ClosedJaxpr, examples: int) -> None:

@@ -32,11 +32,11 @@ from dpjax.noise.link import start
 from dpjax.noise.seals import require_one_sum
 from dpjax.training import environment
 from dpjax.training.checks import (
-    check_devices,
     check_kinds,
     check_optimizer,
     check_same_optimizer,
     check_schedule,
+    check_split,
     check_state,
     check_step,
     checked_data,
@@ -46,7 +46,14 @@ from dpjax.training.checks import (
 )
 from dpjax.training.in_memory import in_memory
 from dpjax.training.info import Sums, mean_info, tell_of_unscored
-from dpjax.training.recipe import Recipe, bound_to, example_of, functions_of, layout_of
+from dpjax.training.recipe import (
+    Recipe,
+    bound_to,
+    example_of,
+    functions_of,
+    layout_of,
+    mesh_of,
+)
 from dpjax.training.streaming import streamed
 from dpjax.types import Algorithm, Key, LossFn, PyTree, Schedule, State
 
@@ -193,17 +200,42 @@ def assemble(
     stream = isinstance(data, Stream)
     # Shapes alone: nothing is read from a stream before the first step but its first row.
     row = data.row if stream else trees.one_row(jax.eval_shape(lambda x: x, data))
-    steps = streamed(recipe, data) if stream else in_memory(recipe, data, shared)
+
+    @functools.cache
+    def mesh_for(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
+        shapes = structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)
+        return mesh_of(bound_to(recipe, shared), shapes, row)
+
+    def where(params: PyTree) -> Mesh | None:
+        leaves, structure = jax.tree.flatten(params)
+        return mesh_for(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+    def placed(state: State) -> State:
+        # The state of another mesh, or of files, is moved; on this mesh it stays as it is.
+        home = where(state.params)
+        return state if home is None else meshes.placed(state, home)
+
+    steps = streamed(recipe, data) if stream else in_memory(recipe, data, where, shared)
     # What happens once a run, and happened already, by the key of the run.
     once: dict[bytes, set[str]] = collections.defaultdict(set)
 
     @meshes.in_force(mesh)
     def init(key: Key, params: PyTree) -> State:
         checks.key(f"{name}: init", key)
-        params = _placed(name, key, params, data, mesh)
+        params = arrays(params, f"{name}: init(params)")
+        check_params(f"{name}: init(key, params)", params)
+        if mesh is None:
+            check_split(name, data)
+        else:
+            params = meshes.placed(params, mesh)
         _read_loss(name, bound_to(recipe, shared), params, row, tell=shared is None)
+        home = where(params)
+        if home is None:
+            meshes.committed(name, parameters=params, key=key, data=data)
+        else:
+            params = meshes.placed(params, home)
         once.pop(trees.on_host(key).tobytes(), None)  # a run that begins again
-        return _first_state(name, recipe, key, params)
+        return _first_state(name, recipe, key, params, home)
 
     def run(state: State, count: int) -> tuple[State, Any]:
         check_state(name, state)
@@ -226,7 +258,7 @@ def assemble(
             check_same_optimizer(name, recipe.optimizer, state)
             meshes.require_agreement(name, lambda: _facts_of_run(state, identify(state), mechanism))
             happened.add("agreed")
-        state, sums = steps.run(state._replace(ledger=None), count)
+        state, sums = steps.run(placed(state._replace(ledger=None)), count)
         # Before anything of these steps leaves: their noise may meet one sum only.
         require_one_sum(key, first, sums.seal, name)
         if "warned" not in happened and tell_of_unscored(name, sums):
@@ -243,7 +275,7 @@ def assemble(
     def identify(state: State) -> dict[str, Any]:
         everything = data if shared is None else (data, shared)
         content = data.fingerprint if stream else trees.fingerprint(everything)
-        bare = state._replace(ledger=None)
+        bare = placed(state._replace(ledger=None))
         # Loss, optimizer, weights and per_step are functions. Their program can be compared, also
         # with that of a run on another mesh.
         program = {
@@ -308,16 +340,6 @@ def _released(mechanism: Mechanism, state: State) -> dict[str, Any]:
     return {"bound": float(state.bound_scale) * np.array(mechanism.clipping.bounds)}
 
 
-def _placed(name: str, key: Key, params: PyTree, data: PyTree, mesh: Mesh | None) -> PyTree:
-    """The parameters as arrays, on the devices of the run; refuses leaves that cannot train."""
-    params = arrays(params, f"{name}: init(params)")
-    check_params(f"{name}: init(key, params)", params)
-    if mesh is not None:
-        return meshes.placed(params, mesh)
-    check_devices(name, parameters=params, key=key, data=data)
-    return params
-
-
 def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> None:
     """Refuses a loss that is no loss of one example, before anything is compiled.
 
@@ -337,12 +359,12 @@ def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: 
         tell_of_constants(program, recipe.mechanism.sampling.examples)
 
 
-def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree) -> State:
-    """The state before the first step."""
+def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) -> State:
+    """The state before the first step, on the mesh of the run."""
     optimizer = recipe.optimizer.init(trees.widened(params))
     check_optimizer(recipe.optimizer, optimizer, params)
     seeded = trees.tell_of_seed(key, f"{name}: init(key, params)")
-    memory, mesh = start(recipe.mechanism.noise, params), recipe.mesh
+    memory = start(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     state = State(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import meshes
@@ -40,12 +41,18 @@ class Steps(NamedTuple):
 _MOST = 512
 
 
-def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
+def in_memory(
+    recipe: Recipe,
+    data: PyTree,
+    mesh_of: Callable[[PyTree], Mesh | None],
+    shared: PyTree = None,
+) -> Steps:
     """Steps on data in device memory.
 
     Args:
       recipe: What the run does.
       data: A tree of arrays with one example per row.
+      mesh_of: From parameters to the mesh on which states with such parameters lie.
       shared: What ``recipe.loss`` takes as its first argument, before the parameters, if it
         needs arrays that are no rows. An argument of the program: a closure would be copied
         into it as constants.
@@ -53,6 +60,12 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
     # Whole on every device: a draw takes rows from everywhere. `dpjax.data.Stream` is for data
     # that do not fit.
     data, shared = meshes.whole((data, shared), recipe.mesh)
+
+    @functools.lru_cache(maxsize=1)
+    def on(mesh: Mesh | None) -> tuple[PyTree, PyTree]:
+        # The layout's mesh is known with the parameters. Left where they are, arrays that are
+        # committed to one device would be refused by JAX, and others copied in every dispatch.
+        return meshes.whole((data, shared), mesh)
 
     def several(
         state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
@@ -75,23 +88,26 @@ def in_memory(recipe: Recipe, data: PyTree, shared: PyTree = None) -> Steps:
         out = None if places is None else (structure.unflatten(places), None)
         return jax.jit(several, donate_argnums=0, out_shardings=out)
 
-    def program(state: State) -> Any:
+    def program(state: State) -> tuple[Any, tuple[PyTree, PyTree]]:
         leaves, structure = jax.tree.flatten(state)
-        places = None if recipe.mesh is None else tuple(leaf.sharding for leaf in leaves)
-        return compiled(places, structure)
+        mesh = mesh_of(state.params)
+        places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
+        return compiled(places, structure), on(mesh)
 
     def run(state: State, count: int) -> tuple[State, Sums]:
         parts = []
         while count > 0:
             # One program serves every count, because the buffer of infos has a fixed size.
             some = min(count, _MOST)
-            state, seen = program(state)(state, data, shared, some)
+            step, held = program(state)
+            state, seen = step(state, *held, some)
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))
             count -= some
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def programs(state: State) -> list[ClosedJaxpr]:
         # `jit` keeps the trace, so the first dispatch does not trace the loss again.
-        return [program(state).trace(state, data, shared, 1).jaxpr]
+        step, held = program(state)
+        return [step.trace(state, *held, 1).jaxpr]
 
     return Steps(run, programs)

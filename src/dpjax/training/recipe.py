@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
     sizes: Callable[[PyTree], Int[Array, " size"]] | None = None
     """How many examples each row holds, where a row is a client. Rows of 0 are masked."""
     mesh: Mesh | None = None
-    """The devices of the run; see `dpjax.meshes`."""
+    """The user's choice of devices, if any; `mesh_of` has the devices of the run."""
 
     @property
     def rescales(self) -> bool:
@@ -118,6 +118,20 @@ def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> C
     # Shapes alone: an array would bring its sharding.
     seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, row, shared))
     return jax.make_jaxpr(functions)(*seen)
+
+
+def mesh_of(recipe: Recipe, params: PyTree, row: PyTree) -> Mesh | None:
+    """The mesh on which all arrays of a run lie; None if JAX places them on one device.
+
+    Args:
+      recipe: What the run does.
+      params: Parameters, or their shapes.
+      row: Shapes of one row of the data.
+    """
+    # Where only one device is, no layout needs to be chosen, which traces the loss.
+    if recipe.mesh is not None or jax.local_device_count() == 1:
+        return recipe.mesh
+    return layout_of(recipe, params, row).mesh
 
 
 def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
