@@ -24,6 +24,7 @@ from dpjax import (
     reports,
     sampling,
     schedules,
+    testing,
     training,
     trees,
     types,
@@ -443,3 +444,27 @@ TEACHES = [
 def test_errors_teach(act, message):
     with pytest.raises(ValueError, match=message):
         act()
+
+
+@kills("noise/link.py", "found.total, found.below", "found.total, below", slow=True)
+def test_a_loop_that_passes_the_count_is_private():
+    """The count is released too, so two batches with one release have one count."""
+    rule, quantile = clipping.flat(1.0), clipping.Quantile(count_multiplier=13.0)
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(100, 10),
+        clipping=rule,
+        noise_multiplier=1.3,
+        steps=20,
+        adaptive=quantile,
+    )
+    link = mechanism.privatize(jax.random.key(0))
+
+    def update(gradients, state, params=None):
+        scaled = jax.tree.map(lambda g: g / state.scale, gradients)
+        total, norms, _ = clipping.clip(rule, scaled)
+        below = quantile.below(rule, norms, jnp.ones(len(norms), bool))
+        total = clipping.trusted_sum(total, rule)
+        mean, after = link.update(total, state, params, below=below)
+        return jax.tree.map(lambda m: m * state.scale, mean), after
+
+    testing.assert_private(optax.GradientTransformation(link.init, update), jnp.ones(5))

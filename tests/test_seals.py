@@ -13,7 +13,7 @@ import pytest
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, ledger, noise, sampling
+from dpjax import clipping, ledger, noise, sampling, strategies, types
 from dpjax._jaxpr import _hash, fingerprint
 from dpjax.noise.seals import remembered, seal
 from dpjax.training import run_folder
@@ -93,15 +93,15 @@ AGAIN = {
 @pytest.mark.sample(2)
 @kills(
     "training/dpsgd.py",
-    "require_one_sum(key, first, sums.seal, name)",
+    "require_one_release(key, first, sums.seal, name)",
     "pass",
     case="loss",
     slow=True,
 )
 @kills(
-    "mechanism/description.py",
-    "scales = [*self.deviations(step), self.count_multiplier]",
-    "scales = []",
+    "training/step.py",
+    "seal((mean, bound_scale), in_parts)",
+    "seal((total, lost), in_parts)",
     case="multiplier",
     slow=True,
 )
@@ -119,6 +119,62 @@ def test_one_state_in_two_runs_is_refused(change):
     first.step(state)
     with pytest.raises(ledger.Refused, match="step 0 of this key ran before"):
         second.step(state)
+
+
+def solvable(strategy, sampling_, **options):
+    """A run whose noise is scaled by more than its multiplier."""
+    mechanism = dpjax.Mechanism(
+        sampling=sampling_,
+        clipping=options.pop("clip", RULE),
+        noise_multiplier=options.pop("multiplier", 1.0),
+        steps=8,
+        noise=strategy,
+    )
+    return dpjax.dpsgd(lambda w, x: squared(w["a"] + w["b"], x), optax.sgd(1.0), mechanism, DATA)
+
+
+def halves(*groups):
+    partition = types.Partition(names=("three", "four"), assign=lambda _: groups)
+    return {"clip": clipping.per_group((3.0, 4.0), partition), "multiplier": (1.0, 1.0)}
+
+
+CYCLES = sampling.cyclic_poisson(40, 10, cycle=4)
+SOLVABLE = {
+    "strategy": [
+        (strategies.banded(8, 4, strategies.cycles(4), momentum=momentum), CYCLES)
+        for momentum in (0.0, 0.9)
+    ],
+    "partition": [(None, sampling.full(40), halves(*groups)) for groups in ((0, 1), (1, 0))],
+}
+
+
+@kills(
+    "training/step.py",
+    "seal((mean, bound_scale), in_parts)",
+    "seal((total, lost, recipe.mechanism.deviations(state.step)), in_parts)",
+    slow=True,
+)
+@pytest.mark.parametrize("change", SOLVABLE)
+def test_one_noise_at_two_scales_is_refused(change):
+    """All groups and steps have equal deviations, and a leaf has the same noise at two scales."""
+    (strategy, drawn, *more), other = SOLVABLE[change]
+    first = solvable(strategy, drawn, **dict(*more))
+    second = solvable(*other[:2], **dict(*other[2:]))
+    assert first.mechanism.deviations(0) == second.mechanism.deviations(0)
+    state = first.init(noise.secret_key(), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    first.step(state)
+    with pytest.raises(ledger.Refused, match="step 0 of this key"):
+        second.step(state)
+
+
+def test_memory_of_another_step_is_refused():
+    """The difference of both releases would be the noise of an earlier step."""
+    algorithm = solvable(strategies.square_root(8, bands=2), sampling.full(40))
+    before = algorithm.init(noise.secret_key(), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    state, _ = algorithm.step(before)
+    algorithm.step(state)
+    with pytest.raises(ledger.Refused, match="step 1 of this key"):
+        algorithm.step(state._replace(memory=before.memory))
 
 
 def test_edited_parameters_are_refused_in_the_middle_of_a_dispatch():
@@ -168,8 +224,16 @@ def test_links_warn_of_a_small_seed(make_link, caplog):
 
 @kills(
     "noise/link.py",
-    "return seal_outside_jit(state.key, state.step, release, name)",
-    "return total",
+    "        seal_outside_jit(state.key, state.step, noisy, name)\n",
+    "",
+    case="gaussian",
+    slow=True,
+)
+@kills(
+    "mechanism/description.py",
+    "            seal_outside_jit(state.key, state.step, (mean, scale), name)\n",
+    "",
+    case="privatize",
     slow=True,
 )
 @LINKS
@@ -297,7 +361,7 @@ def rows(data):
 
 @kills(
     "training/runner.py",
-    "seals.require_one_sum(self.state.key, 0, folder.seals(), where)",
+    "seals.require_one_release(self.state.key, 0, folder.seals(), where)",
     "pass",
     slow=True,
 )

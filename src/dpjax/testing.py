@@ -268,11 +268,10 @@ def assert_private(
                     "wasted, or the canary does not reach the bound."
                 )
     # Other values, and another number of drawn examples: one is clipped, or none and one is NaN.
-    totals = [release.total for release in without]
     for scales in ([1e6, 1.0, 0.0, 0.0], [1e-6, jnp.nan, 0.0, 0.0]):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
         batch = jax.tree.map(scaled, _others(params, 4))
-        _, again = _runs(chain, begin, params, [batch] * steps, totals)
+        _, again = _runs(chain, begin, params, [batch] * steps, without)
         if not _equal(updates, again):
             raise LawBroken(
                 "two batches with one release give different updates, so gradients reach the "
@@ -301,7 +300,7 @@ def _runs(
     begin: Callable[[], PyTree],
     params: PyTree,
     batches: Sequence[PyTree],
-    instead: Sequence[PyTree] = (),
+    instead: Sequence[seals.Release] = (),
 ) -> tuple[list[seals.Release], list[PyTree]]:
     """What the noise link of a chain releases, and the updates of the chain.
 
@@ -310,7 +309,7 @@ def _runs(
       begin: Its first state.
       params: Parameters.
       batches: The gradients of the examples, for each step.
-      instead: For each step, the sum that meets the noise in the place of the chain's own.
+      instead: For each step, what meets the noise in the place of the chain's own.
     """
     with seals.watched(instead) as found:
         try:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from dpjax import checks, clipping, noise, trees
 from dpjax.features.scaling import Moments, checked
 from dpjax.noise.link import add_noise
-from dpjax.noise.seals import require_one_sum, seal
+from dpjax.noise.seals import require_one_release, seal
 from dpjax.types import Key, Purpose
 
 _ROWS = 2**16  # examples that are added together in float64, on the host
@@ -251,11 +251,11 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     # purpose keeps its noise apart from the noise of every training step with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     deviations = noise.standard_deviations(multiplier, rule, 0)
+    released, _ = add_noise(total, rule.partition, deviations, stream, 0, lost=lost)
     # The root key says whether it is a published seed; no key of a stream looks like one.
     if not trees.seeded(key):
-        sealed = seal((total, lost, [jnp.float32(deviation) for deviation in deviations]))
-        require_one_sum(stream, 0, sealed[None], "features.Normalization")
-    return jnp.asarray(add_noise(total, rule.partition, deviations, stream, 0, lost=lost)[0])
+        require_one_release(stream, 0, seal(released)[None], "features.Normalization")
+    return jnp.asarray(released)
 
 
 def _summed(rows: Array, factors: Array) -> tuple[Array, Array]:

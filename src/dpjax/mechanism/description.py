@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from absl import logging
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from dpjax import accounting, checks, clipping, noise
 from dpjax._display import brief, short, table
@@ -33,8 +33,8 @@ from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.correlated import check_strategy, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import Spent, Target, checked_queries, steps_event
-from dpjax.noise.link import add_noise, begin, sealed_sums
-from dpjax.noise.seals import seal
+from dpjax.noise.link import add_noise, begin, checked_sums
+from dpjax.noise.seals import seal_outside_jit
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
@@ -406,7 +406,7 @@ class Mechanism:
           scale, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
         """
         name = "Mechanism.privatize"
-        sealed = sealed_sums(name, self.clipping, self.gradient_multiplier, key, self.noise)
+        checked = checked_sums(name, self.clipping, self.gradient_multiplier, key, self.noise)
 
         def init(params: PyTree) -> Any:
             state = begin(name, key, params, self.noise)
@@ -426,39 +426,17 @@ class Mechanism:
             # A loop that added microbatches itself passes no parameters, and a chain does.
             own = params is None or not self.noise_multiplier
             updates = require_clipped_sum(updates, self.clipping, name, plain=own)
-            count = below, self.count_multiplier
-            updates = sealed(updates, state, self.deviations_on_sum(state.step), count)
+            updates, below = checked(updates, state, self.deviations_on_sum(state.step), below)
             scale, memory = getattr(state, "scale", None), getattr(state, "memory", ())
             mean, scale, memory = self.private_mean(
                 updates, state.key, state.step, memory=memory, bound_scale=scale, below=below
             )
+            seal_outside_jit(state.key, state.step, (mean, scale), name)
             if self.adaptive is None:
                 return mean, noise.GaussianState(state.key, state.step + 1, memory)
             return mean, AdaptiveState(state.key, state.step + 1, scale)
 
         return optax.GradientTransformationExtraArgs(init, update)
-
-    def seal(
-        self,
-        total: PyTree,
-        step: Int[Array, ""],
-        below: Float[Array, ""] | None = None,
-        in_parts: bool = False,
-    ) -> UInt32[Array, "2"]:
-        """A checksum of what meets the noise of a step; see `dpjax.noise.seals`.
-
-        Args:
-          total: The clipped sum, in one tree or in several.
-          step: The number of the step.
-          below: The count that an adapted bound follows.
-          in_parts: Whether a mesh splits the leaves; see `dpjax.noise.seals.seal`.
-        """
-        # With the scales: two releases of one sum, with one noise at two scales, can be solved
-        # for the sum.
-        scales = [*self.deviations(step), self.count_multiplier]
-        if below is not None:
-            scales.append(below)
-        return seal((total, [jnp.asarray(x, jnp.float32) for x in scales]), in_parts)
 
     def private(self, key: Key) -> optax.GradientTransformation:
         """The Optax link from per-example gradients to a private mean: the whole private part.

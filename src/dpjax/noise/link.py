@@ -31,7 +31,7 @@ from dpjax.noise.multiplier import (
 )
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.one_run import require_one_run, traced, unless_reset, with_own_noise
-from dpjax.noise.seals import Release, seal_outside_jit
+from dpjax.noise.seals import Release, met, seal_outside_jit
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
@@ -78,7 +78,7 @@ def gaussian(
       `dpjax.clipping.trusted_sum` declares a sum that was made by other means.
 
       Every ``init`` starts the same noise again: build a link with a new key for each run. Outside
-      ``jit`` a second sum for a key and a step is refused (`dpjax.noise.seals`).
+      ``jit`` a second release for a key and a step is refused (`dpjax.noise.seals`).
 
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
@@ -121,7 +121,7 @@ def noise_link(
     hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
     checks.instance(name, "rule", rule, Clipping, hint)
     noise_multiplier = plain_multiplier(name, noise_multiplier)
-    sealed = sealed_sums(name, rule, noise_multiplier, key, strategy)
+    checked = checked_sums(name, rule, noise_multiplier, key, strategy)
 
     def init(params: PyTree) -> GaussianState:
         return begin(name, key, params, strategy)
@@ -136,10 +136,11 @@ def noise_link(
             updates = require_clipped_sum(updates, rule, name, alone=alone)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         deviations = [x * scale for x in deviations]
-        updates = sealed(updates, state, deviations)
+        updates, _ = checked(updates, state, deviations)
         noisy, memory = add_noise(
             updates, rule.partition, deviations, state.key, state.step, strategy, state.memory
         )
+        seal_outside_jit(state.key, state.step, noisy, name)
         return noisy, GaussianState(state.key, state.step + 1, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -165,13 +166,13 @@ def start(strategy: Strategy | None, params: PyTree) -> PyTree:
     return () if strategy is None else strategy.start(trees.zeros_wide(params))
 
 
-def sealed_sums(
+def checked_sums(
     name: str,
     rule: Clipping,
     noise_multiplier: NoiseMultiplier,
     key: Key,
     strategy: Strategy | None,
-) -> Callable[..., PyTree]:
+) -> Callable[..., tuple[PyTree, Any]]:
     """Checks the arguments of a link, and returns what each of its steps does before the noise.
 
     Args:
@@ -182,9 +183,9 @@ def sealed_sums(
       strategy: How the noise of different steps is correlated; None for white noise.
 
     Returns:
-      ``sealed(total, state, deviations, more=None) -> total``. It refuses a sum that would share
-      its noise with another one. ``deviations`` has one number per group, and ``more`` holds
-      further numbers that the step releases.
+      ``checked(total, state, deviations, below=None) -> (total, below)``. It refuses a sum that
+      would share its noise with another one of its program. ``deviations`` has one number per
+      group, and ``below`` is the count that an adapted bound follows.
     """
     check_multiplier(name, noise_multiplier, rule)
     checks.key(name, key)
@@ -192,14 +193,17 @@ def sealed_sums(
     # A traced key cannot be read, so it may be the key of zeros.
     key_of_zeros = traced(key) or not np.any(trees.on_host(key))
 
-    def sealed(total: PyTree, state: Any, deviations: Sequence[Any], more: Any = None) -> PyTree:
+    def checked(
+        total: PyTree, state: Any, deviations: Sequence[Any], below: Any = None
+    ) -> tuple[PyTree, Any]:
         total = with_own_noise(total, state, name)
         total = total if key_of_zeros else unless_reset(total, state.key, name)
         each = [deviations[group] for group in rule.partition.assign(total)]
-        release = Release(total, each, effective_at(noise_multiplier, state.step), more, strategy)
-        return seal_outside_jit(state.key, state.step, release, name)
+        multiplier = effective_at(noise_multiplier, state.step)
+        found = met(state.key, state.step, Release(total, each, multiplier, below, strategy))
+        return found.total, found.below
 
-    return sealed
+    return checked
 
 
 def add_noise(

@@ -4,7 +4,7 @@
 The noise of a link is a function of key and step.  Two sums with equal noise have a difference
 without noise, and programs make that easy: a loop that closes over a state, `jax.vmap` over sums, a
 stacked state, shards that keep sums of their own.  What is traced is refused where the trace shows
-it; what only values can show becomes NaN.  `dpjax.noise.seals` sees the sums outside of ``jit``.
+it; what only values can show becomes NaN.  `dpjax.noise.seals` sees releases outside of ``jit``.
 """
 
 from __future__ import annotations

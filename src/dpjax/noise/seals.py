@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise is released once: each step of a root key meets one clipped sum.
+"""Noise is released once: each step of a root key has one release.
 
-Noise is a function of (root key, step). If it met two different sums, the difference of the two
-releases would have no noise, and no epsilon would hold. So a process remembers a *seal* of each
-(key, step) that ran: a checksum of the sum and of the scale of its noise. Another sum is refused.
-An equal one is a replay: it releases nothing new, and stays free.
+Noise is a function of (root key, step). If it met two different sums, or one sum at two scales,
+the two releases could be solved for a sum without noise, and no epsilon would hold. So a process
+remembers a *seal* of each (key, step) that ran: a checksum of its release. Another release is
+refused, whatever differs. An equal one is a replay: it tells nothing new, and stays free.
 
 `dpjax.fit` writes the seals to the run's folder too, which holds later processes to them.
 """
@@ -43,7 +43,7 @@ def seal(tree: PyTree, in_parts: bool = False) -> UInt32[Array, "2"]:
     return trees.checksum(tree, in_parts) | jnp.uint32(1)  # never 0
 
 
-def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
+def require_one_release(key: Any, first: int, seals: Any, name: str) -> None:
     """Remembers the seals of some steps, or refuses them.
 
     Args:
@@ -53,7 +53,7 @@ def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
       name: The function that ran the steps.
 
     Raises:
-      Refused: The noise of a step met another sum before.
+      Refused: A step had another release before.
     """
     # The noise of a small seed is public, and experiments repeat seeds with other settings.
     if trees.seeded(key):
@@ -64,10 +64,10 @@ def require_one_sum(key: Any, first: int, seals: Any, name: str) -> None:
     other = np.flatnonzero((before != 0) & (now != 0) & (before != now)).tolist()
     if other:
         raise Refused(
-            f"{name}: step {first + other[0]} of this key ran before, and its clipped sum or its "
-            "multiplier was another one. Its noise is the same, so the difference of the two "
-            "releases would have no noise. Usually one key or state was given to two runs: with "
-            "another loss, optimizer, engine, multiplier or data, or with edited parameters. Start "
+            f"{name}: step {first + other[0]} of this key ran before, and released something "
+            "else. Its noise is the same, so the two releases together would tell a sum without "
+            "noise. Usually one key or state was given to two runs: with another loss, optimizer, "
+            "engine, multiplier, strategy or data, or with edited parameters. Start "
             "each run with a key of its own, dpjax.noise.secret_key(), and count what all of them "
             "spend. To compare settings without a release, use a seed: jax.random.key(0)."
         )
@@ -82,24 +82,25 @@ class Release(NamedTuple):
     """The standard deviation of the noise on the sum, for each of its leaves."""
     multiplier: Any
     """The effective multiplier that is accounted for this step."""
-    more: Any = None
+    below: Any = None
+    """The count that an adapted bound follows."""
     strategy: Any = None
     """How the noise is correlated over the steps; None for white noise."""
 
 
-# What links release while `dpjax.testing` measures a chain, and the sums that they release instead.
-# Then nothing is sealed, since a measurement gives one noise to two sums on purpose.
-_watched: ContextVar[tuple[list[Release], Iterator[PyTree]] | None] = ContextVar(
+# What links release while `dpjax.testing` measures a chain, and what they release instead. Then
+# nothing is sealed, since a measurement gives one noise to two sums on purpose.
+_watched: ContextVar[tuple[list[Release], Iterator[Release]] | None] = ContextVar(
     "dpjax_watched", default=None
 )
 
 
 @contextlib.contextmanager
-def watched(instead: Sequence[PyTree] = ()) -> Iterator[list[Release]]:
+def watched(instead: Sequence[Release] = ()) -> Iterator[list[Release]]:
     """Collects the releases of links, instead of sealing them.
 
     Args:
-      instead: Sums that meet the noise of the first steps in the place of the links' own.
+      instead: Releases of the first steps, in the place of the links' own.
     """
     found: list[Release] = []
     token = _watched.set((found, iter(instead)))
@@ -109,22 +110,31 @@ def watched(instead: Sequence[PyTree] = ()) -> Iterator[list[Release]]:
         _watched.reset(token)
 
 
-def seal_outside_jit(key: Any, step: Any, release: Release, name: str) -> PyTree:
-    """`require_one_sum` for a link outside ``jit``; a traced step has no values to compare.
+def met(key: Any, step: Any, release: Release) -> Release:
+    """What meets the noise of a link: the release itself, unless `watched` has another one."""
+    watch = _watched.get()
+    if watch is None or _traced((key, step, *release[:-1])):
+        return release
+    found, instead = watch
+    found.append(release)
+    return next(instead, release)
 
-    Returns:
-      The sum that meets the noise: that of ``release``, unless `watched` has another one.
+
+def seal_outside_jit(key: Any, step: Any, released: PyTree, name: str) -> None:
+    """`require_one_release` for a link outside ``jit``; a traced step has no values to compare.
+
+    Args:
+      key: The root key.
+      step: The number of the step.
+      released: What leaves the link, after the noise.
+      name: How errors call the link.
     """
-    everything = release.total, release.deviations, release.more
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, everything))):
-        return release.total
-    if (watch := _watched.get()) is not None:
-        found, instead = watch
-        found.append(release)
-        return next(instead, release.total)
-    numbers = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(everything[1:])]
-    require_one_sum(key, int(step), _sealed((release.total, numbers))[None], name)
-    return release.total
+    if _watched.get() is None and not _traced((key, step, released)):
+        require_one_release(key, int(step), _sealed(released)[None], name)
+
+
+def _traced(tree: PyTree) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 _sealed = jax.jit(seal)

@@ -29,7 +29,7 @@ from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import start
-from dpjax.noise.seals import require_one_sum
+from dpjax.noise.seals import require_one_release
 from dpjax.training import environment
 from dpjax.training.checks import (
     check_kinds,
@@ -259,8 +259,8 @@ def assemble(
             meshes.require_agreement(name, lambda: _facts_of_run(state, identify(state), mechanism))
             happened.add("agreed")
         state, sums = steps.run(placed(state._replace(ledger=None)), count)
-        # Before anything of these steps leaves: their noise may meet one sum only.
-        require_one_sum(key, first, sums.seal, name)
+        # Before anything of these steps leaves: each has one release.
+        require_one_release(key, first, sums.seal, name)
         if "warned" not in happened and tell_of_unscored(name, sums):
             happened.add("warned")
         return state._replace(ledger=spent), info(sums)

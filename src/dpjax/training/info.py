@@ -37,7 +37,7 @@ class Sums(NamedTuple):
     dropped: Int[Array, ""]
     examples: Int[Array, ""]
     seal: UInt32[Array, "2"]
-    """A checksum of what meets the noise of the step; see `dpjax.noise.seals`."""
+    """A checksum of what the step releases; see `dpjax.noise.seals`."""
 
 
 def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:

@@ -2,8 +2,8 @@
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
 `run.json` says what the run is: the mechanism, the hashes of the data and of the program of a step,
-whether the seed of its key is small, the caller's configuration. `seals` says which sum met the
-noise of each step. A later process with another identity is refused with the differences. With an
+whether the seed of its key is small, the caller's configuration. `seals` says what each step
+released. A later process with another identity is refused with the differences. With an
 equal identity it resumes from the last checkpoint and drops the rows of the log after that
 checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
 rows (versions, devices, settings of JAX): it may change only where no released step would run
@@ -142,7 +142,7 @@ class Folder:
         replace(self.path / "furthest", f"{step} {chosen}\n")
 
     def seal(self, seals: np.ndarray) -> None:
-        """Records which sums met the noise of the steps so far; see `dpjax.noise.seals`."""
+        """Records what the steps so far released; see `dpjax.noise.seals`."""
         path = self.path / "seals"
         if not meshes.first_process():
             return

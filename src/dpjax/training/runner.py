@@ -93,9 +93,9 @@ class Run:
                 "folder, or dpjax.training.forget this one. If the first parameters are lost, pass "
                 "the last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
             )
-        # What earlier processes released binds this one: a step that runs again meets equal sums.
+        # What earlier processes released binds this one: a step that runs again releases the same.
         where = f"fit(directory={str(folder.path)!r})"
-        seals.require_one_sum(self.state.key, 0, folder.seals(), where)
+        seals.require_one_release(self.state.key, 0, folder.seals(), where)
         self.began, self.rows = began, folder.rows(until=self.done)
         logging.info("fit: %s resumes at step %d.", folder.path, self.done)
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 from dpjax import meshes, trees
 from dpjax.gradients.batching import Layout, join, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
+from dpjax.noise.seals import seal
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import (
     Recipe,
@@ -132,7 +133,6 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
     total, lost, sums = join(sums.gradients, rest, layout, reach_of(recipe, state.params))
     scale = recipe.bound_scale(state)
     in_parts = meshes.splits_parameters(layout.mesh)
-    seal = recipe.mechanism.seal((total, lost), state.step, sums.below, in_parts)
     mean, bound_scale, memory = recipe.mechanism.private_mean(  # line 6
         total,
         state.key,
@@ -143,6 +143,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         below=sums.below,
         in_parts=in_parts,
     )
+    sealed = seal((mean, bound_scale), in_parts)
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
     extra = extra_arguments(recipe.optimizer, scale)
@@ -155,4 +156,4 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         step=state.step + 1,
         memory=memory,
     )
-    return after, sums._replace(seal=seal)
+    return after, sums._replace(seal=sealed)
