@@ -256,6 +256,22 @@ def test_a_mask_is_refused_by_every_door(door):
         federated.Clients.split(X, np.ma.masked_array(Y, mask=Y), 2)
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_a_structured_array_is_refused_by_every_door(door):
+    """`np.genfromtxt(names=True)` gives one."""
+    table = np.zeros((20, 3), [("height", "f4"), ("weight", "f4")])
+    with pytest.raises(TypeError, match=r"fields height, weight; .*structured_to_unstructured"):
+        DOORS[door](table)
+
+
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.int4])
+def test_narrow_numbers_pass(kind):
+    """NumPy calls their kind V, as that of a structured array."""
+    rows = np.ones((20, 3), kind)
+    assert _foreign.native(rows, "x") is rows
+    assert Stream(list(rows)).rows(np.arange(20)).dtype == rows.dtype
+
+
 def test_what_jax_holds_already_is_not_copied_to_the_host():
     rows, whole = jnp.asarray(X), np.ones((20, 3), np.int64)
     assert _foreign.arrays({"x": rows}, "data")["x"] is rows
