@@ -358,6 +358,12 @@ def test_a_folder_that_is_not_there_is_refused_and_nothing_is_downloaded(tmp_pat
     assert data.load("digits", tmp_path / "slip").examples == 1437, "they are in no folder"
 
 
+def test_an_empty_folder_is_the_one_of_the_environment(tmp_path, monkeypatch):
+    saved(tmp_path)
+    monkeypatch.setenv("DPJAX_DATA_DIR", str(tmp_path))
+    assert data.load("mnist", "").train[0].shape == data.load("mnist", tmp_path).train[0].shape
+
+
 def test_a_single_array_is_no_data_set(tmp_path):
     np.save(tmp_path / "mnist.npy", np.zeros(3))
     (tmp_path / "mnist.npy").rename(tmp_path / "mnist.npz")

@@ -101,6 +101,10 @@ def test_cosine_of_trees():
     assert diagnostics.cosine(a, b) == pytest.approx(3 / np.sqrt(14))
     assert diagnostics.cosine(a, jax.tree.map(jnp.negative, a)) == pytest.approx(-1)
     assert jnp.isnan(diagnostics.cosine(a, jax.tree.map(jnp.zeros_like, a)))
+    for count in range(1, 20):
+        ones = jnp.ones(count)
+        assert 1 - 1e-6 < diagnostics.cosine(ones, ones) <= 1
+        assert -1 <= diagnostics.cosine(ones, -ones) < -1 + 1e-6
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-19, 1.0, 1e20, 4e37])

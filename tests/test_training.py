@@ -568,6 +568,19 @@ def test_an_optimizer_with_arguments_of_its_own_runs():
     assert np.all(np.asarray(state.params) != 0)
 
 
+def test_an_optimizer_may_hold_python_numbers_in_a_run_with_a_folder():
+    def update(gradient, state, params=None):
+        return -state["rate"] * gradient, state | {"steps": state["steps"] + 1}
+
+    algorithm = make(
+        optimizer=optax.GradientTransformation(lambda _: {"steps": 0, "rate": 0.1}, update)
+    )
+    state = start(algorithm)
+    saved = state._replace(optimizer={"steps": np.int32(0), "rate": np.float32(0.1)})
+    programs = [algorithm.identity(each)["program"] for each in (state, saved)]
+    assert programs[0]["functions"] == programs[1]["functions"]
+
+
 @pytest.mark.slow
 def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     algorithm = make(3, 0.0, training.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True), 50)

@@ -93,12 +93,19 @@ def native(given: Any, called: str) -> np.ndarray:
 
 
 def plain(given: Any, called: str) -> np.ndarray:
-    """The array in the byte order of this machine; refuses masks and text. See `native`."""
+    """The array in this machine's byte order; refuses masks, text and fields. See `native`."""
     array = unmasked(given, called)
     if array.dtype.kind in "OSUMm":
         raise TypeError(
             f"{called} is of type {array.dtype}; expected numbers. Usually labels are words: "
             "np.unique(labels, return_inverse=True)[1] numbers them."
+        )
+    if array.dtype.names is not None:
+        raise TypeError(
+            f"{called} is a structured array with the fields {', '.join(array.dtype.names):.200}; "
+            "expected numbers. Usually np.genfromtxt(names=True) read a table: "
+            "numpy.lib.recfunctions.structured_to_unstructured(array) has a column for each field, "
+            "and array[field] is one column."
         )
     if not array.dtype.isnative:  # FITS, HDF5 and IDX store the other order, which JAX refuses
         return array.astype(array.dtype.newbyteorder("="))

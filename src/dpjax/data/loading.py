@@ -49,7 +49,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
 
     Args:
       name: One of the names above.
-      data_dir: The folder; by default the environment variable ``DPJAX_DATA_DIR``.
+      data_dir: The folder; by default, and if empty, the environment variable ``DPJAX_DATA_DIR``.
 
     Returns:
       The data set, equal in every call.
@@ -86,7 +86,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
 
     Args:
       name: One of `load`'s names, of images.
-      data_dir: The folder; by default the environment variable ``DPJAX_DATA_DIR``.
+      data_dir: The folder; by default, and if empty, the environment variable ``DPJAX_DATA_DIR``.
 
     Returns:
       The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
@@ -122,10 +122,11 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
 
 def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.PathLike[str] | None:
     """The folder that the caller or the environment names; a missing folder is an error."""
-    folder = data_dir if data_dir is not None else os.environ.get("DPJAX_DATA_DIR") or None
+    # Empty is unset, as in the environment: Path("") would be the current folder.
+    folder = data_dir or os.environ.get("DPJAX_DATA_DIR") or None
     # A misspelt folder would otherwise start a download into a new folder of that name.
     if folder is not None and not Path(folder).is_dir():
-        said = "DPJAX_DATA_DIR" if data_dir is None else "data_dir"
+        said = "data_dir" if data_dir else "DPJAX_DATA_DIR"
         raise FileNotFoundError(
             f"data.{asked}: {said} is {str(folder)!r}, and there is no such folder. Nothing was "
             "searched or downloaded. Usually the path is misspelt. If TensorFlow Datasets should "

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dpjax import checks, trees
-from dpjax._foreign import fitted, joined_records, kind_of, plain
+from dpjax._foreign import fits, fitted, joined_records, kind_of, plain
 from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
@@ -169,33 +169,48 @@ class Stream:
         indices = checked_indices(indices, len(self))
         # Threads write rows into one array, so that a batch is in memory once.
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
-        shares = np.array_split(np.arange(len(indices)), max(1, min(self.workers, len(indices))))
-        return room, [pool.submit(self._fill, room, indices, share) for share in shares]
+        count = max(1, min(self.workers, len(indices)))
+        shares = zip(*(np.array_split(each, count) for each in (indices, *room)), strict=True)
+        return room, [pool.submit(self._fill, mine.tolist(), room) for mine, *room in shares]
 
     def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
         for promise in promises:
             promise.result()  # raises what the thread raised
         return jax.tree.unflatten(jax.tree.structure(self.row), room)
 
-    def _fill(self, room: list[np.ndarray], indices: np.ndarray, share: np.ndarray) -> None:
+    def _fill(self, indices: list[int], room: list[np.ndarray]) -> None:
         """Reads a share of a batch into its rows."""
         first, structure = jax.tree.flatten(self._first)
-        read = examples(self.source, self.example, indices[share].tolist())
-        for place, example in zip(share, read, strict=True):
+        expected = [(r.shape, r.dtype) for r in first]
+        # Wider whole numbers are read into an array of their own type first, so that one check is
+        # for all rows. Wider than the rows: JAX's settings hold for the thread of the caller alone.
+        places = [
+            np.empty(rows.shape, r.dtype)
+            if r.dtype.kind in "iu" and r.dtype != rows.dtype
+            else rows
+            for r, rows in zip(first, room, strict=True)
+        ]
+        for place, example in enumerate(examples(self.source, self.example, indices)):
             leaves, found = jax.tree.flatten(example)
             called = f"data.Stream: example {indices[place]}"
             arrays = [plain(leaf, called) for leaf in leaves]
             # Checked row by row, because a stream is never read whole before it is trained on.
             kinds = [(array.shape, array.dtype) for array in arrays]
-            if found != structure or kinds != [(r.shape, r.dtype) for r in first]:
+            if found != structure or kinds != expected:
                 raise ValueError(
                     f"{called} is {found.unflatten(map(_shape, arrays))}; "
                     f"the first one, and so every one, is {self._first}. Let `example` return one "
                     "shape and type for all records."
                 )
-            for rows, array in zip(room, arrays, strict=True):
-                # By the type of the rows: JAX's settings hold for the thread of the caller alone.
-                rows[place] = fitted(array, rows.dtype, called)
+            for rows, array in zip(places, arrays, strict=True):
+                rows[place] = array
+        for rows, read in zip(room, places, strict=True):
+            if read is rows:
+                continue
+            if not fits(read, rows.dtype):
+                for index, row in zip(indices, read, strict=True):
+                    fitted(row, rows.dtype, f"data.Stream: example {index}")
+            rows[...] = read
 
 
 def _is_columns(source: Any) -> bool:

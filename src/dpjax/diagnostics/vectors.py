@@ -39,7 +39,8 @@ def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
             "its batch axis, or a leaf was transposed."
         )
     (a, _), (b, _) = _within_one(a), _within_one(b)
-    return inner(a, b) / jnp.sqrt(inner(a, a)) / jnp.sqrt(inner(b, b))
+    # Rounding gives 1.0000001 for (1, 1, 1) with itself, whose arccos is NaN.
+    return jnp.clip(inner(a, b) / jnp.sqrt(inner(a, a)) / jnp.sqrt(inner(b, b)), -1, 1)
 
 
 def inner(a: PyTree, b: PyTree) -> Float[Array, ""]:

@@ -115,8 +115,9 @@ def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> C
             recipe.optimizer.update(mean, state.optimizer, state.params, **extra),
         )
 
-    # Shapes alone: an array would bring its sharding.
-    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, row, shared))
+    # Shapes alone: an array would bring its sharding. An optimizer may hold Python numbers.
+    seen = jax.eval_shape(lambda *arguments: arguments, state, row, shared)
+    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), seen)
     return jax.make_jaxpr(functions)(*seen)
 
 

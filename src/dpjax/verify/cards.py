@@ -332,9 +332,9 @@ def require_consistent(card: dict[str, Any]) -> None:
             )
     rule, sampling = mechanism["clipping"], mechanism["sampling"]
     groups, bounds = mechanism["multipliers_by_group"], rule["bounds"]
-    if len(bounds) != len(rule["groups"]) or not all(float(bound) > 0 for bound in bounds):
+    if len(bounds) != len(rule["groups"]) or not all(float(bound) >= 0 for bound in bounds):
         raise Unreadable(
-            f"the rule has the bounds {bounds!r}, and not a positive one for each of its "
+            f"the rule has the bounds {bounds!r}, and not one of 0 or more for each of its "
             f"{len(rule['groups'])} groups."
         )
     if card["claim"] not in (words.format(**sampling) for words in CLAIMS[sampling["name"]]):
