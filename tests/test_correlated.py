@@ -234,6 +234,52 @@ class TestEvents:
         spent = Spent(sampling=batches, runs=runs, noise=STRATEGIES["tree"])
         assert spent.event.noise_multiplier == 1.0
 
+    @kills(
+        "mechanism/correlated.py",
+        "steps > strategy.steps:",
+        "steps > 2 * strategy.steps:",
+        slow=True,
+    )
+    def test_steps_beyond_a_strategy_are_refused(self):
+        """One Gaussian for the steps of three runs would cost as much as one run."""
+        planned = mechanism()
+        for count in (2, 3):
+            many = np.tile(planned.multipliers, count)
+            for ask in (
+                planned.spent,
+                planned.event_of,
+                lambda each: planned.epsilon_of(each, 1e-5),
+            ):
+                with pytest.raises(ValueError, match=r"at most 6.*three runs are three Spents"):
+                    ask(many)
+        runs = [planned.spent(planned.multipliers)] * 3
+        thrice = accounting.compose(*(each.event for each in runs))
+        cost = accounting.epsilon(thrice, 1e-3)
+        assert cost == mechanism(before=runs[1:]).epsilon(1e-3) > 1.4 * planned.epsilon(1e-3)
+
+    @kills(
+        "mechanism/spent.py",
+        'check_run(f"Spent(noise={self.noise.name})", self.noise, self.sampling, self.steps)',
+        "pass",
+        slow=True,
+    )
+    @kills(
+        "mechanism/correlated.py",
+        'check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))',
+        "pass",
+        slow=True,
+    )
+    def test_an_earlier_run_has_a_sampler_with_a_proof(self):
+        """A mechanism refuses the pair with the same words."""
+        noise, poisson = strategies.white(10), sampling.poisson(1000, 10)
+        match = "poisson batches can hold one example at any step, and no sensitivity"
+        with pytest.raises(ValueError, match=rf"Spent\(noise=white\): {match}"):
+            Spent(sampling=poisson, runs=((1.0, 10),), noise=noise)
+        with pytest.raises(ValueError, match=rf"Mechanism\(noise=white\): {match}"):
+            mechanism(10, sampling=poisson, noise=noise)
+        with pytest.raises(ValueError, match=match):
+            correlated.correlated_event(noise, poisson, np.ones(10))
+
     def test_calibration_meets_its_target(self):
         planned = mechanism().calibrate(2.0, 1e-3)
         assert planned.epsilon() <= 2.0
