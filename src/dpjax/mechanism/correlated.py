@@ -16,6 +16,7 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, strategies
+from dpjax.accounting.events import correlated_samples
 from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
 from dpjax.strategies.allocation import overlaps
@@ -120,7 +121,10 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
     """
     check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))
     if is_amplified(strategy, sampler):
-        return sampler.event(multipliers)
+        event = sampler.event(multipliers)
+        # Moves of two records overlap across cycles where there are several cycles and bands.
+        apart = strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]
+        return event if apart else correlated_samples(event)
     if not len(multipliers):
         return dp.NoOpDpEvent()
     # The noise hides all steps of an example together: a run that stops early costs the same.
