@@ -234,7 +234,7 @@ def test_long_runs_are_not_amplified(monkeypatch):
     "return 0.9 * min(proven, pld_epsilon(plain, delta, neighbours))",
     slow=True,
 )
-@kills("accounting/user_level.py", "known_bins(split(event))", "split(event)", slow=True)
+@kills("accounting/user_level.py", "known_bins(split(event, records))", "split(event)", slow=True)
 def test_other_relations_and_methods_take_the_bin_as_known():
     event = mechanism(STRATEGIES["two bands"], noise_multiplier=2.0).event
     twice = accounting.compose(event, event)

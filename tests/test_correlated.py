@@ -18,6 +18,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import accounting, clipping, noise, reports, sampling, strategies, training
 from dpjax.accounting.event_parts import split
+from dpjax.accounting.events import correlated_samples
 from dpjax.accounting.rdp_accountant import total
 from dpjax.mechanism import Spent, correlated
 from dpjax.mechanism.card import spent_of
@@ -185,7 +186,9 @@ class TestEvents:
         batches = sampling.cyclic_poisson(1000, 10, cycle=4)
         amplified = strategies.square_root(steps=20, bands=4)
         planned = mechanism(20, sampling=batches, noise=amplified)
-        assert planned.event == accounting.subsampled_gaussian(1.0, 0.04, 5)
+        want = accounting.subsampled_gaussian(1.0, 0.04, 5)
+        assert planned.event == correlated_samples(want)
+        assert split(planned.event) == split(want)
         assert planned.strategy_sensitivity == strategies.sensitivity(amplified, strategies.once())
         wide = strategies.square_root(steps=20, bands=5)
         planned = mechanism(20, sampling=batches, noise=wide)
@@ -226,13 +229,89 @@ class TestEvents:
         planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))
         for steps, cycles in ((1, 1), (4, 1), (5, 2), (20, 5)):
             want = accounting.subsampled_gaussian(1.0, 0.04, cycles)
-            assert planned.event_of(planned.multipliers[:steps]) == want
+            assert split(planned.event_of(planned.multipliers[:steps])) == split(want)
+
+    @kills("mechanism/correlated.py", "strategy.bands == 1 or len", "True or len", slow=True)
+    @kills("accounting/event_parts.py", "records > 1 and", "False and", slow=True)
+    @kills("accounting/user_level.py", "split(event, records)", "split(event)", slow=True)
+    def test_records_of_one_user_share_rows_of_banded_noise(self):
+        """Given all coins, they move the run by no more than is counted, and almost by that."""
+        batches, steps, records = sampling.cyclic_poisson(1000, 100, cycle=2), 8, 3
+        banded = strategies.toeplitz(steps, [1.0, 0.9])
+        planned = mechanism(steps, sampling=batches, noise=banded)
+        event = accounting.for_groups(planned.event, records)
+        assert event == accounting.for_groups(accounting.gaussian(1.0, 4), records)
+        # Two records in one part and the third in the other, or all in one.
+        moves = np.abs(banded.matrix()) / planned.strategy_sensitivity
+        parts = [moves[:, first::2].sum(axis=1) for first in (0, 1)]
+        longest = max(np.linalg.norm(n * parts[0] + (records - n) * parts[1]) for n in range(4))
+        assert 1 / event.noise_multiplier >= longest * (1 - 1e-9)
+        assert 1 / event.noise_multiplier == pytest.approx(longest, rel=0.05)
+        # An earlier run of one part of the plan, and what is composed from it, is marked as well.
+        twice = mechanism(steps, sampling=batches, noise=banded, before=[planned.spent(np.ones(8))])
+        both = accounting.for_groups(twice.event, records)
+        assert both == accounting.for_groups(accounting.gaussian(1.0, 8), records)
+
+    def test_one_cycle_or_one_band_is_a_mixture_for_users(self):
+        batches = sampling.cyclic_poisson(1000, 100, cycle=4)
+        white = mechanism(8, sampling=batches, noise=strategies.white(8))
+        short = mechanism(4, sampling=batches, noise=strategies.square_root(4))
+        for planned, cycles in ((white, 2), (short, 1)):
+            want = accounting.subsampled_gaussian(1.0, 0.4, cycles)
+            assert planned.event == want
+            assert accounting.for_groups(planned.event, 2) == accounting.for_groups(want, 2)
 
     @kills("mechanism/correlated.py", "np.min(multipliers)", "np.max(multipliers)", slow=True)
     def test_an_earlier_run_costs_by_its_least_multiplier(self):
         runs, batches = ((2.0, 1), (1.0, 5)), sampling.balls_in_bins(12, 4)
         spent = Spent(sampling=batches, runs=runs, noise=STRATEGIES["tree"])
         assert spent.event.noise_multiplier == 1.0
+
+    @kills(
+        "mechanism/correlated.py",
+        "steps > strategy.steps:",
+        "steps > 2 * strategy.steps:",
+        slow=True,
+    )
+    def test_steps_beyond_a_strategy_are_refused(self):
+        """One Gaussian for the steps of three runs would cost as much as one run."""
+        planned = mechanism()
+        for count in (2, 3):
+            many = np.tile(planned.multipliers, count)
+            for ask in (
+                planned.spent,
+                planned.event_of,
+                lambda each: planned.epsilon_of(each, 1e-5),
+            ):
+                with pytest.raises(ValueError, match=r"at most 6.*three runs are three Spents"):
+                    ask(many)
+        runs = [planned.spent(planned.multipliers)] * 3
+        thrice = accounting.compose(*(each.event for each in runs))
+        cost = accounting.epsilon(thrice, 1e-3)
+        assert cost == mechanism(before=runs[1:]).epsilon(1e-3) > 1.4 * planned.epsilon(1e-3)
+
+    @kills(
+        "mechanism/spent.py",
+        'check_run(f"Spent(noise={self.noise.name})", self.noise, self.sampling, self.steps)',
+        "pass",
+        slow=True,
+    )
+    @kills(
+        "mechanism/correlated.py",
+        'check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))',
+        "pass",
+        slow=True,
+    )
+    def test_an_earlier_run_has_a_sampler_with_a_proof(self):
+        """A mechanism refuses the pair with the same words."""
+        noise, poisson = strategies.white(10), sampling.poisson(1000, 10)
+        match = "poisson batches can hold one example at any step, and no sensitivity"
+        with pytest.raises(ValueError, match=rf"Spent\(noise=white\): {match}"):
+            Spent(sampling=poisson, runs=((1.0, 10),), noise=noise)
+        with pytest.raises(ValueError, match=rf"Mechanism\(noise=white\): {match}"):
+            mechanism(10, sampling=poisson, noise=noise)
+        with pytest.raises(ValueError, match=match):
+            correlated.correlated_event(noise, poisson, np.ones(10))
 
     def test_calibration_meets_its_target(self):
         planned = mechanism().calibrate(2.0, 1e-3)

@@ -387,6 +387,12 @@ def test_what_has_no_price_was_not_spent():
         dataclasses.replace(spent(), sampling=0.2)
     with pytest.raises(ValueError, match=r"Spent\(preparation=\[nan\]\)"):
         spent(preparation=[math.nan])
+    with pytest.raises(TypeError, match=r"noise is a str; .*strategies\.square_root"):
+        spent(noise="square_root")
+    with pytest.raises(ValueError, match=r"Spent\(unit='user'\).*one of example, client"):
+        spent(unit="user")
+    with pytest.raises(ValueError, match=r"Spent\(projections=0\).*norms were exact"):
+        spent(projections=0)
 
 
 @pytest.mark.parametrize(

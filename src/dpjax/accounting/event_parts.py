@@ -17,7 +17,12 @@ from dp_accounting import DpEvent, NeighboringRelation
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 
 from dpjax import checks
-from dpjax.accounting.events import BARE, AllocatedGaussianDpEvent, check_rate
+from dpjax.accounting.events import (
+    BARE,
+    AllocatedGaussianDpEvent,
+    CorrelatedSampledDpEvent,
+    check_rate,
+)
 
 NEIGHBOURS: dict[str, NeighboringRelation] = {
     "add-or-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -73,8 +78,13 @@ def squared(multiplier: float) -> float:
     return multiplier**2 if math.isinf(multiplier) else min(multiplier, 1 / BARE) ** 2
 
 
-def split(event: DpEvent) -> Parts:
+def split(event: DpEvent, records: int = 1) -> Parts:
     """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
+
+    Args:
+      event: what was run.
+      records: how many records one user has. Below correlated noise several count as drawn at
+        every sample.
 
     Example:
       >>> from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
@@ -133,7 +143,8 @@ def split(event: DpEvent) -> Parts:
                 below = split(inner)
                 if rate == 0:
                     continue
-                if rate == 1:
+                together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
+                if rate == 1 or together:
                     # Rate 1 draws every example, so nothing is amplified and the inner events
                     # compose exactly.
                     stack.append((inner, count))

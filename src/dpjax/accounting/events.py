@@ -35,6 +35,32 @@ class AllocatedGaussianDpEvent(DpEvent):
     overlaps: tuple[float, ...]
 
 
+class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
+    """A Poisson-sampled Gaussian below noise that is correlated over several samples.
+
+    Samples of one record are separate releases, as its moves do not overlap. Moves of two records
+    do, so `dpjax.accounting.for_groups` counts these samples as if all records were drawn.
+    """
+
+
+def correlated_samples(event: DpEvent) -> DpEvent:
+    """The event, with every sample marked as one below correlated noise.
+
+    Example:
+      >>> marked = correlated_samples(subsampled_gaussian(1.0, 0.5, 3))
+      >>> type(marked.event).__name__, marked.count
+      ('CorrelatedSampledDpEvent', 3)
+    """
+    match event:
+        case dp_accounting.ComposedDpEvent(events=parts):
+            return dp_accounting.ComposedDpEvent([correlated_samples(part) for part in parts])
+        case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
+            return dp_accounting.SelfComposedDpEvent(correlated_samples(inner), count)
+        case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+            return CorrelatedSampledDpEvent(rate, inner)
+    return event
+
+
 def _check_multiplier(value: float, who: str) -> float:
     hint = (
         "It is the standard deviation of the noise on the sum divided by how far one example can "

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User-level privacy: the cost of example-level training for a user with several examples.
+r"""User-level privacy: the cost of example-level training for a user with several examples.
 
 With k records per user the sum moves up to k times as far, but under Poisson sampling rarely that
 far: the number of drawn records is binomial. A step is then a Gaussian whose signal is a mixture
 over 0 to k, which PLD accounts for exactly. Multiplying epsilon by k would be wrong, because delta
 grows too. Without sampling all k records are always drawn, and the multiplier is divided by k.
+
+With banded noise and `sampling.cyclic_poisson`, cycles are separate releases for one record alone.
+Records of two parts move common rows, also from one cycle to the next, and the composition of a
+mixture a cycle claims too little. Given all coins the run is one Gaussian. The moves of one record
+in n cycles are orthogonal, together no longer than $\sqrt{n}$, and the moves of k records no longer
+than $k \sqrt{n}$. The coins do not depend on whether the user is there. So the bound holds without
+them: n Gaussians with multiplier z / k.
+
+A run of one cycle is one mixture. Moves of two sets of records have at most the product of their
+sizes in common, and by Kahane's inequality less in common costs less.
 """
 
 import math
@@ -41,6 +51,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
       | any, `records == 1` | what it was |
       | Gaussians without sampling | one Gaussian with multiplier `z / k` |
       | Poisson-sampled Gaussian | a mixture of Gaussians |
+      | the same below banded noise, of several cycles | one Gaussian: nothing is amplified |
       | sampled in another way | refused |
 
     Privacy:
@@ -59,7 +70,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
     records = checks.whole("accounting.for_groups", "records", records, hint)
     if records == 1:
         return event
-    parts = known_bins(split(event))
+    parts = known_bins(split(event, records))
     if parts.foreign:
         raise ValueError(
             "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "

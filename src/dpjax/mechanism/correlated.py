@@ -16,6 +16,7 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, strategies
+from dpjax.accounting.events import correlated_samples
 from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
 from dpjax.strategies.allocation import overlaps
@@ -40,13 +41,7 @@ def check_strategy(mechanism: Mechanism) -> None:
             f"{name}: the strategy is for {strategy.steps} steps, and {mechanism.steps} are "
             "planned; expected equal numbers. Its noise is designed for all sums of the run."
         )
-    if sampler.participation is None:
-        raise ValueError(
-            f"{name}: {sampler.name} batches can hold one example at any step, and no sensitivity "
-            "of a strategy is proved for that. Use sampling.cyclic_poisson(examples, batch_size, "
-            "cycle=bands), which is amplified; or sampling.balls_in_bins, shuffled or full. With "
-            f"{sampler.name} batches, leave noise= out."
-        )
+    check_run(name, strategy, sampler, mechanism.steps)
     require_constant(name, mechanism.noise_multiplier)
     if mechanism.adaptive is not None:
         raise ValueError(
@@ -58,6 +53,24 @@ def check_strategy(mechanism: Mechanism) -> None:
             f"{name}: norms are estimated from projections, and one example then moves many steps "
             "by more than its bound, each with a chance that is accounted for single steps alone. "
             "Use a rule with exact norms, such as clipping.flat."
+        )
+
+
+def check_run(who: str, strategy: Strategy, sampler: Sampler, steps: int) -> None:
+    """Refuses a sampler without a known sensitivity, and more steps than a strategy has."""
+    if sampler.participation is None:
+        raise ValueError(
+            f"{who}: {sampler.name} batches can hold one example at any step, and no sensitivity "
+            "of a strategy is proved for that. Use sampling.cyclic_poisson(examples, batch_size, "
+            "cycle=bands), which is amplified; or sampling.balls_in_bins, shuffled or full. With "
+            f"{sampler.name} batches, leave noise= out."
+        )
+    # One Gaussian hides the steps of a strategy together: steps beyond them would cost nothing.
+    if steps > strategy.steps:
+        raise ValueError(
+            f"{who}: {steps:,} steps; expected at most {strategy.steps:,}, the steps of the "
+            "strategy. Usually several runs were counted as one. Each has noise of its own: three "
+            "runs are three Spents, before=[Spent(...), Spent(...), Spent(...)]."
         )
 
 
@@ -104,10 +117,14 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
     Args:
       strategy: How noise is correlated.
       sampler: Who takes part in which steps.
-      multipliers: Of the steps that ran, ``[steps]``.
+      multipliers: Of the steps that ran, ``[steps]``; at most the steps of the strategy.
     """
+    check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))
     if is_amplified(strategy, sampler):
-        return sampler.event(multipliers)
+        event = sampler.event(multipliers)
+        # Moves of two records overlap across cycles where there are several cycles and bands.
+        apart = strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]
+        return event if apart else correlated_samples(event)
     if not len(multipliers):
         return dp.NoOpDpEvent()
     # The noise hides all steps of an example together: a run that stops early costs the same.

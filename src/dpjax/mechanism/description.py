@@ -32,7 +32,7 @@ from dpjax.mechanism import card
 from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
 from dpjax.mechanism.correlated import check_strategy, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
-from dpjax.mechanism.spent import Spent, Target, checked_queries, steps_event
+from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
 from dpjax.noise.link import add_noise, begin, checked_sums
 from dpjax.noise.seals import seal_outside_jit
 from dpjax.strategies import Strategy
@@ -40,7 +40,6 @@ from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Samp
 
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
-_UNITS = ("example", "client")
 _MOST_STEPS = 2**31 - 1
 
 
@@ -547,7 +546,7 @@ def _checked_before(before: Any) -> tuple[Spent, ...]:
 
 def _check_unit(unit: str, preparation: Sequence[float], before: Sequence[str]) -> None:
     hint = "It is the owner of the data in one sampled row."
-    checks.one_of("Mechanism", "unit", unit, _UNITS, hint)
+    checks.one_of("Mechanism", "unit", unit, UNITS, hint)
     if preparation and unit != "example":
         raise ValueError(
             f"Mechanism(unit={unit!r}, preparation={preparation}): these queries bound what one "

@@ -17,9 +17,11 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, checks
-from dpjax.mechanism.correlated import correlated_event
+from dpjax.mechanism.correlated import check_run, correlated_event
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
+
+UNITS = ("example", "client")
 
 
 class Target(NamedTuple):
@@ -60,6 +62,15 @@ class Spent:
         checks.instance("Spent", "sampling", self.sampling, Sampler, hint)
         object.__setattr__(self, "runs", _checked_runs(self.runs))
         object.__setattr__(self, "preparation", checked_queries(self.preparation, "Spent"))
+        hint = "It is the owner of the data in one sampled row."
+        checks.one_of("Spent", "unit", self.unit, UNITS, hint)
+        hint = "None says that the norms were exact."
+        projections = checks.whole_or_none("Spent", "projections", self.projections, hint)
+        object.__setattr__(self, "projections", projections)
+        if self.noise is not None:
+            hint = "Such as strategies.square_root(steps), or None for fresh noise at every step."
+            checks.instance("Spent", "noise", self.noise, Strategy, hint)
+            check_run(f"Spent(noise={self.noise.name})", self.noise, self.sampling, self.steps)
         object.__setattr__(self, "seeded", bool(self.seeded))  # a ledger's is an array
 
     @property
