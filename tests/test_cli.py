@@ -386,6 +386,31 @@ def test_remarks_of_orbax_are_not_shown_and_its_errors_are():
     assert cli._not_of_orbax(record(logging.WARNING, "dpjax/training/run_folder.py"))
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "answer"),
+    [
+        ("train", "", "resumes from what was saved"),
+        ("sweep", "", "resumes from what was saved"),
+        ("audit", "", "the same command begins again."),
+        ("report", "", "the same command begins again."),
+        ("compare", "", "the same command begins again."),
+        ("train", "stopped at step 2 of 3", "dpjax train: stopped at step 2 of 3\n"),
+    ],
+)
+def test_ctrl_c_is_answered_in_one_sentence(name, words, answer, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt(*filter(None, [words]))
+
+    monkeypatch.setattr(sys, "argv", [f"dpjax {name}"])
+    monkeypatch.setattr(importlib.import_module(f"dpjax.cli.{name}.job"), "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command(name)
+    said = capsys.readouterr().err
+    assert ended.value.code == 130
+    assert answer in said
+    assert said.count("\n") == 2
+
+
 @pytest.mark.parametrize("name", ["train", "sweep", "compare", "audit"])
 def test_an_empty_folder_of_results_is_refused(name):
     given = copy.deepcopy(importlib.import_module(f"dpjax.cli.{name}").FLAGS)
