@@ -234,8 +234,15 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
         ("{}:Batch", [], "batch_stats"),
         ("{}:Flat", [], "the model has no parameters"),
         ("mlp", ["--stream"], "expected one of the two"),
-        ("mlp", ["--model_options=name=3"], "this model has no field name; it has activation"),
-        ("mlp", ["--model_options=classes=3"], "multiple values for argument 'classes'"),
+        ("mlp", ["--model_options=name=3"], "no field name here; all of its fields have flags"),
+        ("wide_resnet", ["--model_options=dept=3"], "no field dept here; it has depth, groups, st"),
+        ("wide_resnet", ["--model_options=kernel_init=zeros"], "no field kernel_init here"),
+        ("mlp", ["--model_options=classes=3"], "=classes=3: expected a .* Give --classes"),
+        ("mlp", ["--model_options=features=[4]"], r"=features=\[4\]: .* Give --hidden"),
+        ("linear", ["--model_options=features=[4]"], "Give --hidden, which is for --model=mlp"),
+        ("mlp", ["--model_options=torch_init=true"], "Give --torch_init"),
+        ("mlp", ["--model_options=activation=relu"], "Give --activation"),
+        ("mlp", ["--activation=relu", "--model_options=activation=tanh"], "Give --activation"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_answered(workshop, model, more, answer):
@@ -291,6 +298,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(out, tmp_pat
         monkeypatch.setattr(audited_run, "rebuild", lambda _: None)
         with pytest.raises(app.UsageError, match=f"--out={out}: "):
             binary.run(given, argv)
+
+
+def test_a_model_of_dpjax_has_the_fields_of_flags_and_options(workshop):
+    want = models.by_name("mlp", 3, features=(8, 4), activation=jax.nn.relu, torch_init=True)
+    assert planned("--hidden=8,4", "--activation=relu", "--torch_init").model == want
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--model=wide_resnet", "--model_options=depth=10,width=1"])
+    assert build.build_model(given, 3) == models.by_name("wide_resnet", 3, depth=10, width=1)
 
 
 def test_options_hold_lists(workshop):
