@@ -32,7 +32,7 @@ from dpjax.cli.audit import audited_run
 from dpjax.cli.audit import job as audit_job
 from dpjax.cli.flag_checks import USUAL_NAMES, cure, writable_folder
 from dpjax.cli.train import FLAGS, build, job, names, run_files
-from dpjax.cli.train.flags import settings
+from dpjax.cli.train.flags import NEEDS, settings, without_effect
 from dpjax.data.sources import SOURCES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -298,6 +298,60 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(out, tmp_pat
         monkeypatch.setattr(audited_run, "rebuild", lambda _: None)
         with pytest.raises(app.UsageError, match=f"--out={out}: "):
             binary.run(given, argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--groups=-3"], "--groups=-3 --clipping=flat: --groups has .*--clipping=grouped alone"),
+        (["--clipping=psac", "--groups=8"], "--groups=8 --clipping=psac: "),
+        (["--bands=4"], "--bands=4 --noise=white --sampling=poisson: "),
+        (["--bands=4", "--noise=tree", "--sampling=shuffled"], "--bands=4 --noise=tree"),
+        (["--optimizer=adam", "--momentum=0.9"], "--momentum=0.9 --optimizer=adam: "),
+        (["--floor=1e-6"], "--floor=1e-06 --optimizer=sgd: .*--optimizer=dp_adam alone"),
+        (["--model=linear", "--hidden=8,4"], "--hidden=8,4 --model=linear: "),
+        (["--model=linear", "--activation=relu"], "--activation=relu --model=linear: "),
+        (["--normalization=data"], "--normalization=data --features=none: "),
+        (["--cache_dir=a"], "--cache_dir=a --features=none: "),
+        (["--norm_groups=27"], "--norm_groups=27 --features=none: "),
+        (["--norm_multiplier=8"], "--norm_multiplier=8.0 --features=none: "),
+        (["--search_multiplier=8"], "--search_multiplier=8.0 --features=none: "),
+        (["--features=scattering", "--search_multiplier=8"], "--search_.* --normalization=group: "),
+        (
+            ["--features=scattering", "--normalization=data", "--norm_groups=9"],
+            "--norm_groups=9 --normalization=data: ",
+        ),
+        (["--model=nets:Net", "--torch_init"], "--torch_init .*by --model_options=name=value"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_flag_without_effect_is_refused(words, answer, workshop):
+    with pytest.raises(app.UsageError, match=f"^{answer}"):
+        planned(*words)
+
+
+def test_flags_with_an_effect_are_taken():
+    for words in (
+        "--clipping=grouped --groups=4",
+        "--sampling=cyclic_poisson --bands=4",
+        "--sampling=shuffled --noise=square_root --bands=4",
+        "--optimizer=nesterov --momentum=0.5",
+        "--optimizer=dp_adam --floor=1e-6",
+        "--model=mlp --hidden=8 --activation=relu --torch_init",
+        "--features=scattering --normalization=data --norm_multiplier=2 --search_multiplier=3",
+        "--features=scattering --norm_groups=9 --cache_dir=a",
+    ):
+        given = copy.deepcopy(FLAGS)
+        given(["train", *words.split()])
+        assert not list(without_effect(given)), words
+
+
+def test_the_table_of_effects_names_flags_and_their_values():
+    for row, needed in NEEDS:
+        for name, values in needed.items():
+            assert {*row, name} <= {*FLAGS}
+            for value in values:
+                copy.deepcopy(FLAGS)(["train", f"--{name}={value}"])
 
 
 def test_a_model_of_dpjax_has_the_fields_of_flags_and_options(workshop):

@@ -136,12 +136,6 @@ def further_fields(given: flags.FlagValues, model: Any) -> dict[str, Any]:
 
 def build_own_model(given: flags.FlagValues, classes: int) -> Any:
     """A model of the user's, from ``--model=module:name``."""
-    for name in ("hidden", "activation", "torch_init"):
-        if given[name].present:
-            raise app.UsageError(
-                f"--model={given.model} --{name}={given[name].value}: this flag is for models of "
-                "dpjax. Pass it to yours by --model_options=name=value."
-            )
     try:
         return own_model.build(given.model, classes, read_options(given.model_options))
     except ValueError as error:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -183,6 +184,41 @@ _machine.yes_no("distributed", False, process_flags.DISTRIBUTED)
 _machine.text("coordinator_address", None, process_flags.ADDRESS)
 _machine.whole("num_processes", None, process_flags.COUNT, 1)
 _machine.whole("process_id", None, process_flags.NUMBER, 0)
+
+_CORRELATED = ("banded", "square_root", "banded_inverse_square_root")
+
+# Flags, and what they have an effect with: any one setting of a row, and all rows of a flag.
+NEEDS: tuple[tuple[tuple[str, ...], dict[str, Sequence[str]]], ...] = (
+    (("groups",), {"clipping": ["grouped"]}),
+    (("bands",), {"noise": _CORRELATED, "sampling": ["cyclic_poisson"]}),
+    (("momentum",), {"optimizer": ["sgd", "nesterov"]}),
+    (("floor",), {"optimizer": ["dp_adam"]}),
+    (("hidden",), {"model": ["mlp"]}),
+    (("activation",), {"model": [name for name in names.MODELS if "linear" not in name]}),
+    (("torch_init",), {"model": names.MODELS}),
+    (("normalization", "cache_dir"), {"features": ["scattering"]}),
+    (("norm_groups", "norm_multiplier", "search_multiplier"), {"features": ["scattering"]}),
+    (("norm_groups",), {"normalization": ["group"]}),
+    (("norm_multiplier", "search_multiplier"), {"normalization": ["data"]}),
+)
+
+
+def without_effect(given: flags.FlagValues) -> Iterator[tuple[str, dict[str, Sequence[str]]]]:
+    """The flags that were given in vain, and for each the settings of which it needs one."""
+    for names_of_row, needed in NEEDS:
+        if not any(given[other].value in values for other, values in needed.items()):
+            yield from ((name, needed) for name in names_of_row if given[name].present)
+
+
+def refusal(given: flags.FlagValues, name: str, needed: dict[str, Sequence[str]]) -> str:
+    """The words that refuse a flag without effect."""
+    said = " ".join(given[each].serialize() for each in (name, *needed))
+    settings = " or ".join(f"--{other}={'|'.join(values)}" for other, values in needed.items())
+    remedy = "Leave it out, or give one of these too."
+    if names.is_own(given.model) and "model" in needed:
+        remedy = "Pass it to your model by --model_options=name=value."
+    return f"{said}: --{name} has an effect with {settings} alone. {remedy}"
+
 
 # Flags that may differ between two calls of one and the same run.
 _ELSEWHERE = {"out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh"}

@@ -30,7 +30,7 @@ from dpjax.cli.flag_checks import writable_folder
 from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
-from dpjax.cli.train.flags import settings
+from dpjax.cli.train.flags import refusal, settings, without_effect
 from dpjax.training.run_folder import hold
 
 
@@ -82,6 +82,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 def plan(given: flags.FlagValues) -> Planned:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
     require_one_of_each(given)
+    for name, needed in without_effect(given):
+        raise app.UsageError(refusal(given, name, needed))
     require_another_folder(given)
     require_matplotlib(given)
     if given.features != "none" and given.stream:
