@@ -530,6 +530,7 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "train", interrupted)
+    monkeypatch.setattr(sys, "argv", ["dpjax train", "--out=my runs"])
     for released in (False, True):
         with pytest.raises(KeyboardInterrupt):
             job.execute(given, plan._replace(dataset=named), time.time())
@@ -538,6 +539,7 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
     assert config["columns"] == ["x", "y", "z"]
+    assert config["command"] == "dpjax train '--out=my runs'", "to be copied"
     (tmp_path / "run" / "notes.txt").touch()
     left = ["config.json", "digest", "lock", "params.msgpack", "run.json"]
     assert run_files.present(tmp_path / "run") == left
@@ -673,6 +675,28 @@ def test_without_a_home_nothing_is_kept(no_cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     compilation_cache.switch_on()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_without_a_known_home_nothing_is_written_here(no_cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    compilation_cache.switch_on()
+    assert not list(tmp_path.iterdir())
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_path_begins_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.npz").touch()
+    given = copy.deepcopy(FLAGS)
+    paths = ("out", "data_dir", "cache_dir", "continue_from", "dataset")
+    given(["train", *(f"--{name}=~/my.npz" for name in paths)])
+    assert {given[name].value for name in paths} == {str(tmp_path / "my.npz")}
+    for name in ("sweep", "compare", "audit"):
+        given = copy.deepcopy(importlib.import_module(f"dpjax.cli.{name}").FLAGS)
+        given([name, "--out=~/a"])
+        assert given.out == str(tmp_path / "a")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from dpjax.cli.train import names
 FLAGS = flags.FlagValues()
 
 _data = Group(FLAGS, "Data")
-_data.text(
+_data.path(
     "dataset",
     "digits",
     f"Data set to learn: one of {', '.join(names.DATASETS)}; or a file of yours, my.npz with x and "
@@ -35,12 +35,12 @@ _data.whole(
     2,
 )
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
-_data.text("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
+_data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
 _data.yes_no("stream", False, "Read drawn examples from disk, by TFDS; keep none in memory.")
 _data.choice(
     "features", "none", ["none", "scattering"], "Features to compute from each image first."
 )
-_data.text("cache_dir", None, "Folder that keeps features between runs; as secret as the data.")
+_data.path("cache_dir", None, "Folder that keeps features between runs; as secret as the data.")
 _data.choice(
     "normalization",
     "group",
@@ -166,10 +166,10 @@ in_range(FLAGS, "average", 0, 1)
 _optimization.whole("evaluations", 20, "Number of evaluations during the run.", 1)
 
 _output = Group(FLAGS, "Output")
-_output.text("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
+_output.path("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
 not_empty(FLAGS, "out")
 _output.yes_no("overwrite", False, "Delete the run that is in the folder first.")
-_output.text(
+_output.path(
     "continue_from",
     None,
     "Folder of an earlier run on these data: start from the parameters that it released, with "
