@@ -32,7 +32,7 @@ from dpjax.cli.audit import audited_run
 from dpjax.cli.audit import job as audit_job
 from dpjax.cli.flag_checks import USUAL_NAMES, cure, writable_folder
 from dpjax.cli.train import FLAGS, build, job, names, run_files
-from dpjax.cli.train.flags import settings
+from dpjax.cli.train.flags import NEEDS, settings, without_effect
 from dpjax.data.sources import SOURCES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -234,8 +234,15 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
         ("{}:Batch", [], "batch_stats"),
         ("{}:Flat", [], "the model has no parameters"),
         ("mlp", ["--stream"], "expected one of the two"),
-        ("mlp", ["--model_options=name=3"], "this model has no field name; it has activation"),
-        ("mlp", ["--model_options=classes=3"], "multiple values for argument 'classes'"),
+        ("mlp", ["--model_options=name=3"], "no field name here; all of its fields have flags"),
+        ("wide_resnet", ["--model_options=dept=3"], "no field dept here; it has depth, groups, st"),
+        ("wide_resnet", ["--model_options=kernel_init=zeros"], "no field kernel_init here"),
+        ("mlp", ["--model_options=classes=3"], "=classes=3: expected a .* Give --classes"),
+        ("mlp", ["--model_options=features=[4]"], r"=features=\[4\]: .* Give --hidden"),
+        ("linear", ["--model_options=features=[4]"], "Give --hidden, which is for --model=mlp"),
+        ("mlp", ["--model_options=torch_init=true"], "Give --torch_init"),
+        ("mlp", ["--model_options=activation=relu"], "Give --activation"),
+        ("mlp", ["--activation=relu", "--model_options=activation=tanh"], "Give --activation"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_answered(workshop, model, more, answer):
@@ -291,6 +298,68 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(out, tmp_pat
         monkeypatch.setattr(audited_run, "rebuild", lambda _: None)
         with pytest.raises(app.UsageError, match=f"--out={out}: "):
             binary.run(given, argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--groups=-3"], "--groups=-3 --clipping=flat: --groups has .*--clipping=grouped alone"),
+        (["--clipping=psac", "--groups=8"], "--groups=8 --clipping=psac: "),
+        (["--bands=4"], "--bands=4 --noise=white --sampling=poisson: "),
+        (["--bands=4", "--noise=tree", "--sampling=shuffled"], "--bands=4 --noise=tree"),
+        (["--optimizer=adam", "--momentum=0.9"], "--momentum=0.9 --optimizer=adam: "),
+        (["--floor=1e-6"], "--floor=1e-06 --optimizer=sgd: .*--optimizer=dp_adam alone"),
+        (["--model=linear", "--hidden=8,4"], "--hidden=8,4 --model=linear: "),
+        (["--model=linear", "--activation=relu"], "--activation=relu --model=linear: "),
+        (["--normalization=data"], "--normalization=data --features=none: "),
+        (["--cache_dir=a"], "--cache_dir=a --features=none: "),
+        (["--norm_groups=27"], "--norm_groups=27 --features=none: "),
+        (["--norm_multiplier=8"], "--norm_multiplier=8.0 --features=none: "),
+        (["--search_multiplier=8"], "--search_multiplier=8.0 --features=none: "),
+        (["--features=scattering", "--search_multiplier=8"], "--search_.* --normalization=group: "),
+        (
+            ["--features=scattering", "--normalization=data", "--norm_groups=9"],
+            "--norm_groups=9 --normalization=data: ",
+        ),
+        (["--model=nets:Net", "--torch_init"], "--torch_init .*by --model_options=name=value"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_flag_without_effect_is_refused(words, answer, workshop):
+    with pytest.raises(app.UsageError, match=f"^{answer}"):
+        planned(*words)
+
+
+def test_flags_with_an_effect_are_taken():
+    for words in (
+        "--clipping=grouped --groups=4",
+        "--sampling=cyclic_poisson --bands=4",
+        "--sampling=shuffled --noise=square_root --bands=4",
+        "--optimizer=nesterov --momentum=0.5",
+        "--optimizer=dp_adam --floor=1e-6",
+        "--model=mlp --hidden=8 --activation=relu --torch_init",
+        "--features=scattering --normalization=data --norm_multiplier=2 --search_multiplier=3",
+        "--features=scattering --norm_groups=9 --cache_dir=a",
+    ):
+        given = copy.deepcopy(FLAGS)
+        given(["train", *words.split()])
+        assert not list(without_effect(given)), words
+
+
+def test_the_table_of_effects_names_flags_and_their_values():
+    for row, needed in NEEDS:
+        for name, values in needed.items():
+            assert {*row, name} <= {*FLAGS}
+            for value in values:
+                copy.deepcopy(FLAGS)(["train", f"--{name}={value}"])
+
+
+def test_a_model_of_dpjax_has_the_fields_of_flags_and_options(workshop):
+    want = models.by_name("mlp", 3, features=(8, 4), activation=jax.nn.relu, torch_init=True)
+    assert planned("--hidden=8,4", "--activation=relu", "--torch_init").model == want
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--model=wide_resnet", "--model_options=depth=10,width=1"])
+    assert build.build_model(given, 3) == models.by_name("wide_resnet", 3, depth=10, width=1)
 
 
 def test_options_hold_lists(workshop):
@@ -386,6 +455,31 @@ def test_remarks_of_orbax_are_not_shown_and_its_errors_are():
     assert cli._not_of_orbax(record(logging.WARNING, "dpjax/training/run_folder.py"))
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "answer"),
+    [
+        ("train", "", "resumes from what was saved"),
+        ("sweep", "", "resumes from what was saved"),
+        ("audit", "", "the same command begins again."),
+        ("report", "", "the same command begins again."),
+        ("compare", "", "the same command begins again."),
+        ("train", "stopped at step 2 of 3", "dpjax train: stopped at step 2 of 3\n"),
+    ],
+)
+def test_ctrl_c_is_answered_in_one_sentence(name, words, answer, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt(*filter(None, [words]))
+
+    monkeypatch.setattr(sys, "argv", [f"dpjax {name}"])
+    monkeypatch.setattr(importlib.import_module(f"dpjax.cli.{name}.job"), "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command(name)
+    said = capsys.readouterr().err
+    assert ended.value.code == 130
+    assert answer in said
+    assert said.count("\n") == 2
+
+
 @pytest.mark.parametrize("name", ["train", "sweep", "compare", "audit"])
 def test_an_empty_folder_of_results_is_refused(name):
     given = copy.deepcopy(importlib.import_module(f"dpjax.cli.{name}").FLAGS)
@@ -436,6 +530,7 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "train", interrupted)
+    monkeypatch.setattr(sys, "argv", ["dpjax train", "--out=my runs"])
     for released in (False, True):
         with pytest.raises(KeyboardInterrupt):
             job.execute(given, plan._replace(dataset=named), time.time())
@@ -444,6 +539,7 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
     assert config["columns"] == ["x", "y", "z"]
+    assert config["command"] == "dpjax train '--out=my runs'", "to be copied"
     (tmp_path / "run" / "notes.txt").touch()
     left = ["config.json", "digest", "lock", "params.msgpack", "run.json"]
     assert run_files.present(tmp_path / "run") == left
@@ -579,6 +675,28 @@ def test_without_a_home_nothing_is_kept(no_cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     compilation_cache.switch_on()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_without_a_known_home_nothing_is_written_here(no_cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    compilation_cache.switch_on()
+    assert not list(tmp_path.iterdir())
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_path_begins_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.npz").touch()
+    given = copy.deepcopy(FLAGS)
+    paths = ("out", "data_dir", "cache_dir", "continue_from", "dataset")
+    given(["train", *(f"--{name}=~/my.npz" for name in paths)])
+    assert {given[name].value for name in paths} == {str(tmp_path / "my.npz")}
+    for name in ("sweep", "compare", "audit"):
+        given = copy.deepcopy(importlib.import_module(f"dpjax.cli.{name}").FLAGS)
+        given([name, "--out=~/a"])
+        assert given.out == str(tmp_path / "a")
 
 
 @pytest.mark.slow

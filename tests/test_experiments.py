@@ -487,7 +487,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     ("flags", "words"),
     [
         (["--model=scatter_linear"], "Add --features=scattering"),
-        (["--model_options=dept=3"], "no field dept; it has activation"),
+        (["--model_options=dept=3"], "no field dept here"),
     ],
     ids=["features", "field"],
 )

@@ -371,6 +371,41 @@ def test_what_might_have_been_drawn_counts_unless_it_changes_no_price():
     assert str(unknown).startswith("not known")
 
 
+def test_a_search_leaves_out_what_a_run_does_not_have(tmp_path):
+    """A grid of optimizers and of momentum is one: adam runs without the momentum."""
+    given = copy.deepcopy(FLAGS)
+    for grid, fixed in (
+        ("optimizer=sgd,adam;momentum=0.5", ""),
+        ("optimizer=sgd,adam", "momentum=0.5"),
+    ):
+        given(["sweep", f"--grid={grid}", f"--fixed={fixed}"])
+        folder = tmp_path / f"fixed {fixed}"
+        folder.mkdir()
+        trials = planned(given, folder, candidates_from_flags(given))
+        said = [command_of(given, trial, "a") for trial in trials]
+        assert ["--momentum=0.5" in each for each in said] == [True, False]
+        assert ["--optimizer=adam" in each for each in said] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--grid=momentum=0.5,0.9", "--fixed=optimizer=adam"],
+        ["--grid=bound=1,2", "--fixed=optimizer=adam;momentum=0.5"],
+    ],
+)
+def test_a_search_of_a_flag_without_effect_is_refused_before_it_runs(words, tmp_path):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", *words])
+    answer = r"the run .*: --momentum=0\.5 --optimizer=adam: --momentum has an effect with"
+    with pytest.raises(app.UsageError, match=answer):
+        planned(given, tmp_path, candidates_from_flags(given))
+    assert not list(tmp_path.iterdir())
+    given(["sweep", "--binary=mine.py"])
+    (tmp_path / "mine").mkdir()
+    assert len(planned(given, tmp_path / "mine", candidates_from_flags(given))) == 2
+
+
 BINS = "noise=banded;sampling=balls_in_bins;noise_multiplier=2;steps=40;batch_size=100"
 
 

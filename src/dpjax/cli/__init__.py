@@ -38,7 +38,7 @@ COMMANDS = {
 }
 _HELP = {"-h", "--help", "-help", "-?"}
 _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
-_INTERRUPTED = "interrupted; the same command resumes from the last checkpoint, if there is one."
+_RESUMING = {"train", "sweep"}  # the others keep nothing before they end
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -106,10 +106,18 @@ def run_command(name: str) -> None:
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}{cure(error, command.FLAGS)}\nFor all flags: {program} --help")
         except KeyboardInterrupt as stopped:
-            print(f"\n{program}: {stopped or _INTERRUPTED}", file=sys.stderr)
+            # A loop that stopped after a step says what it saved; Ctrl-C elsewhere has no words.
+            said = str(stopped) or f"interrupted; the same command {_next(name)}"
+            print(f"\n{program}: {said}", file=sys.stderr)
             sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
     app.run(job, argv=[program])
+
+
+def _next(name: str) -> str:
+    if name in _RESUMING:
+        return "resumes from what was saved, if anything was."
+    return "begins again."
 
 
 def _not_of_orbax(record: Any) -> bool:

@@ -24,6 +24,8 @@ def switch_on() -> None:
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(home):  # without a home, `expanduser` returns its argument
+        return
     folder = pathlib.Path(home, "dpjax", _processor())
     try:
         # Closed to others: a program holds the constants of a loss, which may be data.

@@ -7,6 +7,7 @@ import defines no flag for another program, and tests parse the flags several ti
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,18 @@ from typing import Any, NamedTuple
 from absl import flags
 
 LARGEST_SEED = 2**63 - 1  # JAX takes signed numbers of 64 bits
+
+
+class _Path(flags.ArgumentParser[str]):
+    """A path, with the home folder for ``~``: shells leave it in --out=~/runs."""
+
+    syntactic_help = "a path"
+
+    def parse(self, argument: str) -> str:
+        return os.path.expanduser(argument)
+
+    def flag_type(self) -> str:
+        return "path"
 
 
 class Group(NamedTuple):
@@ -30,6 +43,11 @@ class Group(NamedTuple):
     def text(self, name: str, default: str | None, words: str) -> None:
         """A flag with a text."""
         flags.DEFINE_string(name, default, words, **self._where)
+
+    def path(self, name: str, default: str | None, words: str) -> None:
+        """A flag with a file or folder, which may begin with ``~``."""
+        plain = flags.ArgumentSerializer()
+        flags.DEFINE(_Path(), name, default, words, serializer=plain, **self._where)
 
     def choice(self, name: str, default: str, values: Sequence[str], words: str) -> None:
         """A flag with one of several values."""

@@ -20,7 +20,7 @@ __all__ = ["FLAGS", "WORDS"]
 
 WORDS = "RUN RUN ..."
 FLAGS = flags.FlagValues()
-Group(FLAGS, "Output").text(
+Group(FLAGS, "Output").path(
     "out", "comparison.html", "The page; its figure has the same name and the ending .png."
 )
 not_empty(FLAGS, "out")

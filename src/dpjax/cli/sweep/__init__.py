@@ -52,11 +52,11 @@ _tried.several(
 )
 
 _runs = Group(FLAGS, "Runs")
-_runs.text("binary", None, "Script of each run, which takes --out; by default dpjax train.")
+_runs.path("binary", None, "Script of each run, which takes --out; by default dpjax train.")
 _runs.whole("jobs", 1, "Number of parallel runs.", 1)
 _runs.yes_no("reports", False, "Let each run draw its own report.")
 
 _output = Group(FLAGS, "Output")
-_output.text("out", "runs/sweep", "Folder of the search.")
+_output.path("out", "runs/sweep", "Folder of the search.")
 not_empty(FLAGS, "out")
 _output.yes_no("page", True, "Write comparison.html, as `dpjax compare` does.")

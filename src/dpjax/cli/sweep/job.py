@@ -27,6 +27,7 @@ from dpjax.cli.sweep import (
     search_space,
 )
 from dpjax.cli.train import FLAGS as TRAIN
+from dpjax.cli.train import flags as train_flags
 from dpjax.mechanism.card import strict
 from dpjax.reports.load_run import read
 from dpjax.training.signals import Stop
@@ -108,14 +109,24 @@ def planned(
     return [search_space.Trial(**trial) for trial in plan["trials"]]
 
 
-def command(given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.Path) -> list[str]:
-    """The command of a run."""
-    fixed = search_space.pairs(given.fixed, "fixed")
-    program = ["-m", "dpjax", "train"] if given.binary is None else [given.binary]
+def words_of(given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.Path) -> Any:
+    """The flags of a run, as texts."""
     # A report costs more time than a small run, and a search looks at one page for all of them.
     quiet = {} if given.binary or given.reports else {"report": "false"}
     seed = {} if trial.seed is None else {"seed": trial.seed}
-    words = {"out": folder, **quiet, **fixed, **trial.settings, **seed}
+    fixed = search_space.pairs(given.fixed, "fixed")
+    return {"out": folder, **quiet, **fixed, **trial.settings, **seed}
+
+
+def command(given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.Path) -> list[str]:
+    """The command of a run."""
+    program = ["-m", "dpjax", "train"] if given.binary is None else [given.binary]
+    words = words_of(given, trial, folder)
+    if given.binary is None:
+        # A search over optimizers may set momentum, which adam has not: it is left out there.
+        for name, needed in train_flags.without_effect(flags_of(given, trial)):
+            if needed.keys() & trial.settings.keys():
+                words.pop(name, None)
     return [sys.executable, *program, *(f"--{name}={value}" for name, value in words.items())]
 
 
@@ -123,16 +134,20 @@ def require_flags(given: flags.FlagValues, trials: Iterable[search_space.Trial])
     """Refuses settings that `dpjax train` would refuse, before the first run."""
     for trial in trials if given.binary is None else ():
         try:
-            flags_of(given, trial)
+            parsed = flags_of(given, trial)
         except flags.Error as error:
             raise app.UsageError(f"the run {trial.name}: {error}{cure(error, TRAIN)}") from error
+        for name, needed in train_flags.without_effect(parsed):
+            if not needed.keys() & trial.settings.keys():
+                said = train_flags.refusal(parsed, name, needed)
+                raise app.UsageError(f"the run {trial.name}: {said}")
 
 
 def flags_of(given: flags.FlagValues, trial: search_space.Trial) -> flags.FlagValues:
-    """The flags of a run of `dpjax train`."""
-    _, _, _, *words = command(given, trial, pathlib.Path(trial.name))
+    """The flags of a run of `dpjax train`, with those that have no effect there."""
+    words = words_of(given, trial, pathlib.Path(trial.name))
     parsed = copy.deepcopy(TRAIN)
-    parsed(words)
+    parsed(["train", *(f"--{name}={value}" for name, value in words.items())])
     return parsed
 
 

@@ -45,6 +45,14 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "huber": lambda: losses.one_hot(losses.huber()),
 }
 
+# Fields of models, and the flags that set them: a second value would win or lose silently.
+_FLAG_OF = {
+    "activation": "--activation",
+    "classes": "--classes, which is for a file of yours",
+    "features": "--hidden, which is for --model=mlp",
+    "torch_init": "--torch_init",
+}
+
 _MOST_STEPS = 10_000_000  # that `--max_epsilon` alone plans: weeks of training
 
 # Each takes the parsed flags, the learning rate or its schedule, and the mechanism.
@@ -99,25 +107,35 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
             f"--model={given.model} reads wavelet features, and --features={given.features} "
             "gives it images. Add --features=scattering, or take --model=tempered_cnn."
         )
-    options = {"torch_init": given.torch_init, **read_options(given.model_options)}
+    of_flags: dict[str, Any] = {"torch_init": given.torch_init}
     try:
         if given.activation is not None:
-            options["activation"] = activations.by_name(given.activation)
+            of_flags["activation"] = activations.by_name(given.activation)
         if given.model == "mlp":
-            options["features"] = tuple(map(int, given.hidden))
-        return models.by_name(given.model, classes, **options)
+            of_flags["features"] = tuple(map(int, given.hidden))
+        model = models.by_name(given.model, classes, **of_flags)
+        return model.clone(**further_fields(given, model))
     except (TypeError, ValueError) as error:
         raise app.UsageError(f"--model={given.model}: {error}") from error
 
 
+def further_fields(given: flags.FlagValues, model: Any) -> dict[str, Any]:
+    """The fields of ``--model_options``; refuses those of other flags, and unknown ones."""
+    options = read_options(given.model_options)
+    fields = {field.name for field in dataclasses.fields(model)} - {"parent", "name"}
+    # No text is a function, such as kernel_init.
+    values = {name for name in fields if not callable(getattr(model, name))} - _FLAG_OF.keys()
+    for name in sorted(options.keys() - values):
+        known = f"it has {', '.join(sorted(values))}" if values else "all of its fields have flags"
+        words = f"this model takes no field {name} here; {known}."
+        if name in fields & _FLAG_OF.keys():
+            words = f"expected a field without a flag of its own. Give {_FLAG_OF[name]}."
+        raise ValueError(f"--model_options={','.join(given.model_options)}: {words}")
+    return options
+
+
 def build_own_model(given: flags.FlagValues, classes: int) -> Any:
     """A model of the user's, from ``--model=module:name``."""
-    for name in ("hidden", "activation", "torch_init"):
-        if given[name].present:
-            raise app.UsageError(
-                f"--model={given.model} --{name}={given[name].value}: this flag is for models of "
-                "dpjax. Pass it to yours by --model_options=name=value."
-            )
     try:
         return own_model.build(given.model, classes, read_options(given.model_options))
     except ValueError as error:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -18,7 +19,7 @@ from dpjax.cli.train import names
 FLAGS = flags.FlagValues()
 
 _data = Group(FLAGS, "Data")
-_data.text(
+_data.path(
     "dataset",
     "digits",
     f"Data set to learn: one of {', '.join(names.DATASETS)}; or a file of yours, my.npz with x and "
@@ -34,12 +35,12 @@ _data.whole(
     2,
 )
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
-_data.text("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
+_data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
 _data.yes_no("stream", False, "Read drawn examples from disk, by TFDS; keep none in memory.")
 _data.choice(
     "features", "none", ["none", "scattering"], "Features to compute from each image first."
 )
-_data.text("cache_dir", None, "Folder that keeps features between runs; as secret as the data.")
+_data.path("cache_dir", None, "Folder that keeps features between runs; as secret as the data.")
 _data.choice(
     "normalization",
     "group",
@@ -165,10 +166,10 @@ in_range(FLAGS, "average", 0, 1)
 _optimization.whole("evaluations", 20, "Number of evaluations during the run.", 1)
 
 _output = Group(FLAGS, "Output")
-_output.text("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
+_output.path("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
 not_empty(FLAGS, "out")
 _output.yes_no("overwrite", False, "Delete the run that is in the folder first.")
-_output.text(
+_output.path(
     "continue_from",
     None,
     "Folder of an earlier run on these data: start from the parameters that it released, with "
@@ -183,6 +184,41 @@ _machine.yes_no("distributed", False, process_flags.DISTRIBUTED)
 _machine.text("coordinator_address", None, process_flags.ADDRESS)
 _machine.whole("num_processes", None, process_flags.COUNT, 1)
 _machine.whole("process_id", None, process_flags.NUMBER, 0)
+
+_CORRELATED = ("banded", "square_root", "banded_inverse_square_root")
+
+# Flags, and what they have an effect with: any one setting of a row, and all rows of a flag.
+NEEDS: tuple[tuple[tuple[str, ...], dict[str, Sequence[str]]], ...] = (
+    (("groups",), {"clipping": ["grouped"]}),
+    (("bands",), {"noise": _CORRELATED, "sampling": ["cyclic_poisson"]}),
+    (("momentum",), {"optimizer": ["sgd", "nesterov"]}),
+    (("floor",), {"optimizer": ["dp_adam"]}),
+    (("hidden",), {"model": ["mlp"]}),
+    (("activation",), {"model": [name for name in names.MODELS if "linear" not in name]}),
+    (("torch_init",), {"model": names.MODELS}),
+    (("normalization", "cache_dir"), {"features": ["scattering"]}),
+    (("norm_groups", "norm_multiplier", "search_multiplier"), {"features": ["scattering"]}),
+    (("norm_groups",), {"normalization": ["group"]}),
+    (("norm_multiplier", "search_multiplier"), {"normalization": ["data"]}),
+)
+
+
+def without_effect(given: flags.FlagValues) -> Iterator[tuple[str, dict[str, Sequence[str]]]]:
+    """The flags that were given in vain, and for each the settings of which it needs one."""
+    for names_of_row, needed in NEEDS:
+        if not any(given[other].value in values for other, values in needed.items()):
+            yield from ((name, needed) for name in names_of_row if given[name].present)
+
+
+def refusal(given: flags.FlagValues, name: str, needed: dict[str, Sequence[str]]) -> str:
+    """The words that refuse a flag without effect."""
+    said = " ".join(given[each].serialize() for each in (name, *needed))
+    settings = " or ".join(f"--{other}={'|'.join(values)}" for other, values in needed.items())
+    remedy = "Leave it out, or give one of these too."
+    if names.is_own(given.model) and "model" in needed:
+        remedy = "Pass it to your model by --model_options=name=value."
+    return f"{said}: --{name} has an effect with {settings} alone. {remedy}"
+
 
 # Flags that may differ between two calls of one and the same run.
 _ELSEWHERE = {"out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh"}

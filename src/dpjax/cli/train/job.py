@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pathlib
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from dpjax.cli.flag_checks import writable_folder
 from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
-from dpjax.cli.train.flags import settings
+from dpjax.cli.train.flags import refusal, settings, without_effect
 from dpjax.training.run_folder import hold
 
 
@@ -82,6 +83,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 def plan(given: flags.FlagValues) -> Planned:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
     require_one_of_each(given)
+    for name, needed in without_effect(given):
+        raise app.UsageError(refusal(given, name, needed))
     require_another_folder(given)
     require_matplotlib(given)
     if given.features != "none" and given.stream:
@@ -234,6 +237,7 @@ def report(
 ) -> None:
     """Writes and prints what a run that has ended leaves."""
     folder, (params, state, history) = pathlib.Path(given.out), trained
+    quoted = shlex.quote(str(folder))  # in commands, to be copied
     # What ran, and not what was planned: a budget may have ended the run earlier.
     words = dpjax.statement(mechanism, given.delta, ledger=state.ledger, seed=given.seed)
     describe(
@@ -248,10 +252,10 @@ def report(
         try:
             print(f"To look at: {reports.report(folder)}")
         except OSError as error:
-            print(f"The report was not drawn: {error}; `dpjax report {folder}` draws it later.")
+            print(f"The report was not drawn: {error}; `dpjax report {quoted}` draws it later.")
     print(f"{time.time() - started:.1f} s on {jax.devices()[0].device_kind}")
     print(f"Files in {folder}: " + ", ".join(run_files.present(folder)))
-    print(f"Recompute epsilon: dpjax verify {folder}")
+    print(f"Recompute epsilon: dpjax verify {quoted}")
 
 
 def describe(given: flags.FlagValues, dataset: data.Dataset, started: float, **facts: Any) -> None:

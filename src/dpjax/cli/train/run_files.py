@@ -12,6 +12,7 @@ import hashlib
 import json
 import pathlib
 import platform
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,7 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
     device = jax.devices()[0]
     # Enough to run the command again elsewhere, and to see why another machine differs.
     config = {
-        "command": " ".join(sys.argv),
+        "command": f"{sys.argv[0]} {shlex.join(sys.argv[1:])}".strip(),
         "flags": dict(flags),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
