@@ -144,7 +144,7 @@ def require_flags(given: flags.FlagValues, trials: Iterable[search_space.Trial])
 
 
 def flags_of(given: flags.FlagValues, trial: search_space.Trial) -> flags.FlagValues:
-    """The flags of a run of `dpjax train`, with those that have no effect there."""
+    """The flags of a run of `dpjax train`, also flags without effect there."""
     words = words_of(given, trial, pathlib.Path(trial.name))
     parsed = copy.deepcopy(TRAIN)
     parsed(["train", *(f"--{name}={value}" for name, value in words.items())])

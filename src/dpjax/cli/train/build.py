@@ -120,7 +120,7 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
 
 
 def further_fields(given: flags.FlagValues, model: Any) -> dict[str, Any]:
-    """The fields of ``--model_options``; refuses those of other flags, and unknown ones."""
+    """The fields of ``--model_options``; refuses unknown ones, and fields that have flags."""
     options = read_options(given.model_options)
     fields = {field.name for field in dataclasses.fields(model)} - {"parent", "name"}
     # No text is a function, such as kernel_init.

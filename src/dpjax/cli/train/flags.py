@@ -204,7 +204,7 @@ NEEDS: tuple[tuple[tuple[str, ...], dict[str, Sequence[str]]], ...] = (
 
 
 def without_effect(given: flags.FlagValues) -> Iterator[tuple[str, dict[str, Sequence[str]]]]:
-    """The flags that were given in vain, and for each the settings of which it needs one."""
+    """The given flags without effect, each with the settings that would give it one."""
     for names_of_row, needed in NEEDS:
         if not any(given[other].value in values for other, values in needed.items()):
             yield from ((name, needed) for name in names_of_row if given[name].present)
