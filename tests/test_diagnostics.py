@@ -101,7 +101,7 @@ def test_cosine_of_trees():
     assert diagnostics.cosine(a, b) == pytest.approx(3 / np.sqrt(14))
     assert diagnostics.cosine(a, jax.tree.map(jnp.negative, a)) == pytest.approx(-1)
     assert jnp.isnan(diagnostics.cosine(a, jax.tree.map(jnp.zeros_like, a)))
-    for count in range(1, 20):
+    for count in (3, 12):  # here rounding leads out of the interval
         ones = jnp.ones(count)
         assert 1 - 1e-6 < diagnostics.cosine(ones, ones) <= 1
         assert -1 <= diagnostics.cosine(ones, -ones) < -1 + 1e-6
