@@ -81,8 +81,8 @@ def group_norm(
             "always normalised to 0. Use fewer groups."
         )
     # Flax takes the first axis of an unbatched image for a batch and would normalise each row.
-    # In one pass, E[x^2] - E[x]^2: a second pass takes a fourth of all cycles of a WRN-16-4 on a
-    # v5e, and helps where a mean is hundreds of deviations alone.
+    # The variance in one pass, E[x^2] - E[x]^2: a second pass adds a fourth to the cycles of a
+    # WRN-16-4 on a v5e, and helps only where means are hundreds of deviations.
     return nn.GroupNorm(groups, epsilon=1e-5, reduction_axes=(-3, -2, -1))(x)
 
 
