@@ -30,6 +30,7 @@ from dpjax.cli import compilation_cache
 from dpjax.cli.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.audit import audited_run
 from dpjax.cli.audit import job as audit_job
+from dpjax.cli.compare import job as compare_job
 from dpjax.cli.flag_checks import USUAL_NAMES, cure, writable_folder
 from dpjax.cli.train import FLAGS, build, job, names, run_files
 from dpjax.cli.train.flags import NEEDS, settings, without_effect
@@ -643,10 +644,16 @@ def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
         job.prepared(pathlib.Path("words.csv"), False).__enter__()
 
 
-def test_a_missing_matplotlib_is_found_before_training(workshop, monkeypatch):
+def test_a_missing_matplotlib_is_found_before_the_work(workshop, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--report"])
     with pytest.raises(app.UsageError, match="or give --noreport"):
-        planned("--report")
+        job.run(given, ["train"])
+    with pytest.raises(app.UsageError, match=r"pip install matplotlib\)\.$"):
+        audit_job.run(AUDIT_FLAGS, ["audit", "run"])
+    with pytest.raises(app.UsageError, match=r"pip install matplotlib\)\.$"):
+        compare_job.compare(["run"], "page.html")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ absl passes words that are not flags on to the program.  A program that ignores 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import pathlib
 import tempfile
@@ -56,6 +57,19 @@ def not_empty(given: flags.FlagValues, name: str) -> None:
     flags.register_validator(
         name, lambda path: path is None or bool(path.strip()), words, flag_values=given
     )
+
+
+def require_matplotlib(otherwise: str = "") -> None:
+    """Refuses a command whose figures could not be drawn, before its work rather than after it.
+
+    Args:
+      otherwise: What helps too, in words after "Install it".
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise app.UsageError(
+            "figures are drawn with Matplotlib, which is not installed. Install it (pip install "
+            f"matplotlib){otherwise}."
+        )
 
 
 def writable_folder(out: str | pathlib.Path, folder: pathlib.Path, *, mode: int = 0o777) -> None:

@@ -20,7 +20,7 @@ from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit import audited_run
-from dpjax.cli.flag_checks import writable_folder
+from dpjax.cli.flag_checks import require_matplotlib, writable_folder
 from dpjax.mechanism.card import strict
 from dpjax.reports import style
 from dpjax.reports.figure_output import png
@@ -139,6 +139,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
     if len(argv) != 2:
         raise app.UsageError("expected the folder of one run: dpjax audit runs/demo")
+    require_matplotlib()
     started, folder = time.time(), pathlib.Path(argv[1])
     compilation_cache.switch_on()
     out = folder if given.out is None else pathlib.Path(given.out)

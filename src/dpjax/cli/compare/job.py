@@ -17,7 +17,7 @@ from absl import app, flags
 
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
-from dpjax.cli.flag_checks import writable_folder
+from dpjax.cli.flag_checks import require_matplotlib, writable_folder
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
@@ -143,6 +143,7 @@ def compare(
 
     ``cost`` says what the runs cost together, if it is known better than from the runs alone.
     """
+    require_matplotlib()
     out = pathlib.Path(out)
     if out.suffix.lower() == ".png":
         raise app.UsageError(

@@ -109,7 +109,9 @@ def planned(
     return [search_space.Trial(**trial) for trial in plan["trials"]]
 
 
-def words_of(given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.Path) -> Any:
+def words_of(
+    given: flags.FlagValues, trial: search_space.Trial, folder: pathlib.Path
+) -> dict[str, Any]:
     """The flags of a run, as texts."""
     # A report costs more time than a small run, and a search looks at one page for all of them.
     quiet = {} if given.binary or given.reports else {"report": "false"}
@@ -239,7 +241,7 @@ def conclude(
     if given.page:
         try:
             compare(done, out / "comparison.html", said)
-        except (ImportError, OSError, app.UsageError) as error:
+        except (OSError, app.UsageError) as error:
             print(f"comparison.html was not written, and nothing else is missing: {error}")
 
 

@@ -8,7 +8,6 @@ mistaken flag costs neither files nor privacy.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import pathlib
 import shlex
 import sys
@@ -27,7 +26,7 @@ import dpjax
 from dpjax import data, features, losses, meshes, noise, reports, training, trees
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache, process_flags
-from dpjax.cli.flag_checks import writable_folder
+from dpjax.cli.flag_checks import require_matplotlib, writable_folder
 from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
@@ -62,6 +61,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Trains as the flags say; a refusal of the ledger ends the process with its message."""
     del argv  # flags alone
     started = time.time()
+    if given.report:
+        require_matplotlib(", or give --noreport; `dpjax report RUN` draws them later")
     compilation_cache.switch_on()
     try:
         with mesh_in_force(given.mesh, process_flags.meet(given)):
@@ -86,7 +87,6 @@ def plan(given: flags.FlagValues) -> Planned:
     for name, needed in without_effect(given):
         raise app.UsageError(refusal(given, name, needed))
     require_another_folder(given)
-    require_matplotlib(given)
     if given.features != "none" and given.stream:
         raise app.UsageError(
             f"--features={given.features} --stream: features are computed from all images in "
@@ -283,15 +283,6 @@ def require_one_of_each(given: flags.FlagValues) -> None:
                 "two, since they set the same quantity. To hold a given noise to a budget, add "
                 "--max_epsilon to --noise_multiplier."
             )
-
-
-def require_matplotlib(given: flags.FlagValues) -> None:
-    """Refuses a report that could not be drawn, before training rather than after it."""
-    if given.report and importlib.util.find_spec("matplotlib") is None:
-        raise app.UsageError(
-            "--report: figures are drawn with Matplotlib, which is not installed. Install it (pip "
-            "install matplotlib), or give --noreport; `dpjax report RUN` draws them later."
-        )
 
 
 def require_affordable(
