@@ -136,10 +136,10 @@ def conclude(lines: Sequence[Line], seconds: float) -> None:
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Audits the run that the command line names."""
-    logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
     if len(argv) != 2:
         raise app.UsageError("expected the folder of one run: dpjax audit runs/demo")
     require_matplotlib()
+    logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
     started, folder = time.time(), pathlib.Path(argv[1])
     compilation_cache.switch_on()
     out = folder if given.out is None else pathlib.Path(given.out)
