@@ -210,6 +210,7 @@ DOORS = {
 NUMBERS = {name: door for name, door in DOORS.items() if name != "images"}
 
 
+@pytest.mark.sample(2)
 @kills("_foreign.py", 'array.astype(array.dtype.newbyteorder("="))', "array.byteswap()", slow=True)
 @pytest.mark.parametrize("door", DOORS)
 def test_either_byte_order_gives_the_same_numbers(door):
@@ -217,6 +218,7 @@ def test_either_byte_order_gives_the_same_numbers(door):
     np.testing.assert_array_equal(DOORS[door](other), DOORS[door](X))
 
 
+@pytest.mark.sample(2)
 @kills("_foreign.py", "kind != array.dtype and not fits(array, kind)", "False", case="owners")
 @kills(
     "data/streaming.py", "if not fits(read, rows.dtype):", "if False:", case="a stream", slow=True
@@ -247,6 +249,7 @@ def test_whole_numbers_keep_their_bits_where_jax_has_as_many():
         np.testing.assert_array_equal(Stream(rows).rows(np.arange(20)), rows)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_mask_is_refused_by_every_door(door):
     """NumPy would leave it out, and hidden values would train like all others."""
@@ -256,6 +259,7 @@ def test_a_mask_is_refused_by_every_door(door):
         federated.Clients.split(X, np.ma.masked_array(Y, mask=Y), 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_structured_array_is_refused_by_every_door(door):
     """`np.genfromtxt(names=True)` gives one."""

@@ -224,6 +224,7 @@ def test_a_sum_over_microbatches_is_checked_like_one_batch():
             released(wrong)
 
 
+@pytest.mark.sample(1)
 @kills("noise/one_run.py", "if not traced(state.step) or", "if", slow=True)
 @pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
 def test_a_state_that_is_a_constant_is_refused(link):
@@ -846,6 +847,7 @@ BEFORE = {
 }
 
 
+@pytest.mark.sample(6)
 @kills(
     "testing.py",
     "others = _others(params, 3)",
@@ -918,6 +920,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.sample(4)
 @kills("testing.py", "if not _equal(updates, again):", "if False:", case="the gradients", slow=True)
 @kills("noise/seals.py", "next(instead, release)", "release", case="nothing", slow=True)
 @kills("testing.py", "([1e6,", "([1.0,", case="whether one is long", slow=True)

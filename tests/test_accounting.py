@@ -297,7 +297,12 @@ def test_order_does_not_matter():
     assert abs(down - up) < 1e-9
 
 
-@kills("accounting/events.py", "np.bincount(which.ravel(), lengths)", "np.bincount(which.ravel())")
+@kills(
+    "accounting/events.py",
+    "np.bincount(which.ravel(), lengths)",
+    "np.bincount(which.ravel())",
+    slow=True,
+)
 def test_equal_steps_are_counted_wherever_they_stand():
     """Steps in a row are counted without a sort, which takes seconds for a million of them."""
     event = accounting.scheduled_gaussian([2.0, 2.0, np.inf, 1.0, 2.0, np.inf, np.inf], 0.1)

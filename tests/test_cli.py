@@ -301,6 +301,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(out, tmp_pat
             binary.run(given, argv)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
@@ -456,6 +457,7 @@ def test_remarks_of_orbax_are_not_shown_and_its_errors_are():
     assert cli._not_of_orbax(record(logging.WARNING, "dpjax/training/run_folder.py"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "words", "answer"),
     [

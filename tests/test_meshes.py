@@ -346,6 +346,7 @@ def test_committed_arrays_and_states_of_other_meshes_run():
     "training/dpsgd.py",
     "steps.run(placed(state._replace(ledger=None))",
     "steps.run(state._replace(ledger=None)",
+    slow=True,
 )
 def test_a_state_with_numpy_leaves_runs_on_a_mesh():
     """As `jax.device_get` makes them."""
@@ -357,7 +358,7 @@ def test_a_state_with_numpy_leaves_runs_on_a_mesh():
     np.testing.assert_array_equal(found.params, expected.params)
 
 
-@kills("gradients/layout.py", '"conv_general_dilated", "fft"', '"conv_general_dilated"')
+@kills("gradients/layout.py", '"conv_general_dilated", "fft"', '"conv_general_dilated"', slow=True)
 def test_an_fft_in_the_loss_splits_the_batch_over_all_devices():
     """XLA fails on some FFTs that it partitions."""
     mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))

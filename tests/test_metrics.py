@@ -110,6 +110,7 @@ def test_lists_are_arrays_and_float64_is_no_warning():
         metrics.accuracy(logits.tolist(), [0, 1, 3])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_numbers_are_logits_and_text_is_not(name):
     logits = np.round(4 * LOGITS)

@@ -575,6 +575,7 @@ def test_weights_of_another_vit_are_refused_by_name(tmp_path, model, shape, word
         models.load_vit(tmp_path / "w.npz", empty_params(model, jnp.zeros(shape)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sides", [8, 12])
 @pytest.mark.parametrize(
     "weight", ["Transformer/posembed_input/pos_embedding", "Transformer/encoder_norm/scale"]

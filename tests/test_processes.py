@@ -134,6 +134,7 @@ def test_processes_agree_on_key_step_and_settings_before_each_dispatch(monkeypat
     require_refused(in_threads(monkeypatch, work), words)
 
 
+@pytest.mark.sample(2)
 @kills(
     "training/dpsgd.py",
     "_facts_of_dispatch(state, count) | plan()",

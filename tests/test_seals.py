@@ -148,6 +148,7 @@ SOLVABLE = {
 }
 
 
+@pytest.mark.sample(1)
 @kills(
     "training/step.py",
     "seal((mean, bound_scale), in_parts)",

@@ -512,7 +512,7 @@ def test_a_run_that_has_not_finished_protects_what_it_was_made_for(tmp_path):
             search_cost.prices([card()], [Unfinished(ONE), spent], None, "")
 
 
-@kills("cli/sweep/job.py", "public = number_of_runs(given) is None", "public = True")
+@kills("cli/sweep/job.py", "public = number_of_runs(given) is None", "public = True", slow=True)
 @pytest.mark.parametrize(
     ("number", "mode"), [("--random_runs=geometric:3", 0o600), ("--seeds=1", 0o666)]
 )

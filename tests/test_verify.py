@@ -311,6 +311,7 @@ def test_gaussians_without_sampling_have_a_closed_form(moved, delta, expected):
         assert "DOES NOT HOLD" in verdicts(less)[1][1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
