@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax.custom_derivatives import linear_call
+from jax.experimental import hijax
 from jax.experimental.buffer_callback import buffer_callback
-from jax.experimental.hijax import VJPHiPrimitive
 from jax.experimental.pallas import pallas_call
 from jax.experimental.sparse import BCOO
 from jax.extend.core import Primitive
@@ -21,6 +21,8 @@ from dpjax import clipping, federated, losses, sampling
 from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.types import Clipping, Partition
 
+# Its name before JAX 0.11 comes second.
+HiPrim = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
 X = jnp.ones((4, 3))
 W = jnp.ones(3)
 ONE = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -48,7 +50,7 @@ def centring(name):
     return primitive.bind
 
 
-class Centring(VJPHiPrimitive):
+class Centring(HiPrim):
     def __init__(self, kind):
         self.in_avals, self.out_aval, self.params = (kind,), kind, {}
         super().__init__()

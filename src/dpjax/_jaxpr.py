@@ -43,6 +43,7 @@ __all__ = [
     "of_jax",
     "outputs_depend",
     "own_vjp",
+    "scan_counts",
     "steady",
 ]
 
@@ -270,6 +271,15 @@ def outputs_depend(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
     return [True] * every if inner is None else depends(inner, moving)
 
 
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many it carries; the rest are sliced."""
+    p = equation.params
+    if "ft_in" in p:  # since JAX 0.11: the inputs in three groups
+        constants, carried, _ = map(len, p["ft_in"].unpack())
+        return constants, carried
+    return p["num_consts"], p["num_carry"]
+
+
 def steady(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
     """Which inputs of a loop depend on the marked ones in some round.
 
@@ -279,8 +289,8 @@ def steady(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
     """
     p, moving = equation.params, list(moving)
     if equation.primitive.name == "scan":
-        skipped, program, count = 0, p["jaxpr"].jaxpr, p["num_carry"]
-        first = p["num_consts"]
+        skipped, program = 0, p["jaxpr"].jaxpr
+        first, count = scan_counts(equation)
     else:
         skipped, program = p["cond_nconsts"], p["body_jaxpr"].jaxpr
         first = skipped + p["body_nconsts"]

@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from dpjax import trees
+from dpjax._jaxpr import scan_counts
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.outer_products import product
 from dpjax.gradients._bookkeeping.sites import Book, Leaves, Memo, Site, View, dtype, plain, union
@@ -34,7 +35,8 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
       walk: Evaluates the body, ``(program, constants, arguments, book) -> outputs``.
     """
     p, inner = equation.params, equation.params["jaxpr"]
-    first, last = p["num_consts"], p["num_consts"] + p["num_carry"]
+    first, carried = scan_counts(equation)
+    last = first + carried
     inputs = [
         *inputs[:first],
         # A carried value changes from round to round, so its use is not linear in the leaf.
@@ -77,8 +79,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     def round_(carry: Any, xs: Any) -> tuple[Any, Any]:
         child = Book(probe.materialised, xs[1])
         outputs = body(child, carry, xs[0])
-        split = p["num_carry"]
-        return outputs[:split], (outputs[split:], tuple(child.data))
+        return outputs[:carried], (outputs[carried:], tuple(child.data))
 
     ended, (stacked, data) = jax.lax.scan(
         round_, carry, (slices, taps), p["length"], p["reverse"], p["unroll"]

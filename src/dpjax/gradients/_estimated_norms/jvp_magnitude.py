@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Float
 
-from dpjax._jaxpr import bind, called, evaluate, outputs_depend, steady
+from dpjax._jaxpr import bind, called, evaluate, outputs_depend, scan_counts, steady
 from dpjax.types import PyTree
 
 Watched = tuple[list[Any], Float[Array, ""]]
@@ -98,13 +98,13 @@ def _step(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
 
 def _scan(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
     p = equation.params
-    constants, carried = p["num_consts"], p["num_consts"] + p["num_carry"]
+    constants, split = scan_counts(equation)
+    carried = constants + split
 
     def body(carry: tuple[Array, list[Any]], row: list[Any]) -> Any:
         largest, values = carry
         given = [*inputs[:constants], *values, *row]
         outputs, here = _evaluate(p["jaxpr"].jaxpr, p["jaxpr"].consts, given, moving)
-        split = p["num_carry"]
         return (jnp.maximum(largest, here), outputs[:split]), outputs[split:]
 
     start = jnp.zeros((), jnp.float32), inputs[constants:carried]
