@@ -109,8 +109,13 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
 
 
 def one_row(tree: PyTree) -> PyTree:
-    """Shapes and dtypes of a single row of arrays that share a leading axis."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    """Shapes and dtypes of a single row of arrays that share a leading axis, as JAX holds them."""
+
+    def row(x: Any) -> jax.ShapeDtypeStruct:
+        kind = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(x.shape[1:], kind)
+
+    return jax.tree.map(row, tree)
 
 
 def copy(tree: PyTree) -> PyTree:
