@@ -15,28 +15,34 @@ such as for lack of memory, says so in its row, and the others are measured.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib.util
 import json
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import compilers
+import contestants
 import jax
+import jax.numpy as jnp
+import large_cases
 import plans
+import plans_cases
 import reporting
 import steps
 from absl import flags
 from common import markdown
-from contestants import Contestant, Refused, compiled
+from contestants import Contestant, Refused
 from plans_cases import BOUND, gradient_of
-from workloads import WORKLOADS, problem
+from workloads import CLASSES, SEED
 
 import dpjax
 from dpjax import clipping
 
+# Examples whose clipped sum is compared with the CPU's, of models that are slow there.
+EXAMPLES = {"WRN-16-4": 8, "ViT-S": 2, "Transformer": 2, "Transformer LoRA": 2}
 # What JAX calls the devices that have plans.
 PLANNED = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
 
@@ -50,55 +56,101 @@ def planned(plan_report: dict[str, Any], kind: str, model: str, step: str) -> di
     )
 
 
-def agreement(loss: Any, params: Any, batch: Any) -> dict[str, float]:
-    """How far the clipped sum on the default device is from that on the CPU."""
+def measure(
+    name: str, chosen: list[str], batch_size: int, rounds: int, seconds: float
+) -> dict[str, Any]:
+    """The steps of one model, compiled together and then in turns."""
+    shapes = plans_cases.problem(name, batch_size)
+    params, batch, frozen = filled(shapes[1:])
+    loss = functools.partial(with_frozen, shapes.loss)
+    there = [s for s in chosen if s != "jax_privacy" or importlib.util.find_spec(s)]
+    made = {step: contestant(step, loss, params, (frozen, batch)) for step in there}
+    some = jax.tree.map(lambda x: x[: EXAMPLES.get(name, batch_size)], batch)
+    stand = [jax.devices()[0], jax.devices("cpu")[0]]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        sums = [pool.submit(clipped_sum, loss, params, (frozen, some), device) for device in stand]
+        why = dict(zip(there, pool.map(refusal, made.values()), strict=True))
+        away = apart(*(found.result() for found in sums))
+    makes = {step: functools.partial(refusing, made[step], why[step]) for step in there}
+    ready, figures = steps.start(makes)
+    steps.take_turns(ready, figures, rounds, seconds)
+    _close(ready)
+    for step in ready:
+        figures[step]["median_ms"] = statistics.median(figures[step]["rounds_ms"])
+        del figures[step]["first_s"]  # compiled before
+    return {"batch_size": batch_size, "steps": figures, **away}
 
-    def found(device: Any) -> Any:
-        clipped = jax.jit(dpjax.clipped_grad(loss, clipping.flat(BOUND)))
-        with jax.default_device(device):
-            result = clipped(*jax.device_put((params, batch), device))
-        return jax.device_get((result.value, result.norms))
 
-    (value, norms), (want, lengths) = found(jax.devices()[0]), found(jax.devices("cpu")[0])
-    apart = jax.tree.map(lambda a, b: float(abs(a - b).max()), value, want)
+def filled(shapes: Any) -> Any:
+    """Arrays of these shapes: noise, and the few first words and classes."""
+    leaves, structure = jax.tree.flatten(shapes)
+
+    def fill(shape: Any, key: Any) -> Any:
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jax.random.randint(key, shape.shape, 0, CLASSES, shape.dtype)
+        return 0.05 * jax.random.normal(key, shape.shape, shape.dtype)
+
+    return structure.unflatten(
+        map(fill, leaves, jax.random.split(jax.random.key(SEED), len(leaves)))
+    )
+
+
+def with_frozen(loss: Any, frozen: Any, params: Any, example: Any) -> Any:
+    """The loss of an example; of adapters, if there are frozen arrays."""
+    return (loss if frozen is None else large_cases.adapted(loss, frozen))(params, example)
+
+
+def contestant(step: str, loss: Any, params: Any, given: Any) -> Contestant:
+    """A step whose batch brings the frozen arrays, so that they are no constants of its program."""
+    size = len(given[1][1])
+
+    def gradient(params: Any, given: Any) -> Any:
+        frozen, batch = given
+        own, _ = gradient_of(step, functools.partial(loss, frozen), size)
+        return own(params, batch)
+
+    _, link = gradient_of(step, functools.partial(loss, given[0]), size)
+    return contestants.compiled(gradient, link, params, given)
+
+
+def clipped_sum(loss: Any, params: Any, given: Any, device: Any) -> Any:
+    """The clipped sum and the norms on a device."""
+
+    def run(params: Any, given: Any) -> Any:
+        frozen, batch = given
+        clipped = dpjax.clipped_grad(functools.partial(loss, frozen), clipping.flat(BOUND))
+        found = clipped(params, batch)
+        return found.value, found.norms
+
+    with jax.default_device(device):
+        return jax.device_get(jax.jit(run)(*jax.device_put((params, given), device)))
+
+
+def apart(here: Any, there: Any) -> dict[str, float]:
+    """How far a clipped sum and its norms are from those of the CPU."""
+    (value, norms), (want, lengths) = here, there
+    away = jax.tree.map(lambda a, b: float(abs(a - b).max()), value, want)
     return {
-        "away": max(jax.tree.leaves(apart)) / BOUND,
+        "away": max(jax.tree.leaves(away)) / BOUND,
         "norms": float((abs(norms - lengths) / lengths).max()),
     }
 
 
-def measure(
-    name: str, chosen: list[str], batch_size: int, rounds: int, seconds: float
-) -> dict[str, Any]:
-    """The steps of one workload, in turns."""
-    loss, params, batch = problem(WORKLOADS[name]._replace(batch_size=batch_size))
-    there = [s for s in chosen if s != "jax_privacy" or importlib.util.find_spec(s)]
-    makes = {
-        step: functools.partial(
-            refusing, compiled, *gradient_of(step, loss, batch_size), params, batch
-        )
-        for step in there
-    }
-    contestants, figures = steps.start(makes)
-    steps.take_turns(contestants, figures, rounds, seconds)
-    _close(contestants)
-    for step in contestants:
-        figures[step]["median_ms"] = statistics.median(figures[step]["rounds_ms"])
-    stats = jax.devices()[0].memory_stats() or {}
-    return {
-        "batch_size": batch_size,
-        "steps": figures,
-        # Of the process up to here, all steps together.
-        "peak_bytes": stats.get("peak_bytes_in_use"),
-        **agreement(loss, params, batch),
-    }
+def refusal(made: Contestant) -> str | None:
+    """Compiles a step; why it failed, if it did, such as for lack of memory."""
+    try:
+        made.prepare()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0][:100]
+    return None
 
 
-def refusing(make: Callable[..., Contestant], *arguments: Any) -> Contestant:
-    """A contestant whose first step may fail without the others, such as for lack of memory."""
-    made = make(*arguments)
+def refusing(made: Contestant, why: str | None = None) -> Contestant:
+    """A contestant that may fail without the others, such as for lack of memory."""
 
     def run(count: int) -> float:
+        if why:
+            raise Refused(why)
         try:
             return made.run(count)
         except jax.errors.JaxRuntimeError as error:
@@ -107,11 +159,10 @@ def refusing(make: Callable[..., Contestant], *arguments: Any) -> Contestant:
     return made._replace(run=run)
 
 
-def _close(contestants: dict[str, Contestant]) -> None:
-    for name, contestant in contestants.items():
-        if not contestant.sound():
+def _close(ready: dict[str, Contestant]) -> None:
+    for name, made in ready.items():
+        if not made.sound():
             raise RuntimeError(f"devices: {name} ran into NaN or infinity; its times are void.")
-        contestant.close()
 
 
 def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
@@ -138,14 +189,13 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
 
 
 def main(asked: Any) -> None:
-    # A first step is no first step if its program is cached.
-    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_enable_compilation_cache", False)  # nor may another run's program count
     path = compilers.ROOT / "experiments" / "results" / "plans.json"
     plan_report = json.loads(path.read_text()) if path.exists() else {}
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
     report |= {"kind": jax.devices()[0].device_kind, "models": {}}
-    for name in asked.workloads or (["W4"] if asked.smoke else list(WORKLOADS)):
-        size = 8 if asked.smoke else WORKLOADS[name].batch_size
+    for name in asked.models or (["W4"] if asked.smoke else list(plans.MODELS)):
+        size = 8 if asked.smoke else plans.MODELS[name]
         rounds = 2 if asked.smoke else asked.rounds
         chosen = reporting.chosen("steps", list(plans.STEPS), asked.steps, always=("plain",))
         report["models"][name] = measure(name, chosen, size, rounds, asked.seconds)
@@ -154,7 +204,7 @@ def main(asked: Any) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("workloads", None, "Which; by default all, in a smoke run W4.")
+    flags.DEFINE_list("models", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
     reporting.run(main, smoke="A batch of 8, two rounds", rounds=10)
