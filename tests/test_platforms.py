@@ -85,9 +85,10 @@ def test_an_unknown_accelerator_is_the_one_that_is_here(monkeypatch):
     for here in ("tpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda here=here: here)
         with platforms.traced_for(platforms.ACCELERATOR):
-            assert platforms.on_gpu() == (here == "gpu")
+            assert platforms.on_gpu() == (here == "gpu") != platforms.on_tpu()
         with platforms.traced_for("cpu"):
             assert not platforms.on_gpu()
+            assert not platforms.on_tpu()
 
 
 def pair(params, x):
@@ -369,18 +370,16 @@ SHAPES = {
         (5, 6, 6, 4),
     ),
     "many entries": (few_channels, (6, 5, 32, 2), (5, 6, 6, 32)),
-    "many channels, GPU": (few_channels, (3, 3, 32, 4), (5, 12, 12, 32)),
-    "with a common gradient, GPU": (
+}
+ON_A_GPU = {
+    **SHAPES,
+    "many channels": (few_channels, (3, 3, 32, 4), (5, 12, 12, 32)),
+    "with a common gradient": (
         lambda w, x: few_channels(w, x) - 20 * jnp.sum(w**2),
         (3, 3, 32, 4),
         (5, 12, 12, 32),
     ),
 }
-
-
-def traced_as(name):
-    """For the platform on which a loss of `SHAPES` has grouped convolutions."""
-    return platforms.traced_for("gpu" if name.endswith("GPU") else platforms.ACCELERATOR)
 
 
 def drawn(shape, seed=0):
@@ -403,17 +402,10 @@ def alone(monkeypatch):
 
 @kills(
     "gradients/_bookkeeping/outer_products.py",
-    "platforms.on_cpu() or may_be_split() or",
-    "platforms.on_cpu() or",
+    "not platforms.on_tpu() or may_be_split() or",
+    "not platforms.on_tpu() or",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/outer_products.py",
-    "grouped = may_group and platforms.on_gpu()",
-    "grouped = platforms.on_gpu()",
-    slow=True,
-)
-@kills("gradients/_bookkeeping/leaf_sums.py", " and not form.grouped", "", slow=True)
 def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
     """XLA partitions grouped convolutions wrongly."""
 
@@ -424,16 +416,15 @@ def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
 
     few, many = ((3, 3, 4, 4), (5, 6, 6, 4)), ((3, 3, 32, 4), (5, 12, 12, 32))
     assert not groups(*few)
-    assert not groups(*many, "gpu")
     monkeypatch.setattr(outer_products, "may_be_split", lambda: False)
-    assert groups(*few) == groups(*few, "gpu") == groups(*many, "gpu") == 1
-    # On a TPU 32 channels are shifted images. One position, or disjoint patches, are matrix
-    # products; small patches are written.
+    assert groups(*few) == 1
+    # On a GPU they are slow. On a TPU 32 channels are shifted images. One position, or disjoint
+    # patches, are matrix products; small patches are written.
+    assert not groups(*few, "gpu")
     assert not groups(*many)
-    for platform in (platforms.ACCELERATOR, "gpu"):
-        assert not groups((5, 5, 4, 4), (5, 3, 3, 4), platform, window_strides=(4, 4))
-        assert not groups((2, 2, 9, 4), (5, 6, 6, 9), platform, window_strides=(2, 2))
-        assert not groups((3, 3, 3, 4), (5, 6, 6, 3), platform)
+    assert not groups((5, 5, 4, 4), (5, 3, 3, 4), window_strides=(4, 4))
+    assert not groups((2, 2, 9, 4), (5, 6, 6, 9), window_strides=(2, 2))
+    assert not groups((3, 3, 3, 4), (5, 6, 6, 3))
     w, x = map(drawn, few)
     assert "instantiate" in gradients.explain(few_channels, w, x[0])
 
@@ -465,23 +456,34 @@ def test_a_program_is_split_unless_one_device_is_sure_to_run_it(monkeypatch):
             assert split() == expected
 
 
-@kills(
-    "gradients/_bookkeeping/common.py",
-    "total + 2 * cross",
-    "total + cross",
-    case="with a common gradient, GPU",
-    slow=True,
-)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.sample(1)
 def test_examples_as_groups_are_the_definition(alone, name):
     loss, kernel, images = SHAPES[name]
     w, x = drawn(kernel), drawn(images)
     clipped = clipped_grad(loss, FLAT)
-    with traced_as(name):
+    with platforms.traced_for(platforms.ACCELERATOR):
         assert convolutions(clipped, w, x)
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
-        assert re.search(r"derivative( \+ common)?, kept", gradients.explain(loss, w, x[0]))
+        assert "derivative, kept" in gradients.explain(loss, w, x[0])
+
+
+@kills(
+    "gradients/_bookkeeping/common.py",
+    "total + 2 * cross",
+    "total + cross",
+    case="with a common gradient",
+    slow=True,
+)
+@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.sample(2)
+def test_kernels_on_a_gpu_are_products_of_all_patches(alone, name):
+    loss, kernel, images = ON_A_GPU[name]
+    w, x = drawn(kernel), drawn(images)
+    with platforms.traced_for("gpu"):
+        assert not convolutions(clipped_grad(loss, FLAT), w, x)
+        testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
+        assert re.search(r"instantiate( \+ common)?, kept", gradients.explain(loss, w, x[0]))
 
 
 @pytest.mark.sample(5)
@@ -498,12 +500,12 @@ def test_examples_as_groups_are_the_definition(alone, name):
     slow=True,
 )
 @pytest.mark.parametrize("pixel", [np.nan, np.inf, 3.4e38])
-@pytest.mark.parametrize("name", ["few channels", "depthwise", "many channels, GPU"])
+@pytest.mark.parametrize("name", ["few channels", "depthwise"])
 def test_what_is_not_finite_stays_in_its_group(alone, name, pixel):
     """Zeros between groups would spread it; 3.4e38 is infinite in bfloat16."""
     loss, kernel, images = SHAPES[name]
     # XLA on CPU has such zeros for float64.
-    with jax.enable_x64(True), traced_as(name):
+    with jax.enable_x64(True), platforms.traced_for(platforms.ACCELERATOR):
         w, x = (drawn(shape).astype(jnp.float64) for shape in (kernel, images))
         real = jnp.arange(images[0]) != 1
         clipped = jax.jit(clipped_grad(loss, FLAT))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 T = TypeVar("T")
 
 ACCELERATOR = "accelerator"
-"""Any platform but the CPU: TPUs and GPUs share their forms, but for kernels (`on_gpu`)."""
+"""Any platform but the CPU: TPUs and GPUs share their forms, but for kernels of convolutions."""
 
 # The setting of the default device; pyright does not know its attribute.
 _DEVICE = "jax_default_device"
@@ -46,6 +46,11 @@ def on_gpu() -> bool:
     """Whether decisions are for a GPU; where lowering decides, for one that is the default."""
     platform = current()
     return (_default() if platform == ACCELERATOR else platform) in ("gpu", "cuda", "rocm")
+
+
+def on_tpu() -> bool:
+    """Whether decisions are for an accelerator that is no GPU."""
+    return not (on_cpu() or on_gpu())
 
 
 def known() -> str | None:

@@ -111,9 +111,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     if one_form and len(outers) <= _MANY and gram + again < instantiate + after:
         return Choice("rows" if by_rows else "gram", False, gram, written)
     # A form with indices has no dense inputs to multiply: the VJP of the gather is a scatter-add.
-    grouped = all(o.grouped for o in outers)
-    rule = "derivative" if rows or grouped else "instantiate"
-    return Choice(rule, keep, instantiate, leaf.size + copied * (not grouped))
+    rule = "derivative" if rows else "instantiate"
+    return Choice(rule, keep, instantiate, leaf.size + copied)
 
 
 def aside(

@@ -8,7 +8,7 @@ Five rules lead to a norm; `cost.choose` takes the cheapest that fits:
   \langle g_s, g_t \rangle$, also across the sites of tied weights;
 * *rows*: the cotangents of each row of a table are summed before they are squared;
 * *instantiate*: the gradient of each example, as one batched product;
-* *derivative*: the VJP of the equation itself, without a form, and on a GPU of convolutions.
+* *derivative*: the VJP of the equation itself, without a form.
 
 A norm that is rounded down would let an example pass its bound. So each rule adds a bound on its
 rounding error, and computes in float32 or wider at the highest precision, whatever the dtype of

@@ -289,7 +289,7 @@ def instantiated(
     """Each example's gradient of a leaf, from all its sites; ``exact`` as in `placed`."""
 
     def one(entry: Entry, form: Outer | None) -> Array:
-        if form is not None and not form.chosen and not form.grouped:
+        if form is not None and not form.chosen:
             place, gradients = placed(leaf, entry, form, leaves, exact)
             return jax.vmap(place)(gradients)
 

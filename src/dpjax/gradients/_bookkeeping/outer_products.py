@@ -88,7 +88,6 @@ class Outer(NamedTuple):
       copied: Whether `x` is a copy, which every product with it writes out.
       short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
       pixels: Of a convolution on accelerators: what inner products of its patches come from.
-      grouped: Whether gradients of examples are better one grouped convolution than products.
     """
 
     x: tuple[Array, ...]
@@ -98,7 +97,6 @@ class Outer(NamedTuple):
     copied: bool = False
     short: bool = False
     pixels: Pixels | None = None
-    grouped: bool = False
 
     @property
     def chosen(self) -> bool:
@@ -118,10 +116,11 @@ class Outer(NamedTuple):
 # Patches are written for kernel entries with this many inputs together, each group with a product
 # of its own: as fast as all entries together, with less memory. One entry alone is a slow copy.
 _PIECE = 256
-# On accelerators entries of this many inputs are products of their own: a shifted image is read as
-# it lies, and no patches are written. For fewer inputs the grouped convolution that `jax.vmap`
-# makes of the VJP takes a fifth of the time that the compiler of a TPU v5e expects of patches,
-# unless a whole patch has fewer numbers.
+# On a TPU entries of this many inputs are products of their own: a shifted image is read as it
+# lies, and no patches are written. For fewer inputs the grouped convolution that `jax.vmap` makes
+# of the VJP takes a fifth of the time that the compiler of a v5e expects of patches, unless a
+# whole patch has fewer numbers. XLA for a GPU writes what its products read: there patches of all
+# entries are one product, which reads the cotangents once.
 _SHIFTED = 32
 # Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Where an
 # accelerator needs them, a convolution writes them.
@@ -267,8 +266,8 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
     # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
-    may_group = positions > 1 and _may_group(p, window, shape[channels])
-    if may_group and (shape[channels] < _SHIFTED or math.prod(window) > _WRITTEN_OUT):
+    few = shape[channels] < _SHIFTED or math.prod(window) > _WRITTEN_OUT
+    if few and positions > 1 and _may_group(p, window, shape[channels]):
         return None
 
     def piece(seen: Array) -> Array:
@@ -293,11 +292,8 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     pixels = None
     if single and not platforms.on_cpu():
         pixels = Pixels(x[:, 0], window, _edges(p), p["window_strides"], p["rhs_dilation"])
-    # XLA for a GPU writes each shifted image before the product reads it. The grouped convolution
-    # of `jax.vmap` reads the image once.
-    grouped = may_group and platforms.on_gpu()
     x = tuple(map(piece, patches))
-    return Outer(x, g, place, axes, copied=True, pixels=pixels, grouped=grouped)
+    return Outer(x, g, place, axes, copied=True, pixels=pixels)
 
 
 def _transposed(
@@ -349,8 +345,9 @@ def _transposed(
 
 def _may_group(p: dict[str, Any], kernel: Sequence[int], inputs: int) -> bool:
     """Whether kernel gradients may be left to the VJP: under `jax.vmap` one grouped convolution."""
-    # XLA partitions such a convolution wrongly, so it has to be sure that it will not.
-    if platforms.on_cpu() or may_be_split() or _disjoint(p, kernel):
+    # XLA partitions such a convolution wrongly, so it has to be sure that it will not. On an H100
+    # it takes several times as long as the rest of a step (`make bench BENCH=devices`).
+    if not platforms.on_tpu() or may_be_split() or _disjoint(p, kernel):
         return False
     # A patch of 3 x 3 x 3 numbers costs less than a group, by both estimates of the compiler.
     return inputs * math.prod(kernel) >= _SHIFTED
@@ -389,8 +386,9 @@ def _patches(
         return jnp.moveaxis(x_seen, -1, 1)
 
     inputs, seen = x.shape[-1] // p["feature_group_count"], shifted or sliced
-    least = _PIECE if platforms.on_cpu() else _SHIFTED
-    entries, few = list(itertools.product(*map(range, kernel))), -(-least // inputs)
+    entries = list(itertools.product(*map(range, kernel)))
+    least = _SHIFTED if platforms.on_tpu() else _PIECE if platforms.on_cpu() else math.inf
+    few = math.ceil(min(least / inputs, len(entries)))
     if len(entries) > _WRITTEN_OUT and not platforms.on_cpu():
         return [_convolved(x, kernel, strides, p["rhs_dilation"])]
     pieces = [entries[i : i + few] for i in range(0, len(entries), few)]
@@ -409,7 +407,7 @@ def _edges(p: dict[str, Any]) -> list[tuple[int, int, int]]:
 def _shifted(
     p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
 ) -> Callable[[tuple[int, ...]], Array] | None:
-    """What an entry of the kernel sees, if an accelerator reads it as a shift of one long axis.
+    """What an entry of the kernel sees, if a TPU reads it as a shift of one long axis.
 
     XLA for TPU moves the image to the layout of the product once, and shifts and masks as the
     product reads. It would move each slice of a padded image by itself. None for a convolution
@@ -417,7 +415,7 @@ def _shifted(
     """
     lead, sides, channels = x.shape[:2], x.shape[2:-1], x.shape[-1]
     stays = tuple(places) == sides and {*p["window_strides"], *p["lhs_dilation"]} == {1}
-    if platforms.on_cpu() or not stays:
+    if not platforms.on_tpu() or not stays:
         return None
     # How far an entry looks along each axis, and along the long axis.
     steps = [math.prod(sides[a + 1 :]) for a in range(len(sides))]
