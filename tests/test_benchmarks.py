@@ -448,7 +448,22 @@ def test_steps_are_measured_on_the_device_that_is_found(tmp_path):
     outcome = run("benchmarks/devices.py", "--smoke", "--steps=auto", "--out", path)
     found = json.loads(path.read_text())["models"]["W4"]
     assert (found["away"], found["norms"]) == (0, 0)  # from the CPU, on the CPU
+    assert found["repeats"]
     assert "| W4 | auto |" in outcome.stdout
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_table_of_measured_steps_is_current():
+    """``make bench BENCH=devices ARGS="--out ... --page docs/pages/speed.md"`` writes it."""
+    import devices
+
+    page = (EXPERIMENTS.parent / "docs" / "pages" / "speed.md").read_text()
+    report, plans = (
+        json.loads((EXPERIMENTS / "results" / f"{name}.json").read_text())
+        for name in ("devices", "plans")
+    )
+    table = devices.table(report, plans)
+    assert devices.markdown.filled(page, {"measured steps": table}) == page
 
 
 @pytest.mark.usefixtures("benchmarks")
@@ -471,7 +486,7 @@ def test_a_step_that_fails_leaves_the_others_their_rows():
 
     failing = contestants.Contestant(fails, dict, lambda: True, lambda: None, {})
     running = failing._replace(run=lambda count: 0.5)
-    makes = {"plain": lambda: running, "vmap": lambda: devices.refusing(lambda: failing)}
+    makes = {"plain": lambda: running, "vmap": lambda: devices.refusing(failing)}
     ready, figures = steps.start(makes)
     assert list(ready) == ["plain"]
     figures["plain"] |= {"median_ms": 2.0, "planned_bytes": None}

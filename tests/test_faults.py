@@ -25,6 +25,7 @@ from mutation import kills
 import dpjax
 from dpjax import checkpoints, clipping, ledger, noise, training
 from dpjax._files import lock
+from dpjax.gradients import platforms
 from dpjax.training.run_folder import Folder, hold
 
 
@@ -479,6 +480,21 @@ def test_released_steps_do_not_run_again_in_another_environment(tmp_path, change
     with changed(), pytest.raises(ledger.Refused, match=message):
         _seen(tmp_path, algorithm, state=state)
     assert _seen(tmp_path).ledger.steps == 4
+
+
+@kills("training/environment.py", "compiler_options=same", "compiler_options=None")
+@kills("training/in_memory.py", "return repeatable(several", "return jax.jit(several", slow=True)
+def test_a_gpu_compiles_steps_that_release_the_same_bits_again(monkeypatch):
+    """By default XLA chooses kernels of a GPU by their time, and adds in the order of threads."""
+    monkeypatch.setattr(platforms, "on_gpu", lambda: True)
+    # JAX names the options of a program that it finds inside another.
+    with pytest.raises(ValueError, match="'xla_gpu_deterministic_ops': True"):
+        jax.jit(training.environment.repeatable(jnp.sin))(1.0)
+    others = {
+        path.name: path.read_text().count("jax.jit(")
+        for path in pathlib.Path(training.__file__).parent.glob("*.py")
+    }
+    assert {name for name, count in others.items() if count} == {"environment.py"}
 
 
 @kills("training/dpsgd.py", '            "engine": recipe.engine,\n', "", slow=True)

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time, memory and agreement of a private step on the device that JAX finds, beside its plan.
 
-  result    none yet: no accelerator was here
-  hardware  one GPU or TPU of the machine; on a CPU it runs too, and shows that it runs
-  command   make bench BENCH=devices ARGS="--out experiments/results/devices.json"
-  figures   the printed table; plans come from experiments/results/plans.json
+  result    on an H100 a private step takes 1.66, 1.22 and 0.87 times a plain one (W3, W4, W5), and
+            0.26, 0.47 and 0.78 times the step of `vmap`; with grouped convolutions, which the
+            engine no longer makes there, 2.69 (W1, `vmap` 2.93) and 6.47 (W2)
+  hardware  one NVIDIA H100 80GB, JAX 0.11.2; no TPU; on a CPU it runs too, and shows that it runs
+  command   make bench BENCH=devices ARGS="--models=W5 --seconds=2 --out FILE", once for each model
+  figures   experiments/results/devices.json; the table in docs/pages/speed.md (``--page``)
 
-Each workload (`workloads`) is compiled as a plain step, a plain step with noise, dpjax's engines
-and jax_privacy, if it is installed. The steps take turns in random order. "away" is the largest
-difference between the clipped sum on the device and on the CPU of the machine, in bounds, and
-"norms" that of a norm, relative to it: a matrix unit that rounds shows here. A step that fails,
+Each model of `plans` is compiled as a plain step, a plain step with noise, dpjax's engines and
+jax_privacy, if it is installed, side by side. The steps take turns in random order. "away" is the
+largest difference between the clipped sum on the device and on the CPU of the machine, in bounds,
+and "norms" that of a norm, relative to it: a matrix unit that rounds shows here. ``repeats`` in the
+file says whether two runs of `dpjax.dpsgd` with one key end in the same bits. A step that fails,
 such as for lack of memory, says so in its row, and the others are measured.
 """
 
@@ -28,6 +31,7 @@ import contestants
 import jax
 import jax.numpy as jnp
 import large_cases
+import optax
 import plans
 import plans_cases
 import reporting
@@ -39,10 +43,12 @@ from plans_cases import BOUND, gradient_of
 from workloads import CLASSES, SEED
 
 import dpjax
-from dpjax import clipping
+from dpjax import clipping, sampling
 
 # Examples whose clipped sum is compared with the CPU's, of models that are slow there.
 EXAMPLES = {"WRN-16-4": 8, "ViT-S": 2, "Transformer": 2, "Transformer LoRA": 2}
+# Private steps of the engine. The second has no plan: its kernels are products of patches now.
+OURS = ("auto", "auto, grouped convolutions")
 # What JAX calls the devices that have plans.
 PLANNED = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
 
@@ -78,7 +84,29 @@ def measure(
     for step in ready:
         figures[step]["median_ms"] = statistics.median(figures[step]["rounds_ms"])
         del figures[step]["first_s"]  # compiled before
+    if name not in EXAMPLES:
+        away["repeats"] = repeats(functools.partial(loss, frozen), params, batch)
     return {"batch_size": batch_size, "steps": figures, **away}
+
+
+def repeats(loss: Any, params: Any, data: Any) -> bool:
+    """Whether two runs of `dpjax.dpsgd` with one key, each compiled, end in the same bits."""
+    size = len(data[1])
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(examples=size, batch_size=size // 2),
+        clipping=clipping.flat(BOUND),
+        noise_multiplier=1.0,
+        steps=10,
+    )
+
+    def ended() -> Any:
+        algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data)
+        assert algorithm.run is not None
+        state, _ = algorithm.run(algorithm.init(jax.random.key(SEED), params), mechanism.steps)
+        return jax.device_get(state.params)
+
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), ended(), ended())
+    return all(jax.tree.leaves(same))
 
 
 def filled(shapes: Any) -> Any:
@@ -127,7 +155,7 @@ def clipped_sum(loss: Any, params: Any, given: Any, device: Any) -> Any:
 
 
 def apart(here: Any, there: Any) -> dict[str, float]:
-    """How far a clipped sum and its norms are from those of the CPU."""
+    """How far a clipped sum and its norms are from the CPU's."""
     (value, norms), (want, lengths) = here, there
     away = jax.tree.map(lambda a, b: float(abs(a - b).max()), value, want)
     return {
@@ -181,7 +209,7 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
                 f"{figure['median_ms']:.3f} ({figure['median_ms'] / plain:.2f})",
                 "-" if expected is None else f"{expected:.3f}",
                 "-" if held is None else f"{held / 2**20:,.1f}",
-                *(f"{found[key]:.1e}" if step == "auto" else "" for key in ("away", "norms")),
+                *(f"{found[key]:.1e}" if step in OURS else "" for key in ("away", "norms")),
             ]
             rows.append(markdown.line(model, step, *cells))
     head = "| model | step | measured ms | planned ms | temporaries, MiB | away | norms |"
@@ -193,18 +221,26 @@ def main(asked: Any) -> None:
     path = compilers.ROOT / "experiments" / "results" / "plans.json"
     plan_report = json.loads(path.read_text()) if path.exists() else {}
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
-    report |= {"kind": jax.devices()[0].device_kind, "models": {}}
+    kept = compilers.kept(asked.out).get("models", {})
+    report |= {"kind": jax.devices()[0].device_kind, "models": kept}
     for name in asked.models or (["W4"] if asked.smoke else list(plans.MODELS)):
         size = 8 if asked.smoke else plans.MODELS[name]
         rounds = 2 if asked.smoke else asked.rounds
         chosen = reporting.chosen("steps", list(plans.STEPS), asked.steps, always=("plain",))
         report["models"][name] = measure(name, chosen, size, rounds, asked.seconds)
         reporting.keep(report, asked.out)
-    print(table(report, plan_report))
+    print(shown := table(report, plan_report))
+    markdown.rewrite(asked.page, {"measured steps": shown})
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("page", None, "Markdown file whose table is written again.")
     flags.DEFINE_list("models", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
-    reporting.run(main, smoke="A batch of 8, two rounds", rounds=10)
+    reporting.run(
+        main,
+        smoke="A batch of 8, two rounds",
+        rounds=10,
+        out="JSON file for the figures, rewritten after each model; others that it holds are kept.",
+    )

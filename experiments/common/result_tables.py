@@ -196,6 +196,17 @@ def correlated_rows() -> Iterator[str]:
         yield markdown.line(dataset, epsilon, *cells)
 
 
+def device_rows() -> Iterator[str]:
+    """Steps that were measured on an accelerator, a row for each model."""
+    for model, found in load("devices")["models"].items():
+        steps = {name.partition(",")[0]: figure for name, figure in found["steps"].items()}
+        plain, cells = steps["plain"]["median_ms"], []
+        for name in ("plain", "noised", "auto", "vmap", "jax_privacy"):
+            ms = steps.get(name, {}).get("median_ms")
+            cells.append("-" if ms is None else f"{ms:.3g} ({ms / plain:.2f})")
+        yield markdown.line(WORKLOADS.get(model, model), *cells)
+
+
 def plan_rows() -> Iterator[str]:
     """What compilers expect of a step on accelerators, a row for each device and model."""
     plans = load("plans")["plans"]
@@ -305,6 +316,13 @@ def page() -> str:
         markdown.table(
             "| model | parameters | plain | private | ratio | disagreement |", zoo_rows()
         ),
+        "## One step on an H100",
+        markdown.table(
+            "| | plain JAX | with noise | dpjax | `vmap` | jax_privacy |", device_rows()
+        ),
+        f"Milliseconds, and ratios to plain JAX, on {load('devices')['kind']} with JAX "
+        f"{load('devices')['jax']},\nby `make bench BENCH=devices`. W1 and W2 were measured with "
+        "grouped convolutions, which the\nengine no longer makes on a GPU.",
         "## One step on an accelerator, as compilers plan it",
         markdown.table("| device | | plain JAX | dpjax | `vmap` | jax_privacy |", plan_rows()),
         "Plans and not measurements, by `make bench BENCH=plans`: milliseconds that the compiler\n"

@@ -9,6 +9,7 @@ that the ledger did not count.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from dpjax import meshes, noise, trees
 from dpjax._versions import version
+from dpjax.gradients import platforms
 from dpjax.types import Key, Purpose, Sampler
 
 # Processes compare them before every dispatch, and the files of packages take milliseconds.
@@ -32,6 +34,20 @@ def numerics() -> dict[str, Any]:
         "platform": jax.default_backend(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
+
+
+def repeatable(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit` of a program of a step, which releases the same bits however often it runs.
+
+    XLA for a GPU times several kernels and keeps the fastest, and adds some sums in the order in
+    which threads arrive. A step that ran again, as after a crash, would have another seal.
+
+    Args:
+      function: The program. It is compiled on its own, never inside another program.
+      options: Further arguments of `jax.jit`.
+    """
+    same = {"xla_gpu_deterministic_ops": True} if platforms.on_gpu() else None
+    return jax.jit(function, compiler_options=same, **options)
 
 
 def draw_and_noise(sampling: Sampler, key: Key, step: int) -> str:

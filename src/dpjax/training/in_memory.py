@@ -21,6 +21,7 @@ from jaxtyping import Array, Int
 
 from dpjax import meshes
 from dpjax.gradients.batching import Layout
+from dpjax.training.environment import repeatable
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe
 from dpjax.training.step import private_step
@@ -86,7 +87,7 @@ def in_memory(
     def compiled(places: tuple[Any, ...] | None, structure: Any) -> Any:
         # What a step returns lies where it lay before, so the next step finds the same program.
         out = None if places is None else (structure.unflatten(places), None)
-        return jax.jit(several, donate_argnums=0, out_shardings=out)
+        return repeatable(several, donate_argnums=0, out_shardings=out)
 
     def program(state: State) -> tuple[Any, tuple[PyTree, PyTree]]:
         leaves, structure = jax.tree.flatten(state)

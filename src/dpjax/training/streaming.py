@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpjax.data import Stream
 from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
 from dpjax.sampling import on_host
+from dpjax.training.environment import repeatable
 from dpjax.training.in_memory import Steps
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
@@ -49,11 +50,11 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         seen = state._replace(optimizer=None, memory=())
         return on_each(share, layout(state), split={1, 2, 3})(seen, rows, mask, sums)
 
-    draw = jax.jit(lambda key, step: draw_step(recipe, key, step))
+    draw = repeatable(lambda key, step: draw_step(recipe, key, step))
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
-    begin, addition = jax.jit(start), jax.jit(add, donate_argnums=3)
-    settle = jax.jit(end_block, donate_argnums=0)
-    finish = jax.jit(
+    begin, addition = repeatable(start), repeatable(add, donate_argnums=3)
+    settle = repeatable(end_block, donate_argnums=0)
+    finish = repeatable(
         lambda state, sums: release(recipe, layout(state), state, sums), donate_argnums=0
     )
 
