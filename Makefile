@@ -9,7 +9,9 @@ ARGS ?=
 # rounding, draws, meshes, scaling, pods, plans, devices, optimizers, strategies, zoo, zoo_bounds,
 # large, compilation or rounds.
 BENCH ?= steps
-VENV := .venv
+# Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.
+VENV ?= .venv
+LOCK ?= .ci/lock.txt
 PEERS := .venv-peers
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -78,20 +80,20 @@ ifneq ($(wildcard $(VENV)),)
   endif
 endif
 
-$(VENV)/ready-run: pyproject.toml .ci/lock.txt $(BROKEN)
+$(VENV)/ready-run: pyproject.toml $(LOCK) $(BROKEN)
 	@$(call create)
 	@echo "dpjax: installing what dpjax runs with (a minute or so, the first time)"
-	@$(PIP) install -q -c .ci/lock.txt -e '.[data,plots]'
+	@$(PIP) install -q $(if $(LOCK),-c $(LOCK)) -e '.[data,plots]'
 	@touch $@
 
 $(VENV)/ready-dev: $(VENV)/ready-run
 	@echo "dpjax: installing the tools for tests, lint and types"
-	@$(PIP) install -q -c .ci/lock.txt -e '.[dev]'
+	@$(PIP) install -q $(if $(LOCK),-c $(LOCK)) -e '.[dev]'
 	@touch $@
 
 $(VENV)/ready-docs: $(VENV)/ready-run
 	@echo "dpjax: installing the tools for the documentation"
-	@$(PIP) install -q -c .ci/lock.txt -e '.[docs]'
+	@$(PIP) install -q $(if $(LOCK),-c $(LOCK)) -e '.[docs]'
 	@touch $@
 
 # The peers live apart, so that nothing of theirs can reach what users install. PyTorch comes
