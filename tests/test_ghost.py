@@ -867,6 +867,9 @@ class Held(HiPrim):
     def vjp_bwd_retval(self, residuals, g):
         return (jnp.clip(g, -0.01, 0.01),)
 
+    def batch(self, axis_data, args, dims):
+        return Held(jax.typeof(args[0]))(args[0]), dims[0]
+
     def batch_dim_rule(self, axis_data, dims):
         return dims[0]
 
