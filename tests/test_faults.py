@@ -541,6 +541,31 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     assert "not compared" not in caplog.text
 
 
+@kills("training/dpsgd.py", '            "draws": environment.draws(mechanism, state.key),\n', "")
+@kills("training/environment.py", "sampling.draw(root, jnp.int32(0))", "0", slow=True)
+def test_the_rest_of_an_epoch_is_not_drawn_by_another_generator(tmp_path):
+    """Nothing runs again, but an example of the first part could be drawn a second time."""
+
+    def run(steps):
+        mechanism = dpjax.Mechanism(
+            sampling=dpjax.sampling.shuffled(20, 5),
+            clipping=clipping.flat(1.0),
+            noise_multiplier=1.0,
+            steps=4,
+        )
+        algorithm = dpjax.dpsgd(lambda p, x: jnp.vdot(p, x), optax.sgd(0.1), mechanism, np.eye(20))
+        state = algorithm.init(noise.secret_key(), jnp.zeros(20))
+        return dpjax.fit(algorithm, state, steps=steps, directory=tmp_path, progress=False)[0]
+
+    assert run(2).ledger.steps == 2
+    with (
+        jax.threefry_partitionable(False),
+        pytest.raises(ledger.Refused, match=r"draws: .* now\n  The generator draws other"),
+    ):
+        run(4)
+    assert run(4).ledger.steps == 4
+
+
 @kills("training/run_folder.py", '.get("numerics", {})\n', '.get("numerics", now)\n', slow=True)
 def test_runs_without_recorded_numerics_resume_where_nothing_runs_again(tmp_path):
     def forgotten():

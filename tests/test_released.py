@@ -230,12 +230,7 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     assert not dpjax.training.earlier(fresh)[0].seeded
 
 
-SECRETS = {"key": noise.secret_key(), "ledger": ledger.empty()}
-
-
-@kills(
-    "training/fit.py", "bool(state.ledger.seeded) or trees.seeded(state.key)", "False", slow=True
-)
+@kills("training/fit.py", "= trees.seeded(state.key)", "= False", slow=True)
 @kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
 @kills("training/run_folder.py", 'run.get("small seed", False) or ', "", slow=True)
 @kills("reports/load_run.py", 'known.get("small seed") or before', "before", slow=True)
@@ -271,16 +266,18 @@ def test_a_run_that_continues_one_with_a_small_seed_is_not_for_release(tmp_path,
         assert load_run.read(folder).seed is True, "run.json says so where the card is lost"
 
 
-@kills("training/fit.py", "bool(state.ledger.seeded) or trees", "trees", case="key", slow=True)
-@kills("training/fit.py", " or trees.seeded(state.key)", "", case="ledger", slow=True)
-@pytest.mark.parametrize("part", SECRETS)
-def test_a_seed_is_known_by_the_key_and_by_the_steps_before_it(part, tmp_path):
+@kills("ledger.py", ", seeded=np.array(trees.seeded(key)))", ")", slow=True)
+@pytest.mark.parametrize("small", [True, False])
+def test_the_key_of_the_first_step_says_whether_its_seed_is_small(small, tmp_path):
+    """Also where it replaced the one that the state began with."""
+    keys = noise.secret_key(), jax.random.key(0)
     run = algorithm()
-    state, _ = run.step(run.init(jax.random.key(0), {"w": jnp.zeros((1,))}))
-    if part == "ledger":  # as a loop of one's own may begin
-        state = state._replace(step=jnp.zeros((), jnp.int32))
-    dpjax.fit(run, state._replace(**{part: SECRETS[part]}), directory=tmp_path, progress=False)
-    assert dpjax.training.earlier(tmp_path)[0].seeded
+    state = run.init(keys[not small], {"w": jnp.zeros((1,))})._replace(key=keys[small])
+    dpjax.fit(run, state, directory=tmp_path, progress=False)
+    (card, _), words = left(tmp_path), (tmp_path / "statement.txt").read_text()
+    assert dpjax.training.earlier(tmp_path)[0].seeded is small
+    assert card["seed_published"] is (True if small else None)
+    assert ("Small seed" in words) is small
 
 
 @kills("training/run_folder.py", ' or run.get("--seed") is not None', "", slow=True)

@@ -526,6 +526,20 @@ def test_a_value_that_is_no_algorithm_or_no_state_is_refused():
             take(jnp.zeros(3))
 
 
+@kills("training/dpsgd.py", "ledger.keyed(state.ledger, state.key, name)", "state.ledger")
+@kills("ledger.py", "not np.array_equal(ledger.key, root)", "False", slow=True)
+@kills("ledger.py", "if ledger.steps and not np", "if not np", slow=True)
+def test_a_run_has_one_root_key():
+    """With two, an example could be in two batches of an epoch, and noise be half a correlation."""
+    algorithm = make(steps=3)
+    state = start(algorithm)
+    # Before the first step any key will do.
+    after, _ = algorithm.step(state._replace(key=jax.random.key(1)))
+    assert algorithm.step(after)[0].ledger.steps == 2
+    with pytest.raises(ledger.Refused, match="1 steps of this state ran under another root key"):
+        algorithm.step(after._replace(key=state.key))
+
+
 @kills("training/dpsgd.py", "        check_step(name, state)\n", "", slow=True)
 def test_a_state_whose_step_is_not_that_of_its_ledger_is_refused():
     """The noise of a step that ran would be drawn a second time, on another sum."""

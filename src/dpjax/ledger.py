@@ -24,12 +24,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dpjax import checks
+from dpjax import checks, trees
 from dpjax.accounting import Refused
 from dpjax.accounting.events import runs_of
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.rounding import upwards
-from dpjax.types import Plan, PyTree
+from dpjax.types import Key, Plan, PyTree
 
 __all__ = ["Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
 
@@ -80,6 +80,8 @@ class Ledger(NamedTuple):
     """Whether the root key is that of a small seed, so that anyone can subtract the noise."""
     chosen: np.ndarray
     """How many steps plan and budget allowed where results ended the run; 0 if they never did."""
+    key: np.ndarray
+    """A hash of the root key of the run; zeros before the first step."""
 
     @property
     def steps(self) -> int:
@@ -97,8 +99,8 @@ def empty(*, seeded: bool = False) -> Ledger:
     Args:
       seeded: Whether the root key of the run is that of a small seed.
     """
-    nothing = np.zeros(0, np.float64), np.zeros(0, np.int64), np.zeros(_WORDS, np.uint32)
-    return Ledger(*nothing, np.array(seeded), np.array(0))
+    nothing, words = (np.zeros(0, np.float64), np.zeros(0, np.int64)), np.zeros(_WORDS, np.uint32)
+    return Ledger(*nothing, words, np.array(seeded), np.array(0), words)
 
 
 def admit(
@@ -142,6 +144,26 @@ def ended(
     """
     allowed = max(int(ledger.chosen), affordable(mechanism, budget), least)
     return ledger._replace(chosen=np.array(allowed))
+
+
+def keyed(ledger: Ledger, key: Key, name: str) -> Ledger:
+    """Records the root key of a run at its first step, and refuses another one later.
+
+    Args:
+      ledger: The steps that ran so far.
+      key: The root key of the next steps.
+      name: How an error calls the function that runs them.
+    """
+    root = _words(trees.on_host(key).tobytes())
+    if ledger.steps and not np.array_equal(ledger.key, root):
+        raise Refused(
+            f"{name}: the {ledger.steps} steps of this state ran under another root key. An epoch, "
+            "and noise that is correlated over steps, follow from one key: with another one an "
+            "example may be drawn again, and noise is not cancelled as accounted. Usually the key "
+            "of a state was replaced to fork its run. Begin another run from its parameters, "
+            "init(new_key, state.params), with Mechanism(..., before=...)."
+        )
+    return ledger._replace(key=root, seeded=np.array(trees.seeded(key)))
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
@@ -300,9 +322,12 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 @functools.lru_cache(maxsize=128)
 def _digest(mechanism: Plan) -> np.ndarray:
     """A hash of the accounted facts beside multipliers, as words that devices keep exactly."""
-    # 128 bits of it: a state must not be taken for that of another mechanism by chance.
-    digest = hashlib.sha256(mechanism.accounted.encode()).digest()
-    return np.frombuffer(digest, np.uint32)[:_WORDS]
+    return _words(mechanism.accounted.encode())
+
+
+def _words(content: bytes) -> np.ndarray:
+    """128 bits of a hash: no state is taken for that of another mechanism or key by chance."""
+    return np.frombuffer(hashlib.sha256(content).digest(), np.uint32)[:_WORDS]
 
 
 @functools.lru_cache(maxsize=128)

@@ -252,7 +252,8 @@ def assemble(
         plan = functools.partial(ledger.terms, mechanism, budget)
         meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
         # The ledger records the steps before they run: a crash during a step leaves it counted.
-        spent = ledger.admit(state.ledger, mechanism, budget, steps=count)
+        begun = ledger.keyed(state.ledger, state.key, name)
+        spent = ledger.admit(begun, mechanism, budget, steps=count)
         check_step(name, state)
         # Each process has a set of its own, and all of them must compare the same facts.
         if meshes.any_process("agreed" not in happened):
@@ -292,6 +293,7 @@ def assemble(
         return {
             **identity,
             **mechanism.identity,
+            "draws": environment.draws(mechanism, state.key),
             "data": content,
             "program": program,
             "numerics": numerics,

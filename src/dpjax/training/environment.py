@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from dpjax import meshes, noise, trees
 from dpjax._versions import version
 from dpjax.gradients import platforms
+from dpjax.mechanism import Mechanism
+from dpjax.strategies.participation import apart
 from dpjax.types import Key, Purpose, Sampler
 
 # Processes compare them before every dispatch, and the files of packages take milliseconds.
@@ -48,6 +50,24 @@ def repeatable(function: Callable[..., Any], **options: Any) -> Any:
     """
     same = {"xla_gpu_deterministic_ops": True} if platforms.on_gpu() else None
     return jax.jit(function, compiler_options=same, **options)
+
+
+def draws(mechanism: Mechanism, like: Key) -> str | None:
+    """A hash of the first draw of a public key; None where draws of different steps are free.
+
+    Steps of an epoch or a cycle share one order of the examples, which each step computes again
+    from the root key. If the generator changed in between, an example could be drawn twice.
+
+    Args:
+      mechanism: Its sampler draws.
+      like: A key of the generator.
+    """
+    sampling = mechanism.sampling
+    if sampling.participation is None or sampling.participation(mechanism.steps) == apart(1):
+        return None
+    with meshes.in_force(None):
+        root = jax.random.key(0, impl=jax.random.key_impl(like))
+        return trees.fingerprint(sampling.draw(root, jnp.int32(0)))
 
 
 def draw_and_noise(sampling: Sampler, key: Key, step: int) -> str:

@@ -290,7 +290,7 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
     identity = dict(algorithm.identity(state))
     identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
     # Not the key: one bit, by which a run that continues this one knows that its seed is public.
-    identity["small seed"] = bool(state.ledger.seeded) or trees.seeded(state.key)
+    identity["small seed"] = trees.seeded(state.key)
     taken = sorted(identity.keys() & configuration.keys())
     if taken:
         raise ValueError(
