@@ -81,6 +81,15 @@ def test_the_mesh_in_force_settles_the_platform():
     assert seen == ["cpu"]
 
 
+@kills("gradients/_xla_cpu/primitives.py", "(name in _ON_GPUS and platforms.on_gpu())", "False")
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_max_pool_scatters_nothing_on_a_gpu(platform):
+    clipped = clipped_grad(convolved, FLAT)
+    with platforms.traced_for(platform):
+        program = str(jax.make_jaxpr(lambda p, x: clipped(p, x).value)(PARAMS, IMAGES))
+    assert ("select_and_scatter" in program) == (platform == "tpu")
+
+
 def test_an_unknown_accelerator_is_the_one_that_is_here(monkeypatch):
     for here in ("tpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda here=here: here)

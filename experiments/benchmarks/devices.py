@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time, memory and agreement of a private step on the device that JAX finds, beside its plan.
 
-  result    on an H100 a private step takes 1.66, 1.22 and 0.87 times a plain one (W3, W4, W5), and
-            0.26, 0.47 and 0.78 times the step of `vmap`; with grouped convolutions, which the
-            engine no longer makes there, 2.69 (W1, `vmap` 2.93) and 6.47 (W2)
+  result    on an H100 a private step takes 1.22 and 0.87 times a plain one (W4, W5), and 0.47 and
+            0.78 times the step of `vmap`; with the grouped convolutions and max-pools that the
+            engine no longer has there, 2.69 (W1, `vmap` 2.93), 6.47 (W2) and 1.66 (W3, `vmap` 6.49)
   hardware  one NVIDIA H100 80GB, JAX 0.11.2; no TPU; on a CPU it runs too, and shows that it runs
   command   make bench BENCH=devices ARGS="--models=W5 --seconds=2 --out FILE", once for each model
   figures   experiments/results/devices.json; the table in docs/pages/speed.md (``--page``)
@@ -51,8 +51,8 @@ from dpjax.training import in_memory
 
 # Examples whose clipped sum is compared with the CPU's, of models that are slow there.
 EXAMPLES = {"WRN-16-4": 8, "ViT-S": 2, "Transformer": 2, "Transformer LoRA": 2}
-# Private steps of the engine. The second has no plan: its kernels are products of patches now.
-OURS = ("auto", "auto, grouped convolutions")
+# Private steps of the engine. The second had grouped convolutions and XLA's max-pools: no plan.
+OURS = ("auto", "auto, older forms")
 # What JAX calls the devices that have plans.
 PLANNED = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
 

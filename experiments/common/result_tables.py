@@ -321,8 +321,8 @@ def page() -> str:
             "| | plain JAX | with noise | dpjax | `vmap` | jax_privacy |", device_rows()
         ),
         f"Milliseconds, and ratios to plain JAX, on {load('devices')['kind']} with JAX "
-        f"{load('devices')['jax']},\nby `make bench BENCH=devices`. W1 and W2 were measured with "
-        "grouped convolutions, which the\nengine no longer makes on a GPU.",
+        f"{load('devices')['jax']},\nby `make bench BENCH=devices`. W1 to W3 were measured before "
+        "patches replaced grouped\nconvolutions, and comparisons the scatters of max-pools.",
         "## One step on an accelerator, as compilers plan it",
         markdown.table("| device | | plain JAX | dpjax | `vmap` | jax_privacy |", plan_rows()),
         "Plans and not measurements, by `make bench BENCH=plans`: milliseconds that the compiler\n"

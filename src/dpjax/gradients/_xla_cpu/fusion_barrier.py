@@ -20,14 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def apart(
-    function: Callable[..., Array], elsewhere: Callable[..., Array] | None = None
-) -> Callable[..., Array]:
+def apart(function: Callable[..., Array]) -> Callable[..., Array]:
     """A function that computes `function`, on CPU in a computation of its own.
 
     Args:
       function: A function of arrays. Its result has the shape and dtype of its first argument.
-      elsewhere: The function for other devices; by default `function`.
     """
 
     def on_cpu(x: Array, *others: Array) -> Array:
@@ -36,6 +33,4 @@ def apart(
         always = jax.lax.optimization_barrier(jnp.array(True))
         return jax.lax.cond(always, function, lambda x, *_: jnp.full_like(x, jnp.nan), x, *others)
 
-    return lambda *inputs: jax.lax.platform_dependent(
-        *inputs, cpu=on_cpu, default=elsewhere or function
-    )
+    return lambda *inputs: jax.lax.platform_dependent(*inputs, cpu=on_cpu, default=function)

@@ -3,9 +3,9 @@
 
 Symptom (jaxlib 0.10.2, CPU): in the body of a loop, where microbatches live, the derivatives of
 convolutions compile to naive loops; the derivative of a max-pool and tanh after a bias are slow
-everywhere. Each file of this folder describes its own case. ``make bench BENCH=primitives``
-compares every row of `FAST` with XLA's own version. A row may go when that benchmark shows no
-gain; ``tests/test_ghost.py`` then still tests the engine.
+everywhere. That of a max-pool is slow on a GPU too. Each file of this folder describes its case.
+``make bench BENCH=primitives`` compares every row of `FAST` with XLA's own version. A row may go
+when that benchmark shows no gain; ``tests/test_ghost.py`` then still tests the engine.
 """
 
 from __future__ import annotations
@@ -42,14 +42,20 @@ FAST: dict[str, Callable[..., Array]] = {
     "tanh": tanh,
 }
 
+# XLA for a GPU scatters the cotangents of a max-pool, and sorts them first where a step must
+# release the same bits again. This row does neither.
+_ON_GPUS = {"reduce_window_max"}
+
 
 def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, by its row of `FAST` if it has one.
+    """Evaluates one equation, by its row of `FAST` if it has one that is better here.
 
-    On accelerators the compiler has better forms of all rows but ``pad``, which works around JAX.
+    On accelerators the compiler has better forms of all rows but ``pad``, which works around JAX,
+    and on a GPU of max-pools.
     """
     name = equation.primitive.name
-    fast = FAST.get(name) if platforms.on_cpu() or name == "pad" else None
+    better = platforms.on_cpu() or name == "pad" or (name in _ON_GPUS and platforms.on_gpu())
+    fast = FAST.get(name) if better else None
     return bind(equation, inputs) if fast is None else [fast(equation.params, *inputs)]
 
 
