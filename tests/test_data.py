@@ -588,6 +588,19 @@ def test_a_stream_takes_what_is_on_the_disk_and_downloads_nothing(tmp_path, monk
     assert "array_record" not in [file_format for *_, file_format in asked]
 
 
+def test_a_stream_reads_the_file_where_tfds_has_a_format_without_random_access(
+    tmp_path, monkeypatch
+):
+    asked = fake_tfds(monkeypatch, None, random_access=False)
+    saved(tmp_path)
+    (tmp_path / "mnist").mkdir()
+    assert data.stream("mnist", data_dir=tmp_path).examples == 6
+    assert asked == [("mnist", str(tmp_path), None)]
+    (tmp_path / "mnist.npz").unlink()
+    with pytest.raises(ValueError, match="without random access"):
+        data.stream("mnist", data_dir=tmp_path)
+
+
 @pytest.mark.parametrize("ask", [data.load, data.stream])
 def test_a_download_that_fails_leaves_no_empty_folders(tmp_path, monkeypatch, ask):
     def download(self):
