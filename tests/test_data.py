@@ -614,9 +614,24 @@ def test_a_download_that_fails_leaves_no_empty_folders(tmp_path, monkeypatch, as
         sys.modules["tensorflow_datasets"].builder, "download_and_prepare", download
     )
     (tmp_path / "own").mkdir()
-    with pytest.raises(FileNotFoundError, match=rf"data.{ask.__name__}.*could neither"):
+    answer = rf"data.{ask.__name__}.*could neither .* \(OSError: no network\)"
+    with pytest.raises(FileNotFoundError, match=answer):
         ask("mnist", data_dir=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["downloads", "own"]
+
+
+@pytest.mark.parametrize("ask", [data.load, data.stream])
+def test_a_package_that_tfds_misses_is_named(tmp_path, monkeypatch, ask):
+    def download(self):
+        raise ImportError("No module named 'array_record'")
+
+    fake_tfds(monkeypatch, None, prepared=False)
+    monkeypatch.setattr(
+        sys.modules["tensorflow_datasets"].builder, "download_and_prepare", download
+    )
+    answer = rf"data.{ask.__name__}.*'array_record'\).*pip install array_record"
+    with pytest.raises(ImportError, match=answer):
+        ask("mnist", data_dir=tmp_path)
 
 
 @pytest.mark.parametrize("columns", [tuple, list])

@@ -101,11 +101,18 @@ def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None)
     except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
         if place is not None:
             _sweep([Path(place, entry) for entry in set(os.listdir(place)) - before])
+        if isinstance(error, ImportError):
+            raise ImportError(
+                f"data.{asked}: TensorFlow Datasets needs a package that cannot be imported "
+                f"({error}). Usually the one that writes its files is missing: pip install "
+                "array_record importlib-resources."
+            ) from error
+        # The kind and the words, since a command line shows no cause: it may be a full disk.
         raise FileNotFoundError(
             f"data.{asked}: TensorFlow Datasets could neither find {source.tfds} in "
-            f"{place or 'its default folder'} nor download it. Without a network, prepare it "
-            "elsewhere and copy the folder, or set DPJAX_DATA_DIR to a folder with the file that "
-            "data.load's documentation names."
+            f"{place or 'its default folder'} nor download it ({type(error).__name__}: {error}). "
+            "Without a network, prepare it elsewhere and copy the folder, or set DPJAX_DATA_DIR "
+            "to a folder with the file that data.load's documentation names."
         ) from error
 
 
