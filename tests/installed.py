@@ -43,7 +43,7 @@ def own_data():
     pathlib.Path("my.csv").write_text("\n".join(["a,b,answer", *rows]) + "\n")
     own = ("--dataset=my.csv", "--model=nets:Net", "--out=own", *SHORT)
     if importlib.util.find_spec("matplotlib") is None:
-        dpjax("train", *own, status=1, says="pip install matplotlib")
+        dpjax("train", *own, status=1, says="pip install --upgrade matplotlib")
     dpjax("train", *own, "--noreport", says="Test accuracy")
     dpjax("verify", "own", says="holds")
 
