@@ -119,7 +119,9 @@ def plan(given: flags.FlagValues) -> Planned:
     )
     shape = partial(inputs.input_shape, given, dataset)
     sizes = {"classes": dataset.classes, "epochs": per_epoch is not None}
-    rehearse(shape, model, loss, mechanism, earlier, **sizes)
+    # The model alone can refuse a value of an option, such as 'a' for a width.
+    options = ",".join(given.model_options)
+    rehearse(shape, model, loss, mechanism, earlier, **sizes, options=options)
     method = build.accountant(given, mechanism)
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=method
