@@ -859,6 +859,20 @@ class TestOwnFiles:
         own(tmp_path, "a,b\n" + "1,0\n2,1\n" * 9)
         assert not caplog.text
 
+    @pytest.mark.parametrize(
+        ("header", "label"),
+        [
+            ("Label,a,smoker", "Label"),
+            ("a,LABEL,smoker", "LABEL"),
+            ("label,Label,a", "label"),
+            ("labels,a,smoker", "smoker"),
+        ],
+    )
+    def test_a_label_is_found_in_any_case(self, tmp_path, header, label):
+        found = own(tmp_path, header + "\n" + "0,1,0\n1,0,1\n" * 6)
+        assert found.columns == tuple(name for name in header.split(",") if name != label)
+        assert found.note == f"(the label is column {label!r}; a fifth held out for the test)"
+
     def test_parts_are_taken_as_they_are(self, tmp_path):
         images = RNG.integers(0, 256, (6, 5, 5), np.uint8)
         parts = {"x_train": images[:4], "y_train": [[0], [1], [2], [0]]}

@@ -157,6 +157,8 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     folder, mechanism = pathlib.Path(given.out), planned.mechanism
     # Printed before the first step: a user who meant another epsilon can still stop.
     epsilon = mechanism.epsilon(given.delta, planned.method)
+    if planned.dataset.columns:  # and one whose label is another column
+        say(f"{planned.dataset.name} {planned.dataset.note}")
     say(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
         f"cost epsilon {upwards(epsilon)} at delta={upwards(given.delta, '.6g')} ({planned.method})"
