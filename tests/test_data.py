@@ -588,6 +588,19 @@ def test_a_stream_takes_what_is_on_the_disk_and_downloads_nothing(tmp_path, monk
     assert "array_record" not in [file_format for *_, file_format in asked]
 
 
+def test_a_stream_reads_the_file_where_tfds_has_a_format_without_random_access(
+    tmp_path, monkeypatch
+):
+    asked = fake_tfds(monkeypatch, None, random_access=False)
+    saved(tmp_path)
+    (tmp_path / "mnist").mkdir()
+    assert data.stream("mnist", data_dir=tmp_path).examples == 6
+    assert asked == [("mnist", str(tmp_path), None)]
+    (tmp_path / "mnist.npz").unlink()
+    with pytest.raises(ValueError, match="without random access"):
+        data.stream("mnist", data_dir=tmp_path)
+
+
 @pytest.mark.parametrize("ask", [data.load, data.stream])
 def test_a_download_that_fails_leaves_no_empty_folders(tmp_path, monkeypatch, ask):
     def download(self):
@@ -601,9 +614,24 @@ def test_a_download_that_fails_leaves_no_empty_folders(tmp_path, monkeypatch, as
         sys.modules["tensorflow_datasets"].builder, "download_and_prepare", download
     )
     (tmp_path / "own").mkdir()
-    with pytest.raises(FileNotFoundError, match=rf"data.{ask.__name__}.*could neither"):
+    answer = rf"data.{ask.__name__}.*could neither .* \(OSError: no network\)"
+    with pytest.raises(FileNotFoundError, match=answer):
         ask("mnist", data_dir=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["downloads", "own"]
+
+
+@pytest.mark.parametrize("ask", [data.load, data.stream])
+def test_a_package_that_tfds_misses_is_named(tmp_path, monkeypatch, ask):
+    def download(self):
+        raise ImportError("No module named 'array_record'")
+
+    fake_tfds(monkeypatch, None, prepared=False)
+    monkeypatch.setattr(
+        sys.modules["tensorflow_datasets"].builder, "download_and_prepare", download
+    )
+    answer = rf"data.{ask.__name__}.*'array_record'\).*pip install array_record"
+    with pytest.raises(ImportError, match=answer):
+        ask("mnist", data_dir=tmp_path)
 
 
 @pytest.mark.parametrize("columns", [tuple, list])
@@ -830,6 +858,20 @@ class TestOwnFiles:
         caplog.clear()
         own(tmp_path, "a,b\n" + "1,0\n2,1\n" * 9)
         assert not caplog.text
+
+    @pytest.mark.parametrize(
+        ("header", "label"),
+        [
+            ("Label,a,smoker", "Label"),
+            ("a,LABEL,smoker", "LABEL"),
+            ("label,Label,a", "label"),
+            ("labels,a,smoker", "smoker"),
+        ],
+    )
+    def test_a_label_is_found_in_any_case(self, tmp_path, header, label):
+        found = own(tmp_path, header + "\n" + "0,1,0\n1,0,1\n" * 6)
+        assert found.columns == tuple(name for name in header.split(",") if name != label)
+        assert found.note == f"(the label is column {label!r}; a fifth held out for the test)"
 
     def test_parts_are_taken_as_they_are(self, tmp_path):
         images = RNG.integers(0, 256, (6, 5, 5), np.uint8)

@@ -25,6 +25,17 @@ def test_there_are_notebooks_to_run():
     assert [path.stem for path in notebooks.NOTEBOOKS] == ["epsilons", "links", "own_data"]
 
 
+def test_the_statement_that_a_notebook_shows_has_the_epsilon_that_its_cell_asks_for():
+    """Results choose where that run stops, so all planned steps count."""
+    (path,) = (path for path in notebooks.NOTEBOOKS if path.stem == "own_data")
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if "outputs" in cell]
+    source = "".join(line for cell in cells for line in cell["source"])
+    asked = re.findall(r"calibrate\(epsilon=([\d.]+), delta", source)
+    shown = "".join(notebooks._shown(cell["outputs"])[0] for cell in cells)
+    headlines = re.findall(r"\(([\d.]+), 1e-05\)-differentially private", shown)
+    assert [float(epsilon) for epsilon in headlines] == 2 * [float(*asked)]  # as text and as HTML
+
+
 @pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_are_complete(path):
     """As Jupyter reads them, with an install cell first, and with a figure."""

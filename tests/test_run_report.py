@@ -786,7 +786,7 @@ def test_small_numbers_are_powers():
 
 def test_without_matplotlib_the_package_is_named(whole, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
+    with pytest.raises(ImportError, match="pip install --upgrade matplotlib"):
         reports.report(whole)
 
 

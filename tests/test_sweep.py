@@ -251,6 +251,23 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
     assert "both say what a is" in sweep(*both, status=1)
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        ("geometric:0.5", "must be 1 or more, and finite"),
+        ("geometric:nan", "must be 1 or more, and finite"),
+        ("geometric", "could not convert string to float"),
+        ("fixed:3", "There are: 'geometric'"),
+    ],
+)
+def test_a_random_number_of_runs_that_cannot_be_drawn_is_refused(number, words):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--ranges=learning_rate=0.1,0.2", f"--random_runs={number}"])
+    answer = rf"^--random_runs={number}: expected one of geometric, .*geometric:10\. .*{words}"
+    with pytest.raises(app.UsageError, match=answer):
+        candidates_from_flags(given)
+
+
 @kills("cli/sweep/job.py", 'card.get("seed_published") is not None', "False", slow=True)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_search_that_continues_a_published_seed_says_so(seeded, tmp_path):

@@ -701,6 +701,17 @@ def test_no_board_is_no_obstacle(tmp_path, monkeypatch):
     assert not (tmp_path / "tensorboard").exists()
 
 
+def test_a_board_that_cannot_be_imported_is_no_obstacle(tmp_path, monkeypatch, caplog):
+    (tmp_path / "tensorboardX.py").write_text("raise TypeError('no such descriptor')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)
+    with caplog.at_level("WARNING"):
+        _, rows = fit(make(steps=2), directory=tmp_path / "run")
+    assert rows[-1]["step"] == 2
+    assert caplog.text.count("cannot be imported (TypeError: no such descriptor)") == 1
+    assert not (tmp_path / "run/tensorboard").exists()
+
+
 def test_of_an_empty_draw_the_log_counts_that_it_is_empty():
     """It has no losses; the NaN losses of a run that broke are shown all the same."""
     broken = {"examples": [0, 2], "clients": [0, 1], "loss": [math.nan, math.nan]}

@@ -8,7 +8,7 @@ absl passes words that are not flags on to the program.  A program that ignores 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 import pathlib
 import tempfile
@@ -65,11 +65,14 @@ def require_matplotlib(otherwise: str = "") -> None:
     Args:
       otherwise: What helps too, in words after "Install it".
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        # Imported, not only found: an installed one may not fit this version of NumPy.
+        importlib.import_module("matplotlib.figure")
+    except Exception as error:  # ImportError, or AttributeError of another NumPy
         raise app.UsageError(
-            "figures are drawn with Matplotlib, which is not installed. Install it (pip install "
-            f"matplotlib){otherwise}."
-        )
+            f"figures are drawn with Matplotlib, which cannot be imported ({error}). Install it "
+            f"(pip install --upgrade matplotlib){otherwise}."
+        ) from error
 
 
 def writable_folder(out: str | pathlib.Path, folder: pathlib.Path, *, mode: int = 0o777) -> None:

@@ -17,7 +17,7 @@ from dpjax.data.dataset import Dataset, Split, checked, hold_out
 from dpjax.data.files import read
 from dpjax.data.sources import SOURCES, Source
 from dpjax.data.streaming import Stream
-from dpjax.data.tfds import from_tfds, is_prepared, stream_from_tfds
+from dpjax.data.tfds import from_tfds, stream_from_tfds, stream_on_the_disk
 
 NAMES: tuple[str, ...] = ("digits", *SOURCES)
 """The names that `load` knows."""
@@ -104,9 +104,12 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
     folder = _folder(data_dir, f"stream({name!r})")
     installed = importlib.util.find_spec("tensorflow_datasets") is not None
     path = source.path(folder or "")
-    # Prepared by TFDS, the examples stay on the disk, which is what the caller asked for. The plain
-    # file is read into memory.
-    if folder and path.is_file() and not (installed and is_prepared(source, folder)):
+    if folder and path.is_file():
+        # Prepared by TFDS, the examples stay on the disk, which is what the caller asked for. The
+        # plain file is read into memory.
+        prepared = stream_on_the_disk(name, source, folder) if installed else None
+        if prepared is not None:
+            return checked(prepared, source.shape, "TensorFlow Datasets")
         dataset = checked(read(name, source, path), source.shape, str(path))
         x, y = dataset.train
         train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))

@@ -41,9 +41,10 @@ def load_file(
 
     Without a test part, a fifth of the rows is held out as one, by a fixed shuffle. Bytes of
     images, ``[examples, height, width]`` or with channels last, become float32 in [0, 1] with a
-    channel axis; other whole numbers become int32, and other numbers float32. Labels are whole
-    numbers from 0, or words, which are numbered in alphabetical order. Missing labels (empty, nan,
-    NA, null, none, ?) are refused, and so is a mixture of numbers and words.
+    channel axis; other whole numbers become int32, and other numbers float32. ``Label`` and
+    ``LABEL`` are names of the column ``label`` too. Labels are whole numbers from 0, or words,
+    which are numbered in alphabetical order. Missing labels (empty, nan, NA, null, none, ?) are
+    refused, and so is a mixture of numbers and words.
 
     Args:
       path: The file; its name ends in ``.npz`` or ``.csv``.
@@ -75,10 +76,11 @@ def load_file(
     classes = checks.whole_or_none("data.load_file", "classes", classes, hint)
     if not path.is_file():
         raise FileNotFoundError(f"{call}: there is no such file. Usually its folder is missing.")
-    columns, labelled = (), call
+    columns, labelled, notes = (), call, []
     if path.suffix == ".csv":
         parts, columns, column = _table(path, label, call)
         labelled = f"{call}: the label is column {column!r}"
+        notes.append(f"the label is column {column!r}")
     elif label is None:
         parts = _arrays(path, call)
     else:
@@ -97,7 +99,9 @@ def load_file(
             f"{call}: examples of the train part have shape {train[0].shape[1:]}, examples of "
             f"the test part {test[0].shape[1:]}; expected one shape."
         )
-    note = "(a fifth held out for the test)" if len(inputs) == 1 else ""
+    if len(inputs) == 1:
+        notes.append("a fifth held out for the test")
+    note = f"({'; '.join(notes)})" if notes else ""
     return Dataset(path.stem, train, test, count, note, names, columns)
 
 
@@ -167,7 +171,9 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
             f"{call[:-1]}, label={label!r}): the columns are {', '.join(header)}. Expected the "
             "name of one of them."
         )
-    chosen = label or ("label" if "label" in header else header[-1])
+    # `label` stands before `Label`, since small letters sort last.
+    labels = [name for name in header if name.lower() == "label"]
+    chosen = label or max(labels, default=header[-1])
     # From the right: of two columns with one name the last one is the label.
     place = len(header) - 1 - header[::-1].index(chosen)
     kept = [i for i in range(len(header)) if i != place]

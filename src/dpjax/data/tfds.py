@@ -48,18 +48,36 @@ def stream_from_tfds(
 ) -> Dataset[Stream]:
     """A data set of images whose training part stays on the disk; see `from_tfds`."""
     builder = _prepared(f"stream({name!r})", source, folder)
-    parts = _random_access(name, builder)
+    return _streamed(name, source, builder, _random_access(name, builder))
+
+
+def stream_on_the_disk(
+    name: str, source: Source, folder: str | os.PathLike[str]
+) -> Dataset[Stream] | None:
+    """As `stream_from_tfds`, but downloads nothing, makes no folder and may find nothing.
+
+    A data set in a format without random access is not found.
+    """
+    if source.tfds is None or not Path(folder, source.tfds).is_dir():
+        return None
+    tfds = importlib.import_module("tensorflow_datasets")
+    builder = tfds.builder(source.tfds, data_dir=os.fspath(folder))
+    if not builder.is_prepared():
+        return None
+    try:
+        # `is_prepared` does not look at the format; this call does, and reads no example.
+        parts = builder.as_data_source()
+    except NotImplementedError:
+        return None
+    return _streamed(name, source, builder, parts)
+
+
+def _streamed(
+    name: str, source: Source, builder: Any, parts: Mapping[str, Sequence[Any]]
+) -> Dataset[Stream]:
     assert source.classes is not None
     train, test = (_images(parts[part], source.classes) for part in ("train", "test"))
     return Dataset(name, train, _whole(test, builder), source.classes, source.note)
-
-
-def is_prepared(source: Source, folder: str | os.PathLike[str]) -> bool:
-    """Whether TFDS has the data set on the disk; downloads nothing and makes no folder."""
-    if source.tfds is None or not Path(folder, source.tfds).is_dir():
-        return False
-    tfds = importlib.import_module("tensorflow_datasets")
-    return tfds.builder(source.tfds, data_dir=os.fspath(folder)).is_prepared()
 
 
 def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None) -> Any:
@@ -83,11 +101,18 @@ def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None)
     except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
         if place is not None:
             _sweep([Path(place, entry) for entry in set(os.listdir(place)) - before])
+        if isinstance(error, ImportError):
+            raise ImportError(
+                f"data.{asked}: TensorFlow Datasets needs a package that cannot be imported "
+                f"({error}). Usually the one that writes its files is missing: pip install "
+                "array_record importlib-resources."
+            ) from error
+        # The kind and the words, since a command line shows no cause: it may be a full disk.
         raise FileNotFoundError(
             f"data.{asked}: TensorFlow Datasets could neither find {source.tfds} in "
-            f"{place or 'its default folder'} nor download it. Without a network, prepare it "
-            "elsewhere and copy the folder, or set DPJAX_DATA_DIR to a folder with the file that "
-            "data.load's documentation names."
+            f"{place or 'its default folder'} nor download it ({type(error).__name__}: {error}). "
+            "Without a network, prepare it elsewhere and copy the folder, or set DPJAX_DATA_DIR "
+            "to a folder with the file that data.load's documentation names."
         ) from error
 
 

@@ -84,8 +84,8 @@ def style() -> Iterator[None]:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            "reports.report: figures are drawn with Matplotlib, which is not installed. "
-            "Install it: pip install matplotlib."
+            "reports.report: figures are drawn with Matplotlib, which cannot be imported "
+            f"({error}). Install it: pip install --upgrade matplotlib."
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

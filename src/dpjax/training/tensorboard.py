@@ -13,9 +13,13 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from absl import logging
+
 
 class Board:
     """Writes events into a folder; does nothing if tensorboardX is not installed.
+
+    It warns and does nothing if tensorboardX cannot be imported.
 
     Args:
       directory: The folder of the events.
@@ -24,13 +28,21 @@ class Board:
 
     def __init__(self, directory: pathlib.Path, done: int) -> None:
         self.writer = None
-        if importlib.util.find_spec("tensorboardX") is not None:
+        if importlib.util.find_spec("tensorboardX") is None:
+            return
+        try:
             from tensorboardX import SummaryWriter
-
-            directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
-            # Events after the checkpoint are purged, because the resumed run writes these steps
-            # again.
-            self.writer = SummaryWriter(str(directory), purge_step=done + 1)
+        except Exception as error:  # also protobuf's TypeError, if its version does not fit
+            logging.warning(
+                "fit: tensorboardX is installed and cannot be imported (%s: %s), so no events are "
+                "written. metrics.jsonl has all of their numbers. Usually another package changed "
+                "the version of protobuf or NumPy: pip install --upgrade tensorboardX.",
+                *(type(error).__name__, error),
+            )
+            return
+        directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
+        # Events after the checkpoint are purged, because the resumed run writes these steps again.
+        self.writer = SummaryWriter(str(directory), purge_step=done + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Writes the numbers of a row."""

@@ -46,12 +46,14 @@ def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
         return None
     name, _, mean = given.random_runs.partition(":")
     try:
-        return name, float(mean)
+        # Only for its checks: the search draws its number from another key.
+        accounting.draw_runs(jax.random.key(0), float(mean), name)
     except ValueError as error:
         raise app.UsageError(
             f"--random_runs={given.random_runs}: expected one of "
-            f"{', '.join(accounting.DISTRIBUTIONS)}, a colon and the mean: geometric:10."
+            f"{', '.join(accounting.DISTRIBUTIONS)}, a colon and the mean: geometric:10. {error}"
         ) from error
+    return name, float(mean)
 
 
 def candidates_from_flags(given: flags.FlagValues) -> search_space.Candidates:

@@ -69,10 +69,13 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
     """Parses ``name=value`` pairs; a value is JSON if it parses, else text."""
-    read = {}
+    read: dict[str, Any] = {}
     # absl splits at every comma, also within a list: widths=[8,4].
     whole = re.split(r",(?=\s*\w+=)", ",".join(pairs)) if pairs else []
-    for name, _, value in (pair.partition("=") for pair in whole):
+    for pair in whole:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{pair!r} has no value; expected name=value, as in depth=10.")
         try:
             # JSON covers numbers, truth values and lists; a word that is no JSON is text.
             read[name] = json.loads(value)
@@ -83,10 +86,11 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 
 def build_loss(given: flags.FlagValues) -> losses.ExampleLoss:
     """The loss of one example."""
-    make, options = LOSSES[given.loss], read_options(given.loss_options)
+    make = LOSSES[given.loss]
     # The signature is the list of options, so a new loss needs no second table.
     known = list(inspect.signature(make).parameters)
     try:
+        options = read_options(given.loss_options)
         if not options.keys() <= set(known):
             raise ValueError(f"{given.loss} has {', '.join(known) or 'no options'}.")
         return make(**options)
@@ -116,7 +120,13 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
         model = models.by_name(given.model, classes, **of_flags)
         return model.clone(**further_fields(given, model))
     except (TypeError, ValueError) as error:
-        raise app.UsageError(f"--model={given.model}: {error}") from error
+        raise app.UsageError(f"{model_flags(given)}: {error}") from error
+
+
+def model_flags(given: flags.FlagValues) -> str:
+    """The flags of the model, for messages."""
+    options = ",".join(given.model_options)
+    return f"--model={given.model}" + (f" --model_options={options}" if options else "")
 
 
 def further_fields(given: flags.FlagValues, model: Any) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def further_fields(given: flags.FlagValues, model: Any) -> dict[str, Any]:
         words = f"this model takes no field {name} here; {known}."
         if name in fields & _FLAG_OF.keys():
             words = f"expected a field without a flag of its own. Give {_FLAG_OF[name]}."
-        raise ValueError(f"--model_options={','.join(given.model_options)}: {words}")
+        raise ValueError(words)
     return options
 
 
@@ -139,7 +149,7 @@ def build_own_model(given: flags.FlagValues, classes: int) -> Any:
     try:
         return own_model.build(given.model, classes, read_options(given.model_options))
     except ValueError as error:
-        raise app.UsageError(f"--model={given.model}: {error}") from error
+        raise app.UsageError(f"{model_flags(given)}: {error}") from error
 
 
 def steps_per_epoch(given: flags.FlagValues, examples: int) -> int:

@@ -187,11 +187,13 @@ def rehearse(
     *,
     classes: int,
     epochs: bool = False,
+    options: str = "",
 ) -> None:
     """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
 
     ``shape`` computes the shape of one example's input, and the model has an output for each of
     the ``classes``; ``params`` are as in `train`, and with ``epochs`` the loss takes the epoch.
+    A refusal names the ``options`` of the model.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     try:
@@ -217,7 +219,8 @@ def rehearse(
             if jax.tree.map(np.shape, found) != jax.tree.map(np.shape, empty):
                 raise ValueError("the parameters of the earlier run are of another model.")
     except (ArithmeticError, TypeError, ValueError, flax.errors.FlaxError) as error:
+        among = f", --model_options={options} among them," if options else ""
         raise app.UsageError(
-            f"these flags do not fit each other, or not these data: {error}\n"
+            f"these flags{among} do not fit each other, or not these data: {error}\n"
             "Nothing was spent, and nothing in --out was touched."
         ) from error

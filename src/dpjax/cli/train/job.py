@@ -119,7 +119,9 @@ def plan(given: flags.FlagValues) -> Planned:
     )
     shape = partial(inputs.input_shape, given, dataset)
     sizes = {"classes": dataset.classes, "epochs": per_epoch is not None}
-    rehearse(shape, model, loss, mechanism, earlier, **sizes)
+    # The model alone can refuse a value of an option, such as 'a' for a width.
+    options = ",".join(given.model_options)
+    rehearse(shape, model, loss, mechanism, earlier, **sizes, options=options)
     method = build.accountant(given, mechanism)
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=method
@@ -155,6 +157,8 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     folder, mechanism = pathlib.Path(given.out), planned.mechanism
     # Printed before the first step: a user who meant another epsilon can still stop.
     epsilon = mechanism.epsilon(given.delta, planned.method)
+    if planned.dataset.columns:  # and one whose label is another column
+        say(f"{planned.dataset.name} {planned.dataset.note}")
     say(
         f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
         f"cost epsilon {upwards(epsilon)} at delta={upwards(given.delta, '.6g')} ({planned.method})"
