@@ -9,11 +9,12 @@ tangents, and `depends` follows booleans instead of arrays.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -189,12 +190,30 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
     else:
         write(re.sub(r"0x[0-9a-f]+", "", repr(part)).encode())
 
+    elif isinstance(part, Mapping):
+        _hash(sorted(part.items(), key=lambda item: repr(item[0])), write)
+    elif isinstance(getattr(part, "jaxpr", None), ClosedJaxpr):  # a jitted function, traced
+        _hash(part.jaxpr, write)
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
+        for each in _state(part):
+            _hash(each, write)
     """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
     held = [
         part
         for value in equation.params.values()
+def _state(part: Any) -> list[Any]:
+    """What a callable object holds, as far as its class says so. Of a function that is nothing."""
+    if isinstance(part, functools.partial):
+        return [part.func, part.args, part.keywords]
+    if dataclasses.is_dataclass(part):
+        return [getattr(part, field.name) for field in dataclasses.fields(part) if field.compare]
+    # An operation that JAX writes as a class: `side` of `jnp.searchsorted` stands there alone.
+    if hasattr(part, "in_avals") and hasattr(part, "params"):
+        return [part.params, part.in_avals, part.out_aval]
+    return []
+
+
         for part in (value if isinstance(value, tuple | list) else [value])
     ]
     opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in held]
