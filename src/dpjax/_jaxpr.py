@@ -41,9 +41,11 @@ __all__ = [
     "evaluate",
     "fingerprint",
     "inner_programs",
+    "name_of",
     "of_jax",
     "outputs_depend",
     "own_vjp",
+    "row_by_row",
     "scan_counts",
     "steady",
 ]
@@ -55,6 +57,9 @@ VOUCHED = "dpjax_vouched"
 _JAX = ("jax._src.", "jax.experimental.sparse")
 # Primitives of JAX that run a VJP of the user's own.
 _OWN_VJP = ("custom_vjp", "linear_call", "call_hi_primitive")
+# Operations of `jax.numpy` that JAX 0.12 writes as classes, which `call_hi_primitive` calls. They
+# hold no function of a user: JAX wrote their derivatives, and batches them row by row.
+_CLASSES = {"SearchSorted", "Nonzero", "Ldexp", "Frexp"}
 
 Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 """``(equation, inputs) -> outputs``."""
@@ -185,23 +190,18 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
             _hash(each, write)
     elif isinstance(part, Set):  # of axes of a mesh: their order differs from process to process
         _hash(sorted(map(repr, part)), write)
-    elif callable(part) and not isinstance(part, type):
-        write(getattr(part, "__qualname__", type(part).__qualname__).encode())
-    else:
-        write(re.sub(r"0x[0-9a-f]+", "", repr(part)).encode())
-
     elif isinstance(part, Mapping):
         _hash(sorted(part.items(), key=lambda item: repr(item[0])), write)
     elif isinstance(getattr(part, "jaxpr", None), ClosedJaxpr):  # a jitted function, traced
         _hash(part.jaxpr, write)
-
-def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
+    elif callable(part) and not isinstance(part, type):
+        write(getattr(part, "__qualname__", type(part).__qualname__).encode())
         for each in _state(part):
             _hash(each, write)
-    """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
-    held = [
-        part
-        for value in equation.params.values()
+    else:
+        write(re.sub(r"0x[0-9a-f]+", "", repr(part)).encode())
+
+
 def _state(part: Any) -> list[Any]:
     """What a callable object holds, as far as its class says so. Of a function that is nothing."""
     if isinstance(part, functools.partial):
@@ -214,6 +214,11 @@ def _state(part: Any) -> list[Any]:
     return []
 
 
+def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
+    held = [
+        part
+        for value in equation.params.values()
         for part in (value if isinstance(value, tuple | list) else [value])
     ]
     opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in held]
@@ -242,7 +247,23 @@ def own_vjp(equation: JaxprEqn) -> bool:
 
     The equations inside of it are not read.
     """
-    return equation.primitive.name.startswith(_OWN_VJP) or not of_jax(equation.primitive)
+    named = equation.primitive.name.startswith(_OWN_VJP) and not row_by_row(equation)
+    return named or not of_jax(equation.primitive)
+
+
+def row_by_row(equation: JaxprEqn) -> bool:
+    """Whether an equation calls one of JAX's own `_CLASSES`."""
+    kind = type(equation.params.get("_prim"))
+    # By identity, since a library may give its class any name, and any name of a module.
+    home = sys.modules.get(kind.__module__)
+    known = kind.__module__.startswith(_JAX) and kind.__name__ in _CLASSES
+    return known and getattr(home, kind.__name__, None) is kind
+
+
+def name_of(equation: JaxprEqn) -> str:
+    """The name of an equation's primitive, with the class that it calls if it calls one."""
+    name, called_class = equation.primitive.name, equation.params.get("_prim")
+    return name if called_class is None else f"{name} ({type(called_class).__name__})"
 
 
 def called(equation: JaxprEqn) -> Jaxpr | None:
