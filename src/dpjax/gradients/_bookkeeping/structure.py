@@ -20,8 +20,8 @@ from dpjax.gradients._bookkeeping.sites import Axes, View, union
 # Primitives whose result depends, entry by entry, on the same entry of each input.
 ENTRYWISE = {
     "abs", "add", "add_any", "convert_element_type", "copy", "cos", "div", "erf", "exp",
-    "expm1", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt",
-    "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh",
+    "expm1", "integer_pow", "log", "log1p", "log2", "logistic", "max", "min", "mul", "neg",
+    "one_minus_square", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh",
 }  # fmt: skip
 _REDUCE = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 
