@@ -186,6 +186,11 @@ def wide(x):
     return x.astype(jnp.float32)
 
 
+def both(x, one, other):
+    """Numbers of the columns of two kernels, of which one is scaled by the data."""
+    return x[0] * jnp.sum(one**2, axis=0) + jnp.sum(other**2, axis=0)
+
+
 def tagged(function):
     """The function with metadata for XLA: a call of its own, which JAX 0.10 does not have."""
     return getattr(xla_metadata, "xla_metadata_call", lambda function, **_: function)(
@@ -274,6 +279,15 @@ CASES = {
     ),
     "columns scaled by a derivative": plain(
         lambda x, w: x @ (w * jax.vmap(jax.grad(jnp.tanh))(jnp.sum(w, axis=0))), (30,), w=(30, 40)
+    ),
+    "columns of unstacked kernels": plain(
+        lambda x, u, w: x @ u + both(x, *jnp.unstack(w)), (30,), u=(30, 40), w=(2, 30, 40)
+    ),
+    "rows of unstacked squares": plain(
+        lambda x, w: both(x, *(v.T for v in jnp.unstack(w, axis=1)[:2])), (3,), w=(3, 3, 3)
+    ),
+    "columns of split kernels": plain(
+        lambda x, u, w: x @ u + both(x, *jnp.split(w, 2)), (30,), u=(30, 40), w=(60, 40)
     ),
     "coefficients": plain(lambda x, q, w: jnp.polyval(q, x @ w), (3,), q=(3,), w=(3, 4)),
     "coefficients of themselves": plain(lambda x, q: jnp.polyval(q, x * q), (3,), q=(3,)),
@@ -788,6 +802,13 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     slow=True,
 )
 @kills(
+    "gradients/_bookkeeping/structure.py",
+    'if a != p["axis"]]]',
+    "if a]]",
+    case="rows of unstacked squares",
+    slow=True,
+)
+@kills(
     "gradients/_bookkeeping/outer_products.py",
     "if ids.dtype.itemsize < 4:",
     "if False:",
@@ -1008,6 +1029,8 @@ def test_ghost_is_the_definition_in_one_group(name):
         ("normalised columns", "v", "product + common"),
         ("columns scaled by logarithms", "w", "product + common"),
         ("columns scaled by a derivative", "w", "product + common"),
+        ("columns of unstacked kernels", "w", "common"),
+        ("columns of split kernels", "w", "common"),
         ("metadata for the compiler", "w", "product"),
         ("a normalised matrix", "v", "product + common"),
         ("scaled by a constant", "w", "gram"),
