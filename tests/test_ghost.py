@@ -187,7 +187,7 @@ def wide(x):
 
 
 def both(x, one, other):
-    """Numbers of the columns of two kernels, of which one is scaled by the data."""
+    """Numbers of the columns of two kernels; the data scale the first."""
     return x[0] * jnp.sum(one**2, axis=0) + jnp.sum(other**2, axis=0)
 
 
@@ -1841,7 +1841,7 @@ def test_tables_name_primitives_that_exist():
     named |= {*trace._CALLS, *structure.ENTRYWISE, *structure._REDUCE, *cost._ENTRYWISE}
     named |= {*outer_products.FORMS, *outer_products._PRODUCTS, *FAST}
     named |= importlib.import_module("dpjax.gradients.layout")._WRITES
-    # JAX 0.11 no longer has the first; JAX 0.12 made the others, of which it exports three.
+    # JAX 0.11 no longer has the first; JAX 0.12 made the others, and does not export the last.
     new = {"log2", "one_minus_square", "polynomial", "xla_metadata_call"}
     assert named - known <= {"closed_call", *new}
 
