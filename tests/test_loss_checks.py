@@ -62,6 +62,17 @@ class Centring(HiPrim):
         return args[0] - args[0].mean(dims[0], keepdims=True), dims[0]
 
 
+def solved(x):
+    """JAX 0.12 calls a class of its own, with two functions of the user's."""
+    return jax.lax.custom_root(
+        lambda y: y - x, x, lambda f, y: y - f(y), lambda g, y: y / g(jnp.ones(3))
+    )
+
+
+# A class of a library under the name and the module of one of JAX.
+Ldexp = type("Ldexp", (Centring,), {"__module__": "jax._src.numpy.ufuncs"})
+
+
 def drawing(draw, impl="unsafe_rbg"):
     """Draws from keys that follow from the example, under a root key of the run."""
     root = jax.random.key(0, impl=impl)
@@ -115,7 +126,14 @@ SEEN = {
     "gamma": (drawing(lambda k, i: jax.random.gamma(k, 0.3)), "(random_split|random_gamma), which"),
     "primitive": (centring("centre"), "centre, which is not one of JAX's primitives"),
     "primitive of a known name": (centring("sin"), "sin, which is not one of JAX's primitives"),
-    "hijax": (lambda x: Centring(jax.typeof(x))(x), "call_hi_primitive, which has a batching"),
+    "hijax": (
+        lambda x: Centring(jax.typeof(x))(x),
+        r"call_hi_primitive \(Centring\), which has a batching",
+    ),
+    "hijax of a known name": (
+        lambda x: Ldexp(jax.typeof(x))(x),
+        r"call_hi_primitive \(Ldexp\), which has a batching",
+    ),
     "linear_call": (
         lambda x: linear_call(lambda _, x: x, lambda _, c: c, (), x),
         "linear_call, which has a transpose",
@@ -163,6 +181,13 @@ def run(loss, data=X, rule=None):
     slow=True,
 )
 @kills("gradients/loss_checks.py", '"call_hi_primitive": _OWN_RULE,', "", case="hijax", slow=True)
+@kills(
+    "_jaxpr.py",
+    "known and getattr(home, kind.__name__, None) is kind",
+    "known",
+    case="hijax of a known name",
+    slow=True,
+)
 @pytest.mark.parametrize("name", SEEN)
 def test_losses_that_could_mix_examples_are_refused(name):
     function, message = SEEN[name]
@@ -170,6 +195,56 @@ def test_losses_that_could_mix_examples_are_refused(name):
         dpjax.clipped_grad(loss_of(function), clipping.flat(1.0))(W, X)
     with pytest.raises(ValueError, match=message):
         run(loss_of(function))
+
+
+def test_classes_of_jax_that_hold_functions_are_refused():
+    program = jax.make_jaxpr(solved)(W)
+    if "call_hi_primitive" not in {e.primitive.name for e in program.eqns}:
+        pytest.skip("this version of JAX computes a root by other primitives")
+    with pytest.raises(ValueError, match=r"call_hi_primitive \(CustomRoot\), which has a batching"):
+        dpjax.clipped_grad(lambda w, x: jnp.sum(solved(w * x)), clipping.flat(1.0))(W, X)
+
+
+# Functions of `jax.numpy` that JAX 0.12 writes as classes, which batch row by row.
+ROW_BY_ROW = {
+    "searchsorted": lambda w, x: w * jnp.searchsorted(x.cumsum(), 0.7),
+    "digitize": lambda w, x: w * jnp.digitize(x, jnp.array([0.2, 0.7])),
+    "interp": lambda w, x: jnp.interp(3 * x, jnp.arange(3.0), w),
+    "histogram": lambda w, x: w * jnp.histogram(x, bins=3)[0],
+    "choice": lambda w, x: w * jax.random.choice(jax.random.key(0), x, (3,), p=x / x.sum()),
+    "expm": lambda w, x: jax.scipy.linalg.expm(x[0] * jnp.outer(w, w)),
+    "nonzero": lambda w, x: w * x[jnp.nonzero(x > 0.4, size=3, fill_value=1)[0]],
+    "unique": lambda w, x: w * jnp.unique(jnp.round(x, 1), size=3),
+    "ldexp": lambda w, x: jnp.ldexp(w * x, (3 * x).astype(int)),
+    "frexp": lambda w, x: jnp.frexp(w * x + 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", ROW_BY_ROW)
+def test_classes_of_jax_that_batch_row_by_row_are_accepted(name):
+    """They were refused as a library's, on JAX 0.12."""
+    batch = jnp.asarray(np.random.default_rng(0).uniform(0.1, 0.9, (5, 3)), jnp.float32)
+
+    def loss(w, x):
+        return jnp.sum(ROW_BY_ROW[name](w, x) ** 2)
+
+    expected = jnp.zeros(3)
+    for x in batch:
+        gradient = jax.grad(loss)(W, x)
+        expected += gradient * jnp.minimum(1, 0.5 / jnp.linalg.norm(gradient))
+    for engine in ("ghost", "vmap"):
+        found = dpjax.clipped_grad(loss, clipping.flat(0.5), engine)(W, batch)
+        np.testing.assert_allclose(found.value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_classes_of_jax_have_the_derivatives_of_jax():
+    """Book-keeping and estimated norms read them as JAX's, and not as a user's."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.ldexp(w, 2) * x)
+
+    assert "the user's own" not in str(dpjax.gradients.explain(loss, W, W))
+    jax.eval_shape(dpjax.clipped_grad(loss, clipping.jl(1.0)), W, X, key=jax.random.key(0))
 
 
 def backwards(function):
@@ -410,7 +485,8 @@ def test_a_vouched_function_takes_what_no_jitted_one_does():
         return model["activation"](hosted(model["w"] * x, "sequential")) * 2
 
     def loss(w, x):
-        return losses.vouched(scaled)({"w": w[0], "activation": jnp.tanh}, x[0], how="twice")
+        model = jax.lax.stop_gradient({"w": w}) | {"activation": jnp.tanh}
+        return jnp.sum(w * losses.vouched(scaled)(model, x, how="twice"))
 
     jax.eval_shape(dpjax.clipped_grad(loss, clipping.flat(1.0)), W, X)
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import hijax
 from mutation import kills
 
 import dpjax
@@ -476,7 +478,48 @@ def scaled(by):
     return lambda x: jnp.sum(jnp.tanh(x) * by)
 
 
+# Its name before JAX 0.11 comes second.
+HiPrim = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
+
+
+class Shift(HiPrim):
+    """As JAX 0.12 writes operations: the number stands in the parameters of an object."""
+
+    def __init__(self, kind, by):
+        self.in_avals, self.out_aval, self.params = (kind,), kind, {"by": by}
+        super().__init__()
+
+    def expand(self, x):
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    by: float
+
+    def __call__(self, x):
+        return self.by * np.asarray(x)
+
+
+def shifted(by):
+    return lambda x: Shift(jax.typeof(x), by)(x)
+
+
+def hosted(function):
+    return lambda x: jax.pure_callback(function, x, x, vmap_method="sequential")
+
+
+def searched(side):
+    return lambda x: jnp.searchsorted(jnp.arange(3.0), x, side=side)
+
+
+# Its text leaves numbers out.
+LONG = np.sin(np.arange(5000.0)) * (np.arange(5000) == 2500)
+
+
 SAME = {
+    "parameters of an object": (shifted((1, scaled(1.0))), shifted((1, scaled(2.0)))),
+    "callable objects": (hosted(Gain(1.0)), hosted(Gain(1.0))),
     "closure made again": (scaled(2.0), scaled(2.0)),
     "name of a function": (jax.jit(lambda x: x + 1), jax.jit(lambda y: y + 1)),
     "place of an array": (
@@ -486,6 +529,22 @@ SAME = {
     "array of equal numbers": (scaled(jnp.ones(3)), scaled(jnp.ones(3))),
 }
 DIFFERENT = {
+    "parameters of an object": (shifted(1), shifted(2)),
+    "program in an object": (
+        shifted(jax.make_jaxpr(jnp.sin)(1.0)),
+        shifted(jax.make_jaxpr(jnp.cos)(1.0)),
+    ),
+    "traced function in an object": (
+        shifted(jax.jit(jnp.sin).trace(1.0)),
+        shifted(jax.jit(jnp.cos).trace(1.0)),
+    ),
+    "array in an object": (shifted({"by": LONG}), shifted({"by": 2 * LONG})),
+    "side of a search": (searched("left"), searched("right")),
+    "callable object": (hosted(Gain(1.0)), hosted(Gain(2.0))),
+    "partial": (
+        hosted(functools.partial(Gain.__call__, Gain(1.0))),
+        hosted(functools.partial(Gain.__call__, Gain(2.0))),
+    ),
     "number": (scaled(2.0), scaled(3.0)),
     "number in a jitted function": (jax.jit(scaled(2.0)), jax.jit(scaled(3.0))),
     "array": (scaled(jnp.ones(3)), scaled(jnp.zeros(3))),
@@ -513,6 +572,27 @@ def test_equal_programs_have_one_hash(name):
 
 
 @kills("_jaxpr.py", "_hash(np.asarray(v.val), write)", "pass", case="number in a jitted function")
+@kills("_jaxpr.py", "for each in _state(part):", "for each in ():", case="parameters of an object")
+@kills(
+    "_jaxpr.py", "return [part.func, part.args,", "return [part.func,", case="partial", slow=True
+)
+@kills(
+    "_jaxpr.py",
+    "for field in dataclasses.fields(part) if field.compare",
+    "for field in ()",
+    case="callable object",
+    slow=True,
+)
+@kills(
+    "_jaxpr.py",
+    "elif isinstance(part, Mapping):",
+    "elif False:",
+    case="array in an object",
+    slow=True,
+)
+@kills(
+    "_jaxpr.py", "_hash(part.jaxpr, write)", "pass", case="traced function in an object", slow=True
+)
 @kills("_jaxpr.py", "for constant in part.consts:", "for constant in ():", case="array", slow=True)
 @kills(
     "_jaxpr.py",

@@ -9,11 +9,12 @@ tangents, and `depends` follows booleans instead of arrays.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -40,9 +41,11 @@ __all__ = [
     "evaluate",
     "fingerprint",
     "inner_programs",
+    "name_of",
     "of_jax",
     "outputs_depend",
     "own_vjp",
+    "row_by_row",
     "scan_counts",
     "steady",
 ]
@@ -54,6 +57,9 @@ VOUCHED = "dpjax_vouched"
 _JAX = ("jax._src.", "jax.experimental.sparse")
 # Primitives of JAX that run a VJP of the user's own.
 _OWN_VJP = ("custom_vjp", "linear_call", "call_hi_primitive")
+# Operations of `jax.numpy` that JAX 0.12 writes as classes, which `call_hi_primitive` calls. They
+# hold no function of a user: JAX wrote their derivatives, and batches them row by row.
+_CLASSES = {"SearchSorted", "Nonzero", "Ldexp", "Frexp"}
 
 Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 """``(equation, inputs) -> outputs``."""
@@ -184,10 +190,28 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
             _hash(each, write)
     elif isinstance(part, Set):  # of axes of a mesh: their order differs from process to process
         _hash(sorted(map(repr, part)), write)
+    elif isinstance(part, Mapping):
+        _hash(sorted(part.items(), key=lambda item: repr(item[0])), write)
+    elif isinstance(getattr(part, "jaxpr", None), ClosedJaxpr):  # a jitted function, traced
+        _hash(part.jaxpr, write)
     elif callable(part) and not isinstance(part, type):
         write(getattr(part, "__qualname__", type(part).__qualname__).encode())
+        for each in _state(part):
+            _hash(each, write)
     else:
         write(re.sub(r"0x[0-9a-f]+", "", repr(part)).encode())
+
+
+def _state(part: Any) -> list[Any]:
+    """What a callable object holds, as far as its class says so. Of a function that is nothing."""
+    if isinstance(part, functools.partial):
+        return [part.func, part.args, part.keywords]
+    if dataclasses.is_dataclass(part):
+        return [getattr(part, field.name) for field in dataclasses.fields(part) if field.compare]
+    # An operation that JAX writes as a class: `side` of `jnp.searchsorted` stands there alone.
+    if hasattr(part, "in_avals") and hasattr(part, "params"):
+        return [part.params, part.in_avals, part.out_aval]
+    return []
 
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
@@ -223,7 +247,23 @@ def own_vjp(equation: JaxprEqn) -> bool:
 
     The equations inside of it are not read.
     """
-    return equation.primitive.name.startswith(_OWN_VJP) or not of_jax(equation.primitive)
+    named = equation.primitive.name.startswith(_OWN_VJP) and not row_by_row(equation)
+    return named or not of_jax(equation.primitive)
+
+
+def row_by_row(equation: JaxprEqn) -> bool:
+    """Whether an equation calls one of JAX's own `_CLASSES`."""
+    kind = type(equation.params.get("_prim"))
+    # By identity, since a library may give its class any name, and any name of a module.
+    home = sys.modules.get(kind.__module__)
+    known = kind.__module__.startswith(_JAX) and kind.__name__ in _CLASSES
+    return known and getattr(home, kind.__name__, None) is kind
+
+
+def name_of(equation: JaxprEqn) -> str:
+    """The name of an equation's primitive, with the class that it calls if it calls one."""
+    name, called_class = equation.primitive.name, equation.params.get("_prim")
+    return name if called_class is None else f"{name} ({type(called_class).__name__})"
 
 
 def called(equation: JaxprEqn) -> Jaxpr | None:

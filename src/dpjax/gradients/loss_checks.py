@@ -21,7 +21,15 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from dpjax import trees
-from dpjax._jaxpr import VOUCHED, equations, inner_programs, of_jax, own_vjp
+from dpjax._jaxpr import (
+    VOUCHED,
+    equations,
+    inner_programs,
+    name_of,
+    of_jax,
+    own_vjp,
+    row_by_row,
+)
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.types import PyTree
 
@@ -160,7 +168,7 @@ def require_one_example(program: Jaxpr, name: str) -> None:
     for equation in _not_vouched(program):
         if why := _mixes(equation):
             raise ValueError(
-                f"{name}: its program holds {equation.primitive.name}, which {why}; expected a "
+                f"{name}: its program holds {name_of(equation)}, which {why}; expected a "
                 "function of one example. Clipping could then not bound what one example moves. "
                 "Usually it came with a library (a host callback, a custom_vmap, a primitive or a "
                 "kernel), or keys are of rbg: make them by jax.random.key(seed, "
@@ -189,7 +197,7 @@ def _mixes(equation: JaxprEqn) -> str | None:
         p.get("dropout_rate") or p.get("variadic_args", (True, True))[1]
     ):
         return _CUDNN
-    return _COULD.get(name)
+    return None if row_by_row(equation) else _COULD.get(name)
 
 
 @functools.cache

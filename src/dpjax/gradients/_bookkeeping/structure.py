@@ -20,8 +20,8 @@ from dpjax.gradients._bookkeeping.sites import Axes, View, union
 # Primitives whose result depends, entry by entry, on the same entry of each input.
 ENTRYWISE = {
     "abs", "add", "add_any", "convert_element_type", "copy", "cos", "div", "erf", "exp",
-    "expm1", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt",
-    "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh",
+    "expm1", "integer_pow", "log", "log1p", "log2", "logistic", "max", "min", "mul", "neg",
+    "one_minus_square", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh",
 }  # fmt: skip
 _REDUCE = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 
@@ -32,12 +32,12 @@ def structure(equation: JaxprEqn, views: Sequence[View], output: Any) -> Structu
     """The axes of a result that are constant, and the leaves' axes with which it runs.
 
     Args:
-      equation: Its inputs are all views. One of several results has no known structure.
+      equation: Its inputs are all views.
       views: Those inputs.
       output: The result.
     """
     shape, leaves = jnp.shape(output), union(view.leaves for view in views)
-    if views and len(equation.outvars) == 1:
+    if views:
         sources = _sources(equation, views, shape)
         if sources is not None:
             return _together(views, sources, shape, leaves)
@@ -74,7 +74,9 @@ def _sources(
         return [[a for a in range(len(before)) if a not in p["dimensions"]]]
     if name == "transpose":
         return [list(p["permutation"])]
-    if name == "slice":
+    if name == "unstack":
+        return [[a for a in range(len(before)) if a != p["axis"]]]
+    if name in ("slice", "split"):
         return [list(range(len(before)))]
     if name == "broadcast_in_dim":
         places = dict(zip(p["broadcast_dimensions"], range(len(before)), strict=True))

@@ -62,7 +62,7 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
     "pad": (0,),
 }
 # Primitives that are linear in all inputs from this one on together: several may be views.
-_LINEAR_FROM = {"concatenate": 0, "select_n": 1}
+_LINEAR_FROM = {"concatenate": 0, "polynomial": 1, "select_n": 1}
 # The setting under which matrix products are traced; pyright does not know its attribute.
 _PRECISION = "jax_default_matmul_precision"
 # A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
@@ -71,7 +71,7 @@ _DEEP = 100
 _FEW = 4
 # Calls whose inner program is traced too, and the parameter that holds it. A call with a custom
 # derivative is not entered, because that derivative would be lost.
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "xla_metadata_call": "jaxpr"}
 _REMATERIALISED = "remat2"  # a region of `jax.checkpoint`
 
 

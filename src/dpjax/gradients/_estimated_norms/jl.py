@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
-from dpjax._jaxpr import equations, own_vjp
+from dpjax._jaxpr import equations, name_of, own_vjp
 from dpjax.gradients._estimated_norms import jvp_magnitude
 from dpjax.gradients.batching import Rows
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -123,7 +123,7 @@ def _one_by_one(
 def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
     """Raises if a loss has no forward mode, or computes in anything narrower than float32."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
-    if own := [e.primitive.name for e in equations(program) if own_vjp(e)]:
+    if own := [name_of(e) for e in equations(program) if own_vjp(e)]:
         raise TypeError(
             f"clipping.jl: the loss uses {own[0]}, whose derivative may have no forward mode, or "
             "another one than backwards, but norms are estimated in forward mode. Define the "
