@@ -526,11 +526,11 @@ def test_a_value_that_is_no_algorithm_or_no_state_is_refused():
             take(jnp.zeros(3))
 
 
-@kills("training/dpsgd.py", "ledger.keyed(state.ledger, state.key, name)", "state.ledger")
+@kills("training/dpsgd.py", "ledger.keyed(state.ledger, state.key, name, drawn)", "state.ledger")
 @kills("ledger.py", "not np.array_equal(ledger.key, root)", "False", slow=True)
 @kills("ledger.py", "if ledger.steps and not np", "if not np", slow=True)
 def test_a_run_has_one_root_key():
-    """With two, an example could be in two batches of an epoch, and noise be half a correlation."""
+    """With two, an example could be in two batches of an epoch."""
     algorithm = make(steps=3)
     state = start(algorithm)
     # Before the first step any key will do.

@@ -9,7 +9,6 @@ tangents, and `depends` follows booleans instead of arrays.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import re
@@ -196,22 +195,13 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
         _hash(part.jaxpr, write)
     elif callable(part) and not isinstance(part, type):
         write(getattr(part, "__qualname__", type(part).__qualname__).encode())
-        for each in _state(part):
-            _hash(each, write)
+        # An operation that JAX writes as a class: `side` of `jnp.searchsorted` stands there alone.
+        # What other objects hold, as of a callback, may change while they run.
+        held = [getattr(part, name, None) for name in ("params", "in_avals", "out_aval")]
+        if all(each is not None for each in held):
+            _hash(held, write)
     else:
-        write(re.sub(r"0x[0-9a-f]+", "", repr(part)).encode())
-
-
-def _state(part: Any) -> list[Any]:
-    """What a callable object holds, as far as its class says so. Of a function that is nothing."""
-    if isinstance(part, functools.partial):
-        return [part.func, part.args, part.keywords]
-    if dataclasses.is_dataclass(part):
-        return [getattr(part, field.name) for field in dataclasses.fields(part) if field.compare]
-    # An operation that JAX writes as a class: `side` of `jnp.searchsorted` stands there alone.
-    if hasattr(part, "in_avals") and hasattr(part, "params"):
-        return [part.params, part.in_avals, part.out_aval]
-    return []
+        write(re.sub(r"0x[0-9a-fA-F]+", "", repr(part)).encode())
 
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:

@@ -81,7 +81,7 @@ class Ledger(NamedTuple):
     chosen: np.ndarray
     """How many steps plan and budget allowed where results ended the run; 0 if they never did."""
     key: np.ndarray
-    """A hash of the root key of the run; zeros before the first step."""
+    """A hash of the root key of the run and of its generator; zeros before the first step."""
 
     @property
     def steps(self) -> int:
@@ -146,22 +146,24 @@ def ended(
     return ledger._replace(chosen=np.array(allowed))
 
 
-def keyed(ledger: Ledger, key: Key, name: str) -> Ledger:
-    """Records the root key of a run at its first step, and refuses another one later.
+def keyed(ledger: Ledger, key: Key, name: str, drawn: str = "") -> Ledger:
+    """Records what a run draws from at its first step, and refuses anything else later.
 
     Args:
       ledger: The steps that ran so far.
       key: The root key of the next steps.
       name: How an error calls the function that runs them.
+      drawn: What the generator draws from a public key, where steps share a draw.
     """
-    root = _words(trees.on_host(key).tobytes())
+    root = _words(trees.on_host(key).tobytes() + drawn.encode())
     if ledger.steps and not np.array_equal(ledger.key, root):
         raise Refused(
-            f"{name}: the {ledger.steps} steps of this state ran under another root key. An epoch, "
-            "and noise that is correlated over steps, follow from one key: with another one an "
-            "example may be drawn again, and noise is not cancelled as accounted. Usually the key "
-            "of a state was replaced to fork its run. Begin another run from its parameters, "
-            "init(new_key, state.params), with Mechanism(..., before=...)."
+            f"{name}: the {ledger.steps} steps of this state ran under another root key, or under "
+            "a generator that draws other examples from it. Steps of an epoch share one draw: an "
+            "example could be in two of them. Usually the key of a state was replaced to fork its "
+            "run; or jax_threefry_partitionable or the version of JAX changed, so go back to that. "
+            "Begin another run from its parameters, init(new_key, state.params), with "
+            "Mechanism(..., before=...)."
         )
     return ledger._replace(key=root, seeded=np.array(trees.seeded(key)))
 

@@ -336,6 +336,7 @@ class Sampler:
         over the examples an attacker can confirm a guess.
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
         in them, for correlated noise; None if it can be in any of them.
+      independent: Whether each step draws on its own. Otherwise a run keeps its generator.
     """
 
     name: str
@@ -349,6 +350,7 @@ class Sampler:
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     fingerprint: str | None = None
     participation: Callable[[int], Any] | None = None
+    independent: bool = False
 
     def __repr__(self) -> str:
         return short(self, "name", "examples", "batch_size")

@@ -77,6 +77,7 @@ def scored(
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
         facts={"rates": [[float(rate), steps_per_row] for rate in largest]},
         fingerprint=trees.fingerprint([places, table]),
+        independent=True,
     )
 
 

@@ -78,6 +78,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
         draw=draw,
         event=lambda multipliers: gaussians(multipliers, rate),
         claim=f"{kind}; amplification by sampling is proved and counted",
+        independent=True,
     )
 
 
@@ -100,6 +101,7 @@ def full(examples: int) -> Sampler:
         event=lambda multipliers: gaussians(multipliers, 1.0),
         claim="every step uses every example; plain composition of Gaussians",
         participation=lambda steps: strategies.apart(1),
+        independent=True,
     )
 
 
@@ -141,4 +143,5 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         # The size is public and constant, so an example cannot leave without another taking its
         # place.
         claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
+        independent=True,
     )

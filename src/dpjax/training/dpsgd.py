@@ -245,6 +245,11 @@ def assemble(
         with meshes.in_force(mesh):
             return dispatch(state, count)
 
+    @functools.lru_cache(maxsize=4)
+    def drawn_by(generator: Any, **settings: Any) -> str:
+        del settings  # the draw follows from them too
+        return environment.drawn(mechanism.sampling, generator)
+
     def dispatch(state: State, count: int) -> tuple[State, Any]:
         key, first = trees.on_host(state.key), int(state.step)
         happened = once[key.tobytes()]
@@ -252,7 +257,8 @@ def assemble(
         plan = functools.partial(ledger.terms, mechanism, budget)
         meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
         # The ledger records the steps before they run: a crash during a step leaves it counted.
-        begun = ledger.keyed(state.ledger, state.key, name)
+        drawn = drawn_by(jax.random.key_impl(state.key), **environment.settings())
+        begun = ledger.keyed(state.ledger, state.key, name, drawn)
         spent = ledger.admit(begun, mechanism, budget, steps=count)
         check_step(name, state)
         # Each process has a set of its own, and all of them must compare the same facts.
@@ -293,7 +299,6 @@ def assemble(
         return {
             **identity,
             **mechanism.identity,
-            "draws": environment.draws(mechanism, state.key),
             "data": content,
             "program": program,
             "numerics": numerics,

@@ -14,12 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpjax import meshes, noise, trees
 from dpjax._versions import version
 from dpjax.gradients import platforms
-from dpjax.mechanism import Mechanism
-from dpjax.strategies.participation import apart
 from dpjax.types import Key, Purpose, Sampler
 
 # Processes compare them before every dispatch, and the files of packages take milliseconds.
@@ -32,10 +31,15 @@ def numerics() -> dict[str, Any]:
     """What may make equal states give different steps, in JSON types."""
     return {
         **{name: _installed(name) for name in _PACKAGES},
-        **{name: getattr(jax.config, name, None) for name in _SETTINGS},
+        **settings(),
         "platform": jax.default_backend(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
+
+
+def settings() -> dict[str, Any]:
+    """The settings of JAX among them."""
+    return {name: getattr(jax.config, name, None) for name in _SETTINGS}
 
 
 def repeatable(function: Callable[..., Any], **options: Any) -> Any:
@@ -52,22 +56,22 @@ def repeatable(function: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(function, compiler_options=same, **options)
 
 
-def draws(mechanism: Mechanism, like: Key) -> str | None:
-    """A hash of the first draw of a public key; None where draws of different steps are free.
+def drawn(sampling: Sampler, generator: Any) -> str:
+    """A hash of the first draw of a public key; nothing where steps draw independently.
 
     Steps of an epoch or a cycle share one order of the examples, which each step computes again
     from the root key. If the generator changed in between, an example could be drawn twice.
 
     Args:
-      mechanism: Its sampler draws.
-      like: A key of the generator.
+      sampling: The sampler.
+      generator: The kind of the run's key.
     """
-    sampling = mechanism.sampling
-    if sampling.participation is None or sampling.participation(mechanism.steps) == apart(1):
-        return None
+    if sampling.independent:
+        return ""
     with meshes.in_force(None):
-        root = jax.random.key(0, impl=jax.random.key_impl(like))
-        return trees.fingerprint(sampling.draw(root, jnp.int32(0)))
+        draw = sampling.draw(jax.random.key(0, impl=generator), jnp.int32(0))
+    # Not the bits of its whole numbers, which are wider under `jax_enable_x64`.
+    return trees.fingerprint([np.asarray(part, np.int64) for part in draw])
 
 
 def draw_and_noise(sampling: Sampler, key: Key, step: int) -> str:

@@ -406,11 +406,6 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
             f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
             for name in names
         ]
-        if names[0][0] == "draws":
-            lines.append(
-                "  The generator draws other examples, so the rest of an epoch could draw some of "
-                "them again. Usually jax_threefry_partitionable or the version of JAX changed."
-            )
         if names[0][0] == "program":
             lines.append(
                 "  The program follows from loss, optimizer, rate, weights, per_step, "
