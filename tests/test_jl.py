@@ -240,6 +240,13 @@ HIDDEN = {
 )
 @kills("_jaxpr.py", "before, after, strict", "before, before, strict", case="carried later")
 @kills(
+    "_jaxpr.py",
+    'return p["num_consts"], p["num_carry"]',
+    'return p["num_carry"], p["num_consts"]',
+    case="a loop",
+    slow=True,
+)
+@kills(
     "gradients/_estimated_norms/jvp_magnitude.py",
     'if name in ("dot_general", "conv_general_dilated"):',
     "if False:",
