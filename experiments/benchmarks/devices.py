@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time, memory and agreement of a private step on the device that JAX finds, beside its plan.
 
-  result    on an H100 a private step takes 1.22 and 0.87 times a plain one (W4, W5), and 0.47 and
-            0.78 times the step of `vmap`; with the grouped convolutions and max-pools that the
-            engine no longer has there, 2.69 (W1, `vmap` 2.93), 6.47 (W2) and 1.66 (W3, `vmap` 6.49)
+  result    on an H100 a private step takes 1.22, 1.18, 1.60, 1.22 and 0.87 times a plain one (W1 to
+            W5), where `vmap` takes 2.69 (W1), 7.34 (W3), 2.62 and 1.11; the fastest mode of Opacus
+            takes 10.6, 6.1 and 2.9 times as long as dpjax (W1 to W3)
   hardware  one NVIDIA H100 80GB, JAX 0.11.2; no TPU; on a CPU it runs too, and shows that it runs
   command   make bench BENCH=devices ARGS="--models=W5 --seconds=2 --out FILE", once for each model
   figures   experiments/results/devices.json; the table in docs/pages/speed.md (``--page``)
 
 Each model of `plans` is compiled as a plain step, a plain step with noise, dpjax's engines and
-jax_privacy, if it is installed, side by side. The steps take turns in random order. "away" is the
+jax_privacy, if it is installed, side by side; W1 to W5 beside PyTorch and Opacus too, if
+``--peers_python`` has them. The steps take turns in random order. "away" is the
 largest difference between the clipped sum on the device and on the CPU of the machine, in bounds,
 and "norms" that of a norm, relative to it: a matrix unit that rounds shows here. A step that fails,
 such as for lack of memory, says so in its row, and the others are measured. In the file,
@@ -24,6 +25,8 @@ import functools
 import importlib.util
 import json
 import math
+import os
+import pathlib
 import statistics
 import time
 from typing import Any
@@ -39,11 +42,12 @@ import plans
 import plans_cases
 import reporting
 import steps
+import workers
 from absl import flags
 from common import markdown
 from contestants import Contestant, Refused
 from plans_cases import BOUND, gradient_of
-from workloads import CLASSES, SEED
+from workloads import CLASSES, SEED, WORKLOADS
 
 import dpjax
 from dpjax import clipping, sampling
@@ -51,8 +55,8 @@ from dpjax.training import in_memory
 
 # Examples whose clipped sum is compared with the CPU's, of models that are slow there.
 EXAMPLES = {"WRN-16-4": 8, "ViT-S": 2, "Transformer": 2, "Transformer LoRA": 2}
-# Private steps of the engine. The second had grouped convolutions and XLA's max-pools: no plan.
-OURS = ("auto", "auto, older forms")
+# Peers in processes of their own; jax_privacy runs in this one.
+OTHERS = tuple(name for name in contestants.PEERS if name != "jax_privacy")
 # What JAX calls the devices that have plans.
 PLANNED = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
 
@@ -67,35 +71,43 @@ def planned(plan_report: dict[str, Any], kind: str, model: str, step: str) -> di
 
 
 def measure(
-    name: str, chosen: list[str], batch_size: int, rounds: int, seconds: float
+    name: str, chosen: list[str], batch_size: int, rounds: int, seconds: float, python: str
 ) -> dict[str, Any]:
     """The steps of one model, compiled together and then in turns."""
     shapes = plans_cases.problem(name, batch_size)
     params, batch, frozen = filled(shapes[1:])
     loss = functools.partial(with_frozen, shapes.loss)
-    there = [s for s in chosen if s != "jax_privacy" or importlib.util.find_spec(s)]
+    there = [s for s in chosen if s not in OTHERS]
+    there = [s for s in there if s != "jax_privacy" or importlib.util.find_spec(s)]
+    others = [
+        s for s in chosen if s in OTHERS and name in WORKLOADS and pathlib.Path(python).exists()
+    ]
     made = {step: contestant(step, loss, params, (frozen, batch)) for step in there}
     some = jax.tree.map(lambda x: x[: EXAMPLES.get(name, batch_size)], batch)
     stand = [jax.devices()[0], jax.devices("cpu")[0]]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        peers = {
+            other: pool.submit(contestants.peer, python, other, name, batch_size).result
+            for other in others
+        }
         sums = [pool.submit(clipped_sum, loss, params, (frozen, some), device) for device in stand]
         why = dict(zip(there, pool.map(refusal, made.values()), strict=True))
         away = apart(*(found.result() for found in sums))
-    makes = {step: functools.partial(refusing, made[step], why[step]) for step in there}
+    makes = {step: functools.partial(refusing, made[step], why[step]) for step in there} | peers
     ready, figures = steps.start(makes)
     steps.take_turns(ready, figures, rounds, seconds)
     _close(ready)
     for step in ready:
         figures[step]["median_ms"] = statistics.median(figures[step]["rounds_ms"])
-        del figures[step]["first_s"]  # compiled before
-    if name not in EXAMPLES:
-        away |= repeated(functools.partial(loss, frozen), params, batch)
+        if step in there:
+            del figures[step]["first_s"]  # compiled before
     return {"batch_size": batch_size, "steps": figures, **away}
 
 
-def repeated(loss: Any, params: Any, data: Any) -> dict[str, Any]:
+def repeated(name: str, size: int) -> dict[str, Any]:
     """Whether two runs of `dpjax.dpsgd` with one key end in the same bits, and what that costs."""
-    size, steps = len(data[1]), 10
+    shapes, steps = plans_cases.problem(name, size), 10
+    params, data, _ = filled(shapes[1:])
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(examples=size, batch_size=size // 2),
         clipping=clipping.flat(BOUND),
@@ -104,7 +116,7 @@ def repeated(loss: Any, params: Any, data: Any) -> dict[str, Any]:
     )
 
     def ended() -> tuple[Any, float]:
-        algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data)
+        algorithm = dpjax.dpsgd(shapes.loss, optax.sgd(0.1), mechanism, data)
         assert algorithm.run is not None
         state, _ = algorithm.run(algorithm.init(jax.random.key(SEED), params), steps)
         began = time.perf_counter()
@@ -209,6 +221,7 @@ def _close(ready: dict[str, Contestant]) -> None:
     for name, made in ready.items():
         if not made.sound():
             raise RuntimeError(f"devices: {name} ran into NaN or infinity; its times are void.")
+        made.close()
 
 
 def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
@@ -222,12 +235,12 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
                 continue
             plan = planned(plan_report, report["kind"], model, step)
             expected = plan.get("expected_ms", plan.get("roofline_ms"))
-            held = figure["planned_bytes"]
+            held = figure.get("planned_bytes", figure.get("peak_bytes"))
             cells = [
                 f"{figure['median_ms']:.3f} ({figure['median_ms'] / plain:.2f})",
                 "-" if expected is None else f"{expected:.3f}",
                 "-" if held is None else f"{held / 2**20:,.1f}",
-                *(f"{found[key]:.1e}" if step in OURS else "" for key in ("away", "norms")),
+                *(f"{found[key]:.1e}" if step == "auto" else "" for key in ("away", "norms")),
             ]
             rows.append(markdown.line(model, step, *cells))
     head = "| model | step | measured ms | planned ms | temporaries, MiB | away | norms |"
@@ -235,6 +248,8 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
 
 
 def main(asked: Any) -> None:
+    # Before JAX looks for devices: peers on the same GPU need memory as well.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_enable_compilation_cache", False)  # nor may another run's program count
     path = compilers.ROOT / "experiments" / "results" / "plans.json"
     plan_report = json.loads(path.read_text()) if path.exists() else {}
@@ -244,8 +259,13 @@ def main(asked: Any) -> None:
     for name in asked.models or (["W4"] if asked.smoke else list(plans.MODELS)):
         size = 8 if asked.smoke else plans.MODELS[name]
         rounds = 2 if asked.smoke else asked.rounds
-        chosen = reporting.chosen("steps", list(plans.STEPS), asked.steps, always=("plain",))
-        report["models"][name] = measure(name, chosen, size, rounds, asked.seconds)
+        known = [*plans.STEPS, *OTHERS]
+        chosen = reporting.chosen("steps", known, asked.steps, always=("plain",))
+        limits = rounds, asked.seconds
+        found = measure(name, chosen, size, *limits, asked.peers_python)
+        report["models"][name] = found
+        reporting.keep(report, asked.out)
+        found |= repeated(name, size) if name not in EXAMPLES else {}
         reporting.keep(report, asked.out)
     print(shown := table(report, plan_report))
     markdown.rewrite(asked.page, {"measured steps": shown})
@@ -256,6 +276,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("models", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
+    flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter with PyTorch and Opacus.")
     reporting.run(
         main,
         smoke="A batch of 8, two rounds",

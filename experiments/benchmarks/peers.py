@@ -107,6 +107,9 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        # TF32 for all products, as JAX has it; by default PyTorch has it for convolutions alone.
+        torch.set_float32_matmul_precision("high")
     make, shape = torch_models.NETWORKS[task["workload"]]
     batch_size, vocabulary = task["batch_size"], task["vocabulary"]
     network = make().to(device)

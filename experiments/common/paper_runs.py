@@ -95,7 +95,10 @@ class Results:
             folder = None if self.runs is None else self.runs / file_name(f"{row}, seed {seed}")
             started, fresh = time.process_time(), folder is None or not folder.exists()
             found = _numbers(run(seed, folder))
-            if fresh:  # a resumed run took longer than this process measured
+            if (device := jax.devices()[0]).platform != "cpu":
+                # The facts of the file tell of CPUs, on which almost all rows ran.
+                found["device"] = f"{device.device_kind}, JAX {jax.__version__}"
+            elif fresh:  # a resumed run took longer than this process measured
                 # Of the cores, not of the wall clock: long runs share their machine.
                 found["core_seconds"] = round(time.process_time() - started, 1)
             self._keep(row, seed, found)
@@ -111,12 +114,13 @@ class Results:
         """Adds a row to the file, under a lock."""
         with _held(self.path):
             self._read()
-            self.content |= {
-                "date": time.strftime("%Y-%m-%d"),
-                "device": f"{os.cpu_count()} x {jax.devices()[0].device_kind}",
-                "python": platform.python_version(),
-                **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
-            }
+            if "device" not in found:
+                self.content |= {
+                    "date": time.strftime("%Y-%m-%d"),
+                    "device": f"{os.cpu_count()} x {jax.devices()[0].device_kind}",
+                    "python": platform.python_version(),
+                    **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
+                }
             self.content["rows"].setdefault(row, {})[str(seed)] = found
             if self.path is not None:
                 replace(self.path, written(self.content), public=True)

@@ -118,8 +118,8 @@ def verdicts() -> str:
     of = [verdict for verdict in of if verdict]
     counts = {word: sum(v.startswith(word) for v in of) for word in (HOLDS, FAILS, OPEN, NOT_RUN)}
     return (
-        f"Of {len(of)} claims, {counts[HOLDS]} hold, {counts[FAILS]} do not, {counts[OPEN]} are "
-        f"open with one seed, and {counts[NOT_RUN]} were not run."
+        f"Of {len(of)} claims, {counts[HOLDS]} hold and {counts[FAILS]} do not; "
+        f"open with one seed: {counts[OPEN]}; not run: {counts[NOT_RUN]}."
     )
 
 
@@ -199,9 +199,11 @@ def correlated_rows() -> Iterator[str]:
 def device_rows() -> Iterator[str]:
     """Steps that were measured on an accelerator, a row for each model."""
     for model, found in load("devices")["models"].items():
-        steps = {name.partition(",")[0]: figure for name, figure in found["steps"].items()}
+        steps = {n: figure for n, figure in found["steps"].items() if "median_ms" in figure}
         plain, cells = steps["plain"]["median_ms"], []
-        for name in ("plain", "noised", "auto", "vmap", "jax_privacy"):
+        opacus = [f["median_ms"] for name, f in steps.items() if name.startswith("opacus")]
+        steps["opacus"] = {"median_ms": min(opacus, default=None)}
+        for name in ("plain", "noised", "auto", "vmap", "jax_privacy", "opacus"):
             ms = steps.get(name, {}).get("median_ms")
             cells.append("-" if ms is None else f"{ms:.3g} ({ms / plain:.2f})")
         yield markdown.line(WORKLOADS.get(model, model), *cells)
@@ -318,11 +320,11 @@ def page() -> str:
         ),
         "## One step on an H100",
         markdown.table(
-            "| | plain JAX | with noise | dpjax | `vmap` | jax_privacy |", device_rows()
+            "| | plain JAX | with noise | dpjax | `vmap` | jax_privacy | Opacus |", device_rows()
         ),
         f"Milliseconds, and ratios to plain JAX, on {load('devices')['kind']} with JAX "
-        f"{load('devices')['jax']},\nby `make bench BENCH=devices`. W1 to W3 were measured before "
-        "patches replaced grouped\nconvolutions, and comparisons the scatters of max-pools.",
+        f"{load('devices')['jax']},\nby `make bench BENCH=devices`. Opacus in its fastest mode, "
+        "on W1 to W3 alone.",
         "## One step on an accelerator, as compilers plan it",
         markdown.table("| device | | plain JAX | dpjax | `vmap` | jax_privacy |", plan_rows()),
         "Plans and not measurements, by `make bench BENCH=plans`: milliseconds that the compiler\n"
