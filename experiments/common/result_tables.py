@@ -282,7 +282,7 @@ def page() -> str:
         "Made by `python experiments/common/result_tables.py` from the JSON files in\n"
         "`experiments/results`, which also hold date, versions and hardware. Accuracies are test\n"
         "accuracies in per cent (mse: mean squared error), as mean and range over seeds. Rows that"
-        "\nare missing were not run; no figure of an accelerator was measured.",
+        "\nare missing were not run.",
         "## Claims of the papers",
         verdicts(),
         CLAIMS,
