@@ -3,7 +3,8 @@
 
 A file is replaced whole: a reader, also after a kill, finds the new content or the old one. Its
 owner alone can read it from its first byte, unless the caller calls it public. A lock says which
-process writes. JSON that was edited or cut off is refused with the file, the fault and the cure.
+process writes. JSON and arrays that were edited or cut off are refused with the file, the fault
+and the cure.
 """
 
 from __future__ import annotations
@@ -15,10 +16,19 @@ import math
 import os
 import pathlib
 import secrets
+import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-__all__ = ["lock", "read_json", "read_log", "replace", "replacing"]
+import numpy as np
+
+__all__ = ["lock", "read_arrays", "read_json", "read_log", "replace", "replacing"]
+
+# The errors of zipfile and NumPy for a truncated or changed file; an AttributeError, because NumPy
+# returns a lone array, without `files`.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
+_DAMAGED += (KeyError, AttributeError, RuntimeError)
 
 
 def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
@@ -65,6 +75,26 @@ def lock(path: pathlib.Path) -> int | None:
     os.ftruncate(handle, 0)
     os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
+
+
+def read_arrays(path: pathlib.Path, call: str, hint: str) -> dict[str, np.ndarray]:
+    """All arrays of an ``.npz`` by name.
+
+    Args:
+      path: The file.
+      call: What reads it, which the error names.
+      hint: The usual cause of a damaged file, and the cure.
+
+    Raises:
+      ValueError: Some array cannot be read.
+    """
+    try:
+        # Pickled arrays are refused, because they can run code when they are read.
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except _DAMAGED as error:
+        what = f"{call}: {path} is not a whole .npz file of plain arrays ({error})."
+        raise ValueError(f"{what} {hint}") from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

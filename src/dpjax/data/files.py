@@ -7,22 +7,16 @@ that names it.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from dpjax._files import read_arrays
 from dpjax._foreign import fits
 from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.encoded import decoded
 from dpjax.data.sources import Source
-
-# The errors of zipfile and NumPy for a truncated or changed file.
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
-# An AttributeError, because NumPy returns a lone array, without `files`.
-_DAMAGED += (KeyError, NotImplementedError, RuntimeError, AttributeError)
 
 # The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
 _ENCODED = ("png_{}", "jpeg_{}")
@@ -36,23 +30,43 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
 
 def unit(x: np.ndarray, where: str) -> np.ndarray:
     """Images as float32 in [0, 1] with a channel axis."""
-    x = x[..., None] if x.ndim == 3 else x
-    if x.ndim != 4:
+    if x.ndim not in (3, 4):
         raise ValueError(
             f"data.load: {where}: got images of shape {x.shape}; expected [examples, height, "
             "width, channels], or [examples, height, width] for one channel."
         )
-    if x.dtype == np.uint8:
-        # In float32 alone: a float64 copy of all images would take eight times their bytes.
-        return x.astype(np.float32) / np.float32(255)
-    if x.dtype.kind != "f" or (x.size and not (x.min() >= 0 and x.max() <= 1)):
+    if x.dtype != np.uint8 and (
+        x.dtype.kind != "f" or (x.size and not (x.min() >= 0 and x.max() <= 1))
+    ):
         reach = f" from {x.min()} to {x.max()}" if x.size else ""
         raise ValueError(
             f"data.load: {where}: got images of type {x.dtype}{reach}; "
             "expected bytes, or numbers in [0, 1]. Usually the images were standardised: store "
             "the original ones."
         )
-    return x.astype(np.float32)
+    return floats(x)
+
+
+def floats(x: np.ndarray) -> np.ndarray:
+    """Images as float32 with a channel axis; bytes are scaled to [0, 1]."""
+    x = x[..., None] if x.ndim == 3 else x
+    found = x.astype(np.float32)
+    # In float32 alone: a float64 copy of all images would take eight times their bytes.
+    return found / np.float32(255) if x.dtype == np.uint8 else found
+
+
+def column(y: np.ndarray) -> np.ndarray:
+    """Labels as ``[examples]``, also of a file that stores them as a table of one column."""
+    # Columns of length 1 alone: a one-hot row of one class would otherwise pass as a label.
+    return y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+
+
+def number(word: str) -> float | None:
+    """The number that a word of a table is, or None."""
+    try:
+        return None if "_" in word else float(word)  # Python reads 1_000 as a number
+    except ValueError:
+        return None
 
 
 def table(name: str, source: Source, x: np.ndarray, y: np.ndarray, where: str) -> Dataset[Split]:
@@ -71,7 +85,7 @@ def _read_csv(name: str, source: Source, path: Path) -> Dataset[Split]:
         header, *lines = path.read_text(encoding="utf-8-sig").splitlines() or [""]
         separator = ";" if ";" in header else ","
         # Without this check a table without a header would silently lose its first row.
-        if all(map(_number, header.split(separator))):
+        if all(number(name.strip(' "')) is not None for name in header.split(separator)):
             raise ValueError(f"its first line has numbers and no names ({header[:60]})")
         # A "#" in a row is an error, not a comment that hides the rest of the row.
         options = {"delimiter": separator, "comments": None, "ndmin": 2}
@@ -84,17 +98,9 @@ def _read_csv(name: str, source: Source, path: Path) -> Dataset[Split]:
     return table(name, source, rows[:, :-1], rows[:, -1], str(path))
 
 
-def _number(word: str) -> bool:
-    try:
-        float(word.strip(' "'))
-    except ValueError:
-        return False
-    return True
-
-
 def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
     hint = "It may have been cut off while it was copied: fetch it again."
-    arrays = plain_arrays(path, f"data.load({name!r})", hint)
+    arrays = read_arrays(path, f"data.load({name!r})", hint)
     for images, labels in _LAYOUTS:
         keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
         # The first layout whose four arrays all exist; a file may hold further arrays.
@@ -120,17 +126,6 @@ def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
     return f"{lossy} of the images are lossy copies" if lossy else ""
 
 
-def plain_arrays(path: Path, call: str, hint: str) -> Mapping[str, np.ndarray]:
-    """All arrays of a file; an error of ``call``, with this hint, if any cannot be read."""
-    try:
-        # Pickled arrays are refused, because they can run code when they are read.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return {key: stored[key] for key in stored.files}
-    except _DAMAGED as error:
-        what = f"{call}: {path} is not a whole .npz file of plain arrays ({error})."
-        raise ValueError(f"{what} {hint}") from error
-
-
 def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path) -> Split:
     x, y = arrays[images], arrays[labels]
     form, _, part = images.partition("_")
@@ -141,13 +136,12 @@ def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path
 
 def _whole(y: np.ndarray, path: Path) -> np.ndarray:
     """Labels as int32, ``[examples]``; MedMNIST's have a second axis of length 1."""
-    # Columns of length 1 alone: a one-hot row of one class would otherwise pass as a label.
-    column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
-    numbers = column.ndim == 1 and column.dtype.kind in "iuf" and np.isfinite(column).all()
-    if not numbers or not fits(column, np.int32) or np.any(column % 1):
+    found = column(y)
+    numbers = found.ndim == 1 and found.dtype.kind in "iuf" and np.isfinite(found).all()
+    if not numbers or not fits(found, np.int32) or np.any(found % 1):
         raise ValueError(
             f"data.load: {path}: got labels of type {y.dtype} and shape {y.shape}; expected a "
             "whole number for each example, counted from 0. Convert one-hot rows by "
             ".argmax(axis=1)."
         )
-    return column.astype(np.int32)
+    return found.astype(np.int32)

@@ -18,9 +18,10 @@ import numpy as np
 from absl import logging
 
 from dpjax import checks
+from dpjax._files import read_arrays
 from dpjax._foreign import fits
 from dpjax.data.dataset import Dataset, Split, hold_out
-from dpjax.data.files import plain_arrays
+from dpjax.data.files import column, floats, number
 
 _FORMAT = (
     "Expected x and y, or x_train, y_train, x_test and y_test, one example a row and a label for "
@@ -78,9 +79,9 @@ def load_file(
         raise FileNotFoundError(f"{call}: there is no such file. Usually its folder is missing.")
     columns, labelled, notes = (), call, []
     if path.suffix == ".csv":
-        parts, columns, column = _table(path, label, call)
-        labelled = f"{call}: the label is column {column!r}"
-        notes.append(f"the label is column {column!r}")
+        parts, columns, chosen = _table(path, label, call)
+        labelled = f"{call}: the label is column {chosen!r}"
+        notes.append(f"the label is column {chosen!r}")
     elif label is None:
         parts = _arrays(path, call)
     else:
@@ -108,7 +109,7 @@ def load_file(
 def _arrays(path: Path, call: str) -> list[Split]:
     """The parts of an ``.npz``: train and test, or all examples."""
     hint = f"{_FORMAT} Arrays of Python objects cannot be read."
-    arrays = plain_arrays(path, call, hint)
+    arrays = read_arrays(path, call, hint)
     for names in (["x_train", "y_train", "x_test", "y_test"], ["x", "y"]):
         if set(names) <= set(arrays):
             if more := sorted(set(arrays) - set(names)):
@@ -122,16 +123,16 @@ def _arrays(path: Path, call: str) -> list[Split]:
 
 
 def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
-    column = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
-    if column.ndim != 1 or x.ndim < 2 or len(x) != len(y) or 0 in x.shape[1:]:
+    labels = column(y)
+    if labels.ndim != 1 or x.ndim < 2 or len(x) != len(y) or 0 in x.shape[1:]:
         raise ValueError(
             f"{call}: inputs have shape {x.shape} and labels {y.shape}. Expected an example a row, "
             "and one label for each. Convert one-hot labels by y.argmax(axis=1), and a single "
             "feature by x[:, None]."
         )
-    if len(column) < 2:
-        raise ValueError(f"{call}: {len(column)} examples in one part; expected at least 2.")
-    return x, column
+    if len(labels) < 2:
+        raise ValueError(f"{call}: {len(labels)} examples in one part; expected at least 2.")
+    return x, labels
 
 
 def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple[str, ...], str]:
@@ -150,7 +151,7 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
         raise ValueError(f"{call}: expected a table with {separator!r} ({error}).") from error
     header, *rows = [row for _, row in lines] or [[]]
     header = [name.strip() for name in header]
-    if len(header) < 2 or any(_number(name) is not None for name in header):
+    if len(header) < 2 or any(number(name) is not None for name in header):
         raise ValueError(
             f"{call}: the first line is {first[:60]!r}. Expected the names of the columns, and at "
             "least two columns: features and a label."
@@ -184,9 +185,9 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
 
 def _column(name: str, words: list[str], label: str, call: str) -> np.ndarray:
     """The numbers of a column of features."""
-    numbers = [_number(word) for word in words]
-    for row, (word, number) in enumerate(zip(words, numbers, strict=True), 1):
-        if number is None or not math.isfinite(number):
+    numbers = [number(word) for word in words]
+    for row, (word, value) in enumerate(zip(words, numbers, strict=True), 1):
+        if value is None or not math.isfinite(value):
             raise ValueError(
                 f"{call}: column {name!r} has {word!r} in its row {row}; expected finite numbers "
                 "in every column but that of the label. Encode words as numbers, fill gaps, or "
@@ -196,19 +197,11 @@ def _column(name: str, words: list[str], label: str, call: str) -> np.ndarray:
     return np.array(numbers, np.float64)
 
 
-def _number(word: str) -> float | None:
-    try:
-        return None if "_" in word else float(word)  # Python reads 1_000 as a number
-    except ValueError:
-        return None
-
-
 def _inputs(parts: list[np.ndarray], call: str) -> list[np.ndarray]:
     """Inputs of all parts in the types that models take; refuses parts on different scales."""
     images = [x.dtype == np.uint8 and x.ndim in (3, 4) for x in parts]
     if all(images):
-        each = (x[..., None] if x.ndim == 3 else x for x in parts)
-        return [x.astype(np.float32) / np.float32(255) for x in each]
+        return [floats(x) for x in parts]
     if any(images):
         raise ValueError(
             f"{call}: inputs of the train part are of type {parts[0].dtype}, inputs of the test "
@@ -255,11 +248,11 @@ def _require_all(words: list[str], call: str) -> None:
                 "value. Expected a label for every example: fill it, or leave the example out. If "
                 "it names a class, write another word for it."
             )
-    numbers = [_number(word) is not None for word in words]
+    numbers = [number(word) is not None for word in words]
     if any(numbers) != all(numbers):
-        number, word = words[numbers.index(True)], words[numbers.index(False)]
+        numeral, word = words[numbers.index(True)], words[numbers.index(False)]
         raise ValueError(
-            f"{call}: some labels are numbers, such as {number!r}, and others words, such as "
+            f"{call}: some labels are numbers, such as {numeral!r}, and others words, such as "
             f"{word!r}. Expected one of the two. Usually a word stands for a missing label: leave "
             "these examples out. If all are names of classes, write every one of them as a word."
         )
@@ -273,7 +266,7 @@ def _numbered(
     joined = np.concatenate([_decoded(y, call) for y in parts])
     if joined.dtype.kind == "U" or (joined.dtype.kind == "f" and np.isnan(joined).any()):
         _require_all(joined.astype(str).tolist(), call)
-    if joined.dtype.kind == "U" and _number(joined[0]) is not None:
+    if joined.dtype.kind == "U" and number(joined[0]) is not None:
         joined = joined.astype(np.float64)
     if joined.dtype.kind == "U":
         words, joined = np.unique(joined, return_inverse=True)

@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from dpjax._files import read_arrays
 from dpjax.types import PyTree
 
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
@@ -45,10 +44,10 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-# The errors of zipfile and NumPy for a damaged file; an AttributeError, because NumPy returns a
-# lone array, without `files`.
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
-_DAMAGED += (KeyError, AttributeError, RuntimeError)
+_BROKEN_OFF = (
+    "Usually the download broke off, or the arrays were pickled, which is never read: it can run "
+    "code."
+)
 _DIFFER = (
     "Usually depth, width, heads or patch of the model differ from the file's: print the shapes of "
     "both."
@@ -103,7 +102,8 @@ def load_vit(path: str | Path, params: PyTree) -> PyTree:
       ...     load_vit(f"{folder}/w.npz", params)["head"]["bias"]
       Array([1., 1.], dtype=float32)
     """
-    stored, leaves = _read_npz(path), _flat(params)
+    stored = read_arrays(_existing(path), "models.load_vit", _BROKEN_OFF)
+    leaves = _flat(params)
     for prefix in ("params/", "opt/target/"):
         inside = {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
         stored = inside or stored
@@ -194,18 +194,6 @@ def _existing(path: str | Path) -> Path:
             "file yourself and give its path."
         )
     return path
-
-
-def _read_npz(path: str | Path) -> dict[str, np.ndarray]:
-    path = _existing(path)
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except _DAMAGED as error:
-        raise ValueError(
-            f"{path}: not a whole .npz file of plain arrays ({error}). Usually the download "
-            "broke off, or the arrays were pickled, which is never read: it can run code."
-        ) from error
 
 
 def _resize(path: str | Path, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

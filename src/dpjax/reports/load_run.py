@@ -20,9 +20,8 @@ import numpy as np
 from jaxtyping import Float
 
 from dpjax import accounting
-from dpjax._files import read_json, read_log
+from dpjax._files import read_arrays, read_json, read_log
 from dpjax.accounting.rounding import upwards
-from dpjax.data.files import plain_arrays
 from dpjax.mechanism.card import check_format
 
 _INTERRUPTED = (
@@ -181,7 +180,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     if card is not None and (why := _foreign(path, card, identity or {}, rows)):
         return Run(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
-        plain_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
+        read_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
     statement, config = _text(path / "statement.txt"), _json(path / "config.json")
