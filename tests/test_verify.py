@@ -212,7 +212,7 @@ CONTRADICTIONS = [
 ]
 
 
-@kills("verify/cards.py", "        require_drawn(sampling)\n", "", case="cycle=51")
+@kills("verify/cards.py", "    require_drawn(sampling)\n", "", case="cycle=51")
 @kills(
     "verify/cards.py",
     "not (both < count or both == count == 0):",
@@ -444,7 +444,7 @@ BATCHES = {
 @kills("sampling/epochs.py", "strategies.apart(1, -(-steps // epoch))", "strategies.cycles(epoch)")
 @kills("sampling/uniform.py", "strategies.apart(1),", "strategies.once(),", slow=True)
 @kills("sampling/epochs.py", "strategies.cycles(epoch),", "strategies.once(),", slow=True)
-@kills("verify/cards.py", "        require_hidden(spent)\n", "")
+@kills("verify/cards.py", "    require_hidden(spent)\n", "")
 @pytest.mark.parametrize("name", CORRELATED)
 def test_correlated_noise_is_recomputed_with_its_strategy(name):
     """The sensitivity on the card is the one that this file finds by its own arithmetic."""

@@ -274,6 +274,18 @@ def upwards(value: float, digits: int = 4) -> str:
 
 def require_consistent(card: dict[str, Any]) -> None:
     """Refuses a card with values that contradict each other."""
+    require_format(card)
+    require_claims(card)
+    mechanism = card["mechanism"]
+    for spent in (mechanism, *mechanism["before"]):
+        require_run(spent, mechanism)
+    require_count(mechanism)
+    require_rule(mechanism)
+    require_words(card["claim"], mechanism["sampling"])
+
+
+def require_format(card: dict[str, Any]) -> None:
+    """Refuses a card that does not have exactly the fields of this format."""
     mechanism: Any = card.get("mechanism")
     version = mechanism.get("format", 1) if isinstance(mechanism, dict) else FORMAT
     if version != FORMAT:
@@ -285,41 +297,52 @@ def require_consistent(card: dict[str, Any]) -> None:
     require_fields(mechanism, MECHANISM, "the mechanism of the card")
     for spent in mechanism["before"]:
         require_fields(spent, SPENT, "an earlier run on the card")
+
+
+def require_claims(card: dict[str, Any]) -> None:
+    """Refuses epsilons of unknown methods, and more steps than were planned."""
     for name, claim in card["epsilon"].items():
         if name not in (*BOUNDS, *ESTIMATES):
             raise Unreadable(f"epsilon by {name!r} is of a method that is not known here.")
         if claim["proven"] is not (name in BOUNDS):
             said = "proven" if claim["proven"] else "an estimate"
             raise Unreadable(f"the card marks epsilon by {name} as {said}, which it is not.")
-    planned = sum(steps for _, steps in mechanism["multiplier_and_steps"])
+    planned = sum(steps for _, steps in card["mechanism"]["multiplier_and_steps"])
     if not (card["steps"] % 1 == 0 and 0 <= card["steps"] <= planned and 0 < card["delta"] < 1):
         raise Unreadable(
             f"the card counts {card['steps']:,} steps at delta={card['delta']}, and its mechanism "
             f"plans {planned:,}. A ledger admits no step beyond the plan, so the card was changed."
         )
-    for spent in (mechanism, *mechanism["before"]):
-        sampling = spent["sampling"]
-        if sampling["name"] not in PROVED:
-            raise Unreadable(
-                f"batches are drawn by {sampling['name']!r}, a sampler that is not known here. "
-                "Only its author can say what it costs."
-            )
-        if mechanism["neighbours"] not in PROVED[sampling["name"]]:
-            raise Unreadable(
-                f"neighbours are {mechanism['neighbours']!r}, and {sampling['name']} batches are "
-                f"proved for {' and '.join(PROVED[sampling['name']])} alone."
-            )
-        if spent["unit"] not in ("example", "client"):
-            raise Unreadable(f"the unit is {spent['unit']!r}; expected 'example' or 'client'.")
-        if spent["unit"] != mechanism["unit"]:
-            raise Unreadable("the card adds what one example costs to what one client costs.")
-        require_drawn(sampling)
-        if not all(steps % 1 == 0 and steps >= 0 for _, steps in spent["multiplier_and_steps"]):
-            raise Unreadable("a number of steps is negative, or not whole.")
-        require_hidden(spent)
-        numbers = [*each_multiplier(spent), *map(float, spent["preparation"])]
-        if not all(number >= 0 for number in numbers):
-            raise Unreadable("a noise multiplier is negative.")
+
+
+def require_run(spent: dict[str, Any], mechanism: dict[str, Any]) -> None:
+    """Refuses a run, this one or an earlier one, that does not add to the card's epsilon."""
+    sampling = spent["sampling"]
+    if sampling["name"] not in PROVED:
+        raise Unreadable(
+            f"batches are drawn by {sampling['name']!r}, a sampler that is not known here. "
+            "Only its author can say what it costs."
+        )
+    if mechanism["neighbours"] not in PROVED[sampling["name"]]:
+        raise Unreadable(
+            f"neighbours are {mechanism['neighbours']!r}, and {sampling['name']} batches are "
+            f"proved for {' and '.join(PROVED[sampling['name']])} alone."
+        )
+    if spent["unit"] not in ("example", "client"):
+        raise Unreadable(f"the unit is {spent['unit']!r}; expected 'example' or 'client'.")
+    if spent["unit"] != mechanism["unit"]:
+        raise Unreadable("the card adds what one example costs to what one client costs.")
+    require_drawn(sampling)
+    if not all(steps % 1 == 0 and steps >= 0 for _, steps in spent["multiplier_and_steps"]):
+        raise Unreadable("a number of steps is negative, or not whole.")
+    require_hidden(spent)
+    numbers = [*each_multiplier(spent), *map(float, spent["preparation"])]
+    if not all(number >= 0 for number in numbers):
+        raise Unreadable("a noise multiplier is negative.")
+
+
+def require_count(mechanism: dict[str, Any]) -> None:
+    """Refuses a count of adaptive clipping that costs more than count and gradients together."""
     adaptive = mechanism["adaptive"]
     if adaptive is not None:
         count = float(adaptive["count_multiplier"])
@@ -330,17 +353,16 @@ def require_consistent(card: dict[str, Any]) -> None:
                 f"gradients are counted with {both:.4g} together: they cannot cost less than the "
                 "count alone."
             )
-    rule, sampling = mechanism["clipping"], mechanism["sampling"]
-    groups, bounds = mechanism["multipliers_by_group"], rule["bounds"]
+
+
+def require_rule(mechanism: dict[str, Any]) -> None:
+    """Refuses a rule without a bound for each group, or groups with other noise than counted."""
+    rule, groups = mechanism["clipping"], mechanism["multipliers_by_group"]
+    bounds = rule["bounds"]
     if len(bounds) != len(rule["groups"]) or not all(float(bound) >= 0 for bound in bounds):
         raise Unreadable(
             f"the rule has the bounds {bounds!r}, and not one of 0 or more for each of its "
             f"{len(rule['groups'])} groups."
-        )
-    if card["claim"] not in (words.format(**sampling) for words in CLAIMS[sampling["name"]]):
-        raise Unreadable(
-            f"the card says {card['claim']!r}, which is not what is proved for "
-            f"{sampling['name']} batches."
         )
     if groups is not None:
         worth = joined([float(z) for z in groups])
@@ -350,6 +372,14 @@ def require_consistent(card: dict[str, Any]) -> None:
                 f"the groups' multipliers are worth {worth:.4g} together, and the steps are "
                 "counted with another multiplier."
             )
+
+
+def require_words(claim: str, sampling: dict[str, Any]) -> None:
+    """Refuses a claim about the batches that is not proved for them."""
+    if claim not in (words.format(**sampling) for words in CLAIMS[sampling["name"]]):
+        raise Unreadable(
+            f"the card says {claim!r}, which is not what is proved for {sampling['name']} batches."
+        )
 
 
 def require_drawn(sampling: dict[str, Any]) -> None:
