@@ -79,13 +79,7 @@ def squared_sensitivity(coefficients: Series, participation: Participation) -> V
     """The squared norm of `first_pattern`, with its gradient."""
     sums = first_pattern(coefficients, participation)
     # The transpose of a Toeplitz map is the map in reverse.
-    steps, apart = coefficients.size, participation.separation
-    most = participation.within(steps)
-    blocks = -(-steps // apart)
-    shaped = np.pad(sums, (0, blocks * apart - steps)).reshape(blocks, apart)[::-1]
-    back = np.cumsum(shaped, axis=0)
-    back[most:] -= back[:-most].copy()
-    return float(sums @ sums), 2 * back[::-1].reshape(-1)[:steps]
+    return float(sums @ sums), 2 * first_pattern(sums[::-1], participation)[::-1]
 
 
 def banded_coefficients(
