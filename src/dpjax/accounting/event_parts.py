@@ -7,6 +7,7 @@ are joined *before* the sampling is applied. Other kinds of event (Laplace, samp
 replacement, mixtures) are passed to dp_accounting unchanged.
 """
 
+import dataclasses
 import math
 import reprlib
 from typing import NamedTuple
@@ -78,6 +79,51 @@ def squared(multiplier: float) -> float:
     return multiplier**2 if math.isinf(multiplier) else min(multiplier, 1 / BARE) ** 2
 
 
+@dataclasses.dataclass
+class _Sorted:
+    """What `split` has found so far."""
+
+    sampled: dict[tuple[float, float], int] = dataclasses.field(default_factory=dict)
+    inverse_squares: list[float] = dataclasses.field(default_factory=list)
+    foreign: dict[str, tuple[DpEvent, int]] = dataclasses.field(default_factory=dict)
+    bare: int = 0  # how often something is released without noise
+
+    def gaussian(self, multiplier: float, count: int) -> None:
+        """Adds unsampled Gaussians."""
+        # They compose exactly: their precisions 1 / z^2 add up to the precision of one Gaussian.
+        self.inverse_squares.append(count / squared(multiplier))
+
+    def sample(self, event: dp_accounting.PoissonSampledDpEvent, count: int) -> None:
+        """Adds Poisson samples of what is below them."""
+        # At rate 0 too: `split` refuses events that no accountant knows how to count.
+        below, rate = split(event.event), float(event.sampling_probability)
+        if rate == 0:
+            return
+        if below.sampled or below.foreign:
+            # Amplification has a closed form for a bare Gaussian alone. Anything else stays one
+            # foreign event, which the accountant of dp_accounting handles or refuses.
+            self.keep(event, count)
+        elif not below.private:
+            self.bare += count
+        elif below.precision and count:
+            # Several Gaussians on one sample are one Gaussian, so they share the amplification.
+            key = (rate, below.unsampled_multiplier)
+            self.sampled[key] = self.sampled.get(key, 0) + count
+
+    def keep(self, event: DpEvent, count: int) -> None:
+        """Adds an event as it is; equal ones are found by their text."""
+        if count:
+            text = repr(event)
+            self.foreign[text] = event, self.foreign.get(text, (event, 0))[1] + count
+
+    def parts(self) -> Parts:
+        """What was found, the same for all orders of composition."""
+        # Sorted, and summed without rounding: the order in which events were composed must not
+        # change a claim in its last digit.
+        sampled, precision = dict(sorted(self.sampled.items())), math.fsum(self.inverse_squares)
+        return Parts(sampled, precision, self.foreign, self.bare == 0)
+
+
 def split(event: DpEvent, records: int = 1) -> Parts:
     """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
 
@@ -92,16 +138,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
       >>> parts.sampled, parts.unsampled_multiplier
       ({(0.1, 1.0): 3}, 1.0)
     """
-    sampled: dict[tuple[float, float], int] = {}
-    foreign: dict[str, tuple[DpEvent, int]] = {}
-    inverse_squares: list[float] = []
-    bare = 0  # how often something is released without noise
-
-    def keep(event: DpEvent, count: int) -> None:
-        if count:
-            text = repr(event)
-            foreign[text] = event, foreign.get(text, (event, 0))[1] + count
-
+    found = _Sorted()
     # A stack instead of recursion: a schedule composes thousands of events, and Python's own stack
     # ends at about 1,000.
     stack = [(event, 1)]
@@ -116,7 +153,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
             case dp_accounting.NoOpDpEvent():
                 pass
             case dp_accounting.NonPrivateDpEvent():
-                bare += count
+                found.bare += count
             case dp_accounting.ComposedDpEvent():
                 stack.extend((part, count) for part in leaf.events)
             case dp_accounting.SelfComposedDpEvent():
@@ -131,46 +168,30 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 | dp_accounting.LaplaceDpEvent(noise_multiplier=z)
                 | AllocatedGaussianDpEvent(noise_multiplier=z)
             ) if not z > BARE:
-                bare += count
+                found.bare += count
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
-                # Unsampled Gaussians compose exactly: their precisions 1 / z^2 add up to the
-                # precision of one Gaussian.
-                inverse_squares.append(count / squared(z))
+                found.gaussian(z, count)
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 check_rate(rate, "accounting: PoissonSampledDpEvent")
-                # Amplification has a closed form for a bare Gaussian alone. Anything else stays one
-                # foreign event, which the accountant of dp_accounting handles or refuses.
-                below = split(inner)
-                if rate == 0:
-                    continue
                 together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
-                if rate == 1 or together:
+                if rate == 1 or (rate > 0 and together):
                     # Rate 1 draws every example, so nothing is amplified and the inner events
                     # compose exactly.
                     stack.append((inner, count))
-                elif below.sampled or below.foreign:
-                    keep(leaf, count)
-                elif not below.private:
-                    bare += count
-                elif below.precision and count:
-                    # Several Gaussians on one sample are one Gaussian, so they share the
-                    # amplification.
-                    key = (float(rate), below.unsampled_multiplier)
-                    sampled[key] = sampled.get(key, 0) + count
+                else:
+                    found.sample(leaf, count)
             case (
                 dp_accounting.SampledWithoutReplacementDpEvent(event=inner)
                 | RepeatAndSelectDpEvent(event=inner)
             ):
                 below = split(inner)
                 if not below.private:
-                    bare += count
+                    found.bare += count
                 elif not below.empty:
-                    keep(leaf, count)
+                    found.keep(leaf, count)
             case _:
-                keep(_as_lists(leaf), count)
-    # Sorted, and summed without rounding: the order in which events were composed must not change a
-    # claim in its last digit.
-    return Parts(dict(sorted(sampled.items())), math.fsum(inverse_squares), foreign, bare == 0)
+                found.keep(_as_lists(leaf), count)
+    return found.parts()
 
 
 def _as_lists(event: DpEvent) -> DpEvent:
