@@ -10,6 +10,7 @@ much. Multipliers are relative to the add-or-remove sensitivity.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import dp_accounting
 import numpy as np
@@ -43,6 +44,20 @@ class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
     """
 
 
+def rewritten(event: DpEvent, leaf: Callable[[DpEvent], DpEvent]) -> DpEvent:
+    """The event with ``leaf`` of everything that it composes.
+
+    ``leaf`` gets every event that is no composition, also of a kind that nothing here knows, which
+    it may refuse.
+    """
+    match event:
+        case dp_accounting.ComposedDpEvent(events=parts):
+            return dp_accounting.ComposedDpEvent([rewritten(part, leaf) for part in parts])
+        case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
+            return dp_accounting.SelfComposedDpEvent(rewritten(inner, leaf), count)
+    return leaf(event)
+
+
 def correlated_samples(event: DpEvent) -> DpEvent:
     """The event, with every sample marked as one below correlated noise.
 
@@ -51,14 +66,13 @@ def correlated_samples(event: DpEvent) -> DpEvent:
       >>> type(marked.event).__name__, marked.count
       ('CorrelatedSampledDpEvent', 3)
     """
-    match event:
-        case dp_accounting.ComposedDpEvent(events=parts):
-            return dp_accounting.ComposedDpEvent([correlated_samples(part) for part in parts])
-        case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
-            return dp_accounting.SelfComposedDpEvent(correlated_samples(inner), count)
-        case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
-            return CorrelatedSampledDpEvent(rate, inner)
-    return event
+
+    def marked(part: DpEvent) -> DpEvent:
+        if isinstance(part, dp_accounting.PoissonSampledDpEvent):
+            return CorrelatedSampledDpEvent(part.sampling_probability, part.event)
+        return part
+
+    return rewritten(event, marked)
 
 
 def _check_multiplier(value: float, who: str) -> float:

@@ -29,6 +29,7 @@ from scipy import stats
 from dpjax import checks
 from dpjax.accounting import pld
 from dpjax.accounting.event_parts import Parts
+from dpjax.accounting.events import rewritten
 
 _GRID = pld.MIXED
 _BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is likely and where not
@@ -68,24 +69,23 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     """
     hint = "Each norm was estimated from 1 or more of them. For exact norms, keep the event."
     checks.whole("accounting.with_projections", "projections", projections, hint)
-    # The kinds that samplers make are rewritten; every other kind is refused below, because the
-    # proof is of the Gaussian on a clipped sum alone.
-    match event:
-        case dp_accounting.GaussianDpEvent(noise_multiplier=z):
-            return ProjectedGaussianDpEvent(z, projections)
-        case dp_accounting.ComposedDpEvent(events=parts):
-            inside = [with_projections(part, projections) for part in parts]
-            return dp_accounting.ComposedDpEvent(inside)
-        case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
-            return dp_accounting.SelfComposedDpEvent(with_projections(inner, projections), count)
-        case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
-            return dp_accounting.PoissonSampledDpEvent(rate, with_projections(inner, projections))
-        case dp_accounting.NoOpDpEvent() | dp_accounting.NonPrivateDpEvent():
-            return event
-    raise ValueError(
-        f"clipping.jl: nothing is proved for estimated norms in {type(event).__name__}. Sample "
-        "with sampling.poisson or sampling.full, or clip by exact norms (clipping.flat)."
-    )
+
+    def projected(part: DpEvent) -> DpEvent:
+        # The kinds that samplers make are rewritten; every other kind is refused below, because the
+        # proof is of the Gaussian on a clipped sum alone.
+        match part:
+            case dp_accounting.GaussianDpEvent(noise_multiplier=z):
+                return ProjectedGaussianDpEvent(z, projections)
+            case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+                return dp_accounting.PoissonSampledDpEvent(rate, rewritten(inner, projected))
+            case dp_accounting.NoOpDpEvent() | dp_accounting.NonPrivateDpEvent():
+                return part
+        raise ValueError(
+            f"clipping.jl: nothing is proved for estimated norms in {type(part).__name__}. Sample "
+            "with sampling.poisson or sampling.full, or clip by exact norms (clipping.flat)."
+        )
+
+    return rewritten(event, projected)
 
 
 def refuse(parts: Parts, method: str) -> None:

@@ -21,7 +21,7 @@ from dp_accounting.rdp import rdp_privacy_accountant as library
 
 from dpjax.accounting import allocation
 from dpjax.accounting.event_parts import Parts, relation
-from dpjax.accounting.events import AllocatedGaussianDpEvent
+from dpjax.accounting.events import AllocatedGaussianDpEvent, rewritten
 from dpjax.accounting.rdp_divergence import CLASSIC, ORDERS, curves
 
 
@@ -149,6 +149,11 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
 
 def _exchanged(event: DpEvent) -> DpEvent:
     """The event with half the noise, because replace-one doubles the sensitivity."""
+    return rewritten(event, _halved)
+
+
+def _halved(event: DpEvent) -> DpEvent:
+    """`_exchanged` of an event that is no composition; refuses kinds that are not on the list."""
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.RandomizedResponseDpEvent():
             return event  # the library's bound of the latter is for an exchange
@@ -156,10 +161,6 @@ def _exchanged(event: DpEvent) -> DpEvent:
             return dp_accounting.GaussianDpEvent(z / 2)
         case dp_accounting.LaplaceDpEvent(noise_multiplier=b):
             return dp_accounting.LaplaceDpEvent(b / 2)
-        case dp_accounting.ComposedDpEvent(events=parts):
-            return dp_accounting.ComposedDpEvent([_exchanged(part) for part in parts])
-        case dp_accounting.SelfComposedDpEvent(event=inner, count=count):
-            return dp_accounting.SelfComposedDpEvent(_exchanged(inner), count)
         case RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
             return RepeatAndSelectDpEvent(_exchanged(inner), mean, shape)
         case dp_accounting.SampledWithoutReplacementDpEvent(event=inner):
