@@ -238,7 +238,7 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     "reports/load_run.py", 'known.get("small seed") or before', 'known.get("small seed")', slow=True
 )
 @kills(
-    "reports/statement.py",
+    "reports/claims.py",
     "small or any(spent.seeded for spent in mechanism.before)",
     "small",
     slow=True,

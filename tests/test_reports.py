@@ -87,7 +87,7 @@ def test_no_verdict_claims_less_than_is_proved(noise):
     assert proved <= claimed < 1.001 * proved
 
 
-@kills("reports/epsilons.py", "if not any(row.proven for row in rows):", "if False:", slow=True)
+@kills("reports/claims.py", "if not any(row.proven for row in rows):", "if False:", slow=True)
 @pytest.mark.parametrize(
     ("methods", "expected"),
     [
@@ -154,7 +154,7 @@ def before(*noise, sampler=None, preparation=()):
     return {"before": [Spent(sampling=sampler, runs=runs, preparation=preparation)]}
 
 
-@kills("reports/statement.py", "if any(map(_not_private, mechanism.before))", "if False", slow=True)
+@kills("reports/claims.py", "if any(map(_not_private, mechanism.before))", "if False", slow=True)
 @pytest.mark.parametrize(
     "earlier",
     [

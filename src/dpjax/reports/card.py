@@ -25,8 +25,7 @@ from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.card import strict
-from dpjax.reports.epsilons import epsilons, multipliers
-from dpjax.reports.statement import published_seed, why_infinite
+from dpjax.reports.claims import epsilons, multipliers, published_seed, why_infinite
 
 
 def card(

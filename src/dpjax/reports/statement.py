@@ -12,15 +12,14 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 
-import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, checks
 from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
-from dpjax.mechanism import Mechanism, Spent
+from dpjax.mechanism import Mechanism
 from dpjax.mechanism.correlated import is_amplified
-from dpjax.reports.epsilons import epsilons, multipliers
+from dpjax.reports.claims import epsilons, multipliers, published_seed, why_infinite
 from dpjax.reports.references import references
 from dpjax.reports.statement_html import Statement
 from dpjax.types import Neighbours, Sampler
@@ -140,16 +139,6 @@ def _verdict(
         )
 
 
-def published_seed(
-    seed: int | None, ledger: Ledger | None, mechanism: Mechanism
-) -> int | bool | None:
-    """The seed of a run; True if its root key, or an earlier run's, is that of another; or None."""
-    small = ledger is not None and bool(ledger.seeded)
-    # A run that starts from what such a run released shows it, whatever its own key.
-    small = small or any(spent.seeded for spent in mechanism.before)
-    return seed if seed is not None else (small or None)
-
-
 def seed_notice(seed: int | bool) -> str:
     """What a published or small seed means for a release."""
     if seed is True:
@@ -161,36 +150,6 @@ def seed_notice(seed: int | bool) -> str:
         f"Seed published ({seed}): not for release. Anyone who knows the seed can subtract the "
         "noise."
     )
-
-
-def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
-    """What was released without protection, as a sentence, or None.
-
-    With None, an infinite or missing epsilon means that nothing is proved, not that the
-    computation is not private.
-    """
-    # The first reason that holds is named: a reader can act on one sentence.
-    if math.isinf(mechanism.clipping.sensitivity) and len(ran):
-        return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
-    if not np.all(ran > 0):
-        return "The noise multiplier is 0 at some step."
-    if not all(mechanism.preparation):
-        return "A query before the first step had no noise."
-    if any(map(_not_private, mechanism.before)):
-        return "An earlier run on these data was not private, so no run that uses its result is."
-    return mechanism.sampling.claim if _draws_reveal_data(mechanism.sampling) else None
-
-
-def _not_private(spent: Spent) -> bool:
-    """Whether an earlier run released anything without noise."""
-    noise = (*(multiplier for multiplier, _ in spent.runs), *spent.preparation)
-    return not all(noise) or _draws_reveal_data(spent.sampling)
-
-
-def _draws_reveal_data(sampling: Sampler) -> bool:
-    """Whether the choice of examples is itself a release, whatever the noise."""
-    # An order that was computed from private data is a release of its own, which no noise protects.
-    return isinstance(sampling.event(np.ones(1)), dp.NonPrivateDpEvent)
 
 
 def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
