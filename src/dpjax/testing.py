@@ -21,7 +21,7 @@ import optax
 
 from dpjax import clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
-from dpjax.noise import seals
+from dpjax.noise.measured import Release, measured
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = [
@@ -280,7 +280,7 @@ def assert_private(
             )
 
 
-def _ratios(with_it: Sequence[seals.Release], without: Sequence[seals.Release]) -> Iterator[float]:
+def _ratios(with_it: Sequence[Release], without: Sequence[Release]) -> Iterator[float]:
     """At each step, how far an example moves the release, over what the multiplier says."""
     for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
@@ -300,8 +300,8 @@ def _runs(
     begin: Callable[[], PyTree],
     params: PyTree,
     batches: Sequence[PyTree],
-    instead: Sequence[seals.Release] = (),
-) -> tuple[list[seals.Release], list[PyTree]]:
+    instead: Sequence[Release] = (),
+) -> tuple[list[Release], list[PyTree]]:
     """What the noise link of a chain releases, and the updates of the chain.
 
     Args:
@@ -311,7 +311,7 @@ def _runs(
       batches: The gradients of the examples, for each step.
       instead: For each step, what meets the noise in the place of the chain's own.
     """
-    with seals.watched(instead) as found:
+    with measured(instead) as found:
         try:
             state, updates = begin(), list[PyTree]()
             for batch in batches:

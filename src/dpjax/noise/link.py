@@ -23,6 +23,7 @@ from jaxtyping import Array, Int
 from dpjax import checks, trees
 from dpjax._display import veiled
 from dpjax._marks import require_clipped_sum
+from dpjax.noise.measured import Release, unless_measured
 from dpjax.noise.multiplier import (
     check_multiplier,
     effective_at,
@@ -31,7 +32,7 @@ from dpjax.noise.multiplier import (
 )
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.one_run import require_one_run, traced, unless_reset, with_own_noise
-from dpjax.noise.seals import Release, met, seal_outside_jit
+from dpjax.noise.seals import seal_outside_jit
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
 
@@ -200,7 +201,8 @@ def checked_sums(
         total = total if key_of_zeros else unless_reset(total, state.key, name)
         each = [deviations[group] for group in rule.partition.assign(total)]
         multiplier = effective_at(noise_multiplier, state.step)
-        found = met(state.key, state.step, Release(total, each, multiplier, below, strategy))
+        release = Release(total, each, multiplier, below, strategy)
+        found = unless_measured(state.key, state.step, release)
         return found.total, found.below
 
     return checked

@@ -11,11 +11,8 @@ refused, whatever differs. An equal one is a replay: it tells nothing new, and s
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +22,7 @@ from jaxtyping import Array, UInt32
 
 from dpjax import trees
 from dpjax.checks import Refused
+from dpjax.noise.measured import is_measured
 from dpjax.types import Key, PyTree
 
 # From the hash of a root key to the seal of each step, 0 where none ran. This outlives every
@@ -74,52 +72,6 @@ def require_one_release(key: Any, first: int, seals: Any, name: str) -> None:
     _remember(key, first, np.where(now == 0, before, now))
 
 
-class Release(NamedTuple):
-    """What the noise of one step of a link meets."""
-
-    total: PyTree
-    deviations: list[Any]
-    """The standard deviation of the noise on the sum, for each of its leaves."""
-    multiplier: Any
-    """The effective multiplier that is accounted for this step."""
-    below: Any = None
-    """The count that an adapted bound follows."""
-    strategy: Any = None
-    """How the noise is correlated over the steps; None for white noise."""
-
-
-# What links release while `dpjax.testing` measures a chain, and what they release instead. Then
-# nothing is sealed, since a measurement gives one noise to two sums on purpose.
-_watched: ContextVar[tuple[list[Release], Iterator[Release]] | None] = ContextVar(
-    "dpjax_watched", default=None
-)
-
-
-@contextlib.contextmanager
-def watched(instead: Sequence[Release] = ()) -> Iterator[list[Release]]:
-    """Collects the releases of links, instead of sealing them.
-
-    Args:
-      instead: Releases of the first steps, in the place of the links' own.
-    """
-    found: list[Release] = []
-    token = _watched.set((found, iter(instead)))
-    try:
-        yield found
-    finally:
-        _watched.reset(token)
-
-
-def met(key: Any, step: Any, release: Release) -> Release:
-    """What meets the noise of a link: the release itself, unless `watched` has another one."""
-    watch = _watched.get()
-    if watch is None or _traced((key, step, *release[:-1])):
-        return release
-    found, instead = watch
-    found.append(release)
-    return next(instead, release)
-
-
 def seal_outside_jit(key: Any, step: Any, released: PyTree, name: str) -> None:
     """`require_one_release` for a link outside ``jit``; a traced step has no values to compare.
 
@@ -129,12 +81,10 @@ def seal_outside_jit(key: Any, step: Any, released: PyTree, name: str) -> None:
       released: What leaves the link, after the noise.
       name: How errors call the link.
     """
-    if _watched.get() is None and not _traced((key, step, released)):
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, released)))
+    # A measurement gives one noise to two sums on purpose, and releases neither.
+    if not traced and not is_measured():
         require_one_release(key, int(step), _sealed(released)[None], name)
-
-
-def _traced(tree: PyTree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 _sealed = jax.jit(seal)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hook that measures chains: it records what meets the noise of a link, and can exchange it.
+
+`dpjax.testing` alone sets it, to compare what a chain releases with and without an example. Nothing
+is sealed meanwhile, since one noise meets two sums on purpose. So no code that releases a result
+may set it: two such releases would tell a sum without noise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+from dpjax.types import PyTree
+
+
+class Release(NamedTuple):
+    """What the noise of one step of a link meets."""
+
+    total: PyTree
+    deviations: list[Any]
+    """The standard deviation of the noise on the sum, for each of its leaves."""
+    multiplier: Any
+    """The effective multiplier that is accounted for this step."""
+    below: Any = None
+    """The count that an adapted bound follows."""
+    strategy: Any = None
+    """How the noise is correlated over the steps; None for white noise."""
+
+
+# The releases so far, and what meets the noise of the next steps instead; None outside of a
+# measurement. A context variable: another thread may train at the same time.
+_measured: ContextVar[tuple[list[Release], Iterator[Release]] | None] = ContextVar(
+    "dpjax_measured", default=None
+)
+
+
+@contextlib.contextmanager
+def measured(instead: Sequence[Release] = ()) -> Iterator[list[Release]]:
+    """Collects the releases of links, instead of sealing them.
+
+    Args:
+      instead: Releases of the first steps, in the place of the links' own.
+    """
+    found: list[Release] = []
+    token = _measured.set((found, iter(instead)))
+    try:
+        yield found
+    finally:
+        _measured.reset(token)
+
+
+def is_measured() -> bool:
+    """Whether releases are collected now."""
+    return _measured.get() is not None
+
+
+def unless_measured(key: Any, step: Any, release: Release) -> Release:
+    """What meets the noise of a link: its release, or what `measured` exchanges it for."""
+    measurement = _measured.get()
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, *release[:-1])))
+    if measurement is None or traced:
+        return release
+    found, instead = measurement
+    found.append(release)
+    return next(instead, release)
