@@ -142,66 +142,74 @@ def fingerprint(program: ClosedJaxpr) -> str:
 
 def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
     """Hashes a part of a program: a program, a parameter of an equation, or a constant."""
-    if isinstance(part, ClosedJaxpr):
-        for constant in part.consts:
-            _hash(constant, write)
-        part = part.jaxpr
-    if isinstance(part, Jaxpr):
-        # Variables are numbered by their first occurrence, since their names are not stable.
-        numbers: dict[Any, int] = {}
-        placed: dict[Any, Any] = {}
+    match part:
+        case ClosedJaxpr():
+            for constant in part.consts:
+                _hash(constant, write)
+            _hash_program(part.jaxpr, write)
+        case Jaxpr():
+            _hash_program(part, write)
+        case jax.Array() if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+            _hash(jax.random.key_data(part), write)
+        case jax.Array() | np.ndarray() | np.generic():
+            data = np.asarray(part)
+            write(f"{data.dtype}{data.shape}".encode())
+            write(np.ascontiguousarray(data).tobytes())
+        case tuple() | list():
+            write(f"({len(part)}".encode())
+            for each in part:
+                _hash(each, write)
+        case Set():  # of axes of a mesh: their order differs from process to process
+            _hash(sorted(map(repr, part)), write)
+        case Mapping():
+            _hash(sorted(part.items(), key=lambda item: repr(item[0])), write)
+        case _ if isinstance(
+            getattr(part, "jaxpr", None), ClosedJaxpr
+        ):  # a jitted function, traced
+            _hash(part.jaxpr, write)
+        case _ if callable(part) and not isinstance(part, type):
+            write(getattr(part, "__qualname__", type(part).__qualname__).encode())
+            # An operation that JAX writes as a class: `side` of `jnp.searchsorted` stands there
+            # alone. What other objects hold, as of a callback, may change while they run.
+            held = [getattr(part, name, None) for name in ("params", "in_avals", "out_aval")]
+            if all(each is not None for each in held):
+                _hash(held, write)
+        case _:
+            write(re.sub(r"0x[0-9a-fA-F]+", "", repr(part)).encode())
 
-        def source(v: Any) -> Any:
-            return v if isinstance(v, Literal) else placed.get(v, v)
 
-        def variable(v: Any) -> None:
-            v = source(v)
-            if isinstance(v, Literal):
-                _hash(np.asarray(v.val), write)
-            else:
-                write(f" {numbers.setdefault(v, len(numbers))}:{v.aval}".encode())
+def _hash_program(program: Jaxpr, write: Callable[[bytes], Any]) -> None:
+    """Hashes the equations of a program, without the constants of a closed one."""
+    # Variables are numbered by their first occurrence, since their names are not stable.
+    numbers: dict[Any, int] = {}
+    placed: dict[Any, Any] = {}
 
-        for v in (*part.constvars, *part.invars):
+    def source(v: Any) -> Any:
+        return v if isinstance(v, Literal) else placed.get(v, v)
+
+    def variable(v: Any) -> None:
+        v = source(v)
+        if isinstance(v, Literal):
+            _hash(np.asarray(v.val), write)
+        else:
+            write(f" {numbers.setdefault(v, len(numbers))}:{v.aval}".encode())
+
+    for v in (*program.constvars, *program.invars):
+        variable(v)
+    for equation in program.eqns:
+        # Where an array lies changes no result, and a run may resume under another mesh.
+        if equation.primitive.name == "sharding_constraint":
+            placed[equation.outvars[0]] = source(equation.invars[0])
+            continue
+        write(f"\n{equation.primitive.name} ".encode())
+        for name, value in sorted(equation.params.items()):
+            if name != "name":  # of a jitted function
+                write(f" {name}=".encode())
+                _hash(value, write)
+        for v in (*equation.invars, *equation.outvars):
             variable(v)
-        for equation in part.eqns:
-            # Where an array lies changes no result, and a run may resume under another mesh.
-            if equation.primitive.name == "sharding_constraint":
-                placed[equation.outvars[0]] = source(equation.invars[0])
-                continue
-            write(f"\n{equation.primitive.name} ".encode())
-            for name, value in sorted(equation.params.items()):
-                if name != "name":  # of a jitted function
-                    write(f" {name}=".encode())
-                    _hash(value, write)
-            for v in (*equation.invars, *equation.outvars):
-                variable(v)
-        for v in part.outvars:
-            variable(v)
-    elif isinstance(part, jax.Array) and jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
-        _hash(jax.random.key_data(part), write)
-    elif isinstance(part, jax.Array | np.ndarray | np.generic):
-        data = np.asarray(part)
-        write(f"{data.dtype}{data.shape}".encode())
-        write(np.ascontiguousarray(data).tobytes())
-    elif isinstance(part, tuple | list):
-        write(f"({len(part)}".encode())
-        for each in part:
-            _hash(each, write)
-    elif isinstance(part, Set):  # of axes of a mesh: their order differs from process to process
-        _hash(sorted(map(repr, part)), write)
-    elif isinstance(part, Mapping):
-        _hash(sorted(part.items(), key=lambda item: repr(item[0])), write)
-    elif isinstance(getattr(part, "jaxpr", None), ClosedJaxpr):  # a jitted function, traced
-        _hash(part.jaxpr, write)
-    elif callable(part) and not isinstance(part, type):
-        write(getattr(part, "__qualname__", type(part).__qualname__).encode())
-        # An operation that JAX writes as a class: `side` of `jnp.searchsorted` stands there alone.
-        # What other objects hold, as of a callback, may change while they run.
-        held = [getattr(part, name, None) for name in ("params", "in_avals", "out_aval")]
-        if all(each is not None for each in held):
-            _hash(held, write)
-    else:
-        write(re.sub(r"0x[0-9a-fA-F]+", "", repr(part)).encode())
+    for v in program.outvars:
+        variable(v)
 
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
