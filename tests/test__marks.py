@@ -131,8 +131,8 @@ def updated(links, jitted):
     case="False-privatize at some steps",
 )
 @kills(
-    "mechanism/description.py",
-    "own = params is None or not self.noise_multiplier",
+    "mechanism/link.py",
+    "own = params is None or not mechanism.noise_multiplier",
     "own = True",
     case="False-scale before privatize",
     slow=True,

@@ -307,7 +307,7 @@ def test_what_a_step_releases_tells_as_much_as_its_multiplier_says():
 
 
 @kills(
-    "mechanism/description.py", "below, share", "below, jnp.float32(1 / self.batch_size)", slow=True
+    "mechanism/link.py", "below, share", "below, jnp.float32(1 / mechanism.batch_size)", slow=True
 )
 def test_a_step_that_is_not_planned_moves_no_bound():
     mechanism = make(jnp.zeros((10, 1)), steps=1, multiplier=0.5).mechanism

@@ -269,12 +269,12 @@ def test_a_step_separates_as_its_mechanism_allows(name):
 
 
 def quiet_noise(monkeypatch):
-    add = dpjax.mechanism.description.add_noise
+    add = dpjax.mechanism.link.add_noise
 
     def less(total, partition, deviations, *more, **named):
         return add(total, partition, [0.9 * each for each in deviations], *more, **named)
 
-    monkeypatch.setattr("dpjax.mechanism.description.add_noise", less)
+    monkeypatch.setattr("dpjax.mechanism.link.add_noise", less)
 
 
 def long_gradients(monkeypatch):

@@ -132,7 +132,7 @@ def test_a_run_is_the_same_however_it_is_cut(tmp_path):
 
 
 @kills(
-    "mechanism/description.py",
+    "mechanism/link.py",
     "return mean, noise.GaussianState(state.key, state.step + 1, memory)",
     "return mean, noise.GaussianState(state.key, state.step + 1, state.memory)",
     case="inverse",

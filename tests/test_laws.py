@@ -365,7 +365,7 @@ def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation)
     assert found * 256 == pytest.approx(deviation, rel=0.005)
 
 
-@kills("mechanism/description.py", "1 / self.batch_size", "1.0", case="constant", slow=True)
+@kills("mechanism/link.py", "1 / mechanism.batch_size", "1.0", case="constant", slow=True)
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
     mechanism = mechanism_with(1000, 50, clipping=rule, noise_multiplier=multiplier, steps=3)

@@ -193,9 +193,9 @@ def test_delta_of_epsilon():
 
 
 @kills(
-    "mechanism/description.py",
-    "            total,\n            partition,\n",
-    "            jax.tree.map(lambda x: x / self.batch_size**2, total),\n            partition,\n",
+    "mechanism/link.py",
+    "        total,\n        partition,\n",
+    "        jax.tree.map(lambda x: x / mechanism.batch_size**2, total),\n        partition,\n",
     slow=True,
 )
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
@@ -205,7 +205,7 @@ def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
     np.testing.assert_allclose(out, 1.0)
 
 
-@kills("mechanism/description.py", "step < self.steps, 1", "step <= self.steps, 1", slow=True)
+@kills("mechanism/link.py", "step < mechanism.steps, 1", "step <= mechanism.steps, 1", slow=True)
 class TestHorizon:
     def test_a_step_past_the_plan_raises(self):
         link = make(steps=2).privatize(jax.random.key(0))

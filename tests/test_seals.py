@@ -232,8 +232,8 @@ def test_links_warn_of_a_small_seed(make_link, caplog):
     slow=True,
 )
 @kills(
-    "mechanism/description.py",
-    "            seal_outside_jit(state.key, state.step, (mean, scale), name)\n",
+    "mechanism/link.py",
+    "        seal_outside_jit(state.key, state.step, (mean, scale), name)\n",
     "",
     case="privatize",
     slow=True,

@@ -16,25 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import dp_accounting as dp
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import accounting, checks, clipping, noise
 from dpjax._display import brief, short, table
-from dpjax._marks import require_clipped_sum
 from dpjax.accounting.events import runs_of
-from dpjax.mechanism import card
-from dpjax.mechanism.adaptive import AdaptiveState, check_adaptive, followed
+from dpjax.mechanism import card, link
+from dpjax.mechanism.adaptive import check_adaptive
 from dpjax.mechanism.correlated import check_strategy, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
-from dpjax.noise.link import add_noise, begin, checked_sums
-from dpjax.noise.seals import seal_outside_jit
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
 
@@ -404,38 +398,7 @@ class Mechanism:
           NaN. With ``adaptive``, the state is an `AdaptiveState`, sum and mean are relative to its
           scale, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
         """
-        name = "Mechanism.privatize"
-        checked = checked_sums(name, self.clipping, self.gradient_multiplier, key, self.noise)
-
-        def init(params: PyTree) -> Any:
-            state = begin(name, key, params, self.noise)
-            if self.adaptive is None:
-                return state
-            return AdaptiveState(state.key, state.step, jnp.ones((), jnp.float32))
-
-        def update(
-            updates: PyTree,
-            state: Any,
-            params: PyTree | None = None,
-            *,
-            below: Float[Array, ""] | None = None,
-            **extra: Any,
-        ) -> tuple[PyTree, Any]:
-            del extra
-            # A loop that added microbatches itself passes no parameters, and a chain does.
-            own = params is None or not self.noise_multiplier
-            updates = require_clipped_sum(updates, self.clipping, name, plain=own)
-            updates, below = checked(updates, state, self.deviations_on_sum(state.step), below)
-            scale, memory = getattr(state, "scale", None), getattr(state, "memory", ())
-            mean, scale, memory = self.private_mean(
-                updates, state.key, state.step, memory=memory, bound_scale=scale, below=below
-            )
-            seal_outside_jit(state.key, state.step, (mean, scale), name)
-            if self.adaptive is None:
-                return mean, noise.GaussianState(state.key, state.step + 1, memory)
-            return mean, AdaptiveState(state.key, state.step + 1, scale)
-
-        return optax.GradientTransformationExtraArgs(init, update)
+        return link.privatize(self, key)
 
     def private(self, key: Key) -> optax.GradientTransformation:
         """The Optax link from per-example gradients to a private mean: the whole private part.
@@ -455,7 +418,7 @@ class Mechanism:
           What comes out may be released: `epsilon` covers the planned steps.
 
         Example:
-          >>> import dpjax
+          >>> import dpjax, jax.numpy as jnp
           >>> mechanism = dpjax.Mechanism(
           ...     sampling=dpjax.sampling.full(examples=2),
           ...     clipping=dpjax.clipping.flat(bound=1.0),
@@ -467,13 +430,7 @@ class Mechanism:
           >>> gradients = {"w": jnp.ones((2, 3))}
           >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
         """
-        if self.adaptive is not None:
-            raise ValueError(
-                "Mechanism.private: the bound is adapted to the norms of each batch, which the "
-                "links of a chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
-            )
-        checks.key("Mechanism.private", key)
-        return optax.chain(clipping.clip_and_sum(self.clipping), self.privatize(key))
+        return link.private(self, key)
 
     def private_mean(
         self,
@@ -503,33 +460,17 @@ class Mechanism:
           The mean, and the scale and the memory of the next step. `privatize` says what happens
           past the planned steps.
         """
-        beyond = step >= self.steps
-        if not isinstance(beyond, Tracer) and beyond:
-            raise ValueError(
-                f"Mechanism.privatize: step {int(step) + 1} of {self.steps} planned steps; the "
-                "accounting does not cover this step. Plan more steps in the Mechanism."
-            )
-        deviations, partition = self.deviations_on_sum(step), self.clipping.partition
-        noisy, memory = add_noise(
+        return link.private_mean(
+            self,
             total,
-            partition,
-            deviations,
             key,
             step,
-            self.noise,
-            memory,
+            memory=memory,
             lost=lost,
+            bound_scale=bound_scale,
+            below=below,
             in_parts=in_parts,
         )
-        # The divisor is the expected batch size, a public constant; the drawn size is private.
-        # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.
-        share = jnp.where(step < self.steps, 1 / self.batch_size, jnp.nan)
-        mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)
-        if self.adaptive is None:
-            return mean, bound_scale, memory
-        count = self.count_multiplier
-        scale = followed(self.adaptive, count, below, share, bound_scale, key, step)
-        return mean, scale, memory
 
 
 def _checked_before(before: Any) -> tuple[Spent, ...]:
