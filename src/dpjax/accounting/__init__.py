@@ -7,7 +7,7 @@ RDP (the default), PLD (tighter, slower), RDP with the conversion that older pap
 CLT estimate of Gaussian DP.
 
 A noise multiplier in an event is relative to the *add-or-remove* sensitivity (one example joins or
-leaves). `neighbours="replace-one"` doubles the sensitivity, and this room alone converts it.
+leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alone converts it.
 
 | file | what it holds |
 |---|---|

@@ -51,7 +51,7 @@ _WORD = 2.0**-32
 
 
 def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarray:
-    """Rényi divergence for an example that joins or leaves, `[orders]`.
+    """Rényi divergence for an example that joins or leaves, ``[orders]``.
 
     Example:
       >>> event = AllocatedGaussianDpEvent(1.0, (1.0,) + 9 * (0.0,))

@@ -2,7 +2,7 @@
 """Flattens an event: a tree of events becomes a short list of parts that cost privacy.
 
 Every accountant needs sampled Gaussians with equal (rate, multiplier) counted together, and all
-unsampled Gaussians joined into one, because `1/z^2` adds up. Several Gaussians under one sample
+unsampled Gaussians joined into one, because ``1/z^2`` adds up. Several Gaussians under one sample
 are joined *before* the sampling is applied. Other kinds of event (Laplace, sampling without
 replacement, mixtures) are passed to dp_accounting unchanged.
 """
@@ -42,9 +42,9 @@ class Parts(NamedTuple):
     """The parts of an event that cost privacy.
 
     Attributes:
-      sampled: `{(sampling_rate, noise_multiplier): count}`, rates strictly between 0 and 1.
-      precision: the sum of `1/z^2` over all unsampled Gaussians; 0 where there are none.
-      foreign: `{text: (event, count)}`, kinds of event that are not Gaussian steps.
+      sampled: ``{(sampling_rate, noise_multiplier): count}``, rates strictly between 0 and 1.
+      precision: The sum of ``1/z^2`` over all unsampled Gaussians; 0 where there are none.
+      foreign: ``{text: (event, count)}``, kinds of event that are not Gaussian steps.
       private: False if something is released bare, so that no finite epsilon exists.
     """
 
@@ -128,8 +128,8 @@ def split(event: DpEvent, records: int = 1) -> Parts:
     """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
 
     Args:
-      event: what was run.
-      records: how many records one user has. Below correlated noise several count as drawn at
+      event: What was run.
+      records: How many records one user has. Below correlated noise several count as drawn at
         every sample.
 
     Example:

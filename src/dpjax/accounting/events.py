@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds events in the grammar of dp_accounting.
 
-DP-SGD is one sentence: `steps` times, a Poisson sample of the data, then a Gaussian on its clipped
-sum. A noise schedule has a multiplier for every step; equal ones are merged, because the total does
-not depend on their order. Grouped clipping is several Gaussians on *one* sample: their multipliers
-are joined by `effective_multiplier` before the sampling is applied. The other order would claim too
-much. Multipliers are relative to the add-or-remove sensitivity.
+DP-SGD is one sentence: ``steps`` times, a Poisson sample of the data, then a Gaussian on its
+clipped sum. A noise schedule has a multiplier for every step; equal ones are merged, because the
+total does not depend on their order. Grouped clipping is several Gaussians on *one* sample: their
+multipliers are joined by `effective_multiplier` before the sampling is applied. The other order
+would claim too much. Multipliers are relative to the add-or-remove sensitivity.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class AllocatedGaussianDpEvent(DpEvent):
     """One Gaussian on all steps of a run, in which each example has the steps of one random bin.
 
     Attributes:
-      noise_multiplier: relative to the most that an example moves the run, whichever its bin.
-      overlaps: one number for each bin, which bound how much the moves of two bins have in common;
+      noise_multiplier: Relative to the most that an example moves the run, whichever its bin.
+      overlaps: One number for each bin, which bound how much the moves of two bins have in common;
         `dpjax.accounting.allocation` says how.
     """
 
@@ -95,14 +95,14 @@ def check_rate(value: float, who: str) -> float:
 
 
 def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
-    """The Gaussian mechanism on the whole data set, `steps` times: nothing is amplified.
+    """The Gaussian mechanism on the whole data set, ``steps`` times: nothing is amplified.
 
     Args:
-      noise_multiplier: noise standard deviation over add-or-remove sensitivity.
-      steps: how often it runs.
+      noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
+      steps: How often it runs.
 
     Returns:
-      The event; `steps` runs cost as much as one with `noise_multiplier / sqrt(steps)`.
+      The event; ``steps`` runs cost as much as one with ``noise_multiplier / sqrt(steps)``.
 
     Example:
       >>> gaussian(2.0, steps=4)
@@ -112,18 +112,18 @@ def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
 
 
 def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: int) -> DpEvent:
-    """DP-SGD: `steps` times, a Poisson sample of the data, then a Gaussian on its clipped sum.
+    """DP-SGD: ``steps`` times, a Poisson sample of the data, then a Gaussian on its clipped sum.
 
     Args:
-      noise_multiplier: noise standard deviation over add-or-remove sensitivity.
-      sampling_rate: probability with which each example joins a step, on its own coin.
-      steps: how many steps run.
+      noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
+      sampling_rate: Probability with which each example joins a step, on its own coin.
+      steps: How many steps run.
 
     | given | event |
     |---|---|
-    | `steps == 0` or `sampling_rate == 0` | no operation: costs nothing |
-    | `sampling_rate == 1` | plain Gaussians, no sampling around them |
-    | `noise_multiplier == 0` | kept; its epsilon is infinite |
+    | ``steps == 0`` or ``sampling_rate == 0`` | no operation: costs nothing |
+    | ``sampling_rate == 1`` | plain Gaussians, no sampling around them |
+    | ``noise_multiplier == 0`` | kept; its epsilon is infinite |
 
     Example:
       >>> subsampled_gaussian(1.1, 0.01, 1)
@@ -152,9 +152,9 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     """DP-SGD whose noise multiplier, and if need be sampling rate, changes with the step.
 
     Args:
-      multipliers: `[steps]`, the multiplier of every step, chosen before training and not from
+      multipliers: ``[steps]``, the multiplier of every step, chosen before training and not from
         the data.
-      sampling_rate: one rate, or one for every step.
+      sampling_rate: One rate, or one for every step.
 
     Returns:
       The composition with equal steps gathered. Order does not matter: a schedule and its reverse
@@ -210,7 +210,7 @@ def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) 
 
 
 def compose(*events: DpEvent) -> DpEvent:
-    """All of `events`, one after the other; each may depend on what the ones before it released.
+    """All of ``events``, one after the other; each may depend on what the ones before it released.
 
     Args:
       *events: any number of events; events without cost are left out.
@@ -231,10 +231,10 @@ def compose(*events: DpEvent) -> DpEvent:
 
 
 def effective_multiplier(noise_multipliers: ArrayLike) -> float:
-    """The one multiplier that costs as much as several on one sample: `(sum_g m_g^-2)^-1/2`.
+    """The one multiplier that costs as much as several on one sample: ``(sum_g m_g^-2)^-1/2``.
 
     Args:
-      noise_multipliers: one a group, each relative to that group's own bound.
+      noise_multipliers: One a group, each relative to that group's own bound.
 
     | given | returns |
     |---|---|

@@ -35,7 +35,7 @@ from dpjax.checks import Refused
 class Filter:
     r"""A budget for steps whose noise is chosen during the run.
 
-    With `r_t` the Rényi divergence of step t at the order `a`, a step is admitted if
+    With ``r_t`` the Rényi divergence of step t at the order ``a``, a step is admitted if
 
     $$ \sum_{s \le t} r_s \;\le\; \varepsilon - \log\frac{a-1}{a}
        + \frac{\log \delta + \log a}{a - 1}. $$
@@ -43,13 +43,13 @@ class Filter:
     Args:
       epsilon: The most that all steps together may cost, however they were chosen.
       delta: The delta of the budget.
-      order: `a`, fixed before the first step; `best_order` finds a good one for expected steps.
+      order: ``a``, fixed before the first step; `best_order` finds a good one for expected steps.
       method: "rdp"; or "gdp" for Gaussians without sampling: no order, and exact.
       spent: The sum over the admitted steps, in the method's own unit.
       steps: The number of admitted steps.
 
     Privacy:
-      Add-or-remove neighbours, Poisson sampling, exact norms (not `clipping.jl`).  All that is
+      Add-or-remove neighbours, Poisson sampling, exact norms (not `clipping.jl`). All that is
       released by admitted steps is (epsilon, delta)-private together if each choice depends on
       earlier releases and public things only: a loss, a norm or an accuracy of training data
       *before* its noise is neither.
@@ -58,7 +58,7 @@ class Filter:
     | method | answer |
     |---|---|
     | "rdp" | any multipliers and rates; as many equal steps as the ledger lets, at the best order |
-    | "gdp" | rate 1 only; `sum 1/z^2 <= mu^2`, which is all that (epsilon, delta) can hold |
+    | "gdp" | rate 1 only; ``sum 1/z^2 <= mu^2``, which is all that (epsilon, delta) can hold |
     | "pld" | refused: its numerical composition is proved for multipliers fixed in advance alone |
 
     Example:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian differential privacy by the central limit theorem: an estimate, not a bound.
 
-Many small sampled steps look, in the limit, like one Gaussian of signal `mu`. Papers print epsilons
-from that limit. For finitely many steps the error has no known sign, and at small multipliers the
-estimate is far too small. Every output is therefore labelled as an estimate, and calibration and
-budgets refuse the method. Unsampled Gaussians enter exactly.
+Many small sampled steps look, in the limit, like one Gaussian of signal ``mu``. Papers print
+epsilons from that limit. For finitely many steps the error has no known sign, and at small
+multipliers the estimate is far too small. Every output is therefore labelled as an estimate, and
+calibration and budgets refuse the method. Unsampled Gaussians enter exactly.
 """
 
 import math
@@ -17,7 +17,7 @@ from dpjax.accounting.event_parts import Parts
 
 
 class Estimate(float):
-    """A number that is not a bound, and whose `repr` says so.
+    """A number that is not a bound, and whose ``repr`` says so.
 
     Example:
       >>> Estimate(2.3244)
@@ -33,7 +33,7 @@ class Estimate(float):
 
 
 def clt_epsilon(parts: Parts, delta: float, neighbours: str) -> Estimate:
-    """The epsilon at which a Gaussian of signal `mu` has this delta.
+    """The epsilon at which a Gaussian of signal ``mu`` has this delta.
 
     "replace-one" doubles the signal of unsampled Gaussians and refuses sampled ones.
 
@@ -48,7 +48,7 @@ def clt_epsilon(parts: Parts, delta: float, neighbours: str) -> Estimate:
 
 
 def clt_delta(parts: Parts, epsilon: float, neighbours: str) -> Estimate:
-    """`delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)`."""
+    """``delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)``."""
     mu = _signal(parts, neighbours)
     if mu == 0 or math.isinf(mu):
         return Estimate(min(mu, 1.0))
@@ -58,7 +58,7 @@ def clt_delta(parts: Parts, epsilon: float, neighbours: str) -> Estimate:
 
 
 def _signal(parts: Parts, neighbours: str) -> float:
-    """`mu^2 = sum q^2 (exp(1/z^2) - 1)` over sampled steps, and `1/z^2` over unsampled ones."""
+    """``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones."""
     if parts.foreign:
         raise ValueError(
             "accounting: method 'gdp' knows Gaussians only; this event holds "

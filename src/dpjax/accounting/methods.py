@@ -22,12 +22,12 @@ class Method:
     """An accounting method.
 
     Attributes:
-      name: what users type.
-      proven: whether its answer is an upper bound; if not, it may be shown but nothing may rest
+      name: What users type.
+      proven: Whether its answer is an upper bound; if not, it may be shown but nothing may rest
         on it.
-      words: one line for reports.
-      epsilon: `(parts, delta, neighbours) -> epsilon`.
-      delta: `(parts, epsilon, neighbours) -> delta`.
+      words: One line for reports.
+      epsilon: ``(parts, delta, neighbours) -> epsilon``.
+      delta: ``(parts, epsilon, neighbours) -> delta``.
     """
 
     name: str
@@ -82,11 +82,11 @@ METHODS: dict[str, Method] = {
 def epsilon(
     event: DpEvent, delta: float, method: str = "rdp", neighbours: str = "add-or-remove"
 ) -> float:
-    """The epsilon that `event` costs at this delta.
+    """The epsilon that ``event`` costs at this delta.
 
     Args:
-      event: what was run; multipliers relative to the add-or-remove sensitivity.
-      delta: the probability beside epsilon, in (0, 1); below one over the number of examples.
+      event: What was run; multipliers relative to the add-or-remove sensitivity.
+      delta: The probability beside epsilon, in (0, 1); below one over the number of examples.
       method: "rdp", "pld", "rdp-classic", or "gdp" (an estimate).
       neighbours: "add-or-remove", "zero-out" (same arithmetic), or "replace-one" (sensitivity
         doubled here).
@@ -124,7 +124,7 @@ def epsilon(
 def delta(
     event: DpEvent, epsilon: float, method: str = "rdp", neighbours: str = "add-or-remove"
 ) -> float:
-    """The delta that `event` costs at this epsilon, zero or more: the inverse of `epsilon`.
+    """The delta that ``event`` costs at this epsilon, zero or more: the inverse of `epsilon`.
 
     The other arguments are as in `epsilon`.
 
@@ -158,8 +158,8 @@ def tightest(
 
     Args:
       event: What was run, or is planned.
-      neighbours: as for `accounting.epsilon`.
-      target: the epsilon and the delta for which noise or steps are chosen, if they are.
+      neighbours: As for `accounting.epsilon`.
+      target: The epsilon and the delta for which noise or steps are chosen, if they are.
 
     Returns:
       "pld" where it has a proof and the event has few different steps, or the target is too small

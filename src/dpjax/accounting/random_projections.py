@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Accounting for estimated norms (`clipping.jl`), where a norm may be estimated too small.
 
-A norm estimated from `r` random projections is, in exact numbers, the norm times `sqrt(chi2_r / r)`
-for every gradient (the estimator rounds it up by what float32 may lose). An example therefore moves
-the clipped sum by up to `s = sqrt(r / chi2_r)` bounds: usually about one, rarely many. Suppose that
-the projections are released too; they do not depend on the data. Given them, a step is a Gaussian
-with its multiplier divided by `s`, and its privacy loss is that of this Gaussian, mixed over `s`.
-This covers one example more or fewer. For replace-one both examples have an `s`, and nothing is
-proved.
+A norm estimated from ``r`` random projections is, in exact numbers, the norm times
+``sqrt(chi2_r / r)`` for every gradient (the estimator rounds it up by what float32 may lose). An
+example therefore moves the clipped sum by up to ``s = sqrt(r / chi2_r)`` bounds: usually about one,
+rarely many. Suppose that the projections are released too; they do not depend on the data. Given
+them, a step is a Gaussian with its multiplier divided by ``s``, and its privacy loss is that of
+this Gaussian, mixed over ``s``. This covers one example more or fewer. For replace-one both
+examples have an ``s``, and nothing is proved.
 
-The probability of a large `s` falls like a power, and Rényi divergences weigh it by the exponential
-of a square: they are infinite at every order, and a central limit does not exist. Every method but
-PLD refuses such events.
+The probability of a large ``s`` falls like a power, and Rényi divergences weigh it by the
+exponential of a square: they are infinite at every order, and a central limit does not exist. Every
+method but PLD refuses such events.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class ProjectedGaussianDpEvent(DpEvent):
     """The Gaussian mechanism on a sum that was clipped by norms from random projections.
 
     Attributes:
-      noise_multiplier: standard deviation over the bound.
-      projections: how many there are, `r`.
+      noise_multiplier: Standard deviation over the bound.
+      projections: How many there are, ``r``.
     """
 
     noise_multiplier: float
@@ -59,8 +59,8 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     """The event, with every Gaussian on a sum clipped by estimated norms.
 
     Args:
-      event: steps that were described as if norms were exact.
-      projections: how many there are.
+      event: Steps that were described as if norms were exact.
+      projections: How many there are.
 
     Example:
       >>> from dpjax.accounting.events import gaussian
@@ -126,7 +126,7 @@ def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
 
 
 def _steps(parts: Parts) -> Steps:
-    """`{(rate, multiplier, projections): count}` of the steps with estimated norms."""
+    """``{(rate, multiplier, projections): count}`` of the steps with estimated norms."""
     found: Steps = {}
     for event, count in parts.foreign.values():
         rate = 1.0
@@ -180,7 +180,7 @@ def _rounded(steps: Steps) -> Steps:
 
 @functools.lru_cache(maxsize=64)
 def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLossDistribution:
-    """The loss of one step: that of a Gaussian with multiplier `z / s`, mixed over `s`."""
+    """The loss of one step: that of a Gaussian with multiplier ``z / s``, mixed over ``s``."""
     beyond = _beyond(z, r)
     # An example that counts as unprotected costs its whole sampling probability as delta.
     total = library.from_privacy_parameters(

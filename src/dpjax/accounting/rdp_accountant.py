@@ -2,8 +2,8 @@
 """The Rényi accountant: from divergences to epsilon, with the improved and the classic conversion.
 
 Divergences of steps add at every order, and a conversion turns the best order into (epsilon,
-delta). The improved conversion is the default. The classic one, `epsilon = rdp + log(1/delta) /
-(alpha - 1)`, is proven too but looser; the papers of 2016 to 2021 print its result.
+delta). The improved conversion is the default. The classic one, ``epsilon = rdp + log(1/delta) /
+(alpha - 1)``, is proven too but looser; the papers of 2016 to 2021 print its result.
 
 Replace-one is converted here. The RDP of dp_accounting does not double the sensitivity, so an
 event is rewritten before it is passed on, at every depth: Gaussian and Laplace noise by half.
@@ -28,7 +28,7 @@ from dpjax.accounting.rdp_divergence import CLASSIC, ORDERS, curves
 def rdp_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     """Epsilon by RDP and the improved conversion.
 
-    `min_alpha rdp(alpha) + log((alpha-1)/alpha) - (log delta + log alpha) / (alpha-1)`.
+    ``min_alpha rdp(alpha) + log((alpha-1)/alpha) - (log delta + log alpha) / (alpha-1)``.
 
     References:
       Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020,
@@ -66,7 +66,7 @@ def least_epsilon(delta: float, method: str) -> float:
 
 
 def classic_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
-    """Epsilon by the first conversion: `min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)`.
+    """Epsilon by the first conversion: ``min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)``.
 
     Example:
       >>> from dpjax.accounting.events import subsampled_gaussian
@@ -83,7 +83,7 @@ def classic_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
 
 
 def classic_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
-    """Delta by the first conversion: `min_alpha exp((alpha - 1) (rdp(alpha) - epsilon))`."""
+    """Delta by the first conversion: ``min_alpha exp((alpha - 1) (rdp(alpha) - epsilon))``."""
     orders = ORDERS[CLASSIC]
     log_delta = np.min((orders - 1) * (total(parts, neighbours)[CLASSIC] - epsilon))
     # A bound above 1 says nothing more than 1.
@@ -91,7 +91,7 @@ def classic_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
 
 
 def total(parts: Parts, neighbours: str) -> np.ndarray:
-    """The sum of the divergences of all parts, `[orders]` on `ORDERS`.
+    """The sum of the divergences of all parts, ``[orders]`` on `ORDERS`.
 
     | part | add-or-remove, zero-out | replace-one |
     |---|---|---|

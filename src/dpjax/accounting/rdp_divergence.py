@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rényi divergence of the Poisson-sampled Gaussian, in closed form, for thousands of multipliers.
 
-Step t with rate q and multiplier z has divergence `log A(alpha) / (alpha - 1)` at order alpha,
+Step t with rate q and multiplier z has divergence ``log A(alpha) / (alpha - 1)`` at order alpha,
 where A is the alpha-th moment of the likelihood ratio f = (1-q) + q exp((2x-1) / 2z^2), x ~ N(0,
 z^2); steps add up. Whole orders are a binomial sum. The others are one integral of an analytic
 function, for which the trapezoid rule converges exponentially. Both compute A - 1, a sum of
@@ -40,22 +40,22 @@ _cache: dict[tuple[float, float], np.ndarray] = {}
 def renyi_divergence(
     noise_multiplier: ArrayLike, sampling_rate: ArrayLike, orders: ArrayLike = ORDERS
 ) -> np.ndarray:
-    """Rényi divergence of one Poisson-sampled Gaussian step: `log A(alpha) / (alpha - 1)`.
+    """Rényi divergence of one Poisson-sampled Gaussian step: ``log A(alpha) / (alpha - 1)``.
 
     Args:
-      noise_multiplier: a number, or an array of any shape.
-      sampling_rate: likewise; the two broadcast together.
-      orders: `[orders]`, each above 1; infinity is allowed.
+      noise_multiplier: A number, or an array of any shape.
+      sampling_rate: Likewise; the two broadcast together.
+      orders: ``[orders]``, each above 1; infinity is allowed.
 
     Returns:
-      The divergence, `[..., orders]`, for one example more or fewer.
+      The divergence, ``[..., orders]``, for one example more or fewer.
 
       | given | returns |
       |---|---|
-      | `sampling_rate == 0` or `noise_multiplier == inf` | 0 |
-      | `noise_multiplier == 0`, or order infinity | infinity |
-      | `sampling_rate == 1` | `alpha / (2 z^2)` |
-      | multiplier below 0.02, fractional order | an upper bound: `log A` is convex in alpha |
+      | ``sampling_rate == 0`` or ``noise_multiplier == inf`` | 0 |
+      | ``noise_multiplier == 0``, or order infinity | infinity |
+      | ``sampling_rate == 1`` | ``alpha / (2 z^2)`` |
+      | multiplier below 0.02, fractional order | an upper bound: ``log A`` is convex in alpha |
 
     Example:
       >>> renyi_divergence(2.5, 0.01, [5, 50]) * 50
@@ -87,7 +87,7 @@ def renyi_divergence(
 
 
 def curves(pairs: list[tuple[float, float]]) -> np.ndarray:
-    """`renyi_divergence` of (rate, multiplier) pairs on `ORDERS`, remembered: `[pairs, orders]`."""
+    """`renyi_divergence` of (rate, multiplier) pairs on `ORDERS`, kept: ``[pairs, orders]``."""
     missing = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
     if missing:
         if len(_cache) > 20_000:
@@ -99,7 +99,7 @@ def curves(pairs: list[tuple[float, float]]) -> np.ndarray:
 
 
 def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """`[z, orders]`; the easy cases here, the integrals below."""
+    """``[z, orders]``; the easy cases here, the integrals below."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         out = orders / (2 * z[:, None] ** 2)
     sampled = np.flatnonzero((q > 0) & (q < 1) & (z > 0) & np.isfinite(z))
@@ -118,7 +118,7 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
 
 
 def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
-    """`A - 1 = sum_k>=2 C(alpha, k) q^k (1-q)^(alpha-k) (exp(k(k-1) / 2z^2) - 1)`."""
+    """``A - 1 = sum_k>=2 C(alpha, k) q^k (1-q)^(alpha-k) (exp(k(k-1) / 2z^2) - 1)``."""
     k = np.arange(2, order + 1)
     log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
     q, exponent = q[:, None], k * (k - 1) / (2 * z[:, None] ** 2)
@@ -141,7 +141,7 @@ def _by_grid_size(z: np.ndarray, rows: np.ndarray, top: float) -> dict[int, np.n
 
 
 def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size: int) -> np.ndarray:
-    """`A - 1 = E[f^alpha - 1 - alpha (f - 1)]` over u = x/z, by the trapezoid rule."""
+    """``A - 1 = E[f^alpha - 1 - alpha (f - 1)]`` over u = x/z, by the trapezoid rule."""
     z, q = z[:, None], q[:, None]
     step = (orders.max() / z + 2 * _TAIL) / (size - 1)
     u = -_TAIL + step * np.arange(size)
@@ -169,7 +169,7 @@ def _summed(logs: np.ndarray) -> np.ndarray:
 
 
 def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """`log(f^alpha - 1 - alpha (f - 1))`: how far the power lies above its tangent."""
+    """``log(f^alpha - 1 - alpha (f - 1))``: how far the power lies above its tangent."""
     power, slope = order * log_f, order * excess
     # The tangent's logarithm where it is positive; f beyond e^30 has nothing left but its slope.
     tangent = np.where(log_f > 30, np.log(order) + log_f, np.log1p(np.maximum(slope, -1)))
@@ -184,7 +184,7 @@ def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.nda
 
 
 def _log_moment_bound(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size: int) -> np.ndarray:
-    """An upper bound on `log A`, convex in alpha: the chord between whole orders."""
+    """An upper bound on ``log A``, convex in alpha: the chord between whole orders."""
     del size
     low = np.floor(orders).astype(int)
     whole = {int(k): _log_moment_whole(z, q, int(k)) for k in np.union1d(low, low + 1)}

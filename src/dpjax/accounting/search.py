@@ -34,15 +34,15 @@ def calibrate(
     method: str = "rdp",
     neighbours: str = "add-or-remove",
 ) -> float:
-    """The smallest parameter whose event costs at most `epsilon`.
+    """The smallest parameter whose event costs at most ``epsilon``.
 
     Args:
-      make_event: from a positive number to an event that costs less the larger the number is;
+      make_event: From a positive number to an event that costs less the larger the number is;
         for instance a noise multiplier, or the factor on a whole schedule.
-      epsilon: the target, above 0.
-      delta: the probability beside it, in (0, 1).
-      method: a proven method.
-      neighbours: as for `accounting.epsilon`.
+      epsilon: The target, above 0.
+      delta: The probability beside it, in (0, 1).
+      method: A proven method.
+      neighbours: As for `accounting.epsilon`.
 
     Returns:
       The parameter. Its epsilon is at most the target, exactly; the parameter is within 1e-6 of
@@ -99,18 +99,18 @@ def largest_steps(
     neighbours: str = "add-or-remove",
     maximum: float = 10_000_000,
 ) -> int:
-    """The largest number of steps whose event costs at most `epsilon`.
+    """The largest number of steps whose event costs at most ``epsilon``.
 
     Args:
-      make_event: from a number of steps to an event that costs more the larger the number is.
-      epsilon: the target, above 0.
-      delta: the probability beside it, in (0, 1).
-      method: a proven method.
-      neighbours: as for `accounting.epsilon`.
-      maximum: the largest number of steps to consider: a whole number, or infinity.
+      make_event: From a number of steps to an event that costs more the larger the number is.
+      epsilon: The target, above 0.
+      delta: The probability beside it, in (0, 1).
+      method: A proven method.
+      neighbours: As for `accounting.epsilon`.
+      maximum: The largest number of steps to consider: a whole number, or infinity.
 
     Returns:
-      The number: 0 if not even one step fits, `maximum` if that fits.
+      The number: 0 if not even one step fits, ``maximum`` if that fits.
 
     Example:
       >>> from dpjax import accounting

@@ -30,10 +30,10 @@ class Selection(NamedTuple):
     """The cost of a search, counted in three ways, at one delta.
 
     Attributes:
-      epsilon_one: one run that was fixed beforehand; *not* the price of a search.
-      epsilon_best: the best of a random number of runs, if it alone is published.
-      epsilon_all: `mean_runs` runs (rounded up) composed; then all of them may be published.
-      mean_runs: how many runs there are on average.
+      epsilon_one: One run that was fixed beforehand; *not* the price of a search.
+      epsilon_best: The best of a random number of runs, if it alone is published.
+      epsilon_all: ``mean_runs`` runs (rounded up) composed; then all of them may be published.
+      mean_runs: How many runs there are on average.
     """
 
     epsilon_one: float
@@ -46,9 +46,9 @@ class Distribution(NamedTuple):
     """How the number of runs is drawn.
 
     Attributes:
-      words: one line for reports.
-      divergence: from the curve of one run and the mean number to the curve of the best.
-      draw: from the mean number and two uniform numbers in (0, 1) to a number of runs.
+      words: One line for reports.
+      divergence: From the curve of one run and the mean number to the curve of the best.
+      draw: From the mean number and two uniform numbers in (0, 1) to a number of runs.
     """
 
     words: str
@@ -64,43 +64,43 @@ def select_best(
     distribution: str = "geometric",
     neighbours: str = "add-or-remove",
 ) -> Selection:
-    """The epsilon of running a training `K` times and publishing the best run, `K` random.
+    """The epsilon of running a training ``K`` times and publishing the best run, ``K`` random.
 
-    With `r` the Rényi curve of one run, at every order `a`, for the truncated negative binomials
-    (`eta` 1: geometric; 0: logarithmic; `gamma` their parameter), and for Poisson,
+    With ``r`` the Rényi curve of one run, at every order ``a``, for the truncated negative
+    binomials (``eta`` 1: geometric; 0: logarithmic; ``gamma`` their parameter), and for Poisson,
 
         r(a) + (1 + eta) min_b [(1 - 1/b) r(b) + log(1/gamma) / b] + log(runs) / (a - 1)
         r(a) + runs * delta_hat(log(a / (a - 1))) + log(runs) / (a - 1)
 
-    where `delta_hat` is the delta of one run; the best order then gives epsilon.
+    where ``delta_hat`` is the delta of one run; the best order then gives epsilon.
 
     Args:
-      event: one run; or several events, if each run draws its settings: all that could be drawn.
-      delta: the probability beside epsilon, in (0, 1).
-      runs: the mean of `K`, 1 or more.
+      event: One run; or several events, if each run draws its settings: all that could be drawn.
+      delta: The probability beside epsilon, in (0, 1).
+      runs: The mean of ``K``, 1 or more.
       distribution: "geometric", "logarithmic" (smaller epsilon, heavier tail) or "poisson" (close
         to the mean, now and then no run at all; expensive when one run's epsilon is large).
-      neighbours: as for `accounting.epsilon`.
+      neighbours: As for `accounting.epsilon`.
 
     Returns:
       A `Selection`, by RDP. For a fixed number by another method, or if all runs are published:
-      `accounting.epsilon(accounting.compose(*events), ...)`.  To compose the best run with other
+      ``accounting.epsilon(accounting.compose(*events), ...)``. To compose the best run with other
       releases there is dp_accounting's `RepeatAndSelectDpEvent`, which the RDP here reads.
 
     Privacy:
-      `epsilon_best` holds if all of these do.
+      ``epsilon_best`` holds if all of these do.
 
-      1. `K` was drawn by `draw_runs` before the first result was seen, and stays secret: no table
+      1. ``K`` was drawn by `draw_runs` before the first result was seen, and stays secret: no table
          of runs, no seed from which it follows. To stop early, or to add a run, voids it.
       2. Runs have keys of their own. Settings are drawn independently for each from candidates
-         that were fixed beforehand and are *all* in `event`, drawn or not.
+         that were fixed beforehand and are *all* in ``event``, drawn or not.
       3. The score is a function of what the run releases and of public data. A score on private
-         data that is not paid for in `event` has no epsilon.
+         data that is not paid for in ``event`` has no epsilon.
       4. The best run alone is published; with no run (Poisson), nothing or a constant.
 
       | given | epsilon_best |
       |---|---|
-      | `runs == 1`, not Poisson | `epsilon_one`: there is one run |
+      | ``runs == 1``, not Poisson | ``epsilon_one``: there is one run |
       | something released bare | infinity |
       | an event that RDP cannot account | an error |
 
@@ -112,7 +112,7 @@ def select_best(
 
     References:
       Papernot, Steinke, *Hyperparameter tuning with Rényi differential privacy*, 2022, theorems 2
-      and 6.  Liu, Talwar, *Private selection from private candidates*, 2019.
+      and 6. Liu, Talwar, *Private selection from private candidates*, 2019.
     """
     who = "accounting.select_best"
     row, runs = _row(distribution, who), _mean(runs, who)
@@ -134,12 +134,12 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     """Draws how many runs a search makes, from the distribution that `select_best` accounts.
 
     Args:
-      key: from `noise.secret_key()`, because the key reveals the number; consumed.
-      runs: the mean, 1 or more.
-      distribution: as for `select_best`.
+      key: From ``noise.secret_key()``, because the key reveals the number; consumed.
+      runs: The mean, 1 or more.
+      distribution: As for `select_best`.
 
     Returns:
-      The number; 0 is possible with "poisson" alone. Probabilities are right to `2^-53`.
+      The number; 0 is possible with "poisson" alone. Probabilities are right to ``2^-53``.
 
     Example:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]
@@ -154,7 +154,7 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
 
 
 def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndarray:
-    """Theorem 2; `tail` is log(1 / gamma). The second order may be 1, where `r` has no part."""
+    """Theorem 2; ``tail`` is log(1 / gamma). The second order may be 1, where ``r`` has no part."""
     second, r = np.append(1.0, ORDERS), np.append(0.0, one)
     least = np.min((1 - 1 / second) * r + tail / second)
     return one + (1 + eta) * least + math.log(runs) / (ORDERS - 1)
@@ -168,7 +168,7 @@ def _poisson(one: np.ndarray, runs: float) -> np.ndarray:
 
 
 def _logarithmic_tail(runs: float) -> float:
-    """log(1 / gamma) of the logarithmic distribution, whose mean is `(1/gamma - 1)` over it."""
+    """log(1 / gamma) of the logarithmic distribution, whose mean is ``(1/gamma - 1)`` over it."""
     # SciPy's inverse of this distribution does not end for a mean of 2,000 runs.
     bracket = (0.0, 2 * math.log(runs) + 2)
     found = root_scalar(lambda t: exprel(t) - runs, bracket=bracket, method="brentq", xtol=1e-14)
@@ -176,7 +176,7 @@ def _logarithmic_tail(runs: float) -> float:
 
 
 def _geometric(tail: float, coin: float) -> int:
-    """The first success of coins that succeed with probability `gamma`: `K > k` if all k fail."""
+    """The first success of coins with the probability ``gamma``: ``K > k`` if all k fail."""
     gamma = math.exp(-tail)
     return 1 + math.floor(math.log(coin) / math.log1p(-gamma)) if gamma < 1 else 1
 

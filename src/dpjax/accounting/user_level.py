@@ -33,14 +33,14 @@ from dpjax.accounting.methods import checked_delta, epsilon
 
 
 def for_groups(event: DpEvent, records: int) -> DpEvent:
-    """The event for a user who owns up to `records` of the examples.
+    """The event for a user who owns up to ``records`` of the examples.
 
-    A sampled step with rate `q` and multiplier `z` becomes `N(j, z^2)`, `j ~ Binomial(k, q)`,
-    against `N(0, z^2)`.
+    A sampled step with rate ``q`` and multiplier ``z`` becomes ``N(j, z^2)``,
+    ``j ~ Binomial(k, q)``, against ``N(0, z^2)``.
 
     Args:
-      event: what was run, as for one example; of Gaussians, Poisson-sampled or not.
-      records: `k`, the most that any one user has; fewer cost less.
+      event: What was run, as for one example; of Gaussians, Poisson-sampled or not.
+      records: ``k``, the most that any one user has; fewer cost less.
 
     Returns:
       An event whose neighbours differ by all the records of one user. PLD accounts it with
@@ -48,15 +48,15 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
 
       | part | becomes |
       |---|---|
-      | any, `records == 1` | what it was |
-      | Gaussians without sampling | one Gaussian with multiplier `z / k` |
+      | any, ``records == 1`` | what it was |
+      | Gaussians without sampling | one Gaussian with multiplier ``z / k`` |
       | Poisson-sampled Gaussian | a mixture of Gaussians |
       | the same below banded noise, of several cycles | one Gaussian: nothing is amplified |
       | sampled in another way | refused |
 
     Privacy:
-      `records` is a promise about the data. It is kept by leaving out what a user has beyond
-      `records`, before training, by a choice that looks at that user alone.
+      ``records`` is a promise about the data. It is kept by leaving out what a user has beyond
+      ``records``, before training, by a choice that looks at that user alone.
 
     Example:
       >>> for_groups(gaussian(3.0), records=2)
@@ -95,17 +95,17 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
 def epsilon_for_users(
     event: DpEvent, delta: float, records: int, neighbours: str = "add-or-remove"
 ) -> float:
-    """The epsilon that holds for users with up to `records` examples each, by PLD.
+    """The epsilon that holds for users with up to ``records`` examples each, by PLD.
 
     Args:
-      event: what was run, such as `mechanism.event`.
-      delta: the probability beside epsilon, below one over the number of *users*.
-      records: the most examples that any one user has.
+      event: What was run, such as ``mechanism.event``.
+      delta: The probability beside epsilon, below one over the number of *users*.
+      records: The most examples that any one user has.
       neighbours: "add-or-remove" or "zero-out", of a user; see `Mechanism.relation`.
 
     Returns:
-      Epsilon, for users; with `records == 1` that of examples. Infinite where the accountant finds
-      no finite bound, which happens beyond 100: there is no guarantee to speak of.
+      Epsilon, for users; with ``records == 1`` that of examples. Infinite where the accountant
+      finds no finite bound, which happens beyond 100: there is no guarantee to speak of.
 
     Example:
       >>> from dpjax import accounting

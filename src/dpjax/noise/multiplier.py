@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise multipliers: their forms, their checks, and the standard deviations that they are.
 
-A multiplier is a number, a schedule of the step, or a tuple with one number per group.  A number is
+A multiplier is a number, a schedule of the step, or a tuple with one number per group. A number is
 relative to the sensitivity of the rule, a tuple to each group's own bound.
 """
 

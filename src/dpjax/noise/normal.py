@@ -147,7 +147,7 @@ def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
 
 def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Complex[Array, "..."]:
     """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
-    # u = (first + low / 2^8) / 2^32 in (0, 1).  Its upper half is held as 1 - u, so that
+    # u = (first + low / 2^8) / 2^32 in (0, 1). Its upper half is held as 1 - u, so that
     # both ends keep the full relative precision of a float.
     low = second >> 24
     upper = first >= jnp.uint32(1 << 31)

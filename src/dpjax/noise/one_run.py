@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses noise that several sums or several runs would share.
 
-The noise of a link is a function of key and step.  Two sums with equal noise have a difference
+The noise of a link is a function of key and step. Two sums with equal noise have a difference
 without noise, and programs make that easy: a loop that closes over a state, `jax.vmap` over sums, a
-stacked state, shards that keep sums of their own.  What is traced is refused where the trace shows
-it; what only values can show becomes NaN.  `dpjax.noise.seals` sees releases outside of ``jit``.
+stacked state, shards that keep sums of their own. What is traced is refused where the trace shows
+it; what only values can show becomes NaN. `dpjax.noise.seals` sees releases outside of ``jit``.
 """
 
 from __future__ import annotations
