@@ -17,8 +17,13 @@ from jaxtyping import Bool, Float
 Valued = tuple[float, np.ndarray]
 Matrix = Float[np.ndarray, "steps steps"]
 
+# Of `fixed_point`: the share of the optimum that a stop may lose, and iterations at most.
+_GAP, _ITERATIONS = 1e-5, 100
+# Of `minimum`: steps at most, and the earlier steps that the Hessian is estimated from.
+_STEPS, _PAIRS = 1_000, 20
 
-def fixed_point(gram: Matrix, tolerance: float = 1e-5, most: int = 100) -> Matrix:
+
+def fixed_point(gram: Matrix) -> Matrix:
     r"""$X = D^{-1/2} (D^{1/2} G D^{1/2})^{1/2} D^{-1/2}$ with $D$ such that the diagonal is 1.
 
     The fixed point has the root's diagonal as D. Any D gives a lower bound of the optimum, and X
@@ -26,7 +31,7 @@ def fixed_point(gram: Matrix, tolerance: float = 1e-5, most: int = 100) -> Matri
     """
     weights = np.sqrt(np.diag(gram))
     found = gram
-    for _ in range(most):
+    for _ in range(_ITERATIONS):
         scale = np.sqrt(weights)
         values, vectors = np.linalg.eigh(scale[:, None] * gram * scale)
         roots = np.sqrt(np.maximum(values, 0.0))
@@ -38,7 +43,7 @@ def fixed_point(gram: Matrix, tolerance: float = 1e-5, most: int = 100) -> Matri
         lower = np.sum(roots) ** 2 / np.sum(weights)
         inverse = (vectors / np.maximum(roots, 1e-300)) @ vectors.T
         upper = float(np.sum(gram * (inverse * np.outer(scale * norms, scale * norms))))
-        if upper - lower <= tolerance * upper:
+        if upper - lower <= _GAP * upper:
             break
         # Nearly twice the step of the plain iteration converges in half as many.
         weights = weights * (np.diag(root) / weights) ** 1.9
@@ -90,12 +95,7 @@ def masked(
 
 
 def minimum(
-    objective: Callable[[np.ndarray], Valued],
-    x: np.ndarray,
-    *,
-    tolerance: float = 1e-10,
-    most: int = 1_000,
-    pairs_kept: int = 20,
+    objective: Callable[[np.ndarray], Valued], x: np.ndarray, *, tolerance: float = 1e-10
 ) -> np.ndarray:
     """L-BFGS with step halving, without bounds.
 
@@ -106,12 +106,10 @@ def minimum(
       objective: Value and gradient; the value is infinite outside the domain.
       x: Where to begin, inside the domain.
       tolerance: The search ends where a step promises a smaller decrease.
-      most: Steps at most.
-      pairs_kept: Earlier steps that the Hessian is estimated from.
     """
     value, gradient = objective(x)
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
-    for _ in range(most):
+    for _ in range(_STEPS):
         direction = -_scaled(gradient, pairs)
         slope = float(gradient @ direction)
         if -slope <= tolerance:
@@ -127,7 +125,7 @@ def minimum(
             break
         moved, change = length * direction, turned - gradient
         if moved @ change > 0:
-            pairs = [*pairs[1 - pairs_kept :], (moved, change)]
+            pairs = [*pairs[1 - _PAIRS :], (moved, change)]
         x, value, gradient = x + moved, after, turned
     return x
 
