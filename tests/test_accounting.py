@@ -893,6 +893,12 @@ def free_steps(maximum):
 @kills("accounting/event_parts.py", "leaf.count, _COUNT, least=0", "leaf.count, _COUNT, least=-1")
 @kills(
     "accounting/event_parts.py",
+    "below, rate = split(event.event), float(event.sampling_probability)",
+    "below = (rate := event.sampling_probability) and split(event.event)",
+    slow=True,
+)
+@kills(
+    "accounting/event_parts.py",
     'check_rate(rate, "accounting: PoissonSampledDpEvent")',
     "pass",
     slow=True,
@@ -938,6 +944,7 @@ def free_steps(maximum):
         (lambda: epsilon_of(sampled(-0.1)), "probability in"),
         (lambda: epsilon_of(sampled(256.0)), "batch size"),
         (lambda: epsilon_of(sampled(math.nan)), "probability in"),
+        (lambda: epsilon_of(dp_accounting.PoissonSampledDpEvent(0.0, repeated(-1))), "count=-1"),
         (lambda: epsilon_of(best_of(ONE, 3.0), "pld"), "of several runs"),
         (lambda: epsilon_of(without_replacement(100, 10, 1.0, 1), "pld"), "without replacement"),
     ],
