@@ -254,7 +254,7 @@ OTHERS = {
 
 
 @pytest.mark.sample(3)
-@kills("training/dpsgd.py", '"data": content,', '"data": None,', case="data", slow=True)
+@kills("training/assembly.py", '"data": content,', '"data": None,', case="data", slow=True)
 @kills(
     "mechanism/description.py",
     "zip(values.tolist(), counts",
@@ -497,7 +497,7 @@ def test_a_gpu_compiles_steps_that_release_the_same_bits_again(monkeypatch):
     assert {name for name, count in others.items() if count} == {"environment.py"}
 
 
-@kills("training/dpsgd.py", '            "engine": recipe.engine,\n', "", slow=True)
+@kills("training/assembly.py", '            "engine": self.recipe.engine,\n', "", slow=True)
 def test_released_steps_do_not_run_again_by_another_engine(tmp_path):
     _seen(tmp_path, last=1)
     for options in ({"engine": "vmap"}, {"microbatch_size": 2}):

@@ -851,7 +851,7 @@ def test_examples_may_hold_keys():
         assert np.any(found)
 
 
-@kills("training/dpsgd.py", "    check_draw(mechanism.sampling)\n", "")
+@kills("training/assembly.py", "    check_draw(mechanism.sampling)\n", "")
 def test_a_draw_that_is_made_once_is_refused():
     """As for examples: NumPy draws when the round is compiled."""
 

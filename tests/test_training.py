@@ -488,7 +488,10 @@ def test_an_argument_in_the_wrong_place_is_refused_before_anything_runs(name):
 
 
 @kills(
-    "training/dpsgd.py", "check_same_optimizer(name, recipe.optimizer, state)", "pass", slow=True
+    "training/assembly.py",
+    "check_same_optimizer(name, self.recipe.optimizer, state)",
+    "pass",
+    slow=True,
 )
 def test_states_modules_and_rules_in_wrong_places_are_named():
     adam, momentum = make(optimizer=optax.adam(0.1)), make(optimizer=optax.sgd(0.1, momentum=0.9))
@@ -526,7 +529,7 @@ def test_a_value_that_is_no_algorithm_or_no_state_is_refused():
             take(jnp.zeros(3))
 
 
-@kills("training/dpsgd.py", "ledger.keyed(state.ledger, state.key, name, drawn)", "state.ledger")
+@kills("training/assembly.py", "ledger.keyed(state.ledger, state.key, name, drawn)", "state.ledger")
 @kills("ledger.py", "not np.array_equal(ledger.key, root)", "False", slow=True)
 @kills("ledger.py", "if ledger.steps and not np", "if not np", slow=True)
 def test_a_run_has_one_root_key():
@@ -540,7 +543,7 @@ def test_a_run_has_one_root_key():
         algorithm.step(after._replace(key=state.key))
 
 
-@kills("training/dpsgd.py", "        check_step(name, state)\n", "", slow=True)
+@kills("training/assembly.py", "        check_step(name, state)\n", "", slow=True)
 def test_a_state_whose_step_is_not_that_of_its_ledger_is_refused():
     """The noise of a step that ran would be drawn a second time, on another sum."""
     algorithm = make()
@@ -959,12 +962,12 @@ def test_two_inits_differ_by_their_keys_and_replay_with_one():
 
 
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     "trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))",
     "state._replace(ledger=ledger.empty(seeded=seeded))",
     slow=True,
 )
-@kills("training/dpsgd.py", "budget, steps=count", "budget, steps=1", slow=True)
+@kills("training/assembly.py", "budget, steps=count", "budget, steps=1", slow=True)
 @kills("training/step.py", "step=state.step + 1,\n", "step=state.step,\n", slow=True)
 def test_many_steps_in_one_call_are_the_same_steps():
     one, many = make(batch=25), make(batch=25)

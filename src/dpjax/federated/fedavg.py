@@ -26,8 +26,8 @@ from dpjax.federated.weights import Weights
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.mechanism import Mechanism
+from dpjax.training.assembly import assemble
 from dpjax.training.checks import check_is_optimizer, update_program
-from dpjax.training.dpsgd import assemble
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 

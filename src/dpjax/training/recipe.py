@@ -7,9 +7,9 @@ example that the loss receives, weigh it, and choose the microbatch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
     sizes: Callable[[PyTree], Int[Array, " size"]] | None = None
     """How many examples each row holds, where a row is a client. Rows of 0 are masked."""
     mesh: Mesh | None = None
-    """The user's choice of devices, if any; `mesh_of` has the devices of the run."""
+    """The user's choice of devices, if any; `home_of` has the devices of the run."""
 
     @property
     def rescales(self) -> bool:
@@ -60,7 +60,9 @@ class Recipe(NamedTuple):
 
 def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
     """The recipe with the shared arrays in its loss."""
-    return recipe if shared is None else recipe._replace(loss=partial(recipe.loss, shared))
+    return (
+        recipe if shared is None else recipe._replace(loss=functools.partial(recipe.loss, shared))
+    )
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:
@@ -121,18 +123,29 @@ def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> C
     return jax.make_jaxpr(functions)(*seen)
 
 
-def mesh_of(recipe: Recipe, params: PyTree, row: PyTree) -> Mesh | None:
-    """The mesh on which all arrays of a run lie; None if JAX places them on one device.
+def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
+    """From parameters to the mesh on which all arrays of their run lie, their *home*.
+
+    It is None if JAX places the arrays on one device, and equal for parameters of equal shapes.
 
     Args:
       recipe: What the run does.
-      params: Parameters, or their shapes.
       row: Shapes of one row of the data.
     """
-    # Where only one device is, no layout needs to be chosen, which traces the loss.
-    if recipe.mesh is not None or jax.local_device_count() == 1:
-        return recipe.mesh
-    return layout_of(recipe, params, row).mesh
+
+    @functools.cache
+    def of_shapes(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
+        # Where only one device is, no layout needs to be chosen, which traces the loss.
+        if recipe.mesh is not None or jax.local_device_count() == 1:
+            return recipe.mesh
+        shapes = structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)
+        return layout_of(recipe, shapes, row).mesh
+
+    def home(params: PyTree) -> Mesh | None:
+        leaves, structure = jax.tree.flatten(params)
+        return of_shapes(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+    return home
 
 
 def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
