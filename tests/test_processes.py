@@ -144,7 +144,7 @@ def test_processes_agree_on_key_step_and_settings_before_each_dispatch(monkeypat
 )
 @kills(
     "training/fit.py",
-    "            **ledger.terms(mechanism, algorithm.budget),\n",
+    "            **ledger.terms(terms.mechanism, algorithm.budget),\n",
     "",
     case="fit-budget",
     slow=True,
@@ -264,9 +264,9 @@ def test_a_process_that_begins_again_alone_leaves_no_other_waiting(monkeypatch):
     assert in_threads(monkeypatch, work) == [2, 2]
 
 
-@kills("training/fit.py", '"steps": end,', "", case="steps", slow=True)
-@kills("training/fit.py", '"directory": directory is None,', "", case="directory", slow=True)
-@kills("training/fit.py", '"evaluate_every": evaluate_every,', "", case="every", slow=True)
+@kills("training/fit.py", '"steps": terms.end,', "", case="steps", slow=True)
+@kills("training/fit.py", '"directory": terms.directory is None,', "", case="directory", slow=True)
+@kills("training/fit.py", '"evaluate_every": terms.evaluate_every,', "", case="every", slow=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -220,20 +220,16 @@ def until(step):
     return evaluate
 
 
-@kills("training/fit.py", "while run.done < end and not ended:", "while run.done < end:", slow=True)
-@kills("training/fit.py", "now=ended or run.done == end", "now=run.done == end", slow=True)
+@kills("training/fit.py", "over = run.stopped or", "over =", slow=True)
+@kills("training/fit.py", "            over = over or chosen\n", "", slow=True)
+@kills("training/fit.py", "now=over or", "now=run.done == terms.end or", slow=True)
 @kills(
     "training/fit.py",
-    "_leave(run, delta, method, last=ended or run.done == end)\n            if",
-    "_leave(run, delta, method, last=run.done == end)\n            if",
+    "terms.method, last=over)\n        if",
+    "terms.method, last=run.done == terms.end)\n        if",
     slow=True,
 )
-@kills(
-    "training/fit.py",
-    "                    row |= _cost(run.state.ledger, mechanism, delta, method)\n",
-    "",
-    slow=True,
-)
+@kills("training/fit.py", "        row |= _cost(run.state.ledger, terms)\n", "", slow=True)
 def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
     evaluate, options = until(8), {"evaluate_every": 2, "directory": tmp_path}
     algorithm = make()
@@ -265,7 +261,7 @@ def test_a_run_that_was_stopped_goes_further_in_another_folder_alone(tmp_path):
     assert beyond.ledger.steps == 6, "the row that stopped it is of an earlier step"
 
 
-@kills("training/fit.py", "progress(run.rows)", "progress([row])", slow=True)
+@kills("training/fit.py", "follow(run.rows)", "follow([row])", slow=True)
 def test_a_function_that_shows_progress_gets_the_rows_and_the_terminal_none(capsys):
     seen = []
     algorithm = make(steps=6)
