@@ -27,6 +27,9 @@ from dpjax.gradients.nan_isolation import each
 from dpjax.mechanism import Mechanism
 from dpjax.types import Key, LossFn, PyTree, Schedule, State
 
+Entry = Callable[[Key, Int[Array, ""]], PyTree]
+"""``entry(key, step)``, one more leaf of every example of a step."""
+
 
 class Recipe(NamedTuple):
     """What every step of a run does; the arguments of `dpjax.dpsgd`, and two of federated runs."""
@@ -35,8 +38,8 @@ class Recipe(NamedTuple):
     optimizer: optax.GradientTransformation
     mechanism: Mechanism
     engine: str = "auto"
-    entry: Callable[[Key, Int[Array, ""]], PyTree] | None = None
-    """``entry(key, step)``, which the step appends to every example; `per_step` of dpsgd."""
+    entry: Entry | None = None
+    """What the step appends to every example; `per_step` of dpsgd."""
     bound_schedule: Schedule | None = None
     weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None = None
     microbatch_size: int | None = None
@@ -108,7 +111,7 @@ def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> C
     """
 
     def functions(state: State, row: PyTree, shared: PyTree) -> PyTree:
-        example = with_entry(recipe, state.key, state.step, row, ())
+        example = with_entry(recipe.entry, state.key, state.step, row, ())
         weigh, scale = recipe.weights, recipe.bound_scale(state)
         mean, extra = trees.widened(state.params), extra_arguments(recipe.optimizer, scale)
         return (
@@ -157,19 +160,19 @@ def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:
     """Shapes of the example that the loss receives, from the shapes of a row of the data."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda k, rows: with_entry(recipe, k, jnp.int32(0), rows, ()), key, row)
+    return jax.eval_shape(lambda k, x: with_entry(recipe.entry, k, jnp.int32(0), x, ()), key, row)
 
 
 def with_entry(
-    recipe: Recipe, key: Key, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]
+    entry: Entry | None, key: Key, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]
 ) -> PyTree:
-    """Rows, with the entry of the step appended to each if the recipe has one."""
-    if recipe.entry is None:
+    """Rows, with the entry of the step appended to each if there is one."""
+    if entry is None:
         return rows
     # The entry is one more leaf of the example, so engines, masks and devices need no second path.
     # It depends on the step alone (and on the root key for clients), so it costs no privacy.
-    entry = jax.tree.map(jnp.asarray, recipe.entry(key, step))
-    return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), entry))
+    added = jax.tree.map(jnp.asarray, entry(key, step))
+    return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), added))
 
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
