@@ -353,8 +353,8 @@ def test_a_client_with_one_broken_example_contributes_exactly_nothing():
 @pytest.mark.slow
 @kills(
     "gradients/engines.py",
-    '"vmap": isolated(adding(vmap))',
-    '"vmap": adding(vmap)',
+    "_vectorised = isolated(adding(vmap))",
+    "_vectorised = adding(vmap)",
     case="True",
     slow=True,
 )

@@ -26,7 +26,7 @@ from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding
-from dpjax.gradients.engines import ENGINES, named
+from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
 from dpjax.gradients.layout import run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
@@ -50,11 +50,11 @@ def clipped_grad(
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
         of ``batch`` without their leading axis.
       rule: A `dpjax.clipping` rule.
-      engine: ``"ghost"`` (book-keeping without per-example gradients; also ``"auto"``),
-        ``"vmap"`` (all examples vectorised) or ``"scan"`` (``"vmap"`` in microbatches). It changes
-        only the speed.
+      engine: It changes only the speed. ``"ghost"``, also ``"auto"``: book-keeping, without
+        per-example gradients. ``"scan"``: per-example gradients, vectorised in microbatches.
+        ``"vmap"``: the same, with the whole batch as one microbatch by default.
       microbatch_size: The number of examples that are differentiated together; by default as many
-        as fit. It changes only the speed.
+        as fit, or all with ``"vmap"``. It changes only the speed.
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch, or a mesh, whose axes other than
         ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
@@ -192,7 +192,7 @@ def _of_reals(
         start,
         key,
         name=name,
-        microbatch_size=size if name == "vmap" else microbatch_size,
+        microbatch_size=microbatch_size or (size if name in WHOLE_BATCH else None),
         devices=devices,
     )
     return certified(found, rule)

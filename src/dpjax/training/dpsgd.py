@@ -44,7 +44,8 @@ def dpsgd(
       data: A tree of arrays with a leading axis of ``mechanism.sampling.examples``, which
         `dpsgd` puts on the device; or a `dpjax.data.Stream`, which reads the rows of each draw.
         Tensors and data frames that NumPy can read are arrays too.
-      engine: How the clipped sum is computed; see `dpjax.clipped_grad`. Speed only.
+      engine: How the clipped sum is computed; see `dpjax.clipped_grad`. Speed only. ``"vmap"``
+        takes as many examples at a time as fit, as ``"scan"`` does.
       per_step: For a loss that changes over time. ``per_step(step)`` is appended to every
         example: ``(x, y)`` becomes ``(x, y, per_step(step))``. Steps count from 0 over the whole
         run. It is traced: use arithmetic and ``jnp.where`` rather than ``if``.
