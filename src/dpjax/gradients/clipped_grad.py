@@ -23,7 +23,7 @@ from dpjax._marks import certified
 from dpjax.clipping.application import real_rows
 from dpjax.gradients import complex_leaves
 from dpjax.gradients._bookkeeping.ghost import by_patches
-from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding
 from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
@@ -225,7 +225,7 @@ def clipped_sum(
     refuse_meshes(rows)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named("dpsgd", engine), rule, key)
-    traced = Traced(lambda p, x: (loss(p, x), None))
+    traced = Traced(without_aux(loss))
     # Where the loss is mapped over examples, so that no path to a step goes around it.
     check_loss(traced, params, trees.one_row(rows), "dpsgd")
     return run(traced, rule, params, Rows(rows, mask, held), start)

@@ -21,7 +21,7 @@ from dpjax import checks, ledger, meshes, trees
 from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
-from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.mechanism.check_sampler import check_draw
@@ -254,7 +254,7 @@ def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: 
       tell: Whether constants may be the data; a client's loss closes over all clients.
     """
     example = example_of(recipe, row)
-    loss = Traced(lambda params, example: (recipe.loss(params, example), None))
+    loss = Traced(without_aux(recipe.loss))
     program = check_loss(loss, params, example, name)
     tell_of_idle(loss.gradient(params, example), params)
     tell_of_batch_norm(params)
