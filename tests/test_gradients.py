@@ -49,6 +49,17 @@ def test_aux_comes_out_a_row_an_example():
         np.testing.assert_allclose(result.losses[1], 0.5 * (9 + 16 + 25))
 
 
+@pytest.mark.parametrize(
+    ("engine", "given", "loops"),
+    [("vmap", None, False), ("vmap", 2, True), ("scan", None, False), ("scan", 2, True)],
+)
+def test_a_given_microbatch_size_holds_for_every_engine(engine, given, loops):
+    """Without one, "vmap" takes the whole batch, and "scan" what fits."""
+    clipped, batch = clipped_grad(loss, RULE, engine, given, devices=1), jnp.ones((6, 3))
+    program = jax.make_jaxpr(clipped)(jnp.zeros(3), batch)
+    assert loops == ("length=3" in str(program))
+
+
 def test_norms_are_those_before_clipping():
     result = dpjax.clipped_grad(loss, RULE)(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.3, 0.4]]))
     np.testing.assert_allclose(result.norms, [[5.0], [0.5]], rtol=1e-6)

@@ -739,7 +739,7 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
 
 
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     "spent = ledger.admit(begun, mechanism, budget, steps=count)",
     "spent = begun",
     slow=True,

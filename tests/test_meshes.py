@@ -343,8 +343,8 @@ def test_committed_arrays_and_states_of_other_meshes_run():
 
 
 @kills(
-    "training/dpsgd.py",
-    "steps.run(placed(state._replace(ledger=None))",
+    "training/assembly.py",
+    "steps.run(self._at_home(state)",
     "steps.run(state._replace(ledger=None)",
     slow=True,
 )

@@ -90,14 +90,14 @@ def test_a_signal_to_one_process_reaches_all(monkeypatch):
 
 
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     "meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())",
     "pass",
 )
-@kills("training/dpsgd.py", "        **environment.numerics(),\n", "", case="setting", slow=True)
-@kills("training/dpsgd.py", '"the number of steps": count,', "", case="count", slow=True)
+@kills("training/assembly.py", "        **environment.numerics(),\n", "", case="setting", slow=True)
+@kills("training/assembly.py", '"the number of steps": count,', "", case="count", slow=True)
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     '"the ledger": trees.fingerprint(state.ledger),',
     "",
     case="ledger",
@@ -136,7 +136,7 @@ def test_processes_agree_on_key_step_and_settings_before_each_dispatch(monkeypat
 
 @pytest.mark.sample(2)
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     "_facts_of_dispatch(state, count) | plan()",
     "_facts_of_dispatch(state, count)",
     case="run-budget",
@@ -144,7 +144,7 @@ def test_processes_agree_on_key_step_and_settings_before_each_dispatch(monkeypat
 )
 @kills(
     "training/fit.py",
-    "            **ledger.terms(mechanism, algorithm.budget),\n",
+    "            **ledger.terms(terms.mechanism, algorithm.budget),\n",
     "",
     case="fit-budget",
     slow=True,
@@ -176,28 +176,28 @@ def test_processes_agree_on_plan_and_budget_before_one_alone_could_refuse(
 
 
 @kills(
-    "training/dpsgd.py",
-    "meshes.require_agreement(name, lambda: _facts_of_run(state, identify(state), mechanism))",
+    "training/assembly.py",
+    "meshes.require_agreement(name, lambda: self._facts_of_run(state))",
     "pass",
     slow=True,
 )
-@kills("training/dpsgd.py", '"the draw and the noise": drawn,', "", case="draw", slow=True)
+@kills("training/assembly.py", '"the draw and the noise": drawn,', "", case="draw", slow=True)
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     '"the optimizer\'s state": trees.fingerprint(state.optimizer),',
     "",
     case="rate",
     slow=True,
 )
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     '"the scale of the bounds": trees.fingerprint(state.bound_scale),',
     "",
     case="bound_scale",
     slow=True,
 )
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     '"the memory of the noise": trees.fingerprint(state.memory),',
     "",
     case="memory",
@@ -248,7 +248,7 @@ def test_the_hash_of_draw_and_noise_follows_from_key_step_and_settings():
 
 
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     'if meshes.any_process("agreed" not in happened):',
     'if "agreed" not in happened:',
     slow=True,
@@ -264,9 +264,9 @@ def test_a_process_that_begins_again_alone_leaves_no_other_waiting(monkeypatch):
     assert in_threads(monkeypatch, work) == [2, 2]
 
 
-@kills("training/fit.py", '"steps": end,', "", case="steps", slow=True)
-@kills("training/fit.py", '"directory": directory is None,', "", case="directory", slow=True)
-@kills("training/fit.py", '"evaluate_every": evaluate_every,', "", case="every", slow=True)
+@kills("training/fit.py", '"steps": terms.end,', "", case="steps", slow=True)
+@kills("training/fit.py", '"directory": terms.directory is None,', "", case="directory", slow=True)
+@kills("training/fit.py", '"evaluate_every": terms.evaluate_every,', "", case="every", slow=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

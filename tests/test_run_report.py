@@ -420,7 +420,9 @@ def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
 
 
 @pytest.mark.slow
-@kills("training/fit.py", "if accounting.METHODS[method].proven else", "if True else", slow=True)
+@kills(
+    "training/fit.py", "if accounting.METHODS[terms.method].proven else", "if True else", slow=True
+)
 def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
     """A log names no method; with one that proves no bound, every row is an estimate."""
     mechanism = mechanism_with(20, 5, steps=2)

@@ -93,7 +93,7 @@ AGAIN = {
 
 @pytest.mark.sample(2)
 @kills(
-    "training/dpsgd.py",
+    "training/assembly.py",
     "require_one_release(key, first, sums.seal, name)",
     "pass",
     case="loss",
@@ -293,7 +293,13 @@ PROGRAMS = {
 
 
 @pytest.mark.sample(3)
-@kills("training/dpsgd.py", '"program": program,', '"program": None,', case="rate", slow=True)
+@kills(
+    "training/assembly.py",
+    '"program": self._program(self._at_home(state)),',
+    '"program": None,',
+    case="rate",
+    slow=True,
+)
 @kills(
     "training/recipe.py",
     "            weigh and weigh(",

@@ -23,8 +23,8 @@ from numpy.typing import ArrayLike
 from dpjax import checks, trees
 from dpjax.gradients.clipped_grad import clipped_grad
 from dpjax.mechanism import Mechanism
-from dpjax.training.recipe import Recipe, with_entry
-from dpjax.types import Algorithm, Clipping, LossFn, PyTree, State
+from dpjax.training.recipe import Entry, with_entry
+from dpjax.types import Algorithm, LossFn, PyTree, State
 
 
 class Recorded(NamedTuple):
@@ -107,12 +107,9 @@ def score_canaries(
         Mechanism,
         "It clips the canaries' gradients; dpjax.dpsgd keeps it.",
     )
-    # Exact norms: the attacker need not estimate what it can compute.
-    rule = dataclasses.replace(mechanism.clipping, projections=None)
     # The entry of a step is a part of every example, as in the step itself.
     entry = None if per_step is None else (lambda key, step: per_step(step))
-    recipe = Recipe(loss, optax.identity(), mechanism, entry=entry)
-    add = jax.jit(partial(_added, recipe, rule))
+    add = jax.jit(partial(_added, loss, entry, mechanism))
     scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
     for _ in range(steps):
         before = state._replace(ledger=None)
@@ -122,16 +119,23 @@ def score_canaries(
 
 
 def _added(
-    recipe: Recipe, rule: Clipping, scores: Array, state: State, mean: PyTree, *parts: PyTree
+    loss: LossFn,
+    entry: Entry | None,
+    mechanism: Mechanism,
+    scores: Array,
+    state: State,
+    mean: PyTree,
+    *parts: PyTree,
 ) -> Float[Array, " canaries"]:
     """Scores after one more step, from the state before it and the mean that it released."""
-    loss, params, examples = recipe.loss, state.params, recipe.mechanism.sampling.examples
+    params, examples = state.params, mechanism.sampling.examples
     sizes = [jax.tree.leaves(part)[0].shape[0] for part in parts]
     canaries, rest = (
-        with_entry(recipe, state.key, state.step, part, (size,))
+        with_entry(entry, state.key, state.step, part, (size,))
         for part, size in zip(parts, sizes, strict=True)
     )
-    clipped = clipped_grad(loss, rule)
+    # Exact norms: the attacker need not estimate what it can compute.
+    clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
     own, others = clipped(params, canaries), clipped(params, rest)
     share = (examples - sizes[0]) / sizes[1]
     surplus = jax.tree.map(

@@ -23,11 +23,11 @@ from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
-from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.mechanism import Mechanism
+from dpjax.training.assembly import assemble
 from dpjax.training.checks import check_is_optimizer, update_program
-from dpjax.training.dpsgd import assemble
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 
@@ -189,7 +189,7 @@ def _algorithm(
         called, one = name["algorithm"], trees.one_row(clients.examples)
         check_params(f"{called}: init(key, params)", params)
         # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(Traced(lambda p, x: (local.loss(p, x), None)), params, one, called)
+        check_loss(Traced(without_aux(local.loss)), params, one, called)
         # A client's optimizer is given no loss either.
         client = jax.eval_shape(local.optimizer.init, trees.widened(params))
         update_program(f"{called}: client_optimizer", local.optimizer, client, params)

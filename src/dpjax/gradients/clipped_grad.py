@@ -7,6 +7,7 @@ batch; `clipped_grad` returns the sum of the gradients of its examples, each cli
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from numbers import Number
 from typing import Any
@@ -20,13 +21,13 @@ from dpjax import checks, trees
 from dpjax._foreign import arrays
 from dpjax._marks import certified
 from dpjax.clipping.application import real_rows
-from dpjax.gradients import complex_leaves, platforms
+from dpjax.gradients import complex_leaves
 from dpjax.gradients._bookkeeping.ghost import by_patches
-from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients._estimated_norms.jl import projected
-from dpjax.gradients.batching import Engine, Rows, adding, laid_out
-from dpjax.gradients.engines import ENGINES, named
-from dpjax.gradients.layout import beside, gathered
+from dpjax.gradients.batching import Engine, Rows, adding
+from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
+from dpjax.gradients.layout import run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.sharding_checks import refuse_meshes
@@ -49,11 +50,11 @@ def clipped_grad(
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
         of ``batch`` without their leading axis.
       rule: A `dpjax.clipping` rule.
-      engine: ``"ghost"`` (book-keeping without per-example gradients; also ``"auto"``),
-        ``"vmap"`` (all examples vectorised) or ``"scan"`` (``"vmap"`` in microbatches). It changes
-        only the speed.
+      engine: It changes only the speed. ``"ghost"``, also ``"auto"``: book-keeping, without
+        per-example gradients. ``"scan"``: per-example gradients, vectorised in microbatches.
+        ``"vmap"``: the same, with the whole batch as one microbatch by default.
       microbatch_size: The number of examples that are differentiated together; by default as many
-        as fit. It changes only the speed.
+        as fit, or all with ``"vmap"``. It changes only the speed.
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch, or a mesh, whose axes other than
         ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
@@ -111,6 +112,14 @@ def clipped_grad(
         devices = checked_size("clipped_grad", "devices", devices)
     check_rule(rule)
 
+    of_reals = functools.partial(
+        _of_reals,
+        rule=rule,
+        engine=engine,
+        microbatch_size=microbatch_size,
+        devices=devices,
+    )
+
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         found = loss(params, example)
         return _pair(found) if has_aux else (found, None)
@@ -133,66 +142,60 @@ def clipped_grad(
         found = of_reals(
             lambda reals, example: with_aux(complex_leaves.joined(reals, params), example),
             complex_leaves.parts(params),
-            batch,
-            mask,
-            weights,
-            key,
-            start,
+            *(batch, mask, weights, key, start),
         )
         value = complex_leaves.joined(found.value, params, sign=-1)
         return certified(found._replace(value=value), rule)
 
-    def of_reals(
-        real_loss: LossFn,
-        params: PyTree,
-        batch: PyTree,
-        mask: Any,
-        weights: Any,
-        key: Key,
-        start: PyTree,
-    ) -> ClippedSum:
-        params = jax.tree.map(jnp.asarray, params)
-        batch = arrays(batch, "clipped_grad: batch")
-        size = trees.leading_size(batch)
-        # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
-        # gradients of a device before they are clipped.
-        refuse_meshes(batch)
-        example, traced = trees.one_row(batch), Traced(real_loss)
-        check_loss(traced, params, example, "clipped_grad")
-        real = real_rows("clipped_grad", mask, size)
-        # Held to [0, 1] whatever the caller computed: a weight of 2 would double one example's
-        # influence.
-        held = _held_weights(weights, size, rule.partition.size)
-        # The layout needs an example. Without examples every engine returns zeros.
-        name = "vmap" if size == 0 else engine
-        # In float32 or wider, whatever the parameters are: the sum must not lose what one example
-        # adds.
-        start = trees.zeros_wide(params) if start is None else start
-
-        rows = Rows(batch, real, held)
-        parts, committed = gathered(
-            "clipped_grad", devices, params=params, batch=rows, key=key, start=start
-        )
-
-        def summed(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
-            placed = beside(
-                committed,
-                traced,
-                params,
-                example,
-                size,
-                name,
-                microbatch_size=size if name == "vmap" else microbatch_size,
-                devices=devices,
-            )
-            run = laid_out(_engine(name, rule, key), placed)
-            return run(traced, rule, params, rows, start)
-
-        with platforms.traced_for(devices):
-            found = platforms.each(summed, *parts)
-        return certified(found, rule)
-
     return clipped
+
+
+def _of_reals(
+    loss: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    mask: Any,
+    weights: Any,
+    key: Key,
+    start: PyTree,
+    *,
+    rule: Clipping,
+    engine: str,
+    microbatch_size: int | None,
+    devices: int | Mesh | None,
+) -> ClippedSum:
+    """`clipped_grad` of parameters that are all real; the loss returns ``(scalar, aux)``."""
+    params = jax.tree.map(jnp.asarray, params)
+    batch = arrays(batch, "clipped_grad: batch")
+    size = trees.leading_size(batch)
+    # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
+    # gradients of a device before they are clipped.
+    refuse_meshes(batch)
+    traced = Traced(loss)
+    check_loss(traced, params, trees.one_row(batch), "clipped_grad")
+    real = real_rows("clipped_grad", mask, size)
+    # Held to [0, 1] whatever the caller computed: a weight of 2 would double one example's
+    # influence.
+    held = _held_weights(weights, size, rule.partition.size)
+    # Without examples every engine returns zeros.
+    name = "vmap" if size == 0 else engine
+    # In float32 or wider, whatever the parameters are: the sum must not lose what one example
+    # adds.
+    start = trees.zeros_wide(params) if start is None else start
+    found = run_laid_out(
+        "clipped_grad",
+        functools.partial(_engine, name, rule),
+        traced,
+        rule,
+        params,
+        Rows(batch, real, held),
+        start,
+        key,
+        name=name,
+        microbatch_size=microbatch_size or (size if name in WHOLE_BATCH else None),
+        devices=devices,
+    )
+    return certified(found, rule)
 
 
 def clipped_sum(
@@ -222,7 +225,7 @@ def clipped_sum(
     refuse_meshes(rows)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named("dpsgd", engine), rule, key)
-    traced = Traced(lambda p, x: (loss(p, x), None))
+    traced = Traced(without_aux(loss))
     # Where the loss is mapped over examples, so that no path to a step goes around it.
     check_loss(traced, params, trees.one_row(rows), "dpsgd")
     return run(traced, rule, params, Rows(rows, mask, held), start)

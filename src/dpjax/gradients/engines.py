@@ -25,12 +25,17 @@ def vmap(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum
     return ClippedSum(value, jnp.where(rows.mask, losses, 0), norms, factors, aux)
 
 
-# "scan" is "vmap" in microbatches.
+_vectorised = isolated(adding(vmap))
+
 ENGINES: dict[str, Engine] = {
-    "vmap": isolated(adding(vmap)),
-    "scan": isolated(adding(vmap)),
+    "vmap": _vectorised,
+    "scan": _vectorised,
     "ghost": isolated(ghost, harmless=by_patches),
 }
+
+# Engines that `dpjax.clipped_grad` runs on the whole batch unless a microbatch size is given. All
+# others, and each engine in a step of `dpjax.dpsgd`, run in microbatches that `layout` chooses.
+WHOLE_BATCH = {"vmap"}
 
 
 def named(call: str, engine: str) -> str:

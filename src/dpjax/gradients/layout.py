@@ -25,14 +25,14 @@ from absl import logging
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
-from dpjax import meshes
+from dpjax import meshes, trees
 from dpjax._jaxpr import convolutions, equations, evaluate, inner_programs
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.trace import trace
-from dpjax.gradients.batching import Layout
+from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
 from dpjax.gradients.engines import named
-from dpjax.types import LossFn, PyTree
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 # The share of the memory for one microbatch.
 _SHARE = 1 / 8
@@ -104,26 +104,56 @@ def layout(
     return Layout(microbatch_size or max(1, size), mesh, axes)
 
 
-def gathered(
-    called: str, devices: int | Mesh | None, **parts: PyTree
-) -> tuple[list[PyTree], tuple[Any, ...]]:
-    """The arrays of a batch, and the devices to which they are committed.
+def run_laid_out(
+    called: str,
+    engine: Callable[[Key], Engine],
+    loss: LossFn,
+    rule: Clipping,
+    params: PyTree,
+    rows: Rows,
+    start: PyTree,
+    key: Key = None,
+    *,
+    name: str = "auto",
+    microbatch_size: int | None = None,
+    devices: int | Mesh | None = None,
+) -> ClippedSum:
+    """Runs an engine on a batch, in the layout of its arrays' devices.
 
     Given devices take committed arrays with them. Without a choice arrays stay where they are,
     because the caller adds the result to others there.
 
     Args:
       called: The function, for the error about arrays on different devices.
-      devices: As for `layout`.
-      **parts: Trees of arrays.
+      engine: From the key, or None, to the engine.
+      loss: ``loss(params, example) -> (scalar, aux)``.
+      rule: What the engine receives, and so ``params``, ``rows`` and ``start``.
+      params: Parameters.
+      rows: The examples.
+      start: The sum to which this one is added.
+      key: For an engine that draws.
+      name: The name of the engine, for `layout`, and so ``microbatch_size`` and ``devices``.
+      microbatch_size: The user's choice, if any.
+      devices: The user's choice, if any.
     """
+    example, size = trees.one_row(rows.batch), rows.mask.shape[0]
+    parts = {"params": params, "batch": rows, "key": key, "start": start}
     mesh = meshes.of(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
-        parts = {name: meshes.gathered(part, mesh) for name, part in parts.items()}
-    return list(parts.values()), meshes.committed(called, **parts)
+        parts = {part: meshes.gathered(tree, mesh) for part, tree in parts.items()}
+    committed = meshes.committed(called, **parts)
+
+    def run(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
+        # Chosen here, because the layout is that of the platform for which this is traced.
+        options = {"microbatch_size": microbatch_size, "devices": devices}
+        chosen = _beside(committed, loss, params, example, size, name, **options)
+        return laid_out(engine(key), chosen)(loss, rule, params, rows, start)
+
+    with platforms.traced_for(devices):
+        return platforms.each(run, *parts.values())
 
 
-def beside(
+def _beside(
     committed: tuple[Any, ...], *arguments: Any, devices: int | Mesh | None, **options: Any
 ) -> Layout:
     """`layout`, of the devices to which arrays are committed already, if they are."""

@@ -16,12 +16,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dpjax import clipping, trees
-from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients._bookkeeping.trace import Traced
-from dpjax.gradients.batching import Rows, laid_out
-from dpjax.gradients.layout import beside, gathered
+from dpjax.gradients.batching import Rows
+from dpjax.gradients.layout import run_laid_out
 from dpjax.gradients.nan_isolation import differentiates_kernels
 from dpjax.gradients.sharding_checks import refuse_meshes, refuse_split
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -57,22 +56,20 @@ def plain_grad(
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
         refuse_meshes(batch)
-        example, traced = trees.one_row(batch), Traced(with_aux)
-
-        parts, committed = gathered("plain_grad", devices, params=params, batch=batch)
-
-        def summed(params: PyTree, batch: PyTree) -> PyTree:
-            placed = beside(committed, traced, params, example, size, devices=devices)
-            # The private engine with weights 1: the benchmark then compares privacy and not two
-            # implementations.
-            rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
-            nothing = trees.zeros_wide(params)
-            run = laid_out(_unclipped, placed)
-            return run(traced, clipping.flat(jnp.inf), params, rows, nothing).value
-
-        with platforms.traced_for(devices):
-            found = platforms.each(summed, *parts)
-        return jax.tree.map(lambda x: x / size, found)
+        # The private engine with weights 1: the benchmark then compares privacy and not two
+        # implementations.
+        rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
+        found = run_laid_out(
+            "plain_grad",
+            lambda _: _unclipped,
+            Traced(with_aux),
+            clipping.flat(jnp.inf),
+            params,
+            rows,
+            start=trees.zeros_wide(params),
+            devices=devices,
+        )
+        return jax.tree.map(lambda x: x / size, found.value)
 
     return gradient
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -26,7 +25,6 @@ from dpjax import accounting, checks, ledger, meshes, trees
 from dpjax.training.checks import check_state
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
-from dpjax.training.released import leave
 from dpjax.training.run_folder import Folder
 from dpjax.training.runner import Run, numbers
 from dpjax.training.signals import Stop
@@ -135,6 +133,71 @@ def fit(
       >>> state.ledger.steps
       12
     """
+    terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method, directory)
+    # Before anything that one process alone could refuse, or ask the others for.
+    _agree(algorithm, state, terms)
+    ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
+    most = _most(algorithm, terms)
+
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if directory is not None:
+            identity = _identity(algorithm, state, configuration or {})
+            folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
+        # Signals are caught after the folder is locked, and restored before the lock is released.
+        run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
+        stack.callback(run.close)
+        _check_further(run, terms)
+        shown = meshes.first_process() and bool(progress) and not callable(progress)
+        unit = terms.mechanism.unit
+        show = Progress(run.done, terms.end, most, unit=unit, enabled=shown)
+        stack.callback(show.close)
+        follow = progress if callable(progress) and meshes.first_process() else None
+        _loop(run, terms, stop, show, evaluate, follow)
+        return run.state, run.rows
+
+
+class _Terms(NamedTuple):
+    """What a call of `fit` runs and logs, checked."""
+
+    mechanism: Plan
+    begin: int
+    """The step of the given state."""
+    end: int
+    evaluate_every: int | None
+    save_every: int | None
+    delta: float
+    method: str
+    directory: str | os.PathLike[str] | None
+
+    @property
+    def row_every(self) -> int:
+        """Steps between rows of the log."""
+        # Twenty rows draw a curve; the last `or` is for a call without steps.
+        return self.evaluate_every or -(-(self.end - self.begin) // 20) or 1
+
+    def has_row(self, done: int) -> bool:
+        """Whether the log has a row of this step."""
+        return done == self.end or (done - self.begin) % self.row_every == 0
+
+    def steps_from(self, done: int) -> int:
+        """Steps until the next row or checkpoint, or until the end."""
+        to_row = self.row_every - (done - self.begin) % self.row_every
+        to_save = to_row if self.save_every is None else self.save_every - done % self.save_every
+        return min(self.end - done, to_row, to_save)
+
+
+def _checked(
+    algorithm: Algorithm,
+    state: Any,
+    steps: int | None,
+    evaluate_every: int | None,
+    save_every: int | None,
+    delta: float | None,
+    method: str | None,
+    directory: str | os.PathLike[str] | None,
+) -> _Terms:
+    """The arguments of `fit`, checked, and their defaults."""
     if not isinstance(algorithm, Algorithm):
         raise TypeError(
             f"fit: the algorithm is a {type(algorithm).__name__}; expected an Algorithm, such as "
@@ -151,137 +214,138 @@ def fit(
     steps = checks.whole_or_none("fit", "steps", steps, hint, least=0)
     evaluate_every = checks.whole_or_none("fit", "evaluate_every", evaluate_every, hint)
     save_every = checks.whole_or_none("fit", "save_every", save_every, hint)
-    delta, method = _settled(algorithm, mechanism, delta, method)
+    # A budget without a target for the noise, or a target without a budget, is the usual case.
+    chosen = algorithm.budget or mechanism.target
+    delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
+    delta, method = mechanism.stated(delta, method or (chosen.method if chosen else None))
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
-    # Before anything that one process alone could refuse, or ask the others for.
+    return _Terms(mechanism, begin, end, evaluate_every, save_every, delta, method, directory)
+
+
+def _agree(algorithm: Algorithm, state: Any, terms: _Terms) -> None:
+    """Refuses a call whose arguments differ between processes."""
     meshes.require_agreement(
         "fit",
         lambda: {
             "the root key": trees.fingerprint(state.key),
             "the ledger": trees.fingerprint(state.ledger),
-            "steps": end,
-            "evaluate_every": evaluate_every,
-            "save_every": save_every,
-            "directory": directory is None,
-            "delta": delta,
-            "method": method,
-            **ledger.terms(mechanism, algorithm.budget),
+            "steps": terms.end,
+            "evaluate_every": terms.evaluate_every,
+            "save_every": terms.save_every,
+            "directory": terms.directory is None,
+            "delta": terms.delta,
+            "method": terms.method,
+            **ledger.terms(terms.mechanism, algorithm.budget),
         },
     )
-    ledger.require(state.ledger, mechanism, end - begin, algorithm.budget)
+
+
+def _most(algorithm: Algorithm, terms: _Terms) -> float:
+    """The largest epsilon that the progress shows: that of the budget, or of the plan."""
+    mechanism, budget, shown = terms.mechanism, algorithm.budget, (terms.delta, terms.method)
     # An accountant without an answer raises here, before the first step runs.
-    planned = mechanism.epsilon_of(mechanism.multipliers[:end], delta, method)
-    # Twenty rows draw a curve; the last `or` is for a call without steps.
-    every = evaluate_every or -(-(end - begin) // 20) or 1
+    planned = mechanism.epsilon_of(mechanism.multipliers[: terms.end], *shown)
+    # Epsilons at two deltas, or by two methods, are not shown as one.
+    same = budget and mechanism.stated(budget.delta, budget.method) == shown
+    return budget.epsilon if same else planned
 
-    with contextlib.ExitStack() as stack:
-        folder = None
-        if directory is not None:
-            identity = _identity(algorithm, state, configuration or {})
-            folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
-        # Signals are caught after the folder is locked, and restored before the lock is released.
-        run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
-        stack.callback(run.close)
-        # A script of two fits in one folder, killed in the second and restarted, would otherwise
-        # run the steps of the first call again on top.
-        if run.done > end:
-            raise ledger.Refused(
-                f"fit(directory={str(directory)!r}): {run.done} steps ran there, and this call "
-                f"asks for steps up to {end}. Usually a script calls fit several times in one "
-                "folder: restarted after an interrupt, it would run more steps than it says. Call "
-                "fit once for all steps, or give each part its own folder."
+
+def _check_further(run: Run, terms: _Terms) -> None:
+    """Refuses a folder that is further than the call, and logs that a later state is taken."""
+    # A script of two fits in one folder, killed in the second and restarted, would otherwise
+    # run the steps of the first call again on top.
+    if run.done > terms.end:
+        raise ledger.Refused(
+            f"fit(directory={str(terms.directory)!r}): {run.done} steps ran there, and this call "
+            f"asks for steps up to {terms.end}. Usually a script calls fit several times in one "
+            "folder: restarted after an interrupt, it would run more steps than it says. Call "
+            "fit once for all steps, or give each part its own folder."
+        )
+    if run.done > terms.begin:
+        logging.info(
+            "fit: resuming from step %d of %s. The given state and its key are ignored.",
+            *(run.done, terms.directory),
+        )
+
+
+def _loop(
+    run: Run,
+    terms: _Terms,
+    stop: Stop,
+    show: Progress,
+    evaluate: Evaluate | None,
+    follow: Show | None,
+) -> None:
+    """Runs the steps; ``follow`` gets the rows of the log after each evaluation."""
+    if terms.begin < run.done < terms.end:
+        show.say(f"The run in {terms.directory} resumes at step {run.done:,} of {terms.end:,}.")
+    over = run.stopped or run.done == terms.end
+    # A kill or a full disk may have come between the row of this step and its files.
+    if run.at_row:
+        run.write_released(terms.delta, terms.method, last=over)
+    while not over:
+        show.begin()
+        run.advance(terms.steps_from(run.done))
+        show.tick(run.done)
+        # A signal to one process stops all of them at the same step.
+        interrupted = meshes.any_process(stop.asked)
+        over = run.done == terms.end
+        if terms.has_row(run.done):
+            row, chosen = _evaluated_row(run, terms, evaluate, show.rate())
+            over = over or chosen
+            # The row is on disk before the line is printed: what a user saw is in the log.
+            show.line(run.done, run.add(row))
+            if follow is not None:
+                follow(run.rows)
+            run.write_released(terms.delta, terms.method, last=over)
+        if run.folder is not None:
+            _save(run, terms.save_every, now=over or interrupted)
+        if interrupted:
+            folder, again = terms.directory, " The same command resumes the run."
+            kept = f"saved in {folder}" if run.folder else "not saved, for want of a directory"
+            stop.end_process(
+                f"stopped at step {run.done:,} of {terms.end:,}, {kept}."
+                + again * (run.folder is not None)
             )
-        if run.done > begin:
-            logging.info(
-                "fit: resuming from step %d of %s. The given state and its key are ignored.",
-                *(run.done, directory),
-            )
-        # Epsilons at two deltas, or by two methods, are not shown as one.
-        budget = algorithm.budget
-        most = planned
-        if budget and mechanism.stated(budget.delta, budget.method) == (delta, method):
-            most = budget.epsilon
-        first = meshes.first_process()
-        shown = first and bool(progress) and not callable(progress)
-        show = Progress(run.done, end, most, unit=mechanism.unit, enabled=shown)
-        if begin < run.done < end:
-            show.say(f"The run in {directory} resumes at step {run.done:,} of {end:,}.")
-        stack.callback(show.close)
-        ended = run.stopped
-        # A kill or a full disk may have come between the row of this step and its files.
-        if run.at_row:
-            _leave(run, delta, method, last=ended or run.done == end)
-        while run.done < end and not ended:
-            to_row, to_save = _until(run.done - begin, every), _until(run.done, save_every)
-            show.begin()
-            run.advance(min(end - run.done, to_row, to_save))
-            show.tick(run.done)
-            # A signal to one process stops all of them at the same step.
-            stopped = meshes.any_process(stop.asked)
-            if run.done == end or _until(run.done - begin, every) == every:
-                row = _row(algorithm, run.state, delta, method, show.rate())
-                # Before `evaluate` or a file gets the parameters: what happens with them is out of
-                # reach, so the step counts as released.
-                run.mark()
-                if evaluate is not None:
-                    row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
-                # Processes may measure different numbers, and all of them stop at one step.
-                ended = meshes.from_first(lambda row=row: bool(row.get("stop")))
-                if ended:
-                    run.end()
-                    row |= _cost(run.state.ledger, mechanism, delta, method)
-                # The row is on disk before the line is printed: what a user saw is in the log.
-                show.line(run.done, run.add(row))
-                if first and callable(progress):
-                    progress(run.rows)
-                _leave(run, delta, method, last=ended or run.done == end)
-            if folder is not None:
-                _save(run, save_every, now=ended or run.done == end or stopped)
-            if stopped:
-                kept = f"saved in {directory}" if folder else "not saved, for want of a directory"
-                stop.leave(
-                    f"stopped at step {run.done:,} of {end:,}, {kept}."
-                    + " The same command resumes the run." * (folder is not None)
-                )
-        return run.state, run.rows
 
 
-def _settled(
-    algorithm: Algorithm, mechanism: Plan, delta: float | None, method: str | None
-) -> tuple[float, str]:
-    """The delta and the method of the log, as given or as the run was planned."""
-    # A budget without a target for the noise, or a target without a budget, is the usual case.
-    chosen = algorithm.budget or mechanism.target
-    delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
-    return mechanism.stated(delta, method or (chosen.method if chosen else None))
+def _evaluated_row(
+    run: Run, terms: _Terms, evaluate: Evaluate | None, speed: float
+) -> tuple[dict[str, Any], bool]:
+    """The row of the last step, and whether the evaluation ends the run.
+
+    ``speed`` is in steps per second.
+    """
+    row = _row(run, terms, speed)
+    # Before `evaluate` or a file gets the parameters: what happens with them is out of reach, so
+    # the step counts as released.
+    run.mark()
+    if evaluate is not None:
+        row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
+    # Processes may measure different numbers, and all of them stop at one step.
+    ended = meshes.from_first(lambda: bool(row.get("stop")))
+    if ended:
+        run.end()
+        row |= _cost(run.state.ledger, terms)
+    return row, ended
 
 
-def _row(
-    algorithm: Algorithm, state: Any, delta: float, method: str, speed: float
-) -> dict[str, Any]:
-    """What the log says of a step before it is evaluated; ``speed`` is in steps per second."""
-    mechanism = algorithm.mechanism
-    assert mechanism is not None  # `fit` refuses such an algorithm
+def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
+    """What the log says of a step before it is evaluated."""
+    mechanism, spent = terms.mechanism, run.state.ledger
     row: dict[str, Any] = {
-        "step": state.ledger.steps,
-        **_cost(state.ledger, mechanism, delta, method),
-        "delta": delta,
-        "method": method,
-        **({} if accounting.METHODS[method].proven else {"estimate": True}),
-        **numbers(algorithm.released(state)),
+        "step": spent.steps,
+        **_cost(spent, terms),
+        "delta": terms.delta,
+        "method": terms.method,
+        **({} if accounting.METHODS[terms.method].proven else {"estimate": True}),
+        **numbers(run.algorithm.released(run.state)),
     }
     if speed:
         row[f"{mechanism.unit}s_per_second"] = speed * mechanism.batch_size
     return row
-
-
-def _leave(run: Run, delta: float, method: str, *, last: bool) -> None:
-    """Leaves what may be released of the last row in the run's folder, if it has one."""
-    if run.folder is not None:
-        assert run.algorithm.mechanism is not None  # `fit` refuses such an algorithm
-        leave(run.folder, run.algorithm.mechanism, run.state, delta, method, last=last)
 
 
 def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,10 +365,11 @@ def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
     return {**identity, **configuration}
 
 
-def _cost(spent: ledger.Ledger, mechanism: Any, delta: float, method: str) -> dict[str, Any]:
+def _cost(spent: ledger.Ledger, terms: _Terms) -> dict[str, Any]:
     """Epsilon, and of how many steps it is where these are not the steps that ran."""
+    mechanism: Any = terms.mechanism
     counted = {"counted": len(ledger.counted(spent, mechanism))} if spent.chosen else {}
-    return {"epsilon": ledger.epsilon(spent, mechanism, delta, method), **counted}
+    return {"epsilon": ledger.epsilon(spent, mechanism, terms.delta, terms.method), **counted}
 
 
 def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,11 +398,6 @@ def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
             f"fit(evaluate=...): not all of {', '.join(found)} are numbers ({error}); expected a "
             "mapping such as {'accuracy': 0.9}. Usually text or a whole state was returned."
         ) from error
-
-
-def _until(done: int, every: int | None) -> int:
-    """Steps until the next multiple of ``every``; unlimited if it is None."""
-    return sys.maxsize if every is None else every - done % every
 
 
 def _save(run: Run, every: int | None, *, now: bool) -> None:

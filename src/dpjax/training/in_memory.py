@@ -45,7 +45,7 @@ _MOST = 512
 def in_memory(
     recipe: Recipe,
     data: PyTree,
-    mesh_of: Callable[[PyTree], Mesh | None],
+    home: Callable[[PyTree], Mesh | None],
     shared: PyTree = None,
 ) -> Steps:
     """Steps on data in device memory.
@@ -53,7 +53,7 @@ def in_memory(
     Args:
       recipe: What the run does.
       data: A tree of arrays with one example per row.
-      mesh_of: From parameters to the mesh on which states with such parameters lie.
+      home: From parameters to the mesh on which states with such parameters lie; see `home_of`.
       shared: What ``recipe.loss`` takes as its first argument, before the parameters, if it
         needs arrays that are no rows. An argument of the program: a closure would be copied
         into it as constants.
@@ -91,7 +91,7 @@ def in_memory(
 
     def program(state: State) -> tuple[Any, tuple[PyTree, PyTree]]:
         leaves, structure = jax.tree.flatten(state)
-        mesh = mesh_of(state.params)
+        mesh = home(state.params)
         places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
         return compiled(places, structure), on(mesh)
 

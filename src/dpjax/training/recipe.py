@@ -7,9 +7,9 @@ example that the loss receives, weigh it, and choose the microbatch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +21,15 @@ from jaxtyping import Array, Float, Int
 
 from dpjax import trees
 from dpjax.gradients import layout
+from dpjax.gradients._bookkeeping.trace import without_aux
 from dpjax.gradients.batching import Layout
 from dpjax.gradients.loss_checks import require_one_example
 from dpjax.gradients.nan_isolation import each
 from dpjax.mechanism import Mechanism
 from dpjax.types import Key, LossFn, PyTree, Schedule, State
+
+Entry = Callable[[Key, Int[Array, ""]], PyTree]
+"""``entry(key, step)``, one more leaf of every example of a step."""
 
 
 class Recipe(NamedTuple):
@@ -35,15 +39,15 @@ class Recipe(NamedTuple):
     optimizer: optax.GradientTransformation
     mechanism: Mechanism
     engine: str = "auto"
-    entry: Callable[[Key, Int[Array, ""]], PyTree] | None = None
-    """``entry(key, step)``, which the step appends to every example; `per_step` of dpsgd."""
+    entry: Entry | None = None
+    """What the step appends to every example; `per_step` of dpsgd."""
     bound_schedule: Schedule | None = None
     weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None = None
     microbatch_size: int | None = None
     sizes: Callable[[PyTree], Int[Array, " size"]] | None = None
     """How many examples each row holds, where a row is a client. Rows of 0 are masked."""
     mesh: Mesh | None = None
-    """The user's choice of devices, if any; `mesh_of` has the devices of the run."""
+    """The user's choice of devices, if any; `home_of` has the devices of the run."""
 
     @property
     def rescales(self) -> bool:
@@ -60,7 +64,9 @@ class Recipe(NamedTuple):
 
 def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
     """The recipe with the shared arrays in its loss."""
-    return recipe if shared is None else recipe._replace(loss=partial(recipe.loss, shared))
+    return (
+        recipe if shared is None else recipe._replace(loss=functools.partial(recipe.loss, shared))
+    )
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:
@@ -85,7 +91,7 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
       row: Shapes of one row of the data.
     """
     return layout(
-        lambda p, x: (recipe.loss(p, x), None),
+        without_aux(recipe.loss),
         params,
         example_of(recipe, row),
         recipe.mechanism.sampling.usual_size,
@@ -106,7 +112,7 @@ def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> C
     """
 
     def functions(state: State, row: PyTree, shared: PyTree) -> PyTree:
-        example = with_entry(recipe, state.key, state.step, row, ())
+        example = with_entry(recipe.entry, state.key, state.step, row, ())
         weigh, scale = recipe.weights, recipe.bound_scale(state)
         mean, extra = trees.widened(state.params), extra_arguments(recipe.optimizer, scale)
         return (
@@ -121,18 +127,29 @@ def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> C
     return jax.make_jaxpr(functions)(*seen)
 
 
-def mesh_of(recipe: Recipe, params: PyTree, row: PyTree) -> Mesh | None:
-    """The mesh on which all arrays of a run lie; None if JAX places them on one device.
+def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
+    """From parameters to the mesh on which all arrays of their run lie, their *home*.
+
+    It is None if JAX places the arrays on one device, and equal for parameters of equal shapes.
 
     Args:
       recipe: What the run does.
-      params: Parameters, or their shapes.
       row: Shapes of one row of the data.
     """
-    # Where only one device is, no layout needs to be chosen, which traces the loss.
-    if recipe.mesh is not None or jax.local_device_count() == 1:
-        return recipe.mesh
-    return layout_of(recipe, params, row).mesh
+
+    @functools.cache
+    def of_shapes(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
+        # Where only one device is, no layout needs to be chosen, which traces the loss.
+        if recipe.mesh is not None or jax.local_device_count() == 1:
+            return recipe.mesh
+        shapes = structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)
+        return layout_of(recipe, shapes, row).mesh
+
+    def home(params: PyTree) -> Mesh | None:
+        leaves, structure = jax.tree.flatten(params)
+        return of_shapes(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+    return home
 
 
 def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
@@ -144,19 +161,19 @@ def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:
     """Shapes of the example that the loss receives, from the shapes of a row of the data."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda k, rows: with_entry(recipe, k, jnp.int32(0), rows, ()), key, row)
+    return jax.eval_shape(lambda k, x: with_entry(recipe.entry, k, jnp.int32(0), x, ()), key, row)
 
 
 def with_entry(
-    recipe: Recipe, key: Key, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]
+    entry: Entry | None, key: Key, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]
 ) -> PyTree:
-    """Rows, with the entry of the step appended to each if the recipe has one."""
-    if recipe.entry is None:
+    """Rows, with the entry of the step appended to each if there is one."""
+    if entry is None:
         return rows
     # The entry is one more leaf of the example, so engines, masks and devices need no second path.
     # It depends on the step alone (and on the root key for clients), so it costs no privacy.
-    entry = jax.tree.map(jnp.asarray, recipe.entry(key, step))
-    return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), entry))
+    added = jax.tree.map(jnp.asarray, entry(key, step))
+    return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), added))
 
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:

@@ -21,7 +21,7 @@ from dpjax.training.run_folder import Folder
 from dpjax.types import Plan, State
 
 
-def leave(
+def write_released(
     folder: Folder,
     mechanism: Plan,
     state: State,

@@ -21,6 +21,7 @@ from absl import logging
 from dpjax import ledger, meshes, trees
 from dpjax.ledger import Refused
 from dpjax.noise import seals
+from dpjax.training.released import write_released
 from dpjax.training.run_folder import Folder
 from dpjax.training.tensorboard import Board
 from dpjax.types import Algorithm
@@ -135,6 +136,12 @@ class Run:
         replace: Any = getattr(type(self.state), "_replace", dataclasses.replace)
         self.state = replace(self.state, ledger=spent)
         self.mark()
+
+    def write_released(self, delta: float, method: str, *, last: bool) -> None:
+        """Writes what may be released of the last row into the folder, if there is one."""
+        if self.folder is not None:
+            mechanism: Any = self.algorithm.mechanism  # `fit` refuses an algorithm without one
+            write_released(self.folder, mechanism, self.state, delta, method, last=last)
 
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""

@@ -42,12 +42,12 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.signal is not None:
-            self.leave("a second signal ended the run within a step.")
+            self.end_process("a second signal ended the run within a step.")
         # Noted only: the run saves after the current step. A second signal ends the process
         # immediately, for a step that hangs.
         self.signal = number
 
-    def leave(self, words: str) -> None:
+    def end_process(self, words: str) -> None:
         """Ends the process with one sentence: SIGINT as Ctrl-C does, SIGTERM with status 143."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt(words)

@@ -78,7 +78,7 @@ def add_clipped(
     scale = recipe.bound_scale(state)
     scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
     # A client without examples is masked: it has no update, and a mean over none would be NaN.
-    examples = with_entry(recipe, state.key, state.step, rows, mask.shape)
+    examples = with_entry(recipe.entry, state.key, state.step, rows, mask.shape)
     sizes = mask.astype(jnp.int32)
     if recipe.sizes is not None:
         sizes = jnp.where(mask, recipe.sizes(rows), 0)

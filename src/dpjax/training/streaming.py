@@ -68,7 +68,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         size, first, seen = chosen.microbatch_size * chosen.shares, int(state.step), []
         block = microbatches_in_block(chosen.microbatch_size)
         draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
-        place = Placed(chosen, size)
+        place = Placement(chosen, size)
         # Draws are known in advance, so rows of the next steps are read while this one runs.
         batches = stream.batches(place.ours(piece) for pieces in draws for piece in whole(pieces))
         for pieces in draws:
@@ -113,7 +113,7 @@ def _require_all(stream: Stream, examples: int) -> None:
         )
 
 
-class Placed:
+class Placement:
     """Puts the rows of a batch on the devices of a layout: each process reads its own.
 
     Args:

@@ -167,7 +167,7 @@ def run_missing(given: flags.FlagValues, trials: dict[pathlib.Path, search_space
             name = f"[{count}/{len(left)}] {end.folder.name}"
             print(f"{name}  {end.seconds:.1f} s  {outcome(end)}", flush=True)
         if stop.asked:
-            stop.leave("stopped; the same command resumes the search.")
+            stop.end_process("stopped; the same command resumes the search.")
     return failed
 
 

@@ -117,6 +117,11 @@ class Traced:
         return self.programs[key]
 
 
+def without_aux(loss: LossFn) -> LossFn:
+    """A loss that returns a scalar, as engines take it: ``(scalar, None)``."""
+    return lambda params, example: (loss(params, example), None)
+
+
 def _shapes(params: PyTree, example: PyTree) -> tuple[list[Any], Any]:
     """The leaves of the arguments of a loss, and the key of its trace for their shapes."""
     leaves, structure = jax.tree.flatten((params, example))
