@@ -218,7 +218,7 @@ def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
 @pytest.mark.slow
 @kills(
     "cli/train/job.py",
-    "meshes.from_first(lambda: trees.on_host(noise.secret_key()))",
+    "processes.from_first(lambda: trees.on_host(noise.secret_key()))",
     "trees.on_host(noise.secret_key())",
     slow=True,
 )
@@ -431,7 +431,7 @@ def test_two_processes_of_two_runs_are_refused(tmp_path, differs, words):
 
 @kills(
     "training/runner.py",
-    "if meshes.any_process(not given and not changed and began != self.began):",
+    "if processes.any_process(not given and not changed and began != self.began):",
     "if not given and not changed and began != self.began:",
     slow=True,
 )

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from dpjax import checks, ledger, meshes, schedules, trees
+from dpjax import checks, ledger, meshes, processes, schedules, trees
 from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
@@ -255,16 +255,18 @@ def assemble(
         happened = once[key.tobytes()]
         # First of all: below, a process that differs would be refused alone, and the others wait.
         plan = functools.partial(ledger.terms, mechanism, budget)
-        meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
+        processes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         drawn = drawn_by(jax.random.key_impl(state.key), **environment.settings())
         begun = ledger.keyed(state.ledger, state.key, name, drawn)
         spent = ledger.admit(begun, mechanism, budget, steps=count)
         check_step(name, state)
         # Each process has a set of its own, and all of them must compare the same facts.
-        if meshes.any_process("agreed" not in happened):
+        if processes.any_process("agreed" not in happened):
             check_same_optimizer(name, recipe.optimizer, state)
-            meshes.require_agreement(name, lambda: _facts_of_run(state, identify(state), mechanism))
+            processes.require_agreement(
+                name, lambda: _facts_of_run(state, identify(state), mechanism)
+            )
             happened.add("agreed")
         state, sums = steps.run(placed(state._replace(ledger=None)), count)
         # Before anything of these steps leaves: each has one release.

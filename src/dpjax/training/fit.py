@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from dpjax import accounting, checks, ledger, meshes, trees
+from dpjax import accounting, checks, ledger, processes, trees
 from dpjax.training.checks import check_state
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
@@ -156,7 +156,7 @@ def fit(
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
     # Before anything that one process alone could refuse, or ask the others for.
-    meshes.require_agreement(
+    processes.require_agreement(
         "fit",
         lambda: {
             "the root key": trees.fingerprint(state.key),
@@ -203,7 +203,7 @@ def fit(
         most = planned
         if budget and mechanism.stated(budget.delta, budget.method) == (delta, method):
             most = budget.epsilon
-        first = meshes.first_process()
+        first = processes.first_process()
         shown = first and bool(progress) and not callable(progress)
         show = Progress(run.done, end, most, unit=mechanism.unit, enabled=shown)
         if begin < run.done < end:
@@ -219,7 +219,7 @@ def fit(
             run.advance(min(end - run.done, to_row, to_save))
             show.tick(run.done)
             # A signal to one process stops all of them at the same step.
-            stopped = meshes.any_process(stop.asked)
+            stopped = processes.any_process(stop.asked)
             if run.done == end or _until(run.done - begin, every) == every:
                 row = _row(algorithm, run.state, delta, method, show.rate())
                 # Before `evaluate` or a file gets the parameters: what happens with them is out of
@@ -228,7 +228,7 @@ def fit(
                 if evaluate is not None:
                     row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
                 # Processes may measure different numbers, and all of them stop at one step.
-                ended = meshes.from_first(lambda row=row: bool(row.get("stop")))
+                ended = processes.from_first(lambda row=row: bool(row.get("stop")))
                 if ended:
                     run.end()
                     row |= _cost(run.state.ledger, mechanism, delta, method)
@@ -342,7 +342,7 @@ def _until(done: int, every: int | None) -> int:
 
 def _save(run: Run, every: int | None, *, now: bool) -> None:
     """Saves if a checkpoint is due. ``now``: the last chance, so a failure raises."""
-    late = meshes.from_first(lambda: time.monotonic() - run.saved > _SAVE)
+    late = processes.from_first(lambda: time.monotonic() - run.saved > _SAVE)
     due = late if every is None else run.done % every == 0
     if (now or due) and not run.save(wait=now) and now:
         raise OSError(
