@@ -433,6 +433,23 @@ TEACHES = [
 ]
 
 
+@kills(
+    "types.py",
+    'checks.not_negative(call, "bound", bound, _BOUND)',
+    'checks.number(call, "bound", bound, _BOUND)',
+    slow=True,
+)
+@pytest.mark.parametrize("bound", [-1.0, "1", None, math.nan])
+def test_a_rule_of_ones_own_is_refused_bounds_that_are_none(bound):
+    with pytest.raises(ValueError, match=r"^types\.Clipping\(bound=.*\): expected a number"):
+        types.Clipping(clipping.balanced(1), (bound,), jnp.ones_like)
+
+
+def test_bounds_are_pythons_numbers():
+    for rule in (clipping.flat(jnp.float32(1)), clipping.per_group(np.ones(2), 2)):
+        assert [type(bound) for bound in rule.bounds] == [float] * len(rule.bounds)
+
+
 @kills("types.py", "bound < _LEAST:", "bound < 0:", case="<lambda>-would read as 0 and slip past")
 @pytest.mark.parametrize(("call", "message"), TEACHES)
 def test_errors_teach(call, message):
