@@ -215,13 +215,19 @@ def epsilon_lower_bound(
       Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
       theorem 5.2.
     """
-    _check_guesses(correct, guesses, canaries)
-    if not (0 <= delta <= 1 and 0 < confidence < 1):
-        raise ValueError(
-            f"auditing.epsilon_lower_bound(delta={delta}, confidence={confidence}): expected a "
-            "delta from 0 to 1, that of the claim, and a confidence between 0 and 1, such as 0.95. "
-            "Usually the confidence was given in per cent."
-        )
+    call = "auditing.epsilon_lower_bound"
+    hint = (
+        "Right guesses, guesses and canaries are whole numbers, each from 0 to the next. Usually "
+        "rates or percentages were given, or guess_members' two results in the other order."
+    )
+    canaries = checks.whole(call, "canaries", canaries, hint, least=0)
+    guesses = checks.whole(call, "guesses", guesses, hint, least=0, most=canaries)
+    correct = checks.whole(call, "correct", correct, hint, least=0, most=guesses)
+    delta = checks.number(call, "delta", delta, "It is that of the claim.")
+    if not 0 <= delta <= 1:
+        raise ValueError(f"{call}(delta={delta}): expected a delta from 0 to 1, that of the claim.")
+    hint = "0.95 is usual. Usually it was given in per cent."
+    confidence = checks.fraction(call, "confidence", confidence, hint)
     from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:
@@ -242,14 +248,3 @@ def epsilon_lower_bound(
         middle = (low + high) / 2
         low, high = (middle, high) if p_value(middle) <= 1 - confidence else (low, middle)
     return low
-
-
-def _check_guesses(correct: int, guesses: int, canaries: int) -> None:
-    numbers = (correct, guesses, canaries)
-    whole = all(number % 1 == 0 for number in numbers)
-    if not whole or not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            f"auditing.epsilon_lower_bound({correct}, {guesses}, canaries={canaries}): expected "
-            "whole numbers, each from 0 to the next: right guesses, guesses, canaries. Usually "
-            "rates or percentages were given, or guess_members' two results in the other order."
-        )
