@@ -150,7 +150,7 @@ def test_a_mesh_is_the_given_one_else_the_one_in_force():
     ["data", "data:x", "data:64,model:64", "data:1,data:1", "data:-1,model:-1", ":1", "data:0"],
 )
 def test_a_mesh_that_is_none_is_answered(text):
-    with pytest.raises(ValueError, match=r"data:4|64 devices|4096 places"):
+    with pytest.raises(ValueError, match=r"^meshes\.parse\(text=.*(data:4|64 devices|4096 places)"):
         meshes.parse(text)
 
 

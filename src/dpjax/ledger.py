@@ -57,14 +57,13 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuses budgets that mean nothing."""
-        if not checks.number("Budget", "epsilon", self.epsilon) > 0:
+        checks.positive(
+            "ledger.Budget", "epsilon", self.epsilon, "At 0 no step fits.", infinite=True
+        )
+        checked_delta("ledger.Budget", self.delta)
+        if not checked_method("ledger.Budget", self.method or "rdp").proven:
             raise ValueError(
-                f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
-            )
-        checked_delta("Budget", self.delta)
-        if not checked_method("Budget", self.method or "rdp").proven:
-            raise ValueError(
-                f"Budget(method={self.method!r}): this method is an estimate, and a budget "
+                f"ledger.Budget(method={self.method!r}): this method is an estimate, and a budget "
                 "needs a bound. Use 'rdp' or 'pld'."
             )
 

@@ -95,16 +95,18 @@ def parse(text: str) -> Mesh:
             (name.strip(), int(size)) for name, size in (x.split(":") for x in text.split(","))
         ]
     except ValueError as error:
-        raise ValueError(f"mesh {text!r}: {expected}.") from error
+        raise ValueError(f"meshes.parse(text={text!r}): {expected}.") from error
     sizes = dict(pairs)
     if len(sizes) < len(pairs) or not all(sizes) or min(sizes.values()) < 1:
-        raise ValueError(f"mesh {text!r}: {expected}. Each name stands once, sizes are positive.")
+        raise ValueError(
+            f"meshes.parse(text={text!r}): {expected}. Each name stands once, sizes are positive."
+        )
     devices = jax.devices()
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(
-            f"mesh {text!r}: it has {math.prod(sizes.values())} places, and there are "
-            f"{len(devices)} devices. On a CPU, jax.config.update('jax_num_cpu_devices', n) makes "
-            "n devices, before anything else of JAX runs."
+            f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places, and there "
+            f"are {len(devices)} devices. On a CPU, jax.config.update('jax_num_cpu_devices', n) "
+            "makes n devices, before anything else of JAX runs."
         )
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 

@@ -139,8 +139,8 @@ def require_equal_hosts() -> None:
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         raise ValueError(
-            f"mesh: the processes have {[counts[i] for i in sorted(counts)]} devices; expected "
-            "equally many in each. Usually one host sees more accelerators than another, or "
-            "jax_num_cpu_devices differs: restrict all of them to one number, for example by "
+            f"meshes.of: the processes have {[counts[i] for i in sorted(counts)]} devices; "
+            "expected equally many in each. Usually one host sees more accelerators than another, "
+            "or jax_num_cpu_devices differs: restrict all of them to one number, for example by "
             "CUDA_VISIBLE_DEVICES."
         )

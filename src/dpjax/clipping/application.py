@@ -53,7 +53,7 @@ def clip(
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
-    real = real_rows("clip", mask, len(norms))[:, None]
+    real = real_rows("clipping.clip", mask, len(norms))[:, None]
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
         # After the bound: a weight may shorten a contribution and never lengthen it past its bound.

@@ -56,10 +56,10 @@ def plain_grad(
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
-        refuse_meshes(batch)
+        refuse_meshes("gradients.plain_grad", batch)
         example, traced = trees.one_row(batch), Traced(with_aux)
 
-        parts, committed = gathered("plain_grad", devices, params=params, batch=batch)
+        parts, committed = gathered("gradients.plain_grad", devices, params=params, batch=batch)
 
         def summed(params: PyTree, batch: PyTree) -> PyTree:
             placed = beside(committed, traced, params, example, size, devices=devices)
@@ -83,7 +83,7 @@ def _unclipped(
     """An engine that sums gradients as they are."""
     del rule
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
-        refuse_split(rows.batch)
+        refuse_split("gradients.plain_grad", rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
     losses, _, entries, gradients = backward(loss, params, rows.batch)
     sums = jax.tree.leaves(start)

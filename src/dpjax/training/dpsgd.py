@@ -179,6 +179,7 @@ def assemble(
     data: PyTree,
     identity: Mapping[str, Any],
     *,
+    name: str = "dpsgd",
     shared: PyTree = None,
     budget: ledger.Budget | None = None,
     info: Callable[[Sums], Any] = mean_info,
@@ -189,12 +190,13 @@ def assemble(
       recipe: What every step does.
       data: A tree of arrays with one row per example (or per client), or a `Stream`.
       identity: What else tells the run from others, beside mechanism and data.
+      name: How errors call it.
       shared: Arrays that ``recipe.loss`` takes before the parameters; see `in_memory`.
       budget: What no step may pass.
       info: From the sums of steps to what the observer sees.
     """
-    mechanism, mesh, name = recipe.mechanism, recipe.mesh, identity["algorithm"]
-    check_draw(mechanism.sampling)
+    mechanism, mesh = recipe.mechanism, recipe.mesh
+    check_draw(name, mechanism.sampling)
     size = checked_size(name, "microbatch_size", recipe.microbatch_size)
     recipe = recipe._replace(microbatch_size=size)
     check_rule(mechanism.clipping)
