@@ -395,6 +395,19 @@ def test_explicit_axes_in_force_change_nothing(when):
     np.testing.assert_array_equal(state.params, expected.params)
 
 
+def test_data_that_explicit_axes_split_are_refused_by_the_call():
+    split = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
+    rows = jax.device_put(np.ones((50, 3), np.float32), split)
+    clipped = dpjax.clipped_grad(lambda w, x: jnp.sum((w - x) ** 2), clipping.flat(1.0))
+    calls = {
+        "dpsgd": lambda: small_run(data=rows),
+        "clipped_grad": lambda: clipped(jnp.zeros(3), rows),
+    }
+    for call, run in calls.items():
+        with pytest.raises(ValueError, match=rf"^{call}: the data are split by a mesh of explicit"):
+            run()
+
+
 def test_clients_train_under_explicit_axes():
     clients = federated.Clients.of([np.ones((k, 3), np.float32) for k in (0, 1, 4, 3)])
     mechanism = mechanism_with(4, 2, steps=2, unit="client")

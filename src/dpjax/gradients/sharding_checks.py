@@ -19,7 +19,7 @@ from dpjax.types import PyTree
 
 
 def refuse_meshes(call: str, batch: PyTree) -> None:
-    """Raises if the type of the batch varies over a mesh, or its mesh has explicit axes.
+    """Raises if the type of the batch varies over a mesh, or explicit axes split it.
 
     A `jax.shard_map` that checks varying axes sums the gradients of shared parameters over devices
     before they can be clipped, so examples of several devices would be clipped as one. Most models
@@ -36,14 +36,20 @@ def refuse_meshes(call: str, batch: PyTree) -> None:
                 "several devices would be clipped as one. Give the shard_map check_vma=False; or "
                 "give the batch whole and devices=..."
             )
-        sharding = kind.sharding
+    refuse_explicit(call, batch)
+
+
+def refuse_explicit(call: str, data: PyTree) -> None:
+    """Raises if a mesh of explicit axes splits the data, before JAX does within the step."""
+    for leaf in jax.tree.leaves(data):
+        sharding = jax.typeof(leaf).sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
             raise ValueError(
-                f"{call}: the batch is split by a mesh of explicit axes ({sharding.spec}); "
-                "expected one that lies on one device, or is split by a mesh of automatic axes. "
+                f"{call}: the data are split by a mesh of explicit axes ({sharding.spec}); "
+                "expected arrays that lie on one device, or are split by automatic axes. "
                 "jax.make_mesh makes explicit axes by default, and then a loss has to give the "
                 "sharding of the result of every reshape. Make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,), or give the batch whole and devices=..."
+                "axis_types=(jax.sharding.AxisType.Auto,), or give NumPy arrays."
             )
 
 

@@ -26,6 +26,7 @@ from dpjax.data import Stream
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import check_loss, check_params
+from dpjax.gradients.sharding_checks import refuse_explicit
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import start
@@ -36,7 +37,6 @@ from dpjax.training.checks import (
     check_optimizer,
     check_same_optimizer,
     check_schedule,
-    check_split,
     check_state,
     check_step,
     checked_data,
@@ -227,10 +227,10 @@ def assemble(
         checks.key(f"{name}: init", key)
         params = arrays(params, f"{name}: init(params)")
         check_params(f"{name}: init(key, params)", params)
-        if mesh is None:
-            check_split(name, data)
-        else:
+        if mesh is not None:
             params = meshes.placed(params, mesh)
+        elif not stream:
+            refuse_explicit(name, data)
         _read_loss(name, bound_to(recipe, shared), params, row, tell=shared is None)
         home = where(params)
         if home is None:
