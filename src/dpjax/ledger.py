@@ -119,6 +119,21 @@ def admit(
     Raises:
       Refused: A step is not planned, or would pass the budget, or the ledger is of
         another mechanism.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=1.1,
+      ...     steps=20,
+      ... )
+      >>> spent = admit(empty(), mechanism, Budget(epsilon=5.0, delta=1e-3), steps=3)
+      >>> spent.steps
+      3
+      >>> admit(spent, mechanism, steps=18)
+      Traceback (most recent call last):
+      dpjax.checks.Refused: ledger: step 21 of 20 planned steps; ...
     """
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)

@@ -38,7 +38,7 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     """The optimizer, with a state that keeps the private mean that it received last.
 
     It moves parameters as ``optimizer`` does. `score_canaries` reads the means, which every step
-    releases.
+    releases, and has an example.
     """
     takes_more = optax.with_extra_args_support(optimizer)
 
@@ -89,6 +89,25 @@ def score_canaries(
 
     Privacy:
       Scores read the canaries and what is released. The attacker knows both.
+
+    Example:
+      >>> import dpjax
+      >>> rows, canaries = np.zeros((20, 8), np.float32), 9 * np.eye(8, dtype=np.float32)
+      >>> joined = np.array([True, False] * 4)  # by fair coins, in an audit
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.full(24),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=0.2,
+      ...     steps=3,
+      ... )
+      >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
+      >>> data = np.concatenate([rows, canaries[joined]])
+      >>> algorithm = dpjax.dpsgd(loss, recording(optax.sgd(0.1)), mechanism, data)
+      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(8))
+      >>> scores, _ = score_canaries(algorithm, state, 3, loss, canaries, rows)
+      >>> correct, guesses = guess_members(scores, joined, guesses=8)
+      >>> correct, guesses
+      (8, 8)
 
     References:
       Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,

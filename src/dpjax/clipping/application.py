@@ -45,6 +45,13 @@ def clip(
 
     Sensitivity:
       ``rule.sensitivity``.
+
+    Example:
+      >>> from dpjax import clipping
+      >>> gradients = jnp.array([[0.0, 4.0], [0.0, 0.5]])
+      >>> total, norms, factors = clip(clipping.flat(bound=1.0), gradients)
+      >>> total.tolist(), norms.tolist(), factors.tolist()
+      ([0.0, 1.5], [[4.0], [0.5]], [[0.25], [1.0]])
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
     # On the shapes of the parameters, as the noise and the other engines assign: a partition by

@@ -155,6 +155,21 @@ def fedsgd(
 
     Privacy:
       As for `fedavg`.
+
+    Example:
+      >>> import dpjax
+      >>> clients = dpjax.federated.Clients.of([jnp.ones((n, 3)) for n in (5, 30, 8, 12)])
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=4, batch_size=2),
+      ...     clipping=dpjax.clipping.flat(bound=0.5),
+      ...     noise_multiplier=1.0,
+      ...     steps=10,
+      ...     unit="client",
+      ... )
+      >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
+      >>> algorithm = fedsgd(loss, optax.sgd(0.1), mechanism, clients)
+      >>> algorithm.mechanism.unit  # init and step are as in the example of `fedavg`
+      'client'
     """
     _check_kinds("federated.fedsgd", clients, server_optimizer=server_optimizer)
     # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with

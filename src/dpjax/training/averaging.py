@@ -86,6 +86,16 @@ def averaged(optimizer_state: Any) -> PyTree:
 
     Raises:
       ValueError: The state has no average, or no step ran yet.
+
+    Example:
+      >>> optimizer = optax.chain(optax.sgd(1.0), average_parameters(decay=0.5))
+      >>> params = jnp.array(3.0)
+      >>> state = optimizer.init(params)
+      >>> for _ in range(2):
+      ...     updates, state = optimizer.update(jnp.array(1.0), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(round(float(averaged(state)), 3))  # (0.5 x 2 + 1) / (0.5 + 1)
+      1.333
     """
     # Found by its type wherever it stands, so the optimizer around it may have any shape.
     kept = next(iter(trees.nodes(optimizer_state, AverageState)), None)
