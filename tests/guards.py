@@ -32,10 +32,6 @@ ELSEWHERE = {
         "AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec)",
     ),
     ("gradients/sharding_checks.py", "not sharding.is_fully_replicated"),
-    (
-        "training/checks.py",
-        "part == 'data' and any(spec or ()) and (AxisType.Explicit in mesh.axis_types)",
-    ),
     ("training/checks.py", "len(places) > 1"),
     ("training/fit.py", "(now or due) and (not run.save(wait=now)) and now"),
 }

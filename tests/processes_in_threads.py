@@ -11,7 +11,7 @@ import optax
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import meshes
+from dpjax import processes
 
 
 def small_run(rate=0.1, *, batch=10, steps=6, multiplier=1.0, **options):
@@ -50,8 +50,8 @@ def in_threads(monkeypatch, work, count=2):
 
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(jax, "process_index", lambda: here.process)
-    monkeypatch.setattr(meshes.multihost_utils, "process_allgather", gathered)
-    monkeypatch.setattr(meshes.multihost_utils, "broadcast_one_to_all", lambda x: gathered(x)[0])
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", gathered)
+    monkeypatch.setattr(processes.multihost_utils, "broadcast_one_to_all", lambda x: gathered(x)[0])
 
     def alone(process):
         here.process, here.entered = process, 0

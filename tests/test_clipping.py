@@ -408,7 +408,10 @@ TEACHES = [
     (lambda: OTHER_SHAPE.factors(jnp.ones((5, 2))), "expected a factor for each example and group"),
     (lambda: clipping.grouped(1.0, 2, total=1.0), "give one of them"),
     (lambda: clipping.grouped(groups=2), "give one of them"),
-    (lambda: clipping.grouped(1.0, 0), "positive number of groups"),
+    (
+        lambda: clipping.grouped(1.0, 0),
+        r"^clipping\.grouped\(groups=0\): .*positive number of groups",
+    ),
     (lambda: clipping.grouped(1.0, 2.5), "positive number of groups"),
     (lambda: clipping.per_group((1.0, 2.0, 3.0), 2), "3 bounds were given for 2 groups"),
     (lambda: clipping.per_group({"x": 1.0}, 1), "every group needs exactly one bound"),
@@ -426,11 +429,34 @@ TEACHES = [
     (lambda: clipping.grouped(total=-1.0, groups=2), r"total=-1.0\): expected a number, 0 or more"),
     (lambda: clipping.normalized(inf), "no infinite length"),
     (lambda: clipping.hard_threshold(math.nan), "expected a number"),
-    (lambda: clipping.balanced(3).assign(OF_A), "only 1 leaves"),
+    (
+        lambda: clipping.balanced(3).assign(OF_A),
+        r"^clipping\.balanced\(groups=3\): .*only 1 leaves",
+    ),
     (lambda: clipping.balanced(1).assign({}), "there are no parameters"),
     (lambda: clipping.by_path(OF_A, {"b": 0}), "no pattern"),
-    (lambda: clipping.by_leaf(OF_A).assign(OF_B), "this partition was made for the leaves"),
+    (
+        lambda: clipping.by_leaf(OF_A).assign(OF_B),
+        r"^clipping\.by_leaf: this partition was made for",
+    ),
 ]
+
+
+@kills(
+    "types.py",
+    'checks.not_negative(call, "bound", bound, _BOUND)',
+    'checks.number(call, "bound", bound, _BOUND)',
+    slow=True,
+)
+@pytest.mark.parametrize("bound", [-1.0, "1", None, math.nan])
+def test_a_rule_of_ones_own_is_refused_bounds_that_are_none(bound):
+    with pytest.raises(ValueError, match=r"^types\.Clipping\(bound=.*\): expected a number"):
+        types.Clipping(clipping.balanced(1), (bound,), jnp.ones_like)
+
+
+def test_bounds_are_pythons_numbers():
+    for rule in (clipping.flat(jnp.float32(1)), clipping.per_group(np.ones(2), 2)):
+        assert [type(bound) for bound in rule.bounds] == [float] * len(rule.bounds)
 
 
 @kills("types.py", "bound < _LEAST:", "bound < 0:", case="<lambda>-would read as 0 and slip past")
@@ -487,7 +513,7 @@ class TestClipAndSum:
         link = dpjax.clip_and_sum(clipping.flat(1.0))
         with pytest.raises(ValueError, match=r"clip_and_sum: mask has shape.* batch 2 examples"):
             link.update(BATCH, link.init(PARAMS), mask=mask)
-        with pytest.raises(ValueError, match=r"clip: mask has shape.* batch 2 examples"):
+        with pytest.raises(ValueError, match=r"^clipping\.clip: mask has shape.* batch 2 examples"):
             clipping.clip(clipping.flat(1.0), BATCH, mask)
         clipped = dpjax.clipped_grad(lambda p, x: jnp.sum(p["w"] * x), clipping.flat(1.0))
         with pytest.raises(ValueError, match=r"clipped_grad: mask has shape.* batch 2 examples"):

@@ -292,7 +292,7 @@ class TestEvents:
 
     @kills(
         "mechanism/spent.py",
-        'check_run(f"Spent(noise={self.noise.name})", self.noise, self.sampling, self.steps)',
+        "check_run(called, self.noise, self.sampling, self.steps)",
         "pass",
         slow=True,
     )

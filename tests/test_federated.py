@@ -746,15 +746,15 @@ ROWS, ONE = np.ones((2, 3)), some_clients(1)
 NO_NUMBER = r"the metric of one example has shape \(3,\)"
 OTHER_LEAVES = "an example of client 1 is {'b': '3'}, one of client 0 is {'a': '3'}"
 VALUES_REFUSED = [
-    (own(20, mechanism(100)), r"20 clients and 20 weights.*draws from 100"),
+    (own(20, mechanism(100)), r"^federated\.fed.*20 clients and 20 weights.*draws from 100"),
     (own(3, mechanism(3, unit="example")), r"Mechanism\(unit='client'"),
     (lambda: federated.scores(lambda params, x: x, None, ONE), NO_NUMBER),
     (own(9, mechanism(9, **ADAPTIVE)), "adapts its bound to a quantile"),
     (own(2, mechanism(2, rule=clipping.jl(1.0, 30))), "exists as a whole"),
     (lambda: mechanism(3, unit="person"), "example, client"),
     (own(2, mechanism(2), weights=Weights(values=np.ones(3))), "2 clients and 3 weights"),
-    (lambda: Weights(values=np.ones(3), largest=math.inf), "positive numbers"),
-    (lambda: Weights(values=[1], total=0.0), "positive numbers"),
+    (lambda: Weights(values=np.ones(3), largest=math.inf), "expected a finite number above 0"),
+    (lambda: Weights(values=[1], total=0.0), "total=0.0.: expected a finite number above 0"),
     (lambda: Weights(values=3.0), "one weight per client"),
     (lambda: Clients.of([]), "of each client"),
     (lambda: some_clients(0, 0), "none of 2 clients"),
@@ -769,7 +769,7 @@ VALUES_REFUSED = [
 ]
 WORK_REFUSED = {
     "expected one of the two": [{"local_epochs": None}, {"local_steps": 2}],
-    r"^fedavg\(local_\w+=.*: expected a (whole )?number": [
+    r"^federated\.fedavg\(local_\w+=.*: expected a (whole )?number": [
         {"local_batch_size": 0},
         {"local_batch_size": 2.5},
         {"local_batch_size": True},
@@ -786,7 +786,7 @@ WORK_REFUSED = {
 VALUES_REFUSED += [
     (
         lambda: start(fedavg(some_clients(1), mechanism(1), lambda w, x: w - x)),
-        r"^fedavg: the loss of one example is .*expected a real scalar",
+        r"^federated\.fedavg: the loss of one example is .*expected a real scalar",
     )
 ]
 VALUES_REFUSED += [
@@ -796,7 +796,7 @@ VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items(
 NO_CLIENTS = r"clients is a list.*Clients\.of"
 WORDS = np.array(["a", "b"])
 NO_NUMBERS = r"^federated\.Clients\.(of: leaf 0/1|split: leaf 1) is of type <U1.*np\.unique"
-LOSS_WANTED = "^fedavg: client_optimizer does not run on gradients.*has no loss to give"
+LOSS_WANTED = r"^federated\.fedavg: client_optimizer does not run on .*has no loss to give"
 
 
 def started(client_optimizer):
@@ -811,8 +811,14 @@ TYPES_REFUSED = [
     (started(optax.lbfgs()), LOSS_WANTED),
     (started(optax.lookahead(optax.sgd(0.1), 2, 0.5)), r"take dpjax\.training\.lookahead"),
     (started(optax.monitor({"size": optax.tree.norm})), "another structure after an update"),
-    (lambda: work()().init(jax.random.key(0), jnp.arange(3)), r"^fedavg: init\(.*is int32"),
-    (lambda: work()().init(jax.random.key(0), {"a": "x"}), r"^fedavg: init\(.*leaf a is str"),
+    (
+        lambda: work()().init(jax.random.key(0), jnp.arange(3)),
+        r"^federated\.fedavg: init\(.*is int32",
+    ),
+    (
+        lambda: work()().init(jax.random.key(0), {"a": "x"}),
+        r"^federated\.fedavg: init\(.*leaf a is str",
+    ),
     (lambda: Clients.of([(ROWS, WORDS)]), NO_NUMBERS),
     (lambda: Clients.split((ROWS, WORDS), owners=[0, 1], clients=2), NO_NUMBERS),
     (lambda: Clients.of([WORDS.astype(object)]), r"leaf 0 is of type object"),
@@ -851,7 +857,7 @@ def test_examples_may_hold_keys():
         assert np.any(found)
 
 
-@kills("training/assembly.py", "    check_draw(mechanism.sampling)\n", "")
+@kills("training/assembly.py", "    check_draw(name, mechanism.sampling)\n", "")
 def test_a_draw_that_is_made_once_is_refused():
     """As for examples: NumPy draws when the round is compiled."""
 
@@ -860,7 +866,7 @@ def test_a_draw_that_is_made_once_is_refused():
         return types.Draw(jnp.asarray(drawn), jnp.asarray(3))
 
     own = dataclasses.replace(sampling.poisson(9, 3), draw=draw)
-    with pytest.raises(ValueError, match="every step would see the same examples"):
+    with pytest.raises(ValueError, match=r"^federated\.fedavg: the sampler .* the same examples"):
         fedavg(some_clients(*range(9)), mechanism(9, sampler=own))
 
 

@@ -216,17 +216,23 @@ def test_no_step_is_taken_back(steps):
 
 
 @kills("accounting/methods.py", "proven=False", "proven=True", slow=True)
-@kills("ledger.py", 'checked_delta("Budget", self.delta)', "pass", slow=True)
+@kills("ledger.py", 'checked_delta("ledger.Budget", self.delta)', "pass", slow=True)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epsilon": 0.0, "delta": 1e-5}, "positive epsilon"),
+        (
+            {"epsilon": 0.0, "delta": 1e-5},
+            r"^ledger\.Budget\(epsilon=0.0\): expected a number above 0\. At 0",
+        ),
         ({"epsilon": "3", "delta": 1e-5}, "expected a number"),
-        ({"epsilon": 1.0, "delta": 1.0}, r"Budget\(delta=1.0\): expected a number between"),
-        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, "an estimate"),
+        (
+            {"epsilon": 1.0, "delta": 1.0},
+            r"^ledger\.Budget\(delta=1.0\): expected a number between",
+        ),
+        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*an estimate"),
         (
             {"epsilon": 1.0, "delta": 1e-5, "method": "best"},
-            r"Budget\(method='best'\): there is no such",
+            r"^ledger\.Budget\(method='best'\): there is no such",
         ),
     ],
 )

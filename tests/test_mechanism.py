@@ -385,13 +385,15 @@ def test_runs_are_pairs_of_a_multiplier_and_steps(case):
 def test_what_has_no_price_was_not_spent():
     with pytest.raises(TypeError, match="how the earlier run drew"):
         dataclasses.replace(spent(), sampling=0.2)
-    with pytest.raises(ValueError, match=r"Spent\(preparation=\[nan\]\)"):
+    with pytest.raises(ValueError, match=r"^mechanism\.Spent\(preparation=\[nan\]\)"):
         spent(preparation=[math.nan])
     with pytest.raises(TypeError, match=r"noise is a str; .*strategies\.square_root"):
         spent(noise="square_root")
-    with pytest.raises(ValueError, match=r"Spent\(unit='user'\).*one of example, client"):
+    with pytest.raises(
+        ValueError, match=r"^mechanism\.Spent\(unit='user'\).*one of example, client"
+    ):
         spent(unit="user")
-    with pytest.raises(ValueError, match=r"Spent\(projections=0\).*norms were exact"):
+    with pytest.raises(ValueError, match=r"^mechanism\.Spent\(projections=0\).*norms were exact"):
         spent(projections=0)
 
 

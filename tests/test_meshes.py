@@ -150,7 +150,7 @@ def test_a_mesh_is_the_given_one_else_the_one_in_force():
     ["data", "data:x", "data:64,model:64", "data:1,data:1", "data:-1,model:-1", ":1", "data:0"],
 )
 def test_a_mesh_that_is_none_is_answered(text):
-    with pytest.raises(ValueError, match=r"data:4|64 devices|4096 places"):
+    with pytest.raises(ValueError, match=r"^meshes\.parse\(text=.*(data:4|64 devices|4096 places)"):
         meshes.parse(text)
 
 
@@ -218,7 +218,7 @@ def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
 @pytest.mark.slow
 @kills(
     "cli/train/job.py",
-    "meshes.from_first(lambda: trees.on_host(noise.secret_key()))",
+    "processes.from_first(lambda: trees.on_host(noise.secret_key()))",
     "trees.on_host(noise.secret_key())",
     slow=True,
 )
@@ -395,6 +395,19 @@ def test_explicit_axes_in_force_change_nothing(when):
     np.testing.assert_array_equal(state.params, expected.params)
 
 
+def test_data_that_explicit_axes_split_are_refused_by_the_call():
+    split = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
+    rows = jax.device_put(np.ones((50, 3), np.float32), split)
+    clipped = dpjax.clipped_grad(lambda w, x: jnp.sum((w - x) ** 2), clipping.flat(1.0))
+    calls = {
+        "dpsgd": lambda: small_run(data=rows),
+        "clipped_grad": lambda: clipped(jnp.zeros(3), rows),
+    }
+    for call, run in calls.items():
+        with pytest.raises(ValueError, match=rf"^{call}: the data are split by a mesh of explicit"):
+            run()
+
+
 def test_clients_train_under_explicit_axes():
     clients = federated.Clients.of([np.ones((k, 3), np.float32) for k in (0, 1, 4, 3)])
     mechanism = mechanism_with(4, 2, steps=2, unit="client")
@@ -431,7 +444,7 @@ def test_two_processes_of_two_runs_are_refused(tmp_path, differs, words):
 
 @kills(
     "training/runner.py",
-    "if meshes.any_process(not given and not changed and began != self.began):",
+    "if processes.any_process(not given and not changed and began != self.began):",
     "if not given and not changed and began != self.began:",
     slow=True,
 )

@@ -8,15 +8,15 @@ from mutation import kills
 from processes_in_threads import in_threads, small_run
 
 import dpjax
-from dpjax import ledger, meshes, sampling
+from dpjax import ledger, processes, sampling
 from dpjax.checks import Refused
 from dpjax.training import environment
 
 KEY = jax.random.key(0)
 
 
-@kills("meshes.py", "if same(name, json.dumps(texts)):", "if True:", slow=True)
-@kills("meshes.py", "if not same(f", "if same(f", slow=True)
+@kills("processes.py", "if same(name, json.dumps(texts)):", "if True:", slow=True)
+@kills("processes.py", "if not same(f", "if same(f", slow=True)
 @pytest.mark.parametrize(
     ("differs", "words"),
     [
@@ -30,7 +30,7 @@ def test_processes_that_differ_are_refused_by_name(monkeypatch, differs, words):
     facts = {"the root key": "a", "the mechanism": {"b": 1}, "directory": False}
 
     def work(process):
-        meshes.require_agreement("dpsgd", lambda: facts | ({differs: 2} if process else {}))
+        processes.require_agreement("dpsgd", lambda: facts | ({differs: 2} if process else {}))
 
     require_refused(in_threads(monkeypatch, work), words)
 
@@ -42,8 +42,8 @@ def require_refused(found, words):
             raise error
 
 
-@kills("meshes.py", "    if first_process():\n        try:", "    if True:\n        try:")
-@kills("meshes.py", "else np.zeros(int.from_bytes(answers[0])", "else np.zeros(7", slow=True)
+@kills("processes.py", "    if first_process():\n        try:", "    if True:\n        try:")
+@kills("processes.py", "else np.zeros(int.from_bytes(answers[0])", "else np.zeros(7", slow=True)
 def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
     ran = []
 
@@ -51,14 +51,14 @@ def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
         ran.append(jax.process_index())
         return {"rows": ["a" * 300]}
 
-    found = in_threads(monkeypatch, lambda _: meshes.from_first(make))
+    found = in_threads(monkeypatch, lambda _: processes.from_first(make))
     assert found == 2 * [{"rows": ["a" * 300]}]
     assert ran == [0]
 
 
-@kills("meshes.py", "found = False, error", "found = True, error", slow=True)
+@kills("processes.py", "found = False, error", "found = True, error", slow=True)
 @kills(
-    "meshes.py",
+    "processes.py",
     "        raise value\n",
     "        raise value if first_process() else SystemExit\n",
     slow=True,
@@ -68,30 +68,30 @@ def test_an_error_of_the_first_process_is_raised_in_all(monkeypatch):
         raise OSError("the disk is full")
 
     # In a list, because `in_threads` also returns what was raised.
-    found = in_threads(monkeypatch, lambda _: [meshes.from_first(make)])
+    found = in_threads(monkeypatch, lambda _: [processes.from_first(make)])
     assert list(map(repr, found)) == 2 * ["OSError('the disk is full')"]
 
 
-@kills("meshes.py", "if each[:32] != asked]", "if False]", slow=True)
+@kills("processes.py", "if each[:32] != asked]", "if False]", slow=True)
 @pytest.mark.parametrize(
-    "other", [lambda: meshes.from_first(lambda: 2), lambda: meshes.any_process(False)]
+    "other", [lambda: processes.from_first(lambda: 2), lambda: processes.any_process(False)]
 )
 def test_processes_at_different_questions_are_refused(monkeypatch, other):
     """Each would take the answer to the other's question for its own."""
-    found = in_threads(monkeypatch, lambda i: other() if i else meshes.from_first(lambda: 1))
+    found = in_threads(monkeypatch, lambda i: other() if i else processes.from_first(lambda: 1))
     require_refused(found, "are elsewhere; .*jax.process_index")
 
 
-@kills("meshes.py", "return any(map(any, ", "return all(map(any, ", slow=True)
+@kills("processes.py", "return any(map(any, ", "return all(map(any, ", slow=True)
 def test_a_signal_to_one_process_reaches_all(monkeypatch):
     for given in ([False, False], [False, True], [True, True]):
-        found = in_threads(monkeypatch, lambda i, given=given: meshes.any_process(given[i]))
+        found = in_threads(monkeypatch, lambda i, given=given: processes.any_process(given[i]))
         assert found == 2 * [any(given)]
 
 
 @kills(
     "training/assembly.py",
-    "meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())",
+    "processes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())",
     "pass",
 )
 @kills("training/assembly.py", "        **environment.numerics(),\n", "", case="setting", slow=True)
@@ -177,7 +177,7 @@ def test_processes_agree_on_plan_and_budget_before_one_alone_could_refuse(
 
 @kills(
     "training/assembly.py",
-    "meshes.require_agreement(name, lambda: self._facts_of_run(state))",
+    "processes.require_agreement(name, lambda: self._facts_of_run(state))",
     "pass",
     slow=True,
 )
@@ -249,7 +249,7 @@ def test_the_hash_of_draw_and_noise_follows_from_key_step_and_settings():
 
 @kills(
     "training/assembly.py",
-    'if meshes.any_process("agreed" not in happened):',
+    'if processes.any_process("agreed" not in happened):',
     'if "agreed" not in happened:',
     slow=True,
 )

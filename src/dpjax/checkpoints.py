@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from dpjax import meshes, trees
+from dpjax import meshes, processes, trees
 from dpjax.types import PyTree
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
         # Of several processes the first alone reads and writes.
-        meshes.from_first(self._begin)
+        processes.from_first(self._begin)
 
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -108,12 +108,12 @@ class Checkpoints:
         """
         went_well = self.wait()
         # Orbax refuses a second checkpoint of one step; the first holds the same bits.
-        if meshes.from_first(lambda: step in self.manager.all_steps()):
+        if processes.from_first(lambda: step in self.manager.all_steps()):
             return went_well
         # A copy on the host: the next dispatch donates the buffers while Orbax writes. Of several
         # processes, each gives its part.
         numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
-        return meshes.from_first(lambda: self._write(step, numbers, facts)) and went_well
+        return processes.from_first(lambda: self._write(step, numbers, facts)) and went_well
 
     def _write(self, step: int, numbers: list[np.ndarray], facts: Mapping[str, Any]) -> bool:
         # Orbax cannot write arrays without elements; their shapes are in the notes.
@@ -134,7 +134,7 @@ class Checkpoints:
 
     def wait(self) -> bool:
         """Waits for the save in the background; False if it failed."""
-        return meshes.from_first(self._wait)
+        return processes.from_first(self._wait)
 
     def _wait(self) -> bool:
         try:
@@ -162,7 +162,7 @@ class Checkpoints:
           Damaged: Checkpoints exist, and none of them is whole.
           ValueError: A whole checkpoint has another structure or other shapes than ``like``.
         """
-        found = meshes.from_first(self._latest)
+        found = processes.from_first(self._latest)
         if found is None:
             return None
         step, numbers, facts = found
@@ -218,7 +218,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for the save in the background and ends the threads."""
-        if meshes.first_process():
+        if processes.first_process():
             self._wait()
             self.manager.close()
 

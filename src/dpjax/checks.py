@@ -73,19 +73,23 @@ def whole_or_none(
     return None if value is None else whole(call, name, value, hint, least=least)
 
 
-def not_negative(call: str, name: str, value: Any, hint: str = "") -> float:
-    """A number of 0 or more; infinity is one."""
+def not_negative(
+    call: str, name: str, value: Any, hint: str = "", *, infinite: bool = True
+) -> float:
+    """A number of 0 or more; infinity is one unless ``infinite`` is False."""
     found = number(call, name, value, hint)
-    if found < 0:
-        raise ValueError(_message(call, name, value, "a number, 0 or more", hint))
+    if found < 0 or (found == math.inf and not infinite):
+        expected = "a number, 0 or more" if infinite else "a finite number, 0 or more"
+        raise ValueError(_message(call, name, value, expected, hint))
     return found
 
 
-def positive(call: str, name: str, value: Any, hint: str = "") -> float:
-    """A finite number above 0."""
+def positive(call: str, name: str, value: Any, hint: str = "", *, infinite: bool = False) -> float:
+    """A number above 0; infinity is one only if ``infinite`` is True."""
     found = number(call, name, value, hint)
-    if not 0 < found < math.inf:
-        raise ValueError(_message(call, name, value, "a finite number above 0", hint))
+    if found <= 0 or (found == math.inf and not infinite):
+        expected = "a number above 0" if infinite else "a finite number above 0"
+        raise ValueError(_message(call, name, value, expected, hint))
     return found
 
 

@@ -57,14 +57,13 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuses budgets that mean nothing."""
-        if not checks.number("Budget", "epsilon", self.epsilon) > 0:
+        checks.positive(
+            "ledger.Budget", "epsilon", self.epsilon, "At 0 no step fits.", infinite=True
+        )
+        checked_delta("ledger.Budget", self.delta)
+        if not checked_method("ledger.Budget", self.method or "rdp").proven:
             raise ValueError(
-                f"Budget(epsilon={self.epsilon}): expected a positive epsilon; at 0 no step fits."
-            )
-        checked_delta("Budget", self.delta)
-        if not checked_method("Budget", self.method or "rdp").proven:
-            raise ValueError(
-                f"Budget(method={self.method!r}): this method is an estimate, and a budget "
+                f"ledger.Budget(method={self.method!r}): this method is an estimate, and a budget "
                 "needs a bound. Use 'rdp' or 'pld'."
             )
 
@@ -120,6 +119,21 @@ def admit(
     Raises:
       Refused: A step is not planned, or would pass the budget, or the ledger is of
         another mechanism.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=1.1,
+      ...     steps=20,
+      ... )
+      >>> spent = admit(empty(), mechanism, Budget(epsilon=5.0, delta=1e-3), steps=3)
+      >>> spent.steps
+      3
+      >>> admit(spent, mechanism, steps=18)
+      Traceback (most recent call last):
+      dpjax.checks.Refused: ledger: step 21 of 20 planned steps; ...
     """
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)

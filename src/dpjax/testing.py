@@ -78,6 +78,10 @@ def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
     Args:
       rule: The rule.
       gradients: Per-example gradients ``(batch, ...)``, as in `influence`.
+
+    Example:
+      >>> gradients = {"w": jnp.array([[3.0, 0.0], [jnp.nan, 1.0]])}
+      >>> assert_sensitivity(clipping.automatic(bound=0.5), gradients)
     """
     found = influence(rule, gradients)
     total = _vector(clipping.clip(rule, gradients)[0])
@@ -111,6 +115,13 @@ def assert_engines_agree(
       engines: The names of the engines to compare; by default all.
       microbatch_sizes: The sizes that every engine runs with.
       tolerance: Largest difference, relative to the largest number and to 1.
+
+    Example:
+      >>> def loss(w, example):
+      ...     x, y = example
+      ...     return (jnp.dot(x, w) - y) ** 2
+      >>> batch = jnp.ones((4, 2)), jnp.arange(4.0)
+      >>> assert_engines_agree(loss, clipping.flat(1.0), jnp.zeros(2), batch)
     """
 
     def run(engine: str, size: int | None) -> ClippedSum:

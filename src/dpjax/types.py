@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
+from dpjax import checks
 from dpjax._display import short, table, veiled
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 # Norm floor. Entries below about 1e-19 underflow to 0 when squared; a billion of them contribute
 # far less than this to a norm.
 _LEAST = 1e-12
+
+_BOUND = (
+    "It is the most that one example can move the sum. Usually a flag was read as text, or two "
+    "arguments were exchanged."
+)
 
 _SHOWN = 8  # groups of a rule that a notebook shows
 
@@ -202,36 +208,34 @@ class Clipping:
 
     def __post_init__(self) -> None:
         """Checks the bounds, and holds the rule's factors to them from here on."""
-        if len(self.bounds) != self.partition.size:
+        call = "types.Clipping" if self.name == "custom" else f"clipping.{self.name}"
+        # A NumPy or JAX scalar becomes Python's number, which cards can hold.
+        bounds = tuple(checks.not_negative(call, "bound", bound, _BOUND) for bound in self.bounds)
+        object.__setattr__(self, "bounds", bounds)
+        if len(bounds) != self.partition.size:
             raise ValueError(
-                f"{self.name}: {len(self.bounds)} bounds were given for "
+                f"{call}: {len(bounds)} bounds were given for "
                 f"{self.partition.size} groups ({', '.join(self.partition.names)}); "
                 "every group needs exactly one bound. Usually the partition was built "
                 "for another model: print partition.names."
             )
         if self.projections is not None and self.partition.size != 1:
             raise ValueError(
-                f"{self.name}(projections={self.projections}): what is estimated is the norm of "
+                f"{call}(projections={self.projections}): what is estimated is the norm of "
                 f"the whole gradient, and this rule has {self.partition.size} groups. Use "
                 "clipping.jl, or know the norms: projections=None."
             )
-        for bound in self.bounds:
-            if not bound >= 0:
-                raise ValueError(
-                    f"{self.name}(bound={bound}): bound must be positive; it is the "
-                    "most that one example can move the sum. (0 silences every "
-                    "example and inf switches clipping off: both are legal.)"
-                )
+        for bound in bounds:
             if 0 < bound < _LEAST:
                 raise ValueError(
-                    f"{self.name}(bound={bound}): expected at least {_LEAST:g}, or 0. Entries of a "
+                    f"{call}(bound={bound}): expected at least {_LEAST:g}, or 0. Entries of a "
                     "gradient below about 1e-19 square to 0 in float32, so norms near such a bound "
                     "would read as 0 and slip past it. Multiply the loss by a constant instead."
                 )
         # `dataclasses.replace` hands the held wish over: unwrap it, or bounds that were replaced
         # would not hold.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
-        object.__setattr__(self, "factors", _Held(self.bounds, wish, self.name))
+        object.__setattr__(self, "factors", _Held(bounds, wish, call))
 
     def __repr__(self) -> str:
         return short(self, "name", "bounds")
@@ -261,7 +265,7 @@ class _Held:
 
     bounds: tuple[float, ...]
     wish: Callable[[Array], Array]
-    name: str
+    call: str
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
         # The guarantee: factor times norm is at most the bound. The last line holds wishes to it.
@@ -278,7 +282,7 @@ class _Held:
             return jnp.broadcast_to(wished, (1, *norms.shape))[0]
         except ValueError as error:
             raise ValueError(
-                f"{self.name}: factors turned norms of shape {(1, *norms.shape)} into "
+                f"{self.call}: factors turned norms of shape {(1, *norms.shape)} into "
                 f"{wished.shape}; expected a factor for each example and group, the same shape. "
                 "Usually an axis was lost or gained on the way: sum with keepdims=True."
             ) from error

@@ -258,7 +258,11 @@ class _FirstStep:
     def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
         hint = "It says what is claimed; dpjax.dpsgd and dpjax.federated keep it."
         self.mechanism = checks.instance(
-            "audit_algorithm", "build(sampling).mechanism", algorithm.mechanism, Mechanism, hint
+            "auditing.audit_algorithm",
+            "build(sampling).mechanism",
+            algorithm.mechanism,
+            Mechanism,
+            hint,
         )
         self.step = algorithm.step
         # A secret key here, so that `init` does not warn of the small seeds below: nothing is

@@ -38,7 +38,7 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     """The optimizer, with a state that keeps the private mean that it received last.
 
     It moves parameters as ``optimizer`` does. `score_canaries` reads the means, which every step
-    releases.
+    releases, and has an example.
     """
     takes_more = optax.with_extra_args_support(optimizer)
 
@@ -89,6 +89,25 @@ def score_canaries(
 
     Privacy:
       Scores read the canaries and what is released. The attacker knows both.
+
+    Example:
+      >>> import dpjax
+      >>> rows, canaries = np.zeros((20, 8), np.float32), 9 * np.eye(8, dtype=np.float32)
+      >>> joined = np.array([True, False] * 4)  # by fair coins, in an audit
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.full(24),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=0.2,
+      ...     steps=3,
+      ... )
+      >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
+      >>> data = np.concatenate([rows, canaries[joined]])
+      >>> algorithm = dpjax.dpsgd(loss, recording(optax.sgd(0.1)), mechanism, data)
+      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(8))
+      >>> scores, _ = score_canaries(algorithm, state, 3, loss, canaries, rows)
+      >>> correct, guesses = guess_members(scores, joined, guesses=8)
+      >>> correct, guesses
+      (8, 8)
 
     References:
       Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
@@ -219,13 +238,19 @@ def epsilon_lower_bound(
       Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
       theorem 5.2.
     """
-    _check_guesses(correct, guesses, canaries)
-    if not (0 <= delta <= 1 and 0 < confidence < 1):
-        raise ValueError(
-            f"auditing.epsilon_lower_bound(delta={delta}, confidence={confidence}): expected a "
-            "delta from 0 to 1, that of the claim, and a confidence between 0 and 1, such as 0.95. "
-            "Usually the confidence was given in per cent."
-        )
+    call = "auditing.epsilon_lower_bound"
+    hint = (
+        "Right guesses, guesses and canaries are whole numbers, each from 0 to the next. Usually "
+        "rates or percentages were given, or guess_members' two results in the other order."
+    )
+    canaries = checks.whole(call, "canaries", canaries, hint, least=0)
+    guesses = checks.whole(call, "guesses", guesses, hint, least=0, most=canaries)
+    correct = checks.whole(call, "correct", correct, hint, least=0, most=guesses)
+    delta = checks.number(call, "delta", delta, "It is that of the claim.")
+    if not 0 <= delta <= 1:
+        raise ValueError(f"{call}(delta={delta}): expected a delta from 0 to 1, that of the claim.")
+    hint = "0.95 is usual. Usually it was given in per cent."
+    confidence = checks.fraction(call, "confidence", confidence, hint)
     from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:
@@ -246,14 +271,3 @@ def epsilon_lower_bound(
         middle = (low + high) / 2
         low, high = (middle, high) if p_value(middle) <= 1 - confidence else (low, middle)
     return low
-
-
-def _check_guesses(correct: int, guesses: int, canaries: int) -> None:
-    numbers = (correct, guesses, canaries)
-    whole = all(number % 1 == 0 for number in numbers)
-    if not whole or not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            f"auditing.epsilon_lower_bound({correct}, {guesses}, canaries={canaries}): expected "
-            "whole numbers, each from 0 to the next: right guesses, guesses, canaries. Usually "
-            "rates or percentages were given, or guess_members' two results in the other order."
-        )

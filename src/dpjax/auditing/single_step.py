@@ -41,6 +41,19 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     Returns:
       The separation, to one or two per cent; infinite if a leaf that the canary moves has no noise.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=2.0,
+      ...     steps=5,
+      ... )
+      >>> gradients, canary = jnp.ones((10, 5000)), jnp.full(5000, 9.0)
+      >>> separation = audit_step(mechanism, gradients, canary, jax.random.key(0))
+      >>> round(separation, 1)  # 1 / 2.0
+      0.5
     """
     if mechanism.adaptive is not None:
         raise ValueError(

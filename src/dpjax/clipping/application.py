@@ -45,6 +45,13 @@ def clip(
 
     Sensitivity:
       ``rule.sensitivity``.
+
+    Example:
+      >>> from dpjax import clipping
+      >>> gradients = jnp.array([[0.0, 4.0], [0.0, 0.5]])
+      >>> total, norms, factors = clip(clipping.flat(bound=1.0), gradients)
+      >>> total.tolist(), norms.tolist(), factors.tolist()
+      ([0.0, 1.5], [[4.0], [0.5]], [[0.25], [1.0]])
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
     # On the shapes of the parameters, as the noise and the other engines assign: a partition by
@@ -53,7 +60,7 @@ def clip(
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
-    real = real_rows("clip", mask, len(norms))[:, None]
+    real = real_rows("clipping.clip", mask, len(norms))[:, None]
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
         # After the bound: a weight may shorten a contribution and never lengthen it past its bound.

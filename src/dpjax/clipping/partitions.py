@@ -30,15 +30,19 @@ def balanced(groups: int) -> Partition:
       >>> balanced(2).assign([jnp.zeros(6), jnp.zeros(1), jnp.zeros(2), jnp.zeros(4)])
       (0, 0, 1, 1)
     """
+    return _balanced("clipping.balanced", groups)
+
+
+def _balanced(call: str, groups: int) -> Partition:
     hint = "Give a positive number of groups, or a Partition such as clipping.by_layer(params)."
-    groups = checks.whole("clipping", "groups", groups, hint)
+    groups = checks.whole(call, "groups", groups, hint)
 
     def assign(tree: PyTree) -> tuple[int, ...]:
         leaves = jax.tree.leaves(tree)
         if len(leaves) < groups:
             raise ValueError(
-                f"clipping: {groups} groups were asked for, but the parameters have "
-                f"only {len(leaves)} leaves; a leaf is never split. Ask for fewer groups."
+                f"{call}(groups={groups}): the parameters have only {len(leaves)} leaves; expected "
+                "a leaf for each group, because a leaf is never split. Give fewer groups."
             )
         # A batch of gradients is cut where its parameters are: all sizes are times the batch.
         sizes = [leaf.size for leaf in leaves]
@@ -76,7 +80,7 @@ def by_leaf(params: PyTree) -> Partition:
       >>> by_leaf({"a": jnp.zeros(2), "b": jnp.zeros(3)}).names
       ('a', 'b')
     """
-    return _named(params, trees.leaf_names(params))
+    return _named("clipping.by_leaf", params, trees.leaf_names(params))
 
 
 def by_layer(params: PyTree) -> Partition:
@@ -90,7 +94,8 @@ def by_layer(params: PyTree) -> Partition:
       >>> by_layer({"first": layer, "second": layer}).names
       ('first', 'second')
     """
-    return _named(params, [name.rpartition("/")[0] or "(top)" for name in trees.leaf_names(params)])
+    layers = [name.rpartition("/")[0] or "(top)" for name in trees.leaf_names(params)]
+    return _named("clipping.by_layer", params, layers)
 
 
 def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
@@ -120,10 +125,10 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
             "every leaf needs a group. End with '.*' to catch the rest."
         )
 
-    return _named(params, [group(leaf) for leaf in trees.leaf_names(params)])
+    return _named("clipping.by_path", params, [group(leaf) for leaf in trees.leaf_names(params)])
 
 
-def _named(params: PyTree, labels: Sequence[str]) -> Partition:
+def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
     """The partition that gives each leaf of ``params`` the group of its label."""
     names = tuple(dict.fromkeys(labels))
     groups = tuple(names.index(label) for label in labels)
@@ -134,15 +139,15 @@ def _named(params: PyTree, labels: Sequence[str]) -> Partition:
         # wrong groups.
         if trees.leaf_names(tree) != expected:
             raise ValueError(
-                f"clipping: this partition was made for the leaves {list(expected)}, but "
-                f"the tree has {list(trees.leaf_names(tree))}. Make it from the same "
-                "parameters that are trained."
+                f"{call}: this partition was made for the leaves {list(expected)}, but the tree "
+                f"has {list(trees.leaf_names(tree))}. Make it from the same parameters that are "
+                "trained."
             )
         return groups
 
     return Partition(names, assign)
 
 
-def partition_of(groups: Groups) -> Partition:
+def partition_of(call: str, groups: Groups) -> Partition:
     """A number of groups as the balanced `Partition` of that size; a partition as it is."""
-    return groups if isinstance(groups, Partition) else balanced(groups)
+    return groups if isinstance(groups, Partition) else _balanced(call, groups)

@@ -13,7 +13,6 @@ together cost what its ``noise_multiplier`` says.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +59,7 @@ class Quantile:
     | scale beyond 1e-6 or 1e6 | held there |
 
     Example:
+      >>> import math
       >>> quantile = Quantile(target=0.5, rate=math.log(2))
       >>> print(round(float(quantile.moved(jnp.ones(()), 1.0)), 4))  # all are below: less
       0.7071
@@ -85,13 +85,12 @@ class Quantile:
             )
         hint = "0.2 follows within some tens of steps. For a bound that stays, leave adaptive= out."
         checks.positive(call, "rate", self.rate, hint)
-        given = self.count_multiplier
-        if given is not None and not 0 <= checks.number(call, "count_multiplier", given) < math.inf:
-            raise ValueError(
-                f"{call}(count_multiplier={given}): expected a finite number, 0 or more: the "
-                "standard deviation of the count's noise divided by 1/2, which is how far one "
-                "example moves it."
+        if (given := self.count_multiplier) is not None:
+            hint = (
+                "It is the standard deviation of the count's noise divided by 1/2, which is how "
+                "far one example moves it."
             )
+            checks.not_negative(call, "count_multiplier", given, hint, infinite=False)
 
     def below(
         self, rule: Clipping, norms: Float[Array, "batch groups"], mask: Bool[ArrayLike, " batch"]

@@ -31,10 +31,7 @@ Engines round norms up. Without this room, an example exactly on its bound is ke
 dropped by another.
 """
 
-_BOUND = (
-    "It is the most that one example can move the sum. Usually a flag was read as text, or two "
-    "arguments were exchanged."
-)
+_BOUND = "It is the most that one example can move the sum."
 
 
 def flat(bound: float) -> Clipping:
@@ -100,7 +97,7 @@ def grouped(
             f"clipping.grouped(bound={bound}, total={total}): give one of them. bound= is "
             "each group's own bound, total= is the sensitivity of all groups together."
         )
-    partition = partition_of(groups)
+    partition = partition_of("clipping.grouped", groups)
     if bound is None:
         # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
         total = checks.not_negative("clipping.grouped", "total", total, _BOUND)
@@ -122,7 +119,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
       >>> per_group((3.0, 4.0), groups=2).sensitivity
       5.0
     """
-    partition = partition_of(groups)
+    partition = partition_of("clipping.per_group", groups)
     # By name, so that an order of groups that changes with the model cannot exchange two bounds.
     if isinstance(bounds, Mapping):
         if set(bounds) != set(partition.names):
@@ -131,8 +128,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
                 f"{sorted(partition.names)}; every group needs exactly one bound."
             )
         bounds = [bounds[name] for name in partition.names]
-    each = [checks.not_negative("clipping.per_group", "bounds", bound, _BOUND) for bound in bounds]
-    return Clipping(partition, tuple(each), jnp.ones_like, "per_group")
+    return Clipping(partition, tuple(bounds), jnp.ones_like, "per_group")
 
 
 def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) -> Clipping:
@@ -311,8 +307,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
     """
     hint = "30 directions and more are usual; each costs a forward-mode pass."
     count = checks.whole("clipping.jl", "projections", projections, hint)
-    length = checks.not_negative("clipping.jl", "bound", bound, _BOUND)
-    return Clipping(partition_of(1), (length,), jnp.ones_like, "jl", count)
+    return Clipping(partition_of("clipping.jl", 1), (bound,), jnp.ones_like, "jl", count)
 
 
 # bound / norm with an infinite bound would be an infinite factor.
@@ -329,7 +324,5 @@ def _rule(
     name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms], **facts: float
 ) -> Clipping:
     """A rule that gives every group of the partition the same bound."""
-    partition = partition_of(groups)
-    # A NumPy or JAX scalar becomes Python's number, which cards can hold.
-    each = checks.not_negative(f"clipping.{name}", "bound", bound, _BOUND)
-    return Clipping(partition, (each,) * partition.size, wish, name, facts=facts)
+    partition = partition_of(f"clipping.{name}", groups)
+    return Clipping(partition, (bound,) * partition.size, wish, name, facts=facts)

@@ -110,19 +110,21 @@ def fedavg(
       McMahan et al., "Learning Differentially Private Recurrent Language Models", 2018,
       algorithm 1; Reddi et al., "Adaptive Federated Optimization", 2021, for the server.
     """
-    _check_kinds(clients, server_optimizer=server_optimizer, client_optimizer=client_optimizer)
+    call = "federated.fedavg"
+    optimizers = {"server_optimizer": server_optimizer, "client_optimizer": client_optimizer}
+    _check_kinds(call, clients, **optimizers)
     if (local_epochs is None) == (local_steps is None):
         raise ValueError(
-            f"fedavg(local_epochs={local_epochs}, local_steps={local_steps}): expected one of the "
+            f"{call}(local_epochs={local_epochs}, local_steps={local_steps}): expected one of the "
             "two, and None for the other. It says how long a drawn client trains."
         )
     hint = "It says how a drawn client trains."
-    size = checks.whole("fedavg", "local_batch_size", local_batch_size, hint)
-    epochs = checks.whole_or_none("fedavg", "local_epochs", local_epochs, hint)
-    steps = checks.whole_or_none("fedavg", "local_steps", local_steps, hint)
+    size = checks.whole(call, "local_batch_size", local_batch_size, hint)
+    epochs = checks.whole_or_none(call, "local_epochs", local_epochs, hint)
+    steps = checks.whole_or_none(call, "local_steps", local_steps, hint)
     if not isinstance(project, bool):
         raise ValueError(
-            f"fedavg(project={project!r}): expected True or False. Usually a flag was not "
+            f"{call}(project={project!r}): expected True or False. Usually a flag was not "
             "converted from text, and any text counts as True."
         )
     # The ball of the rule's own bounds: an update that is projected in every step is hardly clipped
@@ -153,8 +155,23 @@ def fedsgd(
 
     Privacy:
       As for `fedavg`.
+
+    Example:
+      >>> import dpjax
+      >>> clients = dpjax.federated.Clients.of([jnp.ones((n, 3)) for n in (5, 30, 8, 12)])
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=4, batch_size=2),
+      ...     clipping=dpjax.clipping.flat(bound=0.5),
+      ...     noise_multiplier=1.0,
+      ...     steps=10,
+      ...     unit="client",
+      ... )
+      >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
+      >>> algorithm = fedsgd(loss, optax.sgd(0.1), mechanism, clients)
+      >>> algorithm.mechanism.unit  # init and step are as in the example of `fedavg`
+      'client'
     """
-    _check_kinds(clients, server_optimizer=server_optimizer)
+    _check_kinds("federated.fedsgd", clients, server_optimizer=server_optimizer)
     # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
     # this client.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, ball=None)
@@ -175,7 +192,8 @@ def _algorithm(
 ) -> Algorithm:
     """Rounds as steps of `dpjax.training`, with clients as the rows of the data."""
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
-    _check_clients(mechanism, clients, weights)
+    call = f"federated.{name['algorithm']}"
+    _check_clients(call, mechanism, clients, weights)
     # Shares are relative to the largest weight. Their public total, not their drawn total, makes
     # the mean.
     scale = len(clients) / weights.total_share
@@ -183,16 +201,18 @@ def _algorithm(
     rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
     held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
     identity = {**name, "weights": held}
-    algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
+    algorithm = assemble(
+        recipe, rows, identity, name=call, shared=clients, budget=budget, info=round_info
+    )
 
     def init(key: Key, params: PyTree) -> State:
-        called, one = name["algorithm"], trees.one_row(clients.examples)
-        check_params(f"{called}: init(key, params)", params)
+        one = trees.one_row(clients.examples)
+        check_params(f"{call}: init(key, params)", params)
         # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(Traced(without_aux(local.loss)), params, one, called)
+        check_loss(Traced(without_aux(local.loss)), params, one, call)
         # A client's optimizer is given no loss either.
         client = jax.eval_shape(local.optimizer.init, trees.widened(params))
-        update_program(f"{called}: client_optimizer", local.optimizer, client, params)
+        update_program(f"{call}: client_optimizer", local.optimizer, client, params)
         return algorithm.init(key, params)
 
     # The recipe's sampler orders clients by size, which changes no event: users see their
@@ -243,25 +263,25 @@ def _scaled(
     return optax.GradientTransformationExtraArgs(server.init, update)
 
 
-def _check_kinds(clients: Clients, **optimizers: Any) -> None:
+def _check_kinds(call: str, clients: Clients, **optimizers: Any) -> None:
     hint = (
         "It knows the owner of each example: write federated.Clients.of(...) around a list of the "
         "clients' arrays, or federated.Clients.split(data, owners=..., clients=...)."
     )
-    checks.instance("federated", "clients", clients, Clients, hint)
+    checks.instance(call, "clients", clients, Clients, hint)
     for name, given in optimizers.items():
-        check_is_optimizer(f"federated: {name}", given)
+        check_is_optimizer(f"{call}: {name}", given)
 
 
-def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
+def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
     hint = (
         "Write federated.Weights(values=one per client, largest=a public largest weight): the "
         "noise is scaled to the largest weight."
     )
-    checks.instance("federated", "weights", weights, Weights, hint)
+    checks.instance(call, "weights", weights, Weights, hint)
     if mechanism.unit != "client":
         raise ValueError(
-            f"federated: the mechanism protects one {mechanism.unit}, and a round draws and clips "
+            f"{call}: the mechanism protects one {mechanism.unit}, and a round draws and clips "
             "clients with all of their examples. Write Mechanism(unit='client', "
             f"sampling=dpjax.sampling.poisson(examples={len(clients)}, batch_size=...)): rates "
             "and sizes then count clients."
@@ -270,19 +290,19 @@ def _check_clients(mechanism: Mechanism, clients: Clients, weights: Weights) -> 
     # with weights.
     if mechanism.adaptive is not None:
         raise ValueError(
-            "federated: this mechanism adapts its bound to a quantile, which rounds cannot do. "
+            f"{call}: this mechanism adapts its bound to a quantile, which rounds cannot do. "
             "Leave adaptive= out, and choose the bound from public knowledge."
         )
     if mechanism.clipping.projections is not None:
         raise ValueError(
-            "federated: this rule estimates norms from random projections (clipping.jl), which "
+            f"{call}: this rule estimates norms from random projections (clipping.jl), which "
             "saves the memory of per-example gradients. Here the update of a client exists as a "
             "whole, its exact norm is free and costs less epsilon: use clipping.flat."
         )
     expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
     if sizes != (expected, expected):
         raise ValueError(
-            f"federated: {sizes[0]} clients and {sizes[1]} weights, and the mechanism's sampler "
+            f"{call}: {sizes[0]} clients and {sizes[1]} weights, and the mechanism's sampler "
             f"draws from {expected}; the sampling rate would not be the accounted one. Usually "
             "examples were counted instead of clients: "
             f"dpjax.sampling.poisson(examples={sizes[0]}, batch_size=...)."

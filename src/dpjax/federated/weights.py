@@ -15,6 +15,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from dpjax import checks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
@@ -54,12 +56,14 @@ class Weights:
 
     def __post_init__(self) -> None:
         """Refuses public constants that are not positive."""
-        if not 0 < self.largest < np.inf or not (self.total is None or 0 < self.total < np.inf):
-            raise ValueError(
-                f"federated.Weights(largest={self.largest}, total={self.total}): expected positive "
-                "numbers, chosen without looking at the data: the largest weight that counts, and "
-                "an estimate of the sum of all weights held to it."
+        hint = "It is the largest weight that counts, chosen without looking at the data."
+        checks.positive("federated.Weights", "largest", self.largest, hint)
+        if self.total is not None:
+            hint = (
+                "It is an estimate of the sum of all weights, each held to largest=, chosen "
+                "without looking at the data."
             )
+            checks.positive("federated.Weights", "total", self.total, hint)
         if np.ndim(self.values) != 1:
             raise ValueError(
                 f"federated.Weights(values=...): shape {np.shape(self.values)}; expected one "

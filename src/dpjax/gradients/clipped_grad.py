@@ -170,7 +170,7 @@ def _of_reals(
     size = trees.leading_size(batch)
     # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
     # gradients of a device before they are clipped.
-    refuse_meshes(batch)
+    refuse_meshes("clipped_grad", batch)
     traced = Traced(loss)
     check_loss(traced, params, trees.one_row(batch), "clipped_grad")
     real = real_rows("clipped_grad", mask, size)
@@ -222,7 +222,7 @@ def clipped_sum(
       key: For estimated norms.
       start: The sum to which this one is added.
     """
-    refuse_meshes(rows)
+    refuse_meshes("dpsgd", rows)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named("dpsgd", engine), rule, key)
     traced = Traced(without_aux(loss))

@@ -50,7 +50,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return engine(loss, rule, params, rows, start)
         # XLA partitions exactly these convolutions wrongly, with or without NaN.
-        refuse_split(rows.batch)
+        refuse_split("clipped_grad", rows.batch)
         if _mixes(lambda some: engine(loss, rule, params, some, start), rows):
             return alone(loss, rule, params, rows, start)
         together = engine(loss, rule, params, rows, start)

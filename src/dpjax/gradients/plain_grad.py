@@ -55,12 +55,12 @@ def plain_grad(
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
-        refuse_meshes(batch)
+        refuse_meshes("gradients.plain_grad", batch)
         # The private engine with weights 1: the benchmark then compares privacy and not two
         # implementations.
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
         found = run_laid_out(
-            "plain_grad",
+            "gradients.plain_grad",
             lambda _: _unclipped,
             Traced(with_aux),
             clipping.flat(jnp.inf),
@@ -80,7 +80,7 @@ def _unclipped(
     """An engine that sums gradients as they are."""
     del rule
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
-        refuse_split(rows.batch)
+        refuse_split("gradients.plain_grad", rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
     losses, _, entries, gradients = backward(loss, params, rows.batch)
     sums = jax.tree.leaves(start)

@@ -9,6 +9,7 @@ Inside a `jax.jit` shardings are known only at compilation, so the error is rais
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from jax.sharding import AxisType
 from dpjax.types import PyTree
 
 
-def refuse_meshes(batch: PyTree) -> None:
-    """Raises if the type of the batch varies over a mesh, or its mesh has explicit axes.
+def refuse_meshes(call: str, batch: PyTree) -> None:
+    """Raises if the type of the batch varies over a mesh, or explicit axes split it.
 
     A `jax.shard_map` that checks varying axes sums the gradients of shared parameters over devices
     before they can be clipped, so examples of several devices would be clipped as one. Most models
@@ -28,21 +29,27 @@ def refuse_meshes(batch: PyTree) -> None:
         kind = jax.typeof(leaf)
         # Read from the type of the traced value: this is known while tracing, before anything was
         # summed.
-        if kind.manual_axis_type.varying:
+        if varying := sorted(kind.manual_axis_type.varying):
             raise ValueError(
-                f"The batch varies over the axes {sorted(kind.manual_axis_type.varying)} of a "
-                "jax.shard_map, which sums gradients of shared parameters over devices by itself, "
-                "so that examples of several devices would be clipped as one. Give the shard_map "
-                "check_vma=False; or give the batch whole and devices=..."
+                f"{call}: the batch varies over the axes {varying} of a jax.shard_map, which sums "
+                "gradients of shared parameters over devices by itself, so that examples of "
+                "several devices would be clipped as one. Give the shard_map check_vma=False; or "
+                "give the batch whole and devices=..."
             )
-        sharding = kind.sharding
+    refuse_explicit(call, batch)
+
+
+def refuse_explicit(call: str, data: PyTree) -> None:
+    """Raises if a mesh of explicit axes splits the data, before JAX does within the step."""
+    for leaf in jax.tree.leaves(data):
+        sharding = jax.typeof(leaf).sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
             raise ValueError(
-                f"The batch is split by a mesh of explicit axes ({sharding.spec}); "
-                "expected one that lies on one device, or is split by a mesh of automatic axes. "
+                f"{call}: the data are split by a mesh of explicit axes ({sharding.spec}); "
+                "expected arrays that lie on one device, or are split by automatic axes. "
                 "jax.make_mesh makes explicit axes by default, and then a loss has to give the "
                 "sharding of the result of every reshape. Make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,), or give the batch whole and devices=..."
+                "axis_types=(jax.sharding.AxisType.Auto,), or give NumPy arrays."
             )
 
 
@@ -59,7 +66,7 @@ def may_be_split() -> bool:
     return mesh.size > 1 and set(mesh.manual_axes) != set(mesh.axis_names)
 
 
-def refuse_split(batch: PyTree) -> None:
+def refuse_split(call: str, batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices.
 
     For losses in which vmapped convolutions are differentiated by their kernels.
@@ -72,14 +79,14 @@ def refuse_split(batch: PyTree) -> None:
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
             # Inside `jit` the compiler chooses shardings, so the question is put to the compiled
             # program.
-            jax.debug.inspect_array_sharding(leaf, callback=_refuse)
+            jax.debug.inspect_array_sharding(leaf, callback=partial(_refuse, call))
 
 
-def _refuse(sharding: Any) -> None:
+def _refuse(call: str, sharding: Any) -> None:
     if not sharding.is_fully_replicated:
         count, parts = len(sharding.device_set), getattr(sharding, "spec", sharding)
         raise ValueError(
-            f"The batch lies on {count} devices ({parts}), and the loss has convolutions "
+            f"{call}: the batch lies on {count} devices ({parts}), and the loss has convolutions "
             "whose kernel is differentiated for each example. XLA computes such gradients wrongly "
             f"when it partitions them over devices. Give devices={count}, so that each device "
             "runs a program of its own; or put the batch on one device. Engine 'ghost' needs such "

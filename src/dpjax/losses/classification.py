@@ -8,7 +8,6 @@ numbers into a loss of labels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Integer
 
-from dpjax import trees
+from dpjax import checks, trees
 
 
 def cross_entropy(
@@ -68,11 +67,8 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
       Lin, Goyal, Girshick, He and Dollar, "Focal Loss for Dense Object Detection", 2017,
       equation 4.
     """
-    if not (math.isfinite(gamma) and gamma >= 0):
-        raise ValueError(
-            f"losses.focal(gamma={gamma}): gamma must be at least 0 and finite; it is the power "
-            "of the probability of being wrong. 0 gives the cross-entropy; 2 is usual."
-        )
+    hint = "It is the power of the probability of being wrong: 0 is cross-entropy, 2 is usual."
+    gamma = checks.not_negative("losses.focal", "gamma", gamma, hint, infinite=False)
 
     def loss(
         logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]

@@ -11,7 +11,6 @@ The loss is a function of the logits, label and pre-activations of one example, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -81,15 +80,15 @@ def composite(
       Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
       Learning", 2022, equations 5 to 8, tables 6 and 7.
     """
-    if not beta > 0 or (coefficient == "beta" and math.isinf(beta)):
-        raise ValueError(
-            f"losses.composite(beta={beta}, coefficient={coefficient!r}): beta must be positive; "
-            "it is the strength of the penalty, or one over it. For no penalty, give "
-            "beta=math.inf and leave the coefficient at its default, which is then 0."
-        )
     hint = "It says how beta enters as the penalty's coefficient."
     readings = ("(1-alpha)/beta", "1/beta", "beta")
     checks.one_of("losses.composite", "coefficient", coefficient, readings, hint)
+    hint = (
+        "It is the strength of the penalty, or one over it. For no penalty, give beta=math.inf "
+        "and leave the coefficient at its default, which is then 0."
+    )
+    one_over = coefficient != "beta"
+    beta = checks.positive("losses.composite", "beta", beta, hint, infinite=one_over)
     fades = coefficient == "(1-alpha)/beta"
     weight = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}[coefficient]
     hard, easy = focal(gamma), one_hot(error)

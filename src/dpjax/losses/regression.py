@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Num
 
-from dpjax import trees
+from dpjax import checks, trees
 
 
 def squared_error(
@@ -70,11 +70,11 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
     References:
       Huber, "Robust Estimation of a Location Parameter", 1964.
     """
-    if not delta > 0:
-        raise ValueError(
-            f"losses.huber(delta={delta}): delta must be positive; it is the largest residual "
-            "that is still squared. For the plain absolute error use losses.absolute."
-        )
+    hint = (
+        "It is the largest residual that is still squared. For the plain absolute error use "
+        "losses.absolute."
+    )
+    delta = checks.positive("losses.huber", "delta", delta, hint, infinite=True)
 
     def loss(
         prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]

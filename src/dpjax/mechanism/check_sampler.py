@@ -12,7 +12,7 @@ from dpjax.accounting.event_parts import split
 from dpjax.types import Sampler
 
 
-def check_draw(sampler: Sampler) -> None:
+def check_draw(call: str, sampler: Sampler) -> None:
     """Refuses a sampler whose batch is the same at every step, unless its event pays for that."""
     key = jax.random.key(0, impl="threefry2x32")
     # Traced and not drawn: NumPy's random numbers are constants of the program, which `depends`
@@ -24,9 +24,9 @@ def check_draw(sampler: Sampler) -> None:
     paid = not parts.sampled and not parts.foreign and parts.precision >= 2
     if sampler.batch_size < sampler.examples and not moved and not paid:
         raise ValueError(
-            f"The sampler {sampler.name!r} draws indices that depend neither on its key nor on the "
-            "step, so every step would see the same examples, but the accounting assumes fresh "
-            "draws. Usually the indices were drawn with NumPy, which runs once, when the step is "
-            "compiled. Draw with jax.random, from dpjax.trees.step_key(key, "
+            f"{call}: the sampler {sampler.name!r} draws indices that depend neither on its key "
+            "nor on the step, so every step would see the same examples, but the accounting "
+            "assumes fresh draws. Usually the indices were drawn with NumPy, which runs once, when "
+            "the step is compiled. Draw with jax.random, from dpjax.trees.step_key(key, "
             "dpjax.types.Purpose.SAMPLING, step)."
         )

@@ -343,6 +343,18 @@ class Mechanism:
         Returns:
           A new mechanism; its epsilon is at most the target and within about 1e-4 of it. Its
           ``target`` holds epsilon, delta and the method.
+
+        Example:
+          >>> from dpjax import clipping, sampling
+          >>> mechanism = Mechanism(
+          ...     sampling=sampling.poisson(examples=60_000, batch_size=256),
+          ...     clipping=clipping.flat(bound=1.0),
+          ...     noise_multiplier=1.0,
+          ...     steps=1000,
+          ... )
+          >>> calibrated = mechanism.calibrate(epsilon=3.0, delta=1e-5, method="rdp")
+          >>> round(calibrated.noise_multiplier, 2), round(calibrated.epsilon(1e-5, "rdp"), 2)
+          (0.7, 3.0)
         """
         # 0 times any factor is 0, so bisection would never end.
         if not np.all(self.multipliers > 0):
@@ -397,6 +409,24 @@ class Mechanism:
           the plan was not accounted, so it releases nothing: it raises, or inside ``jit`` returns
           NaN. With ``adaptive``, the state is an `AdaptiveState`, sum and mean are relative to its
           scale, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
+
+        Example:
+          >>> import dpjax
+          >>> mechanism = Mechanism(
+          ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
+          ...     clipping=dpjax.clipping.flat(bound=1.0),
+          ...     noise_multiplier=1.1,
+          ...     steps=5,
+          ... )
+          >>> clipped = dpjax.clipped_grad(
+          ...     lambda w, x: 0.5 * jnp.sum((w - x) ** 2), mechanism.clipping
+          ... )
+          >>> params, batch = jnp.zeros(3), jnp.ones((12, 3))  # 12 were drawn
+          >>> link = mechanism.privatize(dpjax.noise.secret_key())
+          >>> state = link.init(params)
+          >>> mean, state = link.update(clipped(params, batch), state, params)
+          >>> mean.shape, int(state.step)
+          ((3,), 1)
         """
         return link.privatize(self, key)
 

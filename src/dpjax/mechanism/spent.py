@@ -59,18 +59,21 @@ class Spent:
     def __post_init__(self) -> None:
         """Refuses values that cannot be accounted; lists become tuples of Python numbers."""
         hint = "It is how the earlier run drew, such as sampling.poisson(examples, batch_size)."
-        checks.instance("Spent", "sampling", self.sampling, Sampler, hint)
+        checks.instance("mechanism.Spent", "sampling", self.sampling, Sampler, hint)
         object.__setattr__(self, "runs", _checked_runs(self.runs))
-        object.__setattr__(self, "preparation", checked_queries(self.preparation, "Spent"))
+        object.__setattr__(
+            self, "preparation", checked_queries(self.preparation, "mechanism.Spent")
+        )
         hint = "It is the owner of the data in one sampled row."
-        checks.one_of("Spent", "unit", self.unit, UNITS, hint)
+        checks.one_of("mechanism.Spent", "unit", self.unit, UNITS, hint)
         hint = "None says that the norms were exact."
-        projections = checks.whole_or_none("Spent", "projections", self.projections, hint)
+        projections = checks.whole_or_none("mechanism.Spent", "projections", self.projections, hint)
         object.__setattr__(self, "projections", projections)
         if self.noise is not None:
             hint = "Such as strategies.square_root(steps), or None for fresh noise at every step."
-            checks.instance("Spent", "noise", self.noise, Strategy, hint)
-            check_run(f"Spent(noise={self.noise.name})", self.noise, self.sampling, self.steps)
+            checks.instance("mechanism.Spent", "noise", self.noise, Strategy, hint)
+            called = f"mechanism.Spent(noise={self.noise.name})"
+            check_run(called, self.noise, self.sampling, self.steps)
         object.__setattr__(self, "seeded", bool(self.seeded))  # a ledger's is an array
 
     @property
@@ -96,10 +99,10 @@ def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
         if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):
             return tuple((multiplier, int(n)) for multiplier, n in pairs)
     raise ValueError(
-        f"Spent(runs={reprlib.repr(runs)}): expected pairs (noise multiplier, steps), such as "
-        "((1.1, 1000),): a multiplier of at least 0, and how many steps had it. Usually the two "
-        "are swapped, or a single pair lacks its outer brackets. For one multiplier per group, "
-        "give accounting.effective_multiplier(multipliers)."
+        f"mechanism.Spent(runs={reprlib.repr(runs)}): expected pairs (noise multiplier, steps), "
+        "such as ((1.1, 1000),): a multiplier of at least 0, and how many steps had it. Usually "
+        "the two are swapped, or a single pair lacks its outer brackets. For one multiplier per "
+        "group, give accounting.effective_multiplier(multipliers)."
     )
 
 

@@ -54,7 +54,9 @@ def card(
       >>> card(mechanism, delta=1e-5)["mechanism"]["multiplier_and_steps"]
       [[4.0, 2]]
     """
-    checks.instance("card", "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
+    checks.instance(
+        "reports.card", "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism."
+    )
     delta, _ = mechanism.stated(delta, None)
     ran = multipliers(mechanism, ledger)
     facts = {

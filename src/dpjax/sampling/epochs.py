@@ -28,10 +28,20 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     For small batches of large data sets the shuffle is a pseudo-random permutation (a Feistel
     network) that is computed for the indices of one batch. No proof needs it to be uniform.
 
+    Args:
+      examples: The number of examples in the data set.
+      batch_size: Examples a step.
+
     Privacy:
       Shuffling is *not* Poisson sampling; the Poisson epsilon claims too much for it. The
       proved event, for zero-out neighbours: an example is in at most one batch an epoch, so
       each epoch is one Gaussian with the epoch's smallest multiplier, without amplification.
+
+    Example:
+      >>> sampler, key = shuffled(examples=6, batch_size=3), jax.random.key(0)
+      >>> epoch = [sampler.draw(key, step).indices for step in (0, 1)]
+      >>> sorted(jnp.concatenate(epoch).tolist())
+      [0, 1, 2, 3, 4, 5]
     """
     examples, batch_size = checked_whole("shuffled", examples, batch_size)
 
@@ -77,6 +87,11 @@ def curriculum(
       An order computed from the private data is itself a release without noise, and moving
       one example moves many others between batches: epsilon is infinite. A public order has
       the event of `shuffled`.
+
+    Example:
+      >>> sampler = curriculum([2, 0, 3, 1], batch_size=2, public=True)
+      >>> [sampler.draw(jax.random.key(0), step).indices.tolist() for step in (0, 1, 2)]
+      [[2, 0], [3, 1], [2, 0]]
     """
     indices = np.asarray(order)
     if not np.array_equal(np.sort(indices), np.arange(indices.size)):

@@ -111,9 +111,19 @@ def fixed(examples: int, batch_size: int) -> Sampler:
     Small batches of large data sets are drawn with replacement, and repeated examples again until
     all are distinct, which is exactly uniform too and takes time and memory of the batch.
 
+    Args:
+      examples: The number of examples in the data set; public.
+      batch_size: Examples a step; public.
+
     Privacy:
       Proved for replace-one neighbours, under which the sum moves by twice the
       sensitivity; `dpjax.accounting` converts the multiplier itself.
+
+    Example:
+      >>> sampler = fixed(examples=1000, batch_size=4)
+      >>> draw = sampler.draw(jax.random.key(0), 0)
+      >>> int(draw.size), len(set(draw.indices.tolist())), str(sampler.neighbours)
+      (4, 4, 'replace-one')
     """
     examples, batch_size = checked_whole("fixed", examples, batch_size)
 

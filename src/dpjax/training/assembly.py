@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dpjax import checks, ledger, meshes, trees
+from dpjax import checks, ledger, meshes, processes, trees
 from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.data import Stream
 from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import check_loss, check_params
+from dpjax.gradients.sharding_checks import refuse_explicit
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import start
 from dpjax.noise.seals import require_one_release
@@ -31,7 +32,6 @@ from dpjax.training import environment
 from dpjax.training.checks import (
     check_optimizer,
     check_same_optimizer,
-    check_split,
     check_state,
     check_step,
     tell_of_batch_norm,
@@ -57,6 +57,7 @@ def assemble(
     data: PyTree,
     identity: Mapping[str, Any],
     *,
+    name: str = "dpsgd",
     shared: PyTree = None,
     budget: ledger.Budget | None = None,
     info: Callable[[Sums], Any] = mean_info,
@@ -67,16 +68,17 @@ def assemble(
       recipe: What every step does.
       data: A tree of arrays with one row per example (or per client), or a `Stream`.
       identity: What else tells the run from others, beside mechanism and data.
+      name: How errors call it.
       shared: Arrays that ``recipe.loss`` takes before the parameters; see `in_memory`.
       budget: What no step may pass.
       info: From the sums of steps to what the observer sees.
     """
-    mechanism, name = recipe.mechanism, identity["algorithm"]
-    check_draw(mechanism.sampling)
+    mechanism = recipe.mechanism
+    check_draw(name, mechanism.sampling)
     size = checked_size(name, "microbatch_size", recipe.microbatch_size)
     check_rule(mechanism.clipping)
     recipe = recipe._replace(microbatch_size=size)
-    its = _Assembly(recipe, data, identity, shared, budget, info)
+    its = _Assembly(recipe, data, identity, name, shared, budget, info)
     return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)
 
 
@@ -91,13 +93,14 @@ class _Assembly:
         recipe: Recipe,
         data: PyTree,
         facts: Mapping[str, Any],
+        name: str,
         shared: PyTree,
         budget: ledger.Budget | None,
         info: Callable[[Sums], Any],
     ) -> None:
         self.recipe, self.data, self.shared = recipe, data, shared
         self.facts, self.budget, self.info = facts, budget, info
-        self.name, self.mechanism, self.mesh = facts["algorithm"], recipe.mechanism, recipe.mesh
+        self.name, self.mechanism, self.mesh = name, recipe.mechanism, recipe.mesh
         self.stream = isinstance(data, Stream)
         # Shapes alone: nothing is read from a stream before the first step but its first row.
         self.row = data.row if self.stream else trees.one_row(jax.eval_shape(lambda x: x, data))
@@ -120,10 +123,10 @@ class _Assembly:
             checks.key(f"{name}: init", key)
             params = arrays(params, f"{name}: init(params)")
             check_params(f"{name}: init(key, params)", params)
-            if self.mesh is None:
-                check_split(name, self.data)
-            else:
+            if self.mesh is not None:
                 params = meshes.placed(params, self.mesh)
+            elif not self.stream:
+                refuse_explicit(name, self.data)
             _read_loss(name, self.with_shared, params, self.row, tell=self.shared is None)
             home = self.home(params)
             if home is None:
@@ -153,16 +156,16 @@ class _Assembly:
         happened = self.once[key.tobytes()]
         # First of all: below, a process that differs would be refused alone, and the others wait.
         plan = functools.partial(ledger.terms, mechanism, budget)
-        meshes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
+        processes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         drawn = self.drawn_by(jax.random.key_impl(state.key), **environment.settings())
         begun = ledger.keyed(state.ledger, state.key, name, drawn)
         spent = ledger.admit(begun, mechanism, budget, steps=count)
         check_step(name, state)
         # Each process has a set of its own, and all of them must compare the same facts.
-        if meshes.any_process("agreed" not in happened):
+        if processes.any_process("agreed" not in happened):
             check_same_optimizer(name, self.recipe.optimizer, state)
-            meshes.require_agreement(name, lambda: self._facts_of_run(state))
+            processes.require_agreement(name, lambda: self._facts_of_run(state))
             happened.add("agreed")
         state, sums = self.steps.run(self._at_home(state), count)
         # Before anything of these steps leaves: each has one release.

@@ -15,7 +15,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from dpjax import trees
+from dpjax import checks, trees
 from dpjax.types import PyTree
 
 
@@ -50,15 +50,13 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
       >>> print(averaged(state))
       0.9
     """
-    if isinstance(decay, tuple | dict):  # a state, or parameters
-        raise TypeError(
-            f"average_parameters(decay: {type(decay).__name__}): expected a number in [0, 1). "
-            "Usually the average was to be read: that is averaged(state.optimizer)."
-        )
+    call = "training.average_parameters"
+    hint = "To read the average of a run: training.averaged(state.optimizer)."
+    decay = checks.number(call, "decay", decay, hint)
     if not 0 <= decay < 1:
         raise ValueError(
-            f"average_parameters(decay={decay}): expected a number in [0, 1). For example, 0.99 "
-            "averages over about 100 steps."
+            f"{call}(decay={decay}): expected a number in [0, 1). For example, 0.99 averages over "
+            "about 100 steps."
         )
 
     def init(params: PyTree) -> AverageState:
@@ -70,7 +68,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     ) -> tuple[PyTree, AverageState]:
         if params is None:
             raise ValueError(
-                "average_parameters: update needs the parameters: "
+                "training.average_parameters: update needs the parameters: "
                 "optimizer.update(updates, state, params)."
             )
         # The link stands last, so these are the parameters that the step releases: their average is
@@ -88,18 +86,28 @@ def averaged(optimizer_state: Any) -> PyTree:
 
     Raises:
       ValueError: The state has no average, or no step ran yet.
+
+    Example:
+      >>> optimizer = optax.chain(optax.sgd(1.0), average_parameters(decay=0.5))
+      >>> params = jnp.array(3.0)
+      >>> state = optimizer.init(params)
+      >>> for _ in range(2):
+      ...     updates, state = optimizer.update(jnp.array(1.0), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(round(float(averaged(state)), 3))  # (0.5 x 2 + 1) / (0.5 + 1)
+      1.333
     """
     # Found by its type wherever it stands, so the optimizer around it may have any shape.
     kept = next(iter(trees.nodes(optimizer_state, AverageState)), None)
     if kept is not None:
         if not isinstance(kept.weight, Tracer) and not kept.weight > 0:
             raise ValueError(
-                "averaged: no step ran, so the average is empty. Usually no step fits the budget; "
-                "state.params are the first parameters of the run."
+                "training.averaged: no step ran, so the average is empty. Usually no step fits the "
+                "budget; state.params are the first parameters of the run."
             )
         return jax.tree.map(lambda total: total / kept.weight, kept.total)
     raise ValueError(
-        "averaged: this state holds no average. End the optimizer with "
+        "training.averaged: this state holds no average. End the optimizer with "
         "dpjax.training.average_parameters(): optax.chain(optax.sgd(0.1), "
         "average_parameters(0.99))."
     )

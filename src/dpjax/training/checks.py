@@ -17,7 +17,6 @@ import optax
 from absl import logging
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import AxisType
 
 from dpjax import clipping, ledger, noise, schedules, trees
 from dpjax._foreign import arrays, no_arrays
@@ -276,25 +275,6 @@ def _arrays_of_rows(data: PyTree) -> PyTree:
         if not hasattr(leaf, "dtype"):
             raise no_arrays(leaf, "dpsgd data")
     return data
-
-
-def check_split(name: str, data: PyTree) -> None:
-    """Refuses data that a mesh of explicit axes splits, before JAX does within the step.
-
-    Args:
-      name: The algorithm.
-      data: Arrays, or a `Stream`.
-    """
-    for leaf in jax.tree.leaves(data):
-        sharding: Any = getattr(leaf, "sharding", None)
-        spec = getattr(sharding, "spec", None)
-        if any(spec or ()) and AxisType.Explicit in sharding.mesh.axis_types:
-            raise ValueError(
-                f"{name}: the data are split by a mesh of explicit axes ({spec}), and a "
-                "draw takes rows from all of it. jax.make_mesh makes explicit axes by "
-                "default. Make the mesh with axis_types=(jax.sharding.AxisType.Auto,), or "
-                "give NumPy arrays."
-            )
 
 
 def tell_of_constants(loss: ClosedJaxpr, examples: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from dpjax import accounting, checks, ledger, meshes, trees
+from dpjax import accounting, checks, ledger, processes, trees
 from dpjax.training.checks import check_state
 from dpjax.training.environment import numerics
 from dpjax.training.progress import Progress
@@ -148,11 +148,11 @@ def fit(
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
         stack.callback(run.close)
         _check_further(run, terms)
-        shown = meshes.first_process() and bool(progress) and not callable(progress)
+        shown = processes.first_process() and bool(progress) and not callable(progress)
         unit = terms.mechanism.unit
         show = Progress(run.done, terms.end, most, unit=unit, enabled=shown)
         stack.callback(show.close)
-        follow = progress if callable(progress) and meshes.first_process() else None
+        follow = progress if callable(progress) and processes.first_process() else None
         _loop(run, terms, stop, show, evaluate, follow)
         return run.state, run.rows
 
@@ -226,7 +226,7 @@ def _checked(
 
 def _agree(algorithm: Algorithm, state: Any, terms: _Terms) -> None:
     """Refuses a call whose arguments differ between processes."""
-    meshes.require_agreement(
+    processes.require_agreement(
         "fit",
         lambda: {
             "the root key": trees.fingerprint(state.key),
@@ -290,7 +290,7 @@ def _loop(
         run.advance(terms.steps_from(run.done))
         show.tick(run.done)
         # A signal to one process stops all of them at the same step.
-        interrupted = meshes.any_process(stop.asked)
+        interrupted = processes.any_process(stop.asked)
         over = run.done == terms.end
         if terms.has_row(run.done):
             row, chosen = _evaluated_row(run, terms, evaluate, show.rate())
@@ -325,7 +325,7 @@ def _evaluated_row(
     if evaluate is not None:
         row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
     # Processes may measure different numbers, and all of them stop at one step.
-    ended = meshes.from_first(lambda: bool(row.get("stop")))
+    ended = processes.from_first(lambda: bool(row.get("stop")))
     if ended:
         run.end()
         row |= _cost(run.state.ledger, terms)
@@ -402,7 +402,7 @@ def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _save(run: Run, every: int | None, *, now: bool) -> None:
     """Saves if a checkpoint is due. ``now``: the last chance, so a failure raises."""
-    late = meshes.from_first(lambda: time.monotonic() - run.saved > _SAVE)
+    late = processes.from_first(lambda: time.monotonic() - run.saved > _SAVE)
     due = late if every is None else run.done % every == 0
     if (now or due) and not run.save(wait=now) and now:
         raise OSError(

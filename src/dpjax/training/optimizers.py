@@ -41,10 +41,14 @@ def scaled_rate(base: float, batch_size: float) -> float:
       Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
       Data)", 2021, appendix D.
     """
+    call = "training.scaled_rate"
+    base = checks.number(call, "base", base, "It is the rate for a batch of 512.")
+    hint = "It is the expected size of a batch."
+    batch_size = checks.positive(call, "batch_size", batch_size, hint)
     if batch_size < 512:
         raise ValueError(
-            f"training.scaled_rate(batch_size={batch_size}): expected at least 512, because the "
-            "convention counts whole batches of 512. Choose the rate itself."
+            f"{call}(batch_size={batch_size:g}): expected at least 512, because the convention "
+            "counts whole batches of 512. Choose the rate itself."
         )
     # The paper's convention counts whole batches of 512, hence the integer division.
     return batch_size // 512 * base
@@ -110,11 +114,11 @@ def dp_adam(
     """
     hint = "Usually arguments were swapped: dp_adam(learning_rate, mechanism)."
     checks.instance("training.dp_adam", "mechanism", mechanism, Mechanism, hint)
-    if not floor > 0:
-        raise ValueError(
-            f"training.dp_adam(floor={floor}): expected a positive number. Without noise the "
-            "second moment may be 0, and less than 0 after the correction; start from 1e-8."
-        )
+    hint = (
+        "Without noise the second moment may be 0, and less than 0 after the correction; start "
+        "from 1e-8."
+    )
+    floor = checks.positive("training.dp_adam", "floor", floor, hint)
     if mechanism.noise is not None:
         raise ValueError(
             f"training.dp_adam(mechanism with noise={mechanism.noise.name}): expected fresh noise "

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from dpjax import meshes, reports, trees
+from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder
@@ -41,7 +41,7 @@ def write_released(
       last: Whether the run ends here.
     """
     params = jax.tree.map(trees.on_host, state.params)
-    if not meshes.first_process():
+    if not processes.first_process():
         return
     path = folder.path
     try:

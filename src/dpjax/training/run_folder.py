@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from dpjax import meshes
+from dpjax import processes
 from dpjax._files import lock, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
@@ -64,7 +64,7 @@ class Folder:
         self._lock: int | None = None
         try:
             # Where several processes run, the first one alone touches files.
-            meshes.from_first(self._open)
+            processes.from_first(self._open)
             self.checkpoints = Checkpoints(self.path / "checkpoints")
         except BaseException:
             self._unlock()
@@ -83,7 +83,7 @@ class Folder:
         Raises:
           Refused: They changed, and released steps would run a second time.
         """
-        return meshes.from_first(lambda: self._resume(done))
+        return processes.from_first(lambda: self._resume(done))
 
     def _resume(self, done: int) -> bool:
         path, now = self.path / "run.json", self.identity["numerics"]
@@ -117,7 +117,7 @@ class Folder:
     def begin(self) -> None:
         """Records the identity again, with the key of a run that has no checkpoint yet."""
         content = json.dumps(self.identity, indent=2) + "\n"
-        meshes.from_first(lambda: replace(self.path / "run.json", content))
+        processes.from_first(lambda: replace(self.path / "run.json", content))
 
     def mark(self, step: int, chosen: int = 0) -> None:
         """Counts a step as released, before its parameters leave `fit`.
@@ -126,7 +126,7 @@ class Folder:
           step: The step.
           chosen: How many steps were planned, if results ended the run; they all count.
         """
-        if not meshes.first_process():
+        if not processes.first_process():
             return
         furthest, most = self._marked
         mark = max(step, furthest), max(chosen, most)
@@ -144,7 +144,7 @@ class Folder:
     def seal(self, seals: np.ndarray) -> None:
         """Records what the steps so far released; see `dpjax.noise.seals`."""
         path = self.path / "seals"
-        if not meshes.first_process():
+        if not processes.first_process():
             return
         try:
             with open(path, "ab", opener=_private) as file:
@@ -156,7 +156,7 @@ class Folder:
 
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
-        return meshes.from_first(self._seals)
+        return processes.from_first(self._seals)
 
     def _seals(self) -> np.ndarray:
         path = self.path / "seals"
@@ -169,7 +169,7 @@ class Folder:
 
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
-        return meshes.from_first(lambda: self._rows(until))
+        return processes.from_first(lambda: self._rows(until))
 
     def _rows(self, until: int) -> list[dict[str, Any]]:
         rows = read_log(self.log)
@@ -185,15 +185,15 @@ class Folder:
 
     def furthest(self) -> int:
         """The last step that was ever on disk, or that an evaluation saw."""
-        return meshes.from_first(lambda: _furthest(self.path))
+        return processes.from_first(lambda: _furthest(self.path))
 
     def chosen(self) -> int:
         """How many steps were planned, if results ever ended the run; 0 if not."""
-        return meshes.from_first(lambda: _chosen(self.path))
+        return processes.from_first(lambda: _chosen(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
-        if meshes.first_process():
+        if processes.first_process():
             self._waiting.append(_line(row))
             self.flush()
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from dpjax import ledger, meshes, trees
+from dpjax import ledger, processes, trees
 from dpjax.ledger import Refused
 from dpjax.noise import seals
 from dpjax.training.released import write_released
@@ -52,7 +52,7 @@ class Run:
             # Its files may know that results ended it and its last checkpoint not, or the reverse.
             if (allowed := folder.chosen()) or self.state.ledger.chosen:
                 self.end(allowed)
-            if meshes.first_process():
+            if processes.first_process():
                 self.board = Board(folder.path / "tensorboard", self.done)
 
     @property
@@ -87,7 +87,7 @@ class Run:
         changed = folder.resume(self.done)
         # Other numerics may make other parameters of one seed. Equal settings with other first
         # parameters are another run: its noise would meet other sums.
-        if meshes.any_process(not given and not changed and began != self.began):
+        if processes.any_process(not given and not changed and began != self.began):
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
                 "Usually another seed made them, or they come from another run. Choose another "
@@ -146,7 +146,7 @@ class Run:
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
         # Each process has a clock of its own, and all must take equally many steps.
-        count = meshes.from_first(lambda: min(most, self.pace))
+        count = processes.from_first(lambda: min(most, self.pace))
         started, before = time.monotonic(), self.done
         self.state, infos = _several(self.algorithm, self.state, count)
         if self.done != before + count:

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int
 
-from dpjax import ledger, schedules, trees
+from dpjax import checks, ledger, schedules, trees
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.noise.langevin import multiplier_of
 from dpjax.training.dpsgd import dpsgd
@@ -113,11 +113,10 @@ def dp_sgld(
       Wang, Fienberg and Smola, "Privacy for Free: Posterior Sampling and Stochastic Gradient
       Monte Carlo", 2015.
     """
-    if not prior_deviation > 0:
-        raise ValueError(
-            f"training.dp_sgld(prior_deviation={prior_deviation}): expected a positive number. It "
-            "is the standard deviation of the prior; math.inf is a flat prior."
-        )
+    hint = "It is the standard deviation of the prior; math.inf is a flat prior."
+    prior_deviation = checks.positive(
+        "training.dp_sgld", "prior_deviation", prior_deviation, hint, infinite=True
+    )
     silent = Mechanism(
         sampling=sampling,
         clipping=clipping,

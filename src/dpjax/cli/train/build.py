@@ -23,8 +23,8 @@ from dpjax import (
     activations,
     clipping,
     losses,
-    meshes,
     models,
+    processes,
     sampling,
     schedules,
     strategies,
@@ -204,7 +204,7 @@ def earlier_runs(given: flags.FlagValues) -> tuple[Spent, ...]:
     if given.continue_from is None:
         return ()
     try:
-        return meshes.from_first(lambda: training.earlier(given.continue_from))
+        return processes.from_first(lambda: training.earlier(given.continue_from))
     except FileNotFoundError as error:
         raise app.UsageError(f"--continue_from={given.continue_from}: {error}") from error
 

@@ -24,7 +24,7 @@ import optax
 from absl import app
 
 import dpjax
-from dpjax import data, diagnostics, losses, meshes, metrics, reports, training, trees
+from dpjax import data, diagnostics, losses, metrics, processes, reports, training, trees
 from dpjax._files import replace, replacing
 
 _SAMPLE = 128  # training examples whose gradients are measured
@@ -168,7 +168,7 @@ def train(
         **options,
     )
     average = held(training.averaged(state.optimizer))
-    if options.get("directory") is not None and meshes.first_process():
+    if options.get("directory") is not None and processes.first_process():
         evaluation.write(pathlib.Path(options["directory"]), average)
     return average, state, history
 

@@ -17,7 +17,7 @@ import numpy as np
 from absl import flags
 
 import dpjax
-from dpjax import data, features, meshes, scattering
+from dpjax import data, features, processes, scattering
 from dpjax._files import replacing
 
 MOMENTS = "moments.npz"
@@ -79,7 +79,9 @@ def with_scale(
     moments = None
     if normalization is not None:
         # One release, in the first process, which alone writes files.
-        moments = meshes.from_first(lambda: release_once(folder / MOMENTS, normalization, key, x))
+        moments = processes.from_first(
+            lambda: release_once(folder / MOMENTS, normalization, key, x)
+        )
     x, x_test = map(jax.jit(partial(scale, given, moments=moments)), (x, x_test))
     return dataset._replace(train=(x, labels), test=(x_test, test_labels))
 

@@ -23,7 +23,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import data, features, losses, meshes, noise, reports, training, trees
+from dpjax import data, features, losses, noise, processes, reports, training, trees
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache, process_flags
 from dpjax.cli.flag_checks import require_matplotlib, writable_folder
@@ -114,7 +114,7 @@ def plan(given: flags.FlagValues) -> Planned:
     per_epoch = None
     if given.loss == "composite":
         per_epoch = build.steps_per_epoch(given, dataset.examples)
-    earlier = given.continue_from and meshes.from_first(
+    earlier = given.continue_from and processes.from_first(
         lambda: run_files.released(pathlib.Path(given.continue_from))
     )
     shape = partial(inputs.input_shape, given, dataset)
@@ -169,7 +169,7 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     with contextlib.ExitStack() as stack:
         # Until the run has ended: another process may neither query the data for this folder nor
         # delete the answers.
-        meshes.from_first(lambda: stack.enter_context(prepared(folder, given.overwrite)))
+        processes.from_first(lambda: stack.enter_context(prepared(folder, given.overwrite)))
         dataset = inputs.with_scale(given, dataset, planned.normalization, key, folder)
         run_and_report(given, planned, dataset, key, started)
 
@@ -202,22 +202,22 @@ def run_and_report(
         )
     except (KeyboardInterrupt, SystemExit):
         # The parameters of the last row are released and counted: another run may continue them.
-        if meshes.first_process() and run_files.has_released(folder, configuration):
+        if processes.first_process() and run_files.has_released(folder, configuration):
             describe(given, dataset, started)
         raise
-    if meshes.first_process():
+    if processes.first_process():
         report(given, planned.mechanism, dataset, Trained(params, state, history), started)
 
 
 def say(words: str) -> None:
     """Prints once, however many processes run."""
-    if meshes.first_process():
+    if processes.first_process():
         print(words, flush=True)
 
 
 def secret_key() -> Any:
     """A secret root key: the first process makes it, and all of them hold it."""
-    data = meshes.from_first(lambda: trees.on_host(noise.secret_key()))
+    data = processes.from_first(lambda: trees.on_host(noise.secret_key()))
     return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
 
 
