@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,23 +148,34 @@ def clipped_sums(
             places[id(x)] = len(arrays)
             arrays.append(x)
 
-    def wiped(arrays: Sequence[Array]) -> list[Array]:
-        # Factors are 0 already, and data are 1 as in `Entry.wiped`.
-        return [_wiped(x, sound, 1) for x in arrays]
-
-    if platforms.on_cpu():
-        # A pass over all data, which few batches need: a loop of no trip or one, in place.
-        _, arrays = jax.lax.while_loop(
-            lambda state: ~state[0],
-            lambda state: (jnp.ones((), bool), wiped(state[1])),
-            (jnp.all(sound), arrays),
-        )
-    else:  # accelerators mask as they read, and would wait at a loop
-        arrays = wiped(arrays)
+    # Accelerators mask as they read, and would wait at a loop.
+    arrays = (_masked_in_place if platforms.on_cpu() else _masked)(arrays, sound)
     return {
         leaf: total.sum([arrays[places[id(x)]] for x in total.arrays()])
         for leaf, total in totals.items()
     }
+
+
+def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
+    # Factors are 0 already, and data are 1 as in `Entry.wiped`.
+    return [_wiped(x, sound, 1) for x in arrays]
+
+
+@jax.custom_jvp
+def _masked_in_place(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
+    # A pass over all data, which few batches need: a loop of no trip or one, in place. For a
+    # `jax.lax.cond` XLA would copy the data.
+    return jax.lax.while_loop(
+        lambda state: ~state[0],
+        lambda state: (jnp.ones((), bool), _masked(state[1], sound)),
+        (jnp.all(sound), arrays),
+    )[1]
+
+
+@_masked_in_place.defjvp
+def _(primals: Any, tangents: Any) -> tuple[list[Array], list[Array]]:
+    # A gradient through `dpjax.clipped_grad` needs reverse mode, which JAX does not have for loops.
+    return jax.jvp(_masked, primals, tangents)
 
 
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
