@@ -977,6 +977,55 @@ def test_what_follows_a_cast_sees_rounded_numbers():
     np.testing.assert_allclose(ghost, definition, rtol=1e-6)
 
 
+def in_float8(w):
+    return w.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+QUANTISED = {
+    "a cast": in_float8,
+    "a scalar in a cond": lambda w: w * lax.cond(w[0, 0] < 9, in_float8, jnp.sin, jnp.sum(w)),
+    "a scalar": lambda w: w * lax.reduce_precision(jnp.sum(w), 5, 2),
+}
+
+
+@pytest.mark.sample(1)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "x.dtype.itemsize < 2 for",
+    "False for",
+    case="a cast-0.0001",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    "or any(map(_quantises, inside))",
+    "",
+    case="a scalar in a cond-0.0001",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    ' or equation.primitive.name == "reduce_precision"',
+    "",
+    case="a scalar-1",
+    slow=True,
+)
+@pytest.mark.parametrize("scale", [1e-4, 1, 1e4])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_cotangents_are_quantised_as_the_loss_does_it(name, scale):
+    """Small cotangents become 0 and large ones NaN in a float8."""
+
+    def loss(w, x):
+        return scale * jnp.sum(jnp.tanh(x @ QUANTISED[name](w)))
+
+    by_ghost, definition = (
+        clipped_grad(loss, FLAT, engine)(array(4, 3), array(5, 4, seed=5))
+        for engine in ("ghost", "vmap")
+    )
+    np.testing.assert_allclose(by_ghost.norms, definition.norms, rtol=1e-5)
+    np.testing.assert_allclose(by_ghost.value, definition.value, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.slow
 def test_a_program_is_the_same_whenever_it_is_traced():
     """A run resumes if its program is the one that began it."""

@@ -310,6 +310,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     floats = [x for x in outputs if _is(jnp.floating, x)]
     trained = [view.value for view in views if view.leaves and floats]
     narrow = any(map(_narrow, [*floats, *trained])) and not (len(views) == 1 and name in _WIDEN)
+    narrow = narrow or (bool(floats) and _quantises(equation))
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
@@ -355,7 +356,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
 
 def _rounded(x: Array, narrow: Array) -> Array:
     """A trained value that was cast to a narrower dtype: rounded, with the derivative 1."""
-    # The sum is exact, so what follows sees the numbers that the model has.
+    # The sum is exact, so what follows sees the numbers that the model has. No cotangent is rounded
+    # to the narrow dtype: models of mixed precision cast all their weights.
     return x + jax.lax.stop_gradient(narrow.astype(x.dtype) - x)
 
 
@@ -379,6 +381,17 @@ def _bends(equation: JaxprEqn) -> bool:
     """
     inside = (e for program in inner_programs(equation) for e in program.eqns)
     return own_vjp(equation) or any(map(_bends, inside))
+
+
+def _quantises(equation: JaxprEqn) -> bool:
+    """Whether the equation, or one inside of it, casts to a float8 or rounds within its dtype.
+
+    Then its transpose rounds the cotangent of each example as coarsely, often to 0 or NaN.
+    """
+    kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+    coarse = any(_is(jnp.floating, x) and x.dtype.itemsize < 2 for x in kinds)
+    inside = (e for program in inner_programs(equation) for e in program.eqns)
+    return coarse or equation.primitive.name == "reduce_precision" or any(map(_quantises, inside))
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
