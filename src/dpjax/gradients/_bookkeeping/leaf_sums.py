@@ -279,6 +279,10 @@ def placed(
     Unless ``exact``, the gradients may be rounded to bfloat16.
     """
     pull = _pulled(leaf, leaves, entry.site.of)
+    return lambda parts: pull(form.joined(parts)), _products(entry, form, exact)
+
+
+def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
     precision = precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)
 
@@ -286,8 +290,7 @@ def placed(
         x, g = (a.astype(jnp.bfloat16) for a in (x, form.g)) if short else (x, form.g)
         return product("bhks,bhsd->bhkd", x, g, precision)
 
-    gradients = list(map(one, form.x))
-    return lambda parts: pull(form.joined(parts)), gradients
+    return list(map(one, form.x))
 
 
 def instantiated(
@@ -298,27 +301,36 @@ def instantiated(
     exact: bool = True,
 ) -> Float[Array, "batch ..."]:
     """Each example's gradient of a leaf, from all its sites; ``exact`` as in `placed`."""
-
-    def one(entry: Entry, form: Outer | None) -> Array:
-        if form is not None and not form.chosen:
-            place, gradients = placed(leaf, entry, form, leaves, exact)
-            return jax.vmap(place)(gradients)
-
-        def derivative(data: Sequence[Array], cotangent: Array) -> Array:
-            return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
-
-        each = jax.vmap(derivative)
-        if platforms.on_cpu() or entry.site.equation.primitive.name != "conv_general_dilated":
-            return each(entry.data, entry.cotangent)
-        # The examples become groups of one convolution. A compiler may fill up groups with zeros,
-        # and 0 * NaN would make a NaN of one example a NaN of all.
-        sound = entry.sound()
-        _, data, cotangent = entry.wiped(sound)
-        found = each(data, cotangent)
-        return jnp.where(trees.expand(sound, found), found, jnp.nan)
-
-    parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
+    parts, by_view = [], dict[Any, list[Array]]()
+    for entry, form in zip(entries, forms, strict=True):
+        if form is None or form.chosen:
+            parts.append(_derivatives(leaf, entry, leaves))
+        else:
+            gradients = jax.vmap(form.joined)(_products(entry, form, exact))
+            wide = gradients.astype(trees.wide(gradients.dtype))
+            by_view.setdefault(entry.site.of, []).append(wide)
+    # A kernel that several sites share, as the steps of a loop, is differentiated once for their
+    # sum, as JAX does it: to compute it may take longer than the sites.
+    for of, gradients in by_view.items():
+        parts.append(jax.vmap(_pulled(leaf, leaves, of))(added(gradients)))
     return added(parts)
+
+
+def _derivatives(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Float[Array, "batch ..."]:
+    """Each example's gradient at a site without a form."""
+
+    def derivative(data: Sequence[Array], cotangent: Array) -> Array:
+        return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
+
+    each = jax.vmap(derivative)
+    if platforms.on_cpu() or entry.site.equation.primitive.name != "conv_general_dilated":
+        return each(entry.data, entry.cotangent)
+    # The examples become groups of one convolution. A compiler may fill up groups with zeros,
+    # and 0 * NaN would make a NaN of one example a NaN of all.
+    sound = entry.sound()
+    _, data, cotangent = entry.wiped(sound)
+    found = each(data, cotangent)
+    return jnp.where(trees.expand(sound, found), found, jnp.nan)
 
 
 def _pulled(

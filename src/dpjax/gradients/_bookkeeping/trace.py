@@ -322,7 +322,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     cast = name == "convert_element_type" and _narrow(outputs[0])
     smooth = bool(leaves and floats)
 
-    def compute(leaves: Leaves, memo: Memo) -> list[Array]:
+    def compute(leaves: Leaves, memo: Memo | None = None) -> list[Array]:
+        memo = {} if memo is None else memo
         if id(views) not in memo:
             inputs = [view.of(leaves, memo) for view in views]
             # A comparison, an index or what is frozen must see the numbers that the model has.
@@ -348,7 +349,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         moved = leaves if _is(jnp.floating, x) else frozenset[int]()
         constant, own = structure(equation, views, x)
         mine = {leaf: axes for leaf, axes in own.items() if leaf in moved}
-        of = functools.partial(lambda i, p, memo: compute(p, memo)[i], i)
+        of = functools.partial(lambda i, *given: compute(*given)[i], i)
         return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
@@ -424,7 +425,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         return jnp.sum(gradient, axis=flat).reshape(sizes)
 
     def unscaled(leaves: Leaves) -> Array:
-        found = view.of(leaves, {})
+        found = view.of(leaves)
         return found[tuple(0 if a in flat else slice(None) for a in range(found.ndim))].reshape(
             sizes
         )
@@ -439,7 +440,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         equation=equation,
         operand=operand,
         shape=view.value.shape,
-        of=lambda leaves: view.of(leaves, {}),
+        of=view.of,
         isometry=view.isometry and len(sources) == 1,
         axes=view.axes if len(sources) == 1 else None,
         apply=lambda leaves, data: run(mixed(leaves, data)),
