@@ -130,6 +130,28 @@ def test_jit_vmap_and_grad_compose_with_it():
     np.testing.assert_allclose(stacked.value[1], plain.value, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_gradient_through_it_is_the_same_for_every_engine(size):
+    """As for hypergradients and meta-learning."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"table": jax.random.normal(keys[0], (5, 3)), "kernel": jnp.eye(3)}
+    batch = jax.random.randint(keys[1], (4, 6), 0, 5), jax.random.normal(keys[2], (4, 6, 3))
+
+    def of_words(p, example):
+        return jnp.sum(jnp.tanh(p["table"][example[0]] @ p["kernel"] * example[1]))
+
+    def by(engine):
+        def squares(scale):
+            clipped = clipped_grad(of_words, RULE, engine, microbatch_size=size)
+            scaled = jax.tree.map(lambda leaf: scale * leaf, params)
+            return sum(jnp.sum(x**2) for x in clipped(scaled, batch).value.values())
+
+        return jax.grad(jax.jit(squares))(1.5)
+
+    np.testing.assert_allclose(by("auto"), by("vmap"), rtol=1e-4)
+
+
 def called(*batch, loss=loss, params=None, rule=RULE, **options):
     """A call of `clipped_grad` with zeros, or what is given in their place."""
     params = jnp.zeros(3) if params is None else params

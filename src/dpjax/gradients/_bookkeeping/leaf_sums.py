@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,23 +148,34 @@ def clipped_sums(
             places[id(x)] = len(arrays)
             arrays.append(x)
 
-    def wiped(arrays: Sequence[Array]) -> list[Array]:
-        # Factors are 0 already, and data are 1 as in `Entry.wiped`.
-        return [_wiped(x, sound, 1) for x in arrays]
-
-    if platforms.on_cpu():
-        # A pass over all data, which few batches need: a loop of no trip or one, in place.
-        _, arrays = jax.lax.while_loop(
-            lambda state: ~state[0],
-            lambda state: (jnp.ones((), bool), wiped(state[1])),
-            (jnp.all(sound), arrays),
-        )
-    else:  # accelerators mask as they read, and would wait at a loop
-        arrays = wiped(arrays)
+    # Accelerators mask as they read, and would wait at a loop.
+    arrays = (_masked_in_place if platforms.on_cpu() else _masked)(arrays, sound)
     return {
         leaf: total.sum([arrays[places[id(x)]] for x in total.arrays()])
         for leaf, total in totals.items()
     }
+
+
+def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
+    # Factors are 0 already, and data are 1 as in `Entry.wiped`.
+    return [_wiped(x, sound, 1) for x in arrays]
+
+
+@jax.custom_jvp
+def _masked_in_place(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
+    # A pass over all data, which few batches need: a loop of no trip or one, in place. For a
+    # `jax.lax.cond` XLA would copy the data.
+    return jax.lax.while_loop(
+        lambda state: ~state[0],
+        lambda state: (jnp.ones((), bool), _masked(state[1], sound)),
+        (jnp.all(sound), arrays),
+    )[1]
+
+
+@_masked_in_place.defjvp
+def _(primals: Any, tangents: Any) -> tuple[list[Array], list[Array]]:
+    # A gradient through `dpjax.clipped_grad` needs reverse mode, which JAX does not have for loops.
+    return jax.jvp(_masked, primals, tangents)
 
 
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
@@ -268,6 +279,10 @@ def placed(
     Unless ``exact``, the gradients may be rounded to bfloat16.
     """
     pull = _pulled(leaf, leaves, entry.site.of)
+    return lambda parts: pull(form.joined(parts)), _products(entry, form, exact)
+
+
+def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
     precision = precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)
 
@@ -275,8 +290,7 @@ def placed(
         x, g = (a.astype(jnp.bfloat16) for a in (x, form.g)) if short else (x, form.g)
         return product("bhks,bhsd->bhkd", x, g, precision)
 
-    gradients = list(map(one, form.x))
-    return lambda parts: pull(form.joined(parts)), gradients
+    return list(map(one, form.x))
 
 
 def instantiated(
@@ -287,27 +301,36 @@ def instantiated(
     exact: bool = True,
 ) -> Float[Array, "batch ..."]:
     """Each example's gradient of a leaf, from all its sites; ``exact`` as in `placed`."""
-
-    def one(entry: Entry, form: Outer | None) -> Array:
-        if form is not None and not form.chosen:
-            place, gradients = placed(leaf, entry, form, leaves, exact)
-            return jax.vmap(place)(gradients)
-
-        def derivative(data: Sequence[Array], cotangent: Array) -> Array:
-            return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
-
-        each = jax.vmap(derivative)
-        if platforms.on_cpu() or entry.site.equation.primitive.name != "conv_general_dilated":
-            return each(entry.data, entry.cotangent)
-        # The examples become groups of one convolution. A compiler may fill up groups with zeros,
-        # and 0 * NaN would make a NaN of one example a NaN of all.
-        sound = entry.sound()
-        _, data, cotangent = entry.wiped(sound)
-        found = each(data, cotangent)
-        return jnp.where(trees.expand(sound, found), found, jnp.nan)
-
-    parts = [one(entry, form) for entry, form in zip(entries, forms, strict=True)]
+    parts, by_view = [], dict[Any, list[Array]]()
+    for entry, form in zip(entries, forms, strict=True):
+        if form is None or form.chosen:
+            parts.append(_derivatives(leaf, entry, leaves))
+        else:
+            gradients = jax.vmap(form.joined)(_products(entry, form, exact))
+            wide = gradients.astype(trees.wide(gradients.dtype))
+            by_view.setdefault(entry.site.of, []).append(wide)
+    # A kernel that several sites share, as the steps of a loop, is differentiated once for their
+    # sum, as JAX does it: to compute it may take longer than the sites.
+    for of, gradients in by_view.items():
+        parts.append(jax.vmap(_pulled(leaf, leaves, of))(added(gradients)))
     return added(parts)
+
+
+def _derivatives(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Float[Array, "batch ..."]:
+    """Each example's gradient at a site without a form."""
+
+    def derivative(data: Sequence[Array], cotangent: Array) -> Array:
+        return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
+
+    each = jax.vmap(derivative)
+    if platforms.on_cpu() or entry.site.equation.primitive.name != "conv_general_dilated":
+        return each(entry.data, entry.cotangent)
+    # The examples become groups of one convolution. A compiler may fill up groups with zeros,
+    # and 0 * NaN would make a NaN of one example a NaN of all.
+    sound = entry.sound()
+    _, data, cotangent = entry.wiped(sound)
+    found = each(data, cotangent)
+    return jnp.where(trees.expand(sound, found), found, jnp.nan)
 
 
 def _pulled(

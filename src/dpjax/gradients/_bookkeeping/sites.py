@@ -28,8 +28,8 @@ class View(NamedTuple):
     Args:
       leaves: Parameter leaves by which the value is differentiated.
       reads: Leaves from which it is computed; some may be behind a `stop_gradient`.
-      of: From all leaves to this value, in full precision. The memo holds values that several
-        views share.
+      of: ``(leaves, memo={})``: from all leaves to this value, in full precision. The memo holds
+        values that several views share.
       value: The value, as the loss computes it.
       isometry: Whether it only rearranges the entries of one leaf.
       axes: For each axis of the value the axis of the leaf, if it is a transpose of one leaf.
@@ -43,7 +43,7 @@ class View(NamedTuple):
 
     leaves: frozenset[int]
     reads: frozenset[int]
-    of: Callable[[Leaves, Memo], Array]
+    of: Callable[..., Array]
     value: Any
     isometry: bool = False
     axes: tuple[int, ...] | None = None
@@ -62,7 +62,7 @@ class Site(NamedTuple):
       equation: The equation, with its parameters.
       operand: The index of the input that is the view; of the first, if several are.
       shape: The shape of that input, in one round of the scans around it.
-      of: From all leaves to that input.
+      of: From all leaves to that input. Sites of one view have the same function.
       isometry: Whether that input rearranges the entries of one leaf, and is the only view.
       axes: For each axis of that input the axis of the leaf, if it is a transpose of one.
       apply: ``(leaves, data) -> output`` in full precision.
@@ -141,7 +141,7 @@ class Book:
         # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
         own = {leaf: axes} if trained else {}
-        return View(trained_by, alone, lambda leaves, _: leaves[leaf], value, True, axes, own=own)
+        return View(trained_by, alone, lambda leaves, *_: leaves[leaf], value, True, axes, own=own)
 
 
 def constant(value: Any) -> View:

@@ -310,6 +310,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     floats = [x for x in outputs if _is(jnp.floating, x)]
     trained = [view.value for view in views if view.leaves and floats]
     narrow = any(map(_narrow, [*floats, *trained])) and not (len(views) == 1 and name in _WIDEN)
+    narrow = narrow or (bool(floats) and _quantises(equation))
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
@@ -321,7 +322,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     cast = name == "convert_element_type" and _narrow(outputs[0])
     smooth = bool(leaves and floats)
 
-    def compute(leaves: Leaves, memo: Memo) -> list[Array]:
+    def compute(leaves: Leaves, memo: Memo | None = None) -> list[Array]:
+        memo = {} if memo is None else memo
         if id(views) not in memo:
             inputs = [view.of(leaves, memo) for view in views]
             # A comparison, an index or what is frozen must see the numbers that the model has.
@@ -347,7 +349,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         moved = leaves if _is(jnp.floating, x) else frozenset[int]()
         constant, own = structure(equation, views, x)
         mine = {leaf: axes for leaf, axes in own.items() if leaf in moved}
-        of = functools.partial(lambda i, p, memo: compute(p, memo)[i], i)
+        of = functools.partial(lambda i, *given: compute(*given)[i], i)
         return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
@@ -355,7 +357,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
 
 def _rounded(x: Array, narrow: Array) -> Array:
     """A trained value that was cast to a narrower dtype: rounded, with the derivative 1."""
-    # The sum is exact, so what follows sees the numbers that the model has.
+    # The sum is exact, so what follows sees the numbers that the model has. No cotangent is rounded
+    # to the narrow dtype: models of mixed precision cast all their weights.
     return x + jax.lax.stop_gradient(narrow.astype(x.dtype) - x)
 
 
@@ -379,6 +382,17 @@ def _bends(equation: JaxprEqn) -> bool:
     """
     inside = (e for program in inner_programs(equation) for e in program.eqns)
     return own_vjp(equation) or any(map(_bends, inside))
+
+
+def _quantises(equation: JaxprEqn) -> bool:
+    """Whether the equation, or one inside of it, casts to a float8 or rounds within its dtype.
+
+    Then its transpose rounds the cotangent of each example as coarsely, often to 0 or NaN.
+    """
+    kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+    coarse = any(_is(jnp.floating, x) and x.dtype.itemsize < 2 for x in kinds)
+    inside = (e for program in inner_programs(equation) for e in program.eqns)
+    return coarse or equation.primitive.name == "reduce_precision" or any(map(_quantises, inside))
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
@@ -411,7 +425,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         return jnp.sum(gradient, axis=flat).reshape(sizes)
 
     def unscaled(leaves: Leaves) -> Array:
-        found = view.of(leaves, {})
+        found = view.of(leaves)
         return found[tuple(0 if a in flat else slice(None) for a in range(found.ndim))].reshape(
             sizes
         )
@@ -426,7 +440,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         equation=equation,
         operand=operand,
         shape=view.value.shape,
-        of=lambda leaves: view.of(leaves, {}),
+        of=view.of,
         isometry=view.isometry and len(sources) == 1,
         axes=view.axes if len(sources) == 1 else None,
         apply=lambda leaves, data: run(mixed(leaves, data)),
