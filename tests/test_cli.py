@@ -386,12 +386,64 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
     mechanism = job.plan(given).mechanism
     given["model_options"].value = ["widths=[8,4]"]
     config = json.loads(json.dumps({"flags": {**settings(given), "out": given.out}}))
-    run = types.SimpleNamespace(config=config)
-    found = audited_run._flags(run, json.loads(json.dumps(mechanism.facts)))
+    facts = json.loads(json.dumps(mechanism.facts))
+    run = types.SimpleNamespace(config=config, identity={"data": "a"}, mechanism=facts)
+    found = audited_run._flags(run)
+    assert settings(found) == settings(given), "the flags that run.json holds"
+    audited_run._fix_steps(found, run)
     assert found.model_options == ["widths=[8,4]"]
     found["model_options"].value = []
     assert job.plan(found).mechanism.facts == mechanism.facts
     assert mechanism.steps == 96, "and not as many as fit"
+
+
+def trained(folder, *words):
+    """A run of two steps, as the command line trains it."""
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", "--batch_size=20", "--steps=2", "--evaluations=1"])
+    given(["train", "--noise_multiplier=1", "--accountant=rdp", "--noreport", f"--out={folder}"])
+    given(["train", *words])
+    job.execute(given, job.plan(given), time.time())
+    return folder
+
+
+@pytest.mark.slow
+@kills("cli/audit/audited_run.py", "    if lines:\n", "    if False:\n", slow=True)
+@kills("cli/audit/audited_run.py", "configuration_of(configured, planned.dataset)", "{}", slow=True)
+def test_an_audit_is_of_the_data_and_the_program_that_ran(workshop, tmp_path, monkeypatch):
+    folder = trained(tmp_path / "run", f"--model={workshop}:Net")
+    assert audited_run.rebuild(folder).unseen == ""
+    x, y = np.load("my.npz")["x"], np.load("my.npz")["y"]
+    for rows in ({"x": x[::-1], "y": y}, {"x": x[:, ::-1], "y": y}):
+        np.savez("my.npz", **rows)
+        with pytest.raises(app.UsageError, match=r"another run than its run.json:\n  data: "):
+            audited_run.rebuild(folder)
+    np.savez("my.npz", x=x, y=y)
+    with monkeypatch.context() as changed:
+        changed.setattr(sys.modules[workshop].nn, "tanh", jax.nn.relu)
+        with pytest.raises(app.UsageError, match="run.json:\n  program.functions: "):
+            audited_run.rebuild(folder)
+    run = json.loads((folder / "run.json").read_text())
+    run["numerics"]["jax"] = "0.1"
+    run["program"] = {"functions": "of that version"}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "digest").write_text(run_files._digest(folder))
+    assert "were not compared" in audited_run.rebuild(folder).unseen
+
+
+@pytest.mark.slow
+def test_a_streamed_run_is_audited_in_memory(workshop, tmp_path, monkeypatch):
+    """The hash of a stream is of some rows alone."""
+    whole = data.load_file("my.npz", None, None)
+    rows = list(zip(*map(np.asarray, whole.train), strict=True))
+    monkeypatch.setattr(job.data, "load", lambda *_: whole)
+    streamed = whole._replace(train=data.Stream(rows))
+    monkeypatch.setattr(job.data, "stream", lambda *_: streamed)
+    folder = trained(tmp_path / "run", "--dataset=digits", "--stream")
+    assert audited_run.rebuild(folder).dataset is whole
+    streamed = whole._replace(train=data.Stream([(x + 1, y) for x, y in rows]))
+    with pytest.raises(app.UsageError, match=r"run.json:\n  data: \"48 streamed"):
+        audited_run.rebuild(folder)
 
 
 def begun(*words):
@@ -593,7 +645,7 @@ def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, m
     assert (len(seen), run_files.present(folder)) == (6, ["lock", "run.json"])
 
 
-@kills("cli/train/job.py", "fingerprint(planned.dataset.test)", "fingerprint(())", slow=True)
+@kills("cli/train/job.py", "fingerprint(dataset.test)", "fingerprint(())", slow=True)
 def test_a_run_is_of_one_test_part(workshop, tmp_path, monkeypatch):
     """A finished run has the accuracy of its test part; predictions of another would differ."""
     given = copy.deepcopy(FLAGS)

@@ -914,7 +914,7 @@ def of_other_flags(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (of_other_flags, "another mechanism than its run.json: clipping differ"),
+        (of_other_flags, "run.json:   mechanism.clipping.bounds: [0.5] there, [0.25] now"),
         (shutil.rmtree, "there is no such folder"),
         (without_parameters, "has no params.msgpack"),
         (of_other_parameters, "its params.msgpack is not of the run in run.json"),

@@ -179,7 +179,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         folder = None
         if directory is not None:
-            identity = _identity(algorithm, state, configuration or {})
+            identity = identity_of(algorithm, state, configuration or {})
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         # Signals are caught after the folder is locked, and restored before the lock is released.
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
@@ -284,7 +284,9 @@ def _leave(run: Run, delta: float, method: str, *, last: bool) -> None:
         leave(run.folder, run.algorithm.mechanism, run.state, delta, method, last=last)
 
 
-def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(
+    algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
+) -> dict[str, Any]:
     """The identity of the run. The configuration may not replace accounted facts."""
     # Versions and devices join what the algorithm says of itself: both may change last bits.
     identity = dict(algorithm.identity(state))

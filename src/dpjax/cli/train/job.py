@@ -12,7 +12,7 @@ import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +47,12 @@ class Planned(NamedTuple):
     per_epoch: int | None  # steps, for a loss that takes the epoch
     earlier: bytes | None  # parameters that an earlier run released
     budget: dpjax.ledger.Budget | None
+
+    @property
+    def per_step(self) -> Callable[[Any], Any] | None:
+        """What the loss takes of the step."""
+        epoch = self.per_epoch
+        return None if epoch is None else lambda step: step // epoch
 
 
 class Trained(NamedTuple):
@@ -178,10 +184,8 @@ def run_and_report(
     given: flags.FlagValues, planned: Planned, dataset: data.Dataset, key: Any, started: float
 ) -> None:
     """Trains in a folder that this process holds."""
-    folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
-    configuration = {f"--{name}": value for name, value in settings(given).items()}
-    # `fit` compares the training data; accuracies of a folder are of one test part too.
-    configuration["test data"] = trees.fingerprint(planned.dataset.test)
+    folder, mechanism = pathlib.Path(given.out), planned.mechanism
+    configuration = configuration_of(settings(given), planned.dataset)
     try:
         params, state, history = train(
             dataset,
@@ -191,7 +195,7 @@ def run_and_report(
             planned.optimizer,
             key=key,
             params=planned.earlier,
-            per_step=None if per_epoch is None else lambda step: step // per_epoch,
+            per_step=planned.per_step,
             budget=planned.budget,
             evaluations=given.evaluations,
             delta=given.delta,
@@ -207,6 +211,13 @@ def run_and_report(
         raise
     if meshes.first_process():
         report(given, planned.mechanism, dataset, Trained(params, state, history), started)
+
+
+def configuration_of(flags_of: Mapping[str, Any], dataset: data.Dataset) -> dict[str, Any]:
+    """What identifies a run beside what `fit` compares: its flags and the test part of its data."""
+    named = {f"--{name}": value for name, value in flags_of.items()}
+    # `fit` compares the training data; accuracies of a folder are of one test part too.
+    return {**named, "test data": trees.fingerprint(dataset.test)}
 
 
 def say(words: str) -> None:
