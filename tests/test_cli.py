@@ -421,7 +421,7 @@ def test_an_audit_is_of_the_data_and_the_program_that_ran(workshop, tmp_path, mo
     np.savez("my.npz", x=x, y=y)
     with monkeypatch.context() as changed:
         changed.setattr(sys.modules[workshop].nn, "tanh", jax.nn.relu)
-        with pytest.raises(app.UsageError, match="run.json:\n  program.functions: "):
+        with pytest.raises(app.UsageError, match=r"run\.json:\n  program\.functions: "):
             audited_run.rebuild(folder)
     run = json.loads((folder / "run.json").read_text())
     run["numerics"]["jax"] = "0.1"
@@ -442,7 +442,7 @@ def test_a_streamed_run_is_audited_in_memory(workshop, tmp_path, monkeypatch):
     folder = trained(tmp_path / "run", "--dataset=digits", "--stream")
     assert audited_run.rebuild(folder).dataset is whole
     streamed = whole._replace(train=data.Stream([(x + 1, y) for x, y in rows]))
-    with pytest.raises(app.UsageError, match=r"run.json:\n  data: \"48 streamed"):
+    with pytest.raises(app.UsageError, match=r"run\.json:\n  data: \"48 streamed"):
         audited_run.rebuild(folder)
 
 

@@ -34,7 +34,7 @@ from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 
 # Numerics that do not change how loss and optimizer are traced.
-_PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
+PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
 BLIND = (
     "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
     "compared. See that they did not change."
@@ -107,7 +107,7 @@ class Folder:
         if changed:
             logging.warning(
                 "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s%s",
-                *(self.path, done, changed, "" if _PLACES.issuperset(names) else BLIND),
+                *(self.path, done, changed, "" if PLACES.issuperset(names) else BLIND),
             )
             # The run keeps the key of its checkpoint, whatever key the caller gave.
             kept = {**self.identity, "small seed": before.get("small seed", False)}
@@ -418,7 +418,7 @@ def differences(before: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple
     changed = _changed(before.get("numerics", {}), identity["numerics"])
     # Other versions trace other programs of one loss, and another mesh another step of one loss.
     # `Folder.resume` compares both.
-    comparable = _PLACES.issuperset(changed)
+    comparable = PLACES.issuperset(changed)
     if not names and comparable:
         names = [name for name in differ if name == ("program", "functions")]
     if not names and not changed:

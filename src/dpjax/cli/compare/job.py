@@ -18,10 +18,12 @@ from absl import app, flags
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import require_matplotlib, writable_folder
+from dpjax.cli.train.flags import idle
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
 from dpjax.reports.load_run import Missing, Run, read
+from dpjax.training.run_folder import PLACES
 
 REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
 COLUMNS = ("runs", "test accuracy", "of", "epsilon", "delta", "time of one")
@@ -47,13 +49,41 @@ def groups_of(runs: Iterable[Run]) -> list[RunGroup]:
     """Groups runs by their flags, and names each group by the flags in which groups differ."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        flags_of = configuration(run)
-        key = f"folder {run.path}" if flags_of is None else json.dumps(flags_of, sort_keys=True)
-        found.setdefault(key, []).append(run)
-    settings = [flags_of for members in found.values() if (flags_of := configuration(members[0]))]
-    names = sorted({name for flags_of in settings for name in flags_of})
-    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings}) > 1]
-    return [RunGroup(label_of(members[0], varied), members) for members in found.values()]
+        found.setdefault(experiment(run), []).append(run)
+    labels = labels_of([members[0] for members in found.values()])
+    return [RunGroup(*each) for each in zip(labels, found.values(), strict=True)]
+
+
+def experiment(run: Run) -> str:
+    """A text that is equal for runs of equal flags, data, program and versions."""
+    if configuration(run) is None:
+        return f"folder {run.path}"
+    return f"{planned(run)} {program_of(run)}"
+
+
+def planned(run: Run) -> str:
+    """A text that is equal for runs of equal flags, data and versions."""
+    return json.dumps([configuration(run), data_of(run), traced(run)], sort_keys=True)
+
+
+def data_of(run: Run) -> tuple[str | None, str | None]:
+    """Hashes of the training and of the test part of the data, as far as they are comparable."""
+    known = run.identity or {}
+    there, test = known.get("data"), known.get("test data")
+    # The scale of features may have noise, and a stream is hashed by some rows alone.
+    derived = (configuration(run) or {}).get("features", "none") != "none"
+    return (None if derived or " streamed, " in str(there) else there), test
+
+
+def traced(run: Run) -> dict[str, Any]:
+    """Versions and settings under which a program was traced; others give other programs."""
+    found = (run.identity or {}).get("numerics", {})
+    return {name: value for name, value in found.items() if name not in PLACES}
+
+
+def program_of(run: Run) -> str | None:
+    """The hash of loss and optimizer."""
+    return (run.identity or {}).get("program", {}).get("functions")
 
 
 def configuration(run: Run) -> dict[str, Any] | None:
@@ -63,12 +93,53 @@ def configuration(run: Run) -> dict[str, Any] | None:
     return {name: v for name, v in run.config["flags"].items() if name not in REPEATED}
 
 
-def label_of(run: Run, varied: list[str]) -> str:
-    """The name of a group: its values of the flags that vary."""
+def labels_of(runs: list[Run]) -> list[str]:
+    """The names of groups with these first runs: the flags and versions in which they differ."""
+    settings = [shown(run) for run in runs]
+    names = sorted({name for each in settings for name in each})
+    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings if s}) > 1]
+    labels = []
+    of_runs = list(zip(runs, settings, strict=True))
+    for run, each in of_runs:
+        words = (f"{name}={page.value(each[name])}" for name in varied if name in each)
+        labels.append(", ".join(words) or run.path.resolve().name)
+    # The page may be public, and a hash confirms a guess of all the data: a folder stands for it.
+    data = [found if each and any(found := data_of(run)) else None for run, each in of_runs]
+    sets = [(each.get("dataset"), each.get("features")) for each in settings]
+    labels = _told_apart(labels, runs, "data", sets, data)
+    labels = _told_apart(
+        labels, runs, "program", list(map(planned, runs)), list(map(program_of, runs))
+    )
+    places = [str(run.path) for run in runs]
+    return [
+        label if labels.count(label) == 1 else f"{label} ({place})"
+        for label, place in zip(labels, places, strict=True)
+    ]
+
+
+def shown(run: Run) -> dict[str, Any]:
+    """The flags that have an effect, and the versions; empty without known flags."""
     settings = configuration(run)
-    if settings is None or not varied:
-        return run.path.resolve().name
-    return ", ".join(f"{name}={page.value(settings[name])}" for name in varied if name in settings)
+    if settings is None:
+        return {}
+    without = {name for name, _ in idle(settings)}
+    for name, instead in (("target_epsilon", "noise_multiplier"), ("epochs", "steps")):
+        if settings.get(instead) is not None:
+            without.add(name)
+    known = {**settings, **traced(run)}
+    return {n: value for n, value in known.items() if n not in without and value is not None}
+
+
+def _told_apart(
+    labels: list[str], runs: list[Run], what: str, scopes: Sequence[Any], values: Sequence[Any]
+) -> list[str]:
+    """Labels, with the first folder of its value where groups of one scope have several values."""
+    found = []
+    for label, scope, value in zip(labels, scopes, values, strict=True):
+        of_scope = {v for s, v in zip(scopes, values, strict=True) if s == scope and v is not None}
+        words = f", {what} as in {runs[values.index(value)].path}"
+        found.append(label + words * (value is not None and len(of_scope) > 1))
+    return found
 
 
 def curve(group: RunGroup) -> tuple[np.ndarray, np.ndarray]:
@@ -129,11 +200,15 @@ def line(group: RunGroup) -> list[str]:
     return [
         group.label,
         f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
-        f"{count} run{'s' * (count > 1)}",
+        _runs(count),
         upwards(group.epsilon(), ".3g"),
         upwards(group.runs[0].delta, ".6g"),
         f"{np.mean(seconds):.1f} s" if seconds else "not written",
     ]
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' * (count > 1)}"
 
 
 def compare(
@@ -215,7 +290,7 @@ def body_of(
 ) -> Iterator[str]:
     """The page's body."""
     count = sum(len(group.runs) for group in groups)
-    yield f'<header><p class="kicker">{count} runs of dpjax</p><h1>Runs compared</h1>'
+    yield f'<header><p class="kicker">{_runs(count)} of dpjax</p><h1>Runs compared</h1>'
     yield (
         '<p class="notice">Each epsilon below is the price of one run alone. '
         f"{escape(notices[0]).replace(chr(10), '<br>')}</p>"
