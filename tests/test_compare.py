@@ -191,6 +191,37 @@ def test_runs_of_other_data_or_code_are_another_group(tmp_path):
         assert "hash" not in label, "it confirms a guess of the data"
 
 
+@kills("cli/compare/job.py", "if why := apart(runs):", "if why := '':", slow=True)
+def test_costs_of_other_units_neighbours_and_data_do_not_add(tmp_path, monkeypatch):
+    flags, facts = {"dataset": "a"}, {"unit": "example", "neighbours": "zero-out"}
+
+    def ran(name, **other):
+        known = {**RAN, "mechanism": facts, **other}
+        return read(write(tmp_path / name, [0.5], {**flags, "rule": name}, **known), arrays=False)
+
+    one, clients = ran("a"), ran("b", mechanism={**facts, "unit": "client"})
+    assert "cost at most epsilon 2 at delta 2e-05." in job.price([one, one])
+    assert job.price([one, clients]).endswith(
+        "Their costs do not add: these runs protect zero-out neighbours of one client and zero-out "
+        "neighbours of one example."
+    )
+    seen = []
+    monkeypatch.setattr(job.style, "panel", lambda _, label, __: seen.append(label) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job.draw(job.groups_of([one, clients]), "")
+    assert seen == ["epsilon spent for one client or one example at delta 1e-05"]
+    html = "".join(job.body_of(job.groups_of([one, clients]), "", [], "", [""]))
+    assert "protects</th>" in html
+    assert "zero-out neighbours of one client</td>" in html
+    swapped = ran("c", mechanism={**facts, "neighbours": "replace-one"})
+    assert "replace-one neighbours of one example and" in job.price([one, swapped])
+    other = ran("d", data="other hash")
+    assert job.price([one, other]).endswith("these runs were trained on different data.")
+    flags["features"] = "scattering"
+    assert "cost at most" in job.price([one, ran("e", data="hash of features")])
+    assert "different data" in job.price([one, ran("f", data="hash", test_data="other hash")])
+
+
 def test_features_on_scales_with_noise_are_of_the_same_data(tmp_path):
     flags = {"dataset": "mnist", "features": "scattering"}
     runs = [

@@ -19,6 +19,7 @@ from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import require_matplotlib, writable_folder
 from dpjax.cli.train.flags import idle
+from dpjax.mechanism.card import protects
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
@@ -172,7 +173,9 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         # A run without rows states nothing.
         stated = " or".join(sorted({run.stated for group in groups for run in group.runs} - {""}))
-        axes = style.panel(figure, f"epsilon spent{stated}", "test accuracy (%)")
+        units = sorted({run.mechanism.get("unit", "") for group in groups for run in group.runs})
+        of_one = f" for one {' or one '.join(filter(None, units))}" if len(units) > 1 else ""
+        axes = style.panel(figure, f"epsilon spent{of_one}{stated}", "test accuracy (%)")
         for number, group in enumerate(groups):
             round_of, color = divmod(number, len(style.SERIES))
             look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
@@ -188,6 +191,11 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
                 words.set_parse_math(False)
         image = svg(figure, "compared", "Test accuracy against epsilon, a line for each group")
         return image, png(figure, "" if badge == RELEASED else badge), absent
+
+
+def protected(runs: Iterable[Run]) -> list[str]:
+    """Whose data these runs protect, as far as their folders say it."""
+    return sorted({protects(run.mechanism) for run in runs if run.mechanism})
 
 
 def line(group: RunGroup) -> list[str]:
@@ -272,17 +280,31 @@ def seeds(runs: list[Run]) -> Iterator[str]:
 
 
 def price(runs: list[Run]) -> str:
-    """What all runs cost together, by adding up, which holds whatever they are."""
+    """What all runs cost together, by adding up, or why their costs do not add."""
+    chosen = (
+        "To choose among runs by looking at private data, be it a part held out of them, has a "
+        "cost of its own, which no number here includes. "
+    )
+    if why := apart(runs):
+        return f"{chosen}Their costs do not add: {why}."
     epsilon = sum(run.epsilon for run in runs)
     if math.isinf(epsilon):
         return "One of these runs is not private, so neither are all of them together."
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     return (
-        "To choose among runs by looking at private data, be it a part held out of them, has a "
-        "cost of its own, which no number here includes. "
-        f"All {len(runs)} together, trained on the same data for the same neighbours, cost at most "
-        f"epsilon {upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}."
+        f"{chosen}All {len(runs)} together, trained on the same data for the same neighbours, cost "
+        f"at most epsilon {upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}."
     )
+
+
+def apart(runs: list[Run]) -> str:
+    """Why the costs of runs do not add, or an empty text."""
+    if len(kinds := protected(runs)) > 1:
+        return f"these runs protect {' and '.join(kinds)}"
+    trained, tested = map(set, zip(*map(data_of, runs), strict=True))
+    # The test part tells where the training part is not comparable, as of features.
+    differ = len(trained - {None}) > 1 or (None in trained and len(tested - {None}) > 1)
+    return "these runs were trained on different data" if differ else ""
 
 
 def body_of(
@@ -309,7 +331,12 @@ def body_of(
         "smallest that an accountant proves, of the dearest run; curves have the one that the run "
         "was logged with.</p>"
     )
-    yield page.section(note, page.grid(COLUMNS, map(line, groups)))
+    kinds = [", ".join(protected(group.runs)) or "not written" for group in groups]
+    lines = list(map(line, groups))
+    if len(set(kinds)) > 1:
+        lines = [[*each, kind] for each, kind in zip(lines, kinds, strict=True)]
+    names = (*COLUMNS, "protects")[: len(lines[0])]
+    yield page.section(note, page.grid(names, lines))
     if absent:
         yield f'<p class="aside" id="left-out">Not drawn: {escape("; ".join(absent))}.</p>'
 
