@@ -220,11 +220,15 @@ def _runs(count: int) -> str:
 
 
 def compare(
-    directories: Iterable[str | pathlib.Path], out: str | pathlib.Path, cost: str = ""
+    directories: Iterable[str | pathlib.Path],
+    out: str | pathlib.Path,
+    cost: str = "",
+    badge: str = RELEASED,
 ) -> pathlib.Path:
     """Writes the page, and its figure as a PNG of the same name; returns the page's path.
 
-    ``cost`` says what the runs cost together, if it is known better than from the runs alone.
+    ``cost`` says what the runs cost together, if it is known better than from the runs alone, and
+    ``badge`` why the page may not be released, if the runs alone do not say it.
     """
     require_matplotlib()
     out = pathlib.Path(out)
@@ -252,9 +256,9 @@ def compare(
     for words in unread:
         print(f"Could not be read, and is not on the page: {words}", flush=True)
     groups = groups_of(runs)
-    badges = {of_what_was_released(run) for run in runs}
+    badges = {badge, *map(of_what_was_released, runs)}
     # The figure shows all runs, so the strictest of their badges holds for it.
-    badge = next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
+    badge = next(each for each in (PRIVATE, SEEDED, badge) if each in badges)
     image, picture, absent = draw(groups, badge)
     replace(out.with_suffix(".png"), picture, public=badge == RELEASED)
     notices = [
