@@ -599,6 +599,11 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
     assert config["columns"] == ["x", "y", "z"]
     assert config["command"] == "dpjax train '--out=my runs'", "to be copied"
+    with pytest.raises(KeyboardInterrupt):
+        job.execute(given, plan, time.time() - 100)
+    resumed = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert resumed["started"] == config["started"]
+    assert 100 <= resumed["seconds"] - config["seconds"] < 130
     (tmp_path / "run" / "notes.txt").touch()
     left = ["config.json", "digest", "lock", "params.msgpack", "run.json"]
     assert run_files.present(tmp_path / "run") == left
@@ -607,6 +612,27 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     (tmp_path / "run" / "params.msgpack").write_bytes(b"others")
     with pytest.raises(app.UsageError, match="or was stopped by Ctrl-C"):
         run_files.released(tmp_path / "run")
+
+
+def test_a_run_that_has_ended_keeps_its_time(workshop, tmp_path):
+    folder, given = tmp_path / "run", copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", f"--out={folder}", "--batch_size=20", "--steps=4"])
+    given(["train", "--noise_multiplier=1", "--noreport"])
+    folder.mkdir()
+    for name in ("run.json", "params.msgpack"):
+        (folder / name).write_text("{}")
+    dataset = job.load(given)
+
+    def described(**facts):
+        job.describe(given, dataset, time.time() - 50, run_files.described(folder), **facts)
+        return json.loads((folder / "config.json").read_text())
+
+    assert (once := described(parameters=3))["seconds"] >= 50
+    assert described(parameters=3) == once
+    (folder / "params.msgpack").write_text("of another run, since the folder was forgotten")
+    assert described(parameters=4)["parameters"] == 4
+    (folder / "run.json").unlink()
+    assert run_files.described(folder) == {}
 
 
 @kills("cli/train/job.py", "with hold(folder):", "with contextlib.nullcontext():", slow=True)
@@ -680,7 +706,7 @@ def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(job, "describe", lambda *_, **__: None)
     given(["train", "--report"])
     state = types.SimpleNamespace(ledger=dpjax.ledger.empty())
-    job.report(given, plan.mechanism, plan.dataset, job.Trained({}, state, []), time.time())
+    job.report(given, plan.mechanism, plan.dataset, job.Trained({}, state, []), time.time(), {})
     said = capsys.readouterr().out
     assert f"The report was not drawn: {full}; `dpjax report {tmp_path / 'run'}` draws it" in said
     assert "Recompute epsilon" in said

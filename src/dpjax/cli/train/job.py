@@ -186,6 +186,7 @@ def run_and_report(
     """Trains in a folder that this process holds."""
     folder, mechanism = pathlib.Path(given.out), planned.mechanism
     configuration = configuration_of(settings(given), planned.dataset)
+    before = run_files.described(folder) if meshes.first_process() else {}
     try:
         params, state, history = train(
             dataset,
@@ -207,10 +208,11 @@ def run_and_report(
     except (KeyboardInterrupt, SystemExit):
         # The parameters of the last row are released and counted: another run may continue them.
         if meshes.first_process() and run_files.has_released(folder, configuration):
-            describe(given, dataset, started)
+            describe(given, dataset, started, before)
         raise
     if meshes.first_process():
-        report(given, planned.mechanism, dataset, Trained(params, state, history), started)
+        trained = Trained(params, state, history)
+        report(given, planned.mechanism, dataset, trained, started, before)
 
 
 def configuration_of(flags_of: Mapping[str, Any], dataset: data.Dataset) -> dict[str, Any]:
@@ -249,17 +251,15 @@ def report(
     dataset: data.Dataset,
     trained: Trained,
     started: float,
+    before: Mapping[str, Any],
 ) -> None:
     """Writes and prints what a run that has ended leaves."""
     folder, (params, state, history) = pathlib.Path(given.out), trained
     quoted = shlex.quote(str(folder))  # in commands, to be copied
     # What ran, and not what was planned: a budget may have ended the run earlier.
     words = dpjax.statement(mechanism, given.delta, ledger=state.ledger, seed=given.seed)
-    describe(
-        *(given, dataset, started),
-        seconds=round(time.time() - started, 1),
-        parameters=sum(x.size for x in jax.tree.leaves(params)),
-    )
+    size = sum(x.size for x in jax.tree.leaves(params))
+    describe(given, dataset, started, before, parameters=size)
     print(words.partition("\n\nReferences\n")[0])  # which statement.txt has
     accuracy = history[-1]["accuracy"] if history else float("nan")
     print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
@@ -273,16 +273,32 @@ def report(
     print(f"Recompute epsilon: dpjax verify {quoted}")
 
 
-def describe(given: flags.FlagValues, dataset: data.Dataset, started: float, **facts: Any) -> None:
-    """Writes `config.json`, with the names of classes and columns where the data have some."""
+def describe(
+    given: flags.FlagValues,
+    dataset: data.Dataset,
+    started: float,
+    before: Mapping[str, Any],
+    **facts: Any,
+) -> None:
+    """Writes `digest` and `config.json`, with the names of classes and columns where there are any.
+
+    ``before`` is what an earlier process of this run wrote: its start stays, and its time counts
+    unless it was killed. A run that has ended keeps all of it, since no step ran.
+    """
+    folder = pathlib.Path(given.out)
+    run_files.tie(folder)
+    if "parameters" in before:
+        return
     if dataset.class_names:
         facts["class_names"] = dict(enumerate(dataset.class_names))
     if dataset.columns:
         facts["columns"] = list(dataset.columns)
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
     run_files.describe(
-        pathlib.Path(given.out),
+        folder,
         {**settings(given), "out": given.out},
-        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
+        started=before.get("started", now),
+        seconds=round(before.get("seconds", 0) + time.time() - started, 1),
         dataset=f"{dataset.name} {dataset.note}".strip(),
         model=given.model,
         **facts,
