@@ -722,6 +722,12 @@ def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
     assert planned("--dataset=table.csv", "--label=kind").dataset.columns == ("a", "b")
     with pytest.raises(app.UsageError, match=r"--continue_from=none: .*found no run\.json"):
         planned("--continue_from=none")
+    facts = json.loads(json.dumps(mechanism_with().identity))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "run" / "params.msgpack").touch()
+    with pytest.raises(app.UsageError, match=r"by dpjax\.fit, .*training\.earlier\('run'\)\)"):
+        planned("--continue_from=run")
     with pytest.raises(app.UsageError, match=r"--model=mlp: .*expected one of elu"):
         planned("--activation=foo")
     with pytest.raises(app.UsageError, match=r"--out=words\.csv.*a file has its name"):

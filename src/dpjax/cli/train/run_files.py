@@ -104,6 +104,13 @@ def released(folder: pathlib.Path) -> bytes:
     """The parameters that a run released; refuses parameters of another run."""
     if _tied(folder):
         return (folder / "params.msgpack").read_bytes()
+    if _of_a_script(folder):
+        raise app.UsageError(
+            f"--continue_from={folder}: a script wrote this folder by dpjax.fit, so its model, loss "
+            "and data are not those of flags; expected a run of dpjax train. Continue it in a "
+            "script, from the released parameters and in another folder: "
+            f"dpjax.Mechanism(..., before=dpjax.training.earlier({str(folder)!r}))."
+        )
     raise app.UsageError(
         f"--continue_from={folder}: expected params.msgpack, run.json and digest of one run that "
         "has ended or was stopped by Ctrl-C. Usually the run was killed before it wrote digest, or "
@@ -111,6 +118,14 @@ def released(folder: pathlib.Path) -> bytes:
         "cost of these parameters. Repeat the run's own command, which ends it and writes all "
         "three files."
     )
+
+
+def _of_a_script(folder: pathlib.Path) -> bool:
+    """Whether the run is one of `dpjax.fit` alone."""
+    try:
+        return "--continue_from" not in read_json(folder / "run.json")  # a flag of every run here
+    except (OSError, ValueError):
+        return False
 
 
 def _digest(folder: pathlib.Path) -> str:
