@@ -685,6 +685,23 @@ def test_a_run_is_of_one_test_part(workshop, tmp_path, monkeypatch):
     assert len({each["test data"] for each in found}) == 3
 
 
+def test_tokens_without_a_vector_are_refused_before_a_step(workshop):
+    tokens = np.arange(60 * 4).reshape(60, 4) % 9
+    words = ["--dataset=texts.npz", "--model=text_transformer"]
+
+    def plan(x, *options):
+        np.savez("texts.npz", x=x.astype(np.int32), y=np.arange(60) % 2)
+        options = ("width=4", "heads=1", "depth=1", "length=4", *options)
+        return planned(*words, f"--model_options={','.join(options)}")
+
+    assert plan(tokens, "vocabulary=9").model.vocabulary == 9
+    with pytest.raises(app.UsageError, match=r"vocabulary=8: .* to 7, and found 0 to 8\. "):
+        plan(tokens, "vocabulary=8")
+    assert plan(tokens - 1, "vocabulary=8", "padding=-1")
+    with pytest.raises(app.UsageError, match="found -1 to 7"):
+        plan(tokens - 1, "vocabulary=8")
+
+
 def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsys):
     given = copy.deepcopy(FLAGS)
     words = ["train", "--dataset=my.npz", f"--out={tmp_path / 'run'}", "--batch_size=20"]

@@ -128,6 +128,10 @@ def plan(given: flags.FlagValues) -> Planned:
     # The model alone can refuse a value of an option, such as 'a' for a width.
     options = ",".join(given.model_options)
     rehearse(shape, model, loss, mechanism, earlier, **sizes, options=options)
+    try:
+        inputs.require_known_tokens(dataset, model)
+    except ValueError as error:
+        raise app.UsageError(f"{build.model_flags(given)}: {error}") from error
     method = build.accountant(given, mechanism)
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=method

@@ -106,8 +106,8 @@ def released(folder: pathlib.Path) -> bytes:
         return (folder / "params.msgpack").read_bytes()
     if _of_a_script(folder):
         raise app.UsageError(
-            f"--continue_from={folder}: a script wrote this folder by dpjax.fit, so its model, loss "
-            "and data are not those of flags; expected a run of dpjax train. Continue it in a "
+            f"--continue_from={folder}: a script wrote this folder by dpjax.fit, so its model, "
+            "loss and data are not those of flags; expected a run of dpjax train. Continue it in a "
             "script, from the released parameters and in another folder: "
             f"dpjax.Mechanism(..., before=dpjax.training.earlier({str(folder)!r}))."
         )
