@@ -26,6 +26,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import accounting, cli, data, models, schedules
 from dpjax._files import lock
+from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.audit import audited_run
@@ -700,6 +701,29 @@ def test_tokens_without_a_vector_are_refused_before_a_step(workshop):
     assert plan(tokens - 1, "vocabulary=8", "padding=-1")
     with pytest.raises(app.UsageError, match="found -1 to 7"):
         plan(tokens - 1, "vocabulary=8")
+
+
+def test_the_price_of_a_run_that_continues_another_counts_both(workshop, caplog):
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", "--batch_size=20", "--noise_multiplier=1", "--delta=1e-3"])
+    given(["train", "--steps=4", "--accountant=rdp", "--continue_from=before"])
+    plan = planned()
+    assert "together" not in job.price_in_words(given, plan)
+    before = plan.mechanism.spent(plan.mechanism.multipliers)
+    mechanism = dataclasses.replace(plan.mechanism, before=(before,), preparation=(2.0,))
+    plan = plan._replace(mechanism=mechanism, method="rdp")
+    spent = upwards(planned().mechanism.epsilon(1e-3, "rdp"))
+    both = f"which spent {spent}, cost epsilon {upwards(mechanism.epsilon(1e-3, 'rdp'))} at"
+    assert both in job.price_in_words(given, plan)
+    assert not caplog.text
+    given["noise_multiplier"].value = None
+    given["target_epsilon"].value = 1.05 * float(spent)
+    job.price_in_words(given, plan)
+    assert "left less than a tenth of the target" in caplog.text
+    caplog.clear()
+    given["target_epsilon"].value = 1.2 * float(spent)
+    job.price_in_words(given, plan)
+    assert not caplog.text
 
 
 def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsys):

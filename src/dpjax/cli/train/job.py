@@ -8,6 +8,7 @@ mistaken flag costs neither files nor privacy.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import shlex
 import sys
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import app, flags, logging
 
 import dpjax
 from dpjax import data, features, losses, meshes, noise, reports, training, trees
@@ -164,15 +165,12 @@ def load(given: flags.FlagValues) -> data.Dataset:
 
 def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     """Trains, and writes and prints the reports."""
-    folder, mechanism = pathlib.Path(given.out), planned.mechanism
+    folder = pathlib.Path(given.out)
     # Printed before the first step: a user who meant another epsilon can still stop.
-    epsilon = mechanism.epsilon(given.delta, planned.method)
+    price = price_in_words(given, planned)
     if planned.dataset.columns:  # and one whose label is another column
         say(f"{planned.dataset.name} {planned.dataset.note}")
-    say(
-        f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {upwards(epsilon)} at delta={upwards(given.delta, '.6g')} ({planned.method})"
-    )
+    say(price)
     dataset = inputs.with_features(given, planned.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
     key = secret_key() if given.seed is None else jax.random.key(given.seed)
@@ -182,6 +180,26 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
         meshes.from_first(lambda: stack.enter_context(prepared(folder, given.overwrite)))
         dataset = inputs.with_scale(given, dataset, planned.normalization, key, folder)
         run_and_report(given, planned, dataset, key, started)
+
+
+def price_in_words(given: flags.FlagValues, planned: Planned) -> str:
+    """What the run costs, together with the runs before it; warns where they left it little."""
+    mechanism, by = planned.mechanism, (given.delta, planned.method)
+    words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
+    if mechanism.before:
+        # Without preparation, which is of this run.
+        earlier = dataclasses.replace(mechanism, preparation=())
+        spent, target = earlier.epsilon_of(mechanism.multipliers[:0], *by), given.target_epsilon
+        words += f", together with the earlier runs, which spent {upwards(spent)},"
+        if given.noise_multiplier is None and target - spent < target / 10:
+            logging.warning(
+                "--target_epsilon=%g --continue_from=%s: the earlier runs left less than a tenth "
+                "of the target, so these steps are nearly all noise. Usually the target was left "
+                "as it was: raise it.",
+                *(target, given.continue_from),
+            )
+    epsilon = upwards(mechanism.epsilon(*by))
+    return f"{words} cost epsilon {epsilon} at delta={upwards(by[0], '.6g')} ({by[1]})"
 
 
 def run_and_report(
