@@ -424,6 +424,10 @@ def test_an_audit_is_of_the_data_and_the_program_that_ran(workshop, tmp_path, mo
         changed.setattr(sys.modules[workshop].nn, "tanh", jax.nn.relu)
         with pytest.raises(app.UsageError, match=r"run\.json:\n  program\.functions: "):
             audited_run.rebuild(folder)
+    with monkeypatch.context() as moved:
+        moved.chdir(tmp_path / "run")
+        with pytest.raises(app.UsageError, match="Usually the run was started in another folder"):
+            audited_run.rebuild(folder)
     run = json.loads((folder / "run.json").read_text())
     run["numerics"]["jax"] = "0.1"
     run["program"] = {"functions": "of that version"}

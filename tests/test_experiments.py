@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from absl.app import UsageError
-from absl.flags import FLAGS
+from absl.flags import FLAGS, IllegalFlagValueError
 from mutation import kills
 from run_binary import EXPERIMENTS, Outcome, importing, run
 
@@ -755,6 +755,17 @@ def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
     assert {"client mean", "client lowest", "clients"} <= set(row["private"])
     verified = run("dpjax", "verify", tmp_path / "privacy.json").stdout
     assert verified.count("for one client") == verified.count("holds") == 3
+
+
+def test_a_federated_smoke_run_keeps_the_flags_that_are_given(imported):
+    federated = imported("federated")
+    FLAGS(["federated.py", "--smoke", "--rounds=7"])
+    assert (federated.size(federated._ROUNDS, 5), federated.size(federated._CLIENTS, 20)) == (7, 20)
+    FLAGS(["federated.py", "--nosmoke"])
+    assert federated.size(federated._CLIENTS, 20) == 1000
+    for rate in ("0", "1.5", "nan"):
+        with pytest.raises(IllegalFlagValueError, match="Expected above 0 and at most 1"):
+            FLAGS(["federated.py", f"--sampling_rate={rate}"])
 
 
 @pytest.mark.slow

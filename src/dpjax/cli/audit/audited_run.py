@@ -69,10 +69,17 @@ class Rebuilt(NamedTuple):
 def rebuild(folder: pathlib.Path) -> Rebuilt:
     """Reads a run's folder and builds the run again; refuses folders that lack what it needs."""
     run, parameters = _files(folder)
-    given = _flags(run)
-    configured = settings(given)
-    _fix_steps(given, run)
-    planned = plan(given)
+    try:
+        given = _flags(run)
+        configured = settings(given)
+        _fix_steps(given, run)
+        planned = plan(given)
+    except (flags.Error, app.UsageError) as error:
+        raise app.UsageError(
+            f"{folder}: its run cannot be built again from the flags in its config.json: {error}\n"
+            "Usually the run was started in another folder, and the paths of its flags begin "
+            "there: run the audit in that folder. Or a file was moved or changed since."
+        ) from error
     if planned.normalization is not None and not (folder / inputs.MOMENTS).exists():
         raise app.UsageError(
             f"{folder}: has no {inputs.MOMENTS}, the private scales of its features, and a second "
