@@ -95,7 +95,7 @@ def rebuild(folder: pathlib.Path) -> Rebuilt:
         ) from refused
     first = first_parameters(planned.model, dataset, planned.earlier)
     rebuilt = Rebuilt(run, planned, dataset, *jax.tree.map(jnp.asarray, (first, first)))
-    # Before the released parameters are read: those of another network may not fit this one.
+    # Before the released parameters are read: another network's may not fit this one.
     unseen = _require_same(rebuilt, configuration_of(configured, planned.dataset))
     released = jax.tree.map(jnp.asarray, flax.serialization.from_bytes(first, parameters))
     if given.stream:  # the audits need all rows in memory

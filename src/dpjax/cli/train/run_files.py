@@ -62,14 +62,14 @@ def described(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def tie(folder: pathlib.Path) -> None:
-    """Writes `digest`, by which the parameters are those of `run.json`."""
+    """Writes `digest`, by which `run.json` says what the parameters cost."""
     # As private as run.json, which holds a hash of the data: with a public digest of both, anyone
     # could test a guess of all the data.
     replace(folder / "digest", _digest(folder))
 
 
 def _tied(folder: pathlib.Path) -> bool:
-    """Whether the parameters are those of `run.json`."""
+    """Whether `run.json` says what the parameters cost."""
     # A later run in this folder may have left the parameters of the first: then run.json does not
     # say what they cost.
     with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ def released(folder: pathlib.Path) -> bytes:
     if _of_a_script(folder):
         raise app.UsageError(
             f"--continue_from={folder}: a script wrote this folder by dpjax.fit, so its model, "
-            "loss and data are not those of flags; expected a run of dpjax train. Continue it in a "
+            "loss and data follow from no flags; expected a run of dpjax train. Continue it in a "
             "script, from the released parameters and in another folder: "
             f"dpjax.Mechanism(..., before=dpjax.training.earlier({str(folder)!r}))."
         )
