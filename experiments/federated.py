@@ -9,7 +9,7 @@
 Epsilon is for adding or removing one client with all its examples.  Without --concentration
 every client has 60 examples of all digits; with it, shares of each digit follow a Dirichlet
 distribution, so clients differ in size and content.  Accuracies on clients' own examples have no
-noise and must not be published.  `--smoke` takes seconds: digits and 20 clients.
+noise and must not be published.  `--smoke` takes seconds: digits, by default with 20 clients.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from dpjax import clipping, data, federated, losses, metrics, models, noise, sam
 from dpjax.cli.flag_checks import only_flags
 from dpjax.cli.mesh_flag import HELP, mesh_in_force
 
-_SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits and 20 clients.")
+_SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits, and few rounds.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")
 _CLIENTS = flags.DEFINE_integer("clients", 1000, "How many clients there are.", 1)
 _CONCENTRATION = flags.DEFINE_float(
     "concentration", None, "Dirichlet concentration of the split; small is uneven. By default IID."
 )
 _RATE = flags.DEFINE_float("sampling_rate", 0.1, "The probability that a client is drawn.")
+flags.register_validator(_RATE, lambda rate: 0 < rate <= 1, "Expected above 0 and at most 1.")
 _ROUNDS = flags.DEFINE_integer("rounds", 50, "Number of rounds.", 1)
 _NOISE = flags.DEFINE_float("noise_multiplier", 1.5, "Noise over the sensitivity to one client.")
 _BOUND = flags.DEFINE_float("bound", 0.5, "Largest norm of a client's update.")
@@ -133,11 +134,16 @@ def main(argv: list[str]) -> None:
         run()
 
 
+def size(given: flags.FlagHolder[int], smoke: int) -> int:
+    """The value of a flag; by default that of the smoke run, if it is one."""
+    return smoke if _SMOKE.value and not given.present else given.value
+
+
 def run() -> None:
     """Trains as the flags say, and prints what the guarantee is."""
     started = time.time()
     dataset = data.load("digits" if _SMOKE.value else "mnist", _DATA_DIR.value)
-    count, rounds = (20, 5) if _SMOKE.value else (_CLIENTS.value, _ROUNDS.value)
+    count, rounds = size(_CLIENTS, 20), size(_ROUNDS, 5)
     owners = owners_of(dataset.train[1], count, _CONCENTRATION.value)
     clients = federated.Clients.split(dataset.train, owners, count)
     mechanism = mechanism_from_flags(count, rounds)

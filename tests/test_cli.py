@@ -26,6 +26,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import accounting, cli, data, models, schedules
 from dpjax._files import lock
+from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.audit import audited_run
@@ -386,12 +387,68 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
     mechanism = job.plan(given).mechanism
     given["model_options"].value = ["widths=[8,4]"]
     config = json.loads(json.dumps({"flags": {**settings(given), "out": given.out}}))
-    run = types.SimpleNamespace(config=config)
-    found = audited_run._flags(run, json.loads(json.dumps(mechanism.facts)))
+    facts = json.loads(json.dumps(mechanism.facts))
+    run = types.SimpleNamespace(config=config, identity={"data": "a"}, mechanism=facts)
+    found = audited_run._flags(run)
+    assert settings(found) == settings(given), "the flags that run.json holds"
+    audited_run._fix_steps(found, run)
     assert found.model_options == ["widths=[8,4]"]
     found["model_options"].value = []
     assert job.plan(found).mechanism.facts == mechanism.facts
     assert mechanism.steps == 96, "and not as many as fit"
+
+
+def trained(folder, *words):
+    """A run of two steps, as the command line trains it."""
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", "--batch_size=20", "--steps=2", "--evaluations=1"])
+    given(["train", "--noise_multiplier=1", "--accountant=rdp", "--noreport", f"--out={folder}"])
+    given(["train", *words])
+    job.execute(given, job.plan(given), time.time())
+    return folder
+
+
+@pytest.mark.slow
+@kills("cli/audit/audited_run.py", "    if lines:\n", "    if False:\n", slow=True)
+@kills("cli/audit/audited_run.py", "configuration_of(configured, planned.dataset)", "{}", slow=True)
+def test_an_audit_is_of_the_data_and_the_program_that_ran(workshop, tmp_path, monkeypatch):
+    folder = trained(tmp_path / "run", f"--model={workshop}:Net")
+    assert audited_run.rebuild(folder).unseen == ""
+    x, y = np.load("my.npz")["x"], np.load("my.npz")["y"]
+    for rows in ({"x": x[::-1], "y": y}, {"x": x[:, ::-1], "y": y}):
+        np.savez("my.npz", **rows)
+        with pytest.raises(app.UsageError, match=r"another run than its run.json:\n  data: "):
+            audited_run.rebuild(folder)
+    np.savez("my.npz", x=x, y=y)
+    with monkeypatch.context() as changed:
+        changed.setattr(sys.modules[workshop].nn, "tanh", jax.nn.relu)
+        with pytest.raises(app.UsageError, match=r"run\.json:\n  program\.functions: "):
+            audited_run.rebuild(folder)
+    with monkeypatch.context() as moved:
+        moved.chdir(tmp_path / "run")
+        with pytest.raises(app.UsageError, match="Usually the run was started in another folder"):
+            audited_run.rebuild(folder)
+    run = json.loads((folder / "run.json").read_text())
+    run["numerics"]["jax"] = "0.1"
+    run["program"] = {"functions": "of that version"}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "digest").write_text(run_files._digest(folder))
+    assert "were not compared" in audited_run.rebuild(folder).unseen
+
+
+@pytest.mark.slow
+def test_a_streamed_run_is_audited_in_memory(workshop, tmp_path, monkeypatch):
+    """The hash of a stream is of some rows alone."""
+    whole = data.load_file("my.npz", None, None)
+    rows = list(zip(*map(np.asarray, whole.train), strict=True))
+    monkeypatch.setattr(job.data, "load", lambda *_: whole)
+    streamed = whole._replace(train=data.Stream(rows))
+    monkeypatch.setattr(job.data, "stream", lambda *_: streamed)
+    folder = trained(tmp_path / "run", "--dataset=digits", "--stream")
+    assert audited_run.rebuild(folder).dataset is whole
+    streamed = whole._replace(train=data.Stream([(x + 1, y) for x, y in rows]))
+    with pytest.raises(app.UsageError, match=r"run\.json:\n  data: \"48 streamed"):
+        audited_run.rebuild(folder)
 
 
 def begun(*words):
@@ -547,6 +604,11 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     assert config["class_names"] == {"0": "a", "1": "b", "2": "c"}
     assert config["columns"] == ["x", "y", "z"]
     assert config["command"] == "dpjax train '--out=my runs'", "to be copied"
+    with pytest.raises(KeyboardInterrupt):
+        job.execute(given, plan, time.time() - 100)
+    resumed = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert resumed["started"] == config["started"]
+    assert 100 <= resumed["seconds"] - config["seconds"] < 130
     (tmp_path / "run" / "notes.txt").touch()
     left = ["config.json", "digest", "lock", "params.msgpack", "run.json"]
     assert run_files.present(tmp_path / "run") == left
@@ -555,6 +617,27 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     (tmp_path / "run" / "params.msgpack").write_bytes(b"others")
     with pytest.raises(app.UsageError, match="or was stopped by Ctrl-C"):
         run_files.released(tmp_path / "run")
+
+
+def test_a_run_that_has_ended_keeps_its_time(workshop, tmp_path):
+    folder, given = tmp_path / "run", copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", f"--out={folder}", "--batch_size=20", "--steps=4"])
+    given(["train", "--noise_multiplier=1", "--noreport"])
+    folder.mkdir()
+    for name in ("run.json", "params.msgpack"):
+        (folder / name).write_text("{}")
+    dataset = job.load(given)
+
+    def described(**facts):
+        job.describe(given, dataset, time.time() - 50, run_files.described(folder), **facts)
+        return json.loads((folder / "config.json").read_text())
+
+    assert (once := described(parameters=3))["seconds"] >= 50
+    assert described(parameters=3) == once
+    (folder / "params.msgpack").write_text("of another run, since the folder was forgotten")
+    assert described(parameters=4)["parameters"] == 4
+    (folder / "run.json").unlink()
+    assert run_files.described(folder) == {}
 
 
 @kills("cli/train/job.py", "with hold(folder):", "with contextlib.nullcontext():", slow=True)
@@ -593,7 +676,7 @@ def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, m
     assert (len(seen), run_files.present(folder)) == (6, ["lock", "run.json"])
 
 
-@kills("cli/train/job.py", "fingerprint(planned.dataset.test)", "fingerprint(())", slow=True)
+@kills("cli/train/job.py", "fingerprint(dataset.test)", "fingerprint(())", slow=True)
 def test_a_run_is_of_one_test_part(workshop, tmp_path, monkeypatch):
     """A finished run has the accuracy of its test part; predictions of another would differ."""
     given = copy.deepcopy(FLAGS)
@@ -605,6 +688,46 @@ def test_a_run_is_of_one_test_part(workshop, tmp_path, monkeypatch):
         with pytest.raises(TypeError):  # nothing was trained
             job.execute(given, plan._replace(dataset=plan.dataset._replace(test=test)), time.time())
     assert len({each["test data"] for each in found}) == 3
+
+
+def test_tokens_without_a_vector_are_refused_before_a_step(workshop):
+    tokens = np.arange(60 * 4).reshape(60, 4) % 9
+    words = ["--dataset=texts.npz", "--model=text_transformer"]
+
+    def plan(x, *options):
+        np.savez("texts.npz", x=x.astype(np.int32), y=np.arange(60) % 2)
+        options = ("width=4", "heads=1", "depth=1", "length=4", *options)
+        return planned(*words, f"--model_options={','.join(options)}")
+
+    assert plan(tokens, "vocabulary=9").model.vocabulary == 9
+    with pytest.raises(app.UsageError, match=r"vocabulary=8: .* to 7, and found 0 to 8\. "):
+        plan(tokens, "vocabulary=8")
+    assert plan(tokens - 1, "vocabulary=8", "padding=-1")
+    with pytest.raises(app.UsageError, match="found -1 to 7"):
+        plan(tokens - 1, "vocabulary=8")
+
+
+def test_the_price_of_a_run_that_continues_another_counts_both(workshop, caplog):
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", "--batch_size=20", "--noise_multiplier=1", "--delta=1e-3"])
+    given(["train", "--steps=4", "--accountant=rdp", "--continue_from=before"])
+    plan = planned()
+    assert "together" not in job.price_in_words(given, plan)
+    before = plan.mechanism.spent(plan.mechanism.multipliers)
+    mechanism = dataclasses.replace(plan.mechanism, before=(before,), preparation=(2.0,))
+    plan = plan._replace(mechanism=mechanism, method="rdp")
+    spent = upwards(planned().mechanism.epsilon(1e-3, "rdp"))
+    both = f"which spent {spent}, cost epsilon {upwards(mechanism.epsilon(1e-3, 'rdp'))} at"
+    assert both in job.price_in_words(given, plan)
+    assert not caplog.text
+    given["noise_multiplier"].value = None
+    given["target_epsilon"].value = 1.05 * float(spent)
+    job.price_in_words(given, plan)
+    assert "left less than a tenth of the target" in caplog.text
+    caplog.clear()
+    given["target_epsilon"].value = 1.2 * float(spent)
+    job.price_in_words(given, plan)
+    assert not caplog.text
 
 
 def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsys):
@@ -628,7 +751,7 @@ def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(job, "describe", lambda *_, **__: None)
     given(["train", "--report"])
     state = types.SimpleNamespace(ledger=dpjax.ledger.empty())
-    job.report(given, plan.mechanism, plan.dataset, job.Trained({}, state, []), time.time())
+    job.report(given, plan.mechanism, plan.dataset, job.Trained({}, state, []), time.time(), {})
     said = capsys.readouterr().out
     assert f"The report was not drawn: {full}; `dpjax report {tmp_path / 'run'}` draws it" in said
     assert "Recompute epsilon" in said
@@ -644,6 +767,12 @@ def test_data_that_cannot_be_read_are_answered(workshop, tmp_path):
     assert planned("--dataset=table.csv", "--label=kind").dataset.columns == ("a", "b")
     with pytest.raises(app.UsageError, match=r"--continue_from=none: .*found no run\.json"):
         planned("--continue_from=none")
+    facts = json.loads(json.dumps(mechanism_with().identity))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "run" / "params.msgpack").touch()
+    with pytest.raises(app.UsageError, match=r"by dpjax\.fit, .*training\.earlier\('run'\)\)"):
+        planned("--continue_from=run")
     with pytest.raises(app.UsageError, match=r"--model=mlp: .*expected one of elu"):
         planned("--activation=foo")
     with pytest.raises(app.UsageError, match=r"--out=words\.csv.*a file has its name"):

@@ -7,6 +7,7 @@ import pytest
 import run_binary
 from absl import app
 from html_pages import parsed, text
+from mutation import kills
 
 from dpjax.cli.compare import job
 from dpjax.cli.compare.job import RunGroup
@@ -29,14 +30,23 @@ def log(path, epsilons, accuracies):
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write(path, accuracies, flags=None, epsilon=1.0, seconds=10.0):
+def write(path, accuracies, flags=None, epsilon=1.0, seconds=10.0, **identity):
     """A run whose accuracies were seen at steps 10, 20, ... for equal parts of epsilon."""
     path.mkdir()
     log(path, [epsilon * i / len(accuracies) for i in range(1, len(accuracies) + 1)], accuracies)
     if flags is not None:
         config = {"flags": {"out": str(path), **flags}, "seconds": seconds}
         (path / "config.json").write_text(json.dumps(config))
+    if identity:
+        named = {name.replace("_", " "): value for name, value in identity.items()}
+        (path / "run.json").write_text(json.dumps(named))
     return path
+
+
+def groups(*folders):
+    """The labels of groups, and the names of their runs."""
+    found = job.groups_of([read(folder, arrays=False) for folder in folders])
+    return {group.label: [run.path.name for run in group.runs] for group in found}
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +158,95 @@ def test_a_page_is_not_replaced_by_its_own_figure(tmp_path):
     assert [*tmp_path.iterdir()] == [run]
 
 
+RAN = {
+    "data": "hash of rows",
+    "test_data": "another hash",
+    "program": {"functions": "p", "step": ["s"]},
+}
+
+
+@kills("cli/compare/job.py", "data_of(run), traced(run)]", "traced(run)]", slow=True)
+@kills("cli/compare/job.py", "{planned(run)} {program_of(run)}", "{planned(run)}", slow=True)
+def test_runs_of_other_data_or_code_are_another_group(tmp_path):
+    flags, here = {"dataset": "my.csv", "rule": "flat"}, {"numerics": {"jax": "1", "mesh": {}}}
+
+    def ran(name, seed=1, **other):
+        return write(tmp_path / name, [0.5], {**flags, "seed": seed}, **{**RAN, **here, **other})
+
+    same = [ran("a1"), ran("a2", 2, numerics={"jax": "1", "mesh": {"data": 2}})]
+    same.append(ran("a3", program={"functions": "p", "step": ["of another mesh"]}))
+    assert groups(*same) == {"a1": ["a1", "a2", "a3"]}
+    data = ran("b", data="other hash", test_data="other hash")
+    where = f"data as in {tmp_path}"
+    assert groups(*same[:2], data) == {
+        f"a1, {where}/a1": ["a1", "a2"],
+        f"b, {where}/b": ["b"],
+    }
+    program = ran("c", program={"functions": "q"})
+    where = f"program as in {tmp_path}"
+    assert groups(same[0], program) == {f"a1, {where}/a1": ["a1"], f"c, {where}/c": ["c"]}
+    other = ran("d", numerics={"jax": "2"}, program={"functions": "q"})
+    assert groups(*same[:2], other) == {"jax=1": ["a1", "a2"], "jax=2": ["d"]}
+    for label in groups(same[0], data, program, other):
+        assert "hash" not in label, "it confirms a guess of the data"
+
+
+@kills("cli/compare/job.py", "if why := apart(runs):", "if why := '':", slow=True)
+def test_costs_of_other_units_neighbours_and_data_do_not_add(tmp_path, monkeypatch):
+    flags, facts = {"dataset": "a"}, {"unit": "example", "neighbours": "zero-out"}
+
+    def ran(name, **other):
+        known = {**RAN, "mechanism": facts, **other}
+        return read(write(tmp_path / name, [0.5], {**flags, "rule": name}, **known), arrays=False)
+
+    one, clients = ran("a"), ran("b", mechanism={**facts, "unit": "client"})
+    assert "cost at most epsilon 2 at delta 2e-05." in job.price([one, one])
+    assert job.price([one, clients]).endswith(
+        "Their costs do not add: these runs protect zero-out neighbours of one client and zero-out "
+        "neighbours of one example."
+    )
+    seen = []
+    monkeypatch.setattr(job.style, "panel", lambda _, label, __: seen.append(label) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job.draw(job.groups_of([one, clients]), "")
+    assert seen == ["epsilon spent for one client or one example at delta 1e-05"]
+    html = "".join(job.body_of(job.groups_of([one, clients]), "", [], "", [""]))
+    assert "protects</th>" in html
+    assert "zero-out neighbours of one client</td>" in html
+    swapped = ran("c", mechanism={**facts, "neighbours": "replace-one"})
+    assert "replace-one neighbours of one example and" in job.price([one, swapped])
+    other = ran("d", data="other hash")
+    assert job.price([one, other]).endswith("these runs were trained on different data.")
+    flags["features"] = "scattering"
+    assert "cost at most" in job.price([one, ran("e", data="hash of features")])
+    assert "different data" in job.price([one, ran("f", data="hash", test_data="other hash")])
+
+
+def test_features_on_scales_with_noise_are_of_the_same_data(tmp_path):
+    flags = {"dataset": "mnist", "features": "scattering"}
+    runs = [
+        write(tmp_path / name, [0.5], {**flags, "seed": i}, **{**RAN, "data": name})
+        for i, name in enumerate("ab")
+    ]
+    assert groups(*runs) == {"a": ["a", "b"]}
+
+
+def test_a_label_has_the_flags_with_an_effect(tmp_path):
+    flags = {"optimizer": "adam", "momentum": 0.9, "steps": None, "epochs": 5.0}
+    others = {"optimizer": "sgd", "momentum": 0.5, "steps": 9, "epochs": 40.0}
+    runs = [write(tmp_path / "a", [0.5], flags), write(tmp_path / "b", [0.5], others)]
+    labels = ["epochs=5.0, optimizer=adam", "momentum=0.5, optimizer=sgd, steps=9"]
+    assert [*groups(*runs)] == labels
+    without = [
+        write(tmp_path / name, [0.5], {**flags, "momentum": i}) for i, name in enumerate("cd")
+    ]
+    assert [*groups(*without)] == ["c", "d"]
+    for folder in (tmp_path / "e", tmp_path / "f"):
+        folder.mkdir()
+    same = [write(tmp_path / name / "run", [0.5]) for name in "ef"]
+    assert [*groups(*same)] == [f"run ({each})" for each in same]
+
+
 def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     def logged(epsilons):
         path = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -200,4 +299,4 @@ def test_a_folder_under_two_names_is_one_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job, "draw", lambda *_: ("<svg/>", b"", []))
     page = job.compare(["a", "a/", tmp_path / "a", "../" + tmp_path.name + "/a"], "page.html")
-    assert "All 1 together" in page.read_text()
+    assert "1 run of dpjax" in page.read_text()

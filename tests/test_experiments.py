@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from absl.app import UsageError
-from absl.flags import FLAGS
+from absl.flags import FLAGS, IllegalFlagValueError
 from mutation import kills
 from run_binary import EXPERIMENTS, Outcome, importing, run
 
@@ -757,6 +757,17 @@ def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
     assert verified.count("for one client") == verified.count("holds") == 3
 
 
+def test_a_federated_smoke_run_keeps_the_flags_that_are_given(imported):
+    federated = imported("federated")
+    FLAGS(["federated.py", "--smoke", "--rounds=7"])
+    assert (federated.size(federated._ROUNDS, 5), federated.size(federated._CLIENTS, 20)) == (7, 20)
+    FLAGS(["federated.py", "--nosmoke"])
+    assert federated.size(federated._CLIENTS, 20) == 1000
+    for rate in ("0", "1.5", "nan"):
+        with pytest.raises(IllegalFlagValueError, match="Expected above 0 and at most 1"):
+            FLAGS(["federated.py", f"--sampling_rate={rate}"])
+
+
 @pytest.mark.slow
 def test_an_order_made_from_private_losses_is_not_private():
     out = run("papers/an2021_noise_curricula.py", "--smoke", "--table=4").stdout
@@ -914,7 +925,7 @@ def of_other_flags(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (of_other_flags, "another mechanism than its run.json: clipping differ"),
+        (of_other_flags, "run.json:   mechanism.clipping.bounds: [0.5] there, [0.25] now"),
         (shutil.rmtree, "there is no such folder"),
         (without_parameters, "has no params.msgpack"),
         (of_other_parameters, "its params.msgpack is not of the run in run.json"),

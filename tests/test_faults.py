@@ -514,8 +514,8 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 
 @pytest.mark.slow
-@kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', '""', slow=True)
-@kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', "_BLIND", slow=True)
+@kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', '""', slow=True)
+@kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', "BLIND", slow=True)
 @kills(
     "training/run_folder.py",
     '            replace(path, json.dumps(kept, indent=2) + "\\n")\n        return',

@@ -25,6 +25,7 @@ from small_mechanisms import mechanism_with
 
 from dpjax import accounting, reports, sampling
 from dpjax.accounting.rounding import upwards
+from dpjax.cli.compare import job as compare_job
 from dpjax.cli.compare.job import groups_of
 from dpjax.cli.sweep import FLAGS, possible_runs, search_cost, search_results, search_space
 from dpjax.cli.sweep.job import (
@@ -530,21 +531,28 @@ def test_a_run_that_has_not_finished_protects_what_it_was_made_for(tmp_path):
 
 
 @kills("cli/sweep/job.py", "public = number_of_runs(given) is None", "public = True", slow=True)
+@kills("cli/sweep/job.py", "RELEASED if public else _COUNTED", "RELEASED", slow=True)
+@kills("cli/compare/job.py", "badges = {badge, *map", "badges = {*map", slow=True)
 @pytest.mark.parametrize(
     ("number", "mode"), [("--random_runs=geometric:3", 0o600), ("--seeds=1", 0o666)]
 )
-def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(number, mode, tmp_path):
+def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
+    number, mode, tmp_path, monkeypatch
+):
     given = copy.deepcopy(FLAGS)
-    given(["sweep", "--grid=x=1", number, "--binary=x.py", "--nopage"])
+    given(["sweep", "--grid=x=1", number, "--binary=x.py"])
     run = tmp_path / "run"
     run.mkdir()
+    monkeypatch.setattr(compare_job, "draw", lambda *_: ("<svg/>", b"", []))
     claim = {"epsilon": {"rdp": {"value": 1.0, "proven": True}}}
     (run / "privacy.json").write_text(json.dumps(card() | claim))
     (run / "metrics.jsonl").write_text('{"step": 50, "epsilon": 1.0, "accuracy": 0.9}\n')
     (run / "finished").touch()
     conclude(given, tmp_path, {"x": ["1"]}, {run: search_space.Trial({"x": "1"}, None, 0)})
     os.umask(umask := os.umask(0))
-    for name in ("results.jsonl", "costs.json"):
+    page = tmp_path / "comparison.html"
+    assert ("tells how many ran: do not publish" in page.read_text()) == (mode == 0o600)
+    for name in ("results.jsonl", "costs.json", page, page.with_suffix(".png")):
         assert (tmp_path / name).stat().st_mode & 0o777 == mode & ~umask
 
 

@@ -412,6 +412,16 @@ def test_parameters_that_are_not_finite_are_not_blamed_on_the_data(caplog):
     assert "the parameters are not finite" in caplog.text
 
 
+@kills("training/runner.py", "if not all(map(_finite,", "if all(map(_finite,", slow=True)
+def test_inputs_out_of_range_are_not_blamed_on_the_parameters(caplog):
+    """Tokens without a vector give NaN for every example, at finite parameters."""
+    loss = lambda params, x: jnp.sum(params) * jnp.where(x.sum() < jnp.inf, jnp.nan, 1)  # noqa: E731
+    with caplog.at_level("WARNING"):
+        algorithm = make(loss=loss)
+        fit(algorithm, algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3)))
+    assert "Usually all inputs are out of the model's range" in caplog.text
+
+
 @kills("mechanism/check_sampler.py", "and not moved and not paid:", "and False:")
 @kills("mechanism/check_sampler.py", "and parts.precision >= 2", "", slow=True)
 def test_a_draw_that_is_made_once_is_refused():

@@ -110,6 +110,11 @@ def spent_of(facts: Mapping[str, Any], steps: int, *, seeded: bool = False) -> t
     return tuple(map(_read, (*facts["before"], ran)))
 
 
+def protects(facts: Mapping[str, Any]) -> str:
+    """Whose data a described mechanism protects, in words: costs of others do not add."""
+    return f"{facts['neighbours']} neighbours of one {facts['unit']}"
+
+
 def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
     """The first steps of a plan, as pairs of a noise multiplier and a number of steps.
 

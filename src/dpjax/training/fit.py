@@ -142,7 +142,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         folder = None
         if directory is not None:
-            identity = _identity(algorithm, state, configuration or {})
+            identity = identity_of(algorithm, state, configuration or {})
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         # Signals are caught after the folder is locked, and restored before the lock is released.
         run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
@@ -348,7 +348,9 @@ def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
     return row
 
 
-def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(
+    algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
+) -> dict[str, Any]:
     """The identity of the run. The configuration may not replace accounted facts."""
     # Versions and devices join what the algorithm says of itself: both may change last bits.
     identity = dict(algorithm.identity(state))

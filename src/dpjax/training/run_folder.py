@@ -34,8 +34,8 @@ from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 
 # Numerics that do not change how loss and optimizer are traced.
-_PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
-_BLIND = (
+PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
+BLIND = (
     "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
     "compared. See that they did not change."
 )
@@ -107,7 +107,7 @@ class Folder:
         if changed:
             logging.warning(
                 "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s%s",
-                *(self.path, done, changed, "" if _PLACES.issuperset(names) else _BLIND),
+                *(self.path, done, changed, "" if PLACES.issuperset(names) else BLIND),
             )
             # The run keeps the key of its checkpoint, whatever key the caller gave.
             kept = {**self.identity, "small seed": before.get("small seed", False)}
@@ -384,6 +384,33 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     before = read_json(path)
     if "mechanism" in identity:
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
+    lines, _ = differences(before, identity)
+    # Queries of preparation are spent before the first step, so such a folder is never replaced.
+    if lines and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
+        # A first step that does not compile would otherwise block the folder for good.
+        logging.info("fit: the run in %s spent nothing; a new run replaces it.", folder)
+        _remove(folder)
+        replace(path, json.dumps(identity, indent=2) + "\n")
+    elif lines:
+        raise Refused(
+            f"fit(directory={str(folder)!r}): another run is there:\n" + "\n".join(lines) + "\n"
+            "To resume it, use its settings. To change them, start in another folder from its "
+            "released parameters, and count what it spent: "
+            "Mechanism(..., before=dpjax.training.earlier(folder))."
+        )
+
+
+def differences(before: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[list[str], str]:
+    """In what a run differs from the one in a folder, and what could not be compared.
+
+    Args:
+      before: What ``run.json`` holds.
+      identity: The identity of the run now, in JSON types.
+
+    Returns:
+      A line for each difference, none for the same run; and a warning where other versions or
+      settings trace other programs, else an empty text.
+    """
     there, now = map(_leaves, (before, identity))
     differ = [name for name in {**there, **now} if there.get(name) != now.get(name)]
     # A changed mechanism changes the program too, and is named instead of it.
@@ -391,32 +418,21 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     changed = _changed(before.get("numerics", {}), identity["numerics"])
     # Other versions trace other programs of one loss, and another mesh another step of one loss.
     # `Folder.resume` compares both.
-    if not names and _PLACES.issuperset(changed):
+    comparable = PLACES.issuperset(changed)
+    if not names and comparable:
         names = [name for name in differ if name == ("program", "functions")]
     if not names and not changed:
         names = differ
-    # Queries of preparation are spent before the first step, so such a folder is never replaced.
-    if names and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
-        # A first step that does not compile would otherwise block the folder for good.
-        logging.info("fit: the run in %s spent nothing; a new run replaces it.", folder)
-        _remove(folder)
-        replace(path, json.dumps(identity, indent=2) + "\n")
-    elif names:
-        lines = [
-            f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
-            for name in names
-        ]
-        if names[0][0] == "program":
-            lines.append(
-                "  The program follows from loss, optimizer, rate, weights, per_step, "
-                "the arrays that they close over, and the shapes of the parameters."
-            )
-        raise Refused(
-            f"fit(directory={str(folder)!r}): another run is there:\n" + "\n".join(lines) + "\n"
-            "To resume it, use its settings. To change them, start in another folder from its "
-            "released parameters, and count what it spent: "
-            "Mechanism(..., before=dpjax.training.earlier(folder))."
+    lines = [
+        f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
+        for name in names
+    ]
+    if names and names[0][0] == "program":
+        lines.append(
+            "  The program follows from loss, optimizer, rate, weights, per_step, "
+            "the arrays that they close over, and the shapes of the parameters."
         )
+    return lines, "" if comparable else BLIND
 
 
 def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

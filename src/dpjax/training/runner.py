@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -184,7 +185,9 @@ class Run:
             drawn = sum(int(np.sum(s[units])) for s in self.seen)
             usual = "there is a NaN in the data, a label out of range, or a loss that overflows"
             if dropped == drawn:  # a bad example spoils itself alone
-                usual = "the parameters are not finite: at the start, or by too large a rate"
+                usual = "all inputs are out of the model's range, as tokens beyond its vocabulary"
+                if not all(map(_finite, jax.tree.leaves(self.state.params))):
+                    usual = "the parameters are not finite: at the start, or by too large a rate"
             logging.warning(
                 "fit: of %d %s drawn up to step %d, %d had no finite gradient and contributed "
                 "zero. Usually %s.",
@@ -217,6 +220,10 @@ def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:
         state, info = algorithm.step(state)
         infos.append(info)
     return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
+
+
+def _finite(leaf: Any) -> bool:
+    return bool(jnp.isfinite(leaf).all())
 
 
 def _same_key(one: Any, other: Any) -> bool:

@@ -2,16 +2,18 @@
 """The audits of a run that `dpjax train` left in a folder.
 
 Flags, data, model, loss, mechanism and optimizer are built again from the folder, as `dpjax train`
-builds them. A run whose mechanism then differs from the one in `run.json` is refused, so what is
-audited is what ran. Keys come from public seeds, because nothing is released here.
+builds them. A run whose mechanism, data or program then differs from the one in `run.json` is
+refused, by the comparison of a resume, so what is audited is what ran. Keys come from public seeds,
+because nothing is released here.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.serialization
@@ -24,11 +26,20 @@ from absl import app, flags
 import dpjax
 from dpjax import auditing, losses
 from dpjax.cli.train import FLAGS, inputs, run_files
-from dpjax.cli.train.job import Planned, plan
+from dpjax.cli.train.classifier import first_parameters
+from dpjax.cli.train.flags import settings
+from dpjax.cli.train.job import Planned, configuration_of, load, plan
 from dpjax.reports.load_run import Run, read
+from dpjax.training.fit import identity_of
+from dpjax.training.run_folder import differences
 
 _MOST = 10_000  # rows whose losses are compared
 _KNOWN = 2_000  # rows whose gradients the attacker subtracts
+_USUAL = (
+    " Usually the file of the data or the module of the model changed since, DPJAX_DATA_DIR holds "
+    "other data, or another version of dpjax wrote the folder. Restore what the run was trained "
+    "with."
+)
 
 
 class Rebuilt(NamedTuple):
@@ -41,51 +52,72 @@ class Rebuilt(NamedTuple):
     """The parameters before the first step."""
     released: Any
     """The parameters after the last one."""
+    unseen: str = ""
+    """What could not be compared with the run, in words."""
 
     @property
     def loss(self) -> Callable[..., jax.Array]:
         """The loss of one example, as the step differentiates it."""
         return losses.of(self.planned.model, self.planned.loss)
 
-    @property
-    def per_step(self) -> Callable[[Any], Any] | None:
-        """What the loss takes of the step."""
-        epoch = self.planned.per_epoch
-        return None if epoch is None else (lambda step: step // epoch)
-
     def algorithm(self, mechanism: Any, optimizer: Any, train: Any) -> dpjax.types.Algorithm:
         """DP-SGD with this run's loss."""
-        return dpjax.dpsgd(self.loss, optimizer, mechanism, train, per_step=self.per_step)
+        per_step = self.planned.per_step
+        return dpjax.dpsgd(self.loss, optimizer, mechanism, train, per_step=per_step)
 
 
 def rebuild(folder: pathlib.Path) -> Rebuilt:
     """Reads a run's folder and builds the run again; refuses folders that lack what it needs."""
     run, parameters = _files(folder)
-    there = (run.identity or {}).get("mechanism")
-    given = _flags(run, there)
-    planned = plan(given)
-    described = planned.mechanism.facts
-    if described != there:
-        names = [name for name in described if described[name] != (there or {}).get(name)]
+    try:
+        given = _flags(run)
+        configured = settings(given)
+        _fix_steps(given, run)
+        planned = plan(given)
+    except (flags.Error, app.UsageError) as error:
         raise app.UsageError(
-            f"{folder}: its flags and these data describe another mechanism than its run.json: "
-            f"{', '.join(names)} differ. Usually DPJAX_DATA_DIR holds other data, or another "
-            "version of dpjax wrote the folder."
-        )
+            f"{folder}: its run cannot be built again from the flags in its config.json: {error}\n"
+            "Usually the run was started in another folder, and the paths of its flags begin "
+            "there: run the audit in that folder. Or a file was moved or changed since."
+        ) from error
     if planned.normalization is not None and not (folder / inputs.MOMENTS).exists():
         raise app.UsageError(
             f"{folder}: has no {inputs.MOMENTS}, the private scales of its features, and a second "
             "query would spend privacy. Restore the file."
         )
     dataset = inputs.with_features(given, planned.dataset)
-    scale = planned.normalization, jax.random.key(0), folder
-    dataset = inputs.with_scale(given, dataset, *scale)
-    (x,), _ = dataset.rows(np.array([0]))
-    first = jax.jit(planned.model.init)(jax.random.key(0), jnp.asarray(x))["params"]
-    released = flax.serialization.from_bytes(first, parameters)
-    if planned.earlier is not None:
-        first = flax.serialization.from_bytes(first, planned.earlier)
-    return Rebuilt(run, planned, dataset, *jax.tree.map(jnp.asarray, (first, released)))
+    try:
+        scale = planned.normalization, jax.random.key(0), folder
+        dataset = inputs.with_scale(given, dataset, *scale)
+    except dpjax.ledger.Refused as refused:
+        raise app.UsageError(
+            f"{folder}: its {inputs.MOMENTS} is of other data.{_USUAL}"
+        ) from refused
+    first = first_parameters(planned.model, dataset, planned.earlier)
+    rebuilt = Rebuilt(run, planned, dataset, *jax.tree.map(jnp.asarray, (first, first)))
+    # Before the released parameters are read: another network's may not fit this one.
+    unseen = _require_same(rebuilt, configuration_of(configured, planned.dataset))
+    released = jax.tree.map(jnp.asarray, flax.serialization.from_bytes(first, parameters))
+    if given.stream:  # the audits need all rows in memory
+        given["stream"].value = False
+        dataset = load(given)
+    return rebuilt._replace(dataset=dataset, released=released, unseen=unseen)
+
+
+def _require_same(rebuilt: Rebuilt, configuration: dict[str, Any]) -> str:
+    """Refuses what is not the run of the folder; returns what could not be compared."""
+    planned, run = rebuilt.planned, rebuilt.run
+    algorithm = rebuilt.algorithm(planned.mechanism, planned.optimizer, rebuilt.dataset.train)
+    state = algorithm.init(jax.random.key(0), rebuilt.first)
+    identity = json.loads(json.dumps(identity_of(algorithm, state, configuration)))
+    lines, unseen = differences(run.identity or {}, identity)
+    if lines:
+        raise app.UsageError(
+            f"{run.path}: its flags, these data and this code are another run than its run.json:\n"
+            + "\n".join(lines)
+            + f"\nAn audit of them says nothing of what ran.{_USUAL}"
+        )
+    return unseen
 
 
 def _files(folder: pathlib.Path) -> tuple[Run, bytes]:
@@ -121,7 +153,7 @@ def _files(folder: pathlib.Path) -> tuple[Run, bytes]:
         ) from error
 
 
-def _flags(run: Run, mechanism: Mapping[str, Any] | None) -> flags.FlagValues:
+def _flags(run: Run) -> flags.FlagValues:
     """The flags of the run, by value: a command line would need quotes around lists in options."""
     config: Any = run.config
     given = copy.deepcopy(FLAGS)
@@ -129,12 +161,17 @@ def _flags(run: Run, mechanism: Mapping[str, Any] | None) -> flags.FlagValues:
     for name, value in config["flags"].items():
         if name in given:
             given[name].value = value
-    if mechanism is not None:
-        # Which flags were given, and so decided the number of steps, no file says.
-        given["steps"].value = sum(steps for _, steps in mechanism["multiplier_and_steps"])
-        given["steps"].present = 1
+    # No flag says it, and a hash of all examples is not that of a stream.
+    given["stream"].value = " streamed, " in (run.identity or {}).get("data", "")
     given.validate_all_flags()
     return given
+
+
+def _fix_steps(given: flags.FlagValues, run: Run) -> None:
+    """Fixes the number of steps: no file says which flags were given, and so decided it."""
+    multipliers = run.mechanism["multiplier_and_steps"]
+    given["steps"].value = sum(steps for _, steps in multipliers)
+    given["steps"].present = 1
 
 
 def step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Separation:
@@ -143,7 +180,7 @@ def step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Separation
     size = dataset.examples
     some = np.linspace(0, size - 1, min(512, size)).astype(int)
     rows = jax.tree.map(jnp.asarray, dataset.rows(some))
-    if rebuilt.per_step is not None:
+    if rebuilt.planned.per_step is not None:
         rows = (*rows, jnp.zeros(len(some), jnp.int32))
     found = dpjax.clipped_grad(rebuilt.loss, mechanism.clipping)(rebuilt.first, rows)
     reach = np.linalg.norm(np.asarray(found.factors * found.norms), axis=1)
@@ -176,7 +213,7 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
     A canary is an image of white noise with a random label, as long as the row in whose place it
     stands: its gradient is nearly orthogonal to all others.
     """
-    (x, y), settings = rebuilt.dataset.train, rebuilt.planned
+    (x, y), planned = rebuilt.dataset.train, rebuilt.planned
     draw, size = np.random.default_rng(0), rebuilt.dataset.examples
     count = min(1000, size // 4) if count is None else count
     if not 10 <= count < size:
@@ -192,13 +229,13 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
     others = draw.permutation(others)[:_KNOWN]
     # All of its steps, although few run: correlated noise is designed for the whole run.
     mechanism = dataclasses.replace(
-        settings.mechanism,
-        sampling=auditing.without(settings.mechanism.sampling, places[~members]),
+        planned.mechanism,
+        sampling=auditing.without(planned.mechanism.sampling, places[~members]),
         preparation=(),
         before=(),
     )
     steps = min(steps, mechanism.steps)
-    algorithm = rebuilt.algorithm(mechanism, auditing.recording(settings.optimizer), (x, y))
+    algorithm = rebuilt.algorithm(mechanism, auditing.recording(planned.optimizer), (x, y))
     scores, _ = auditing.score_canaries(
         algorithm,
         algorithm.init(jax.random.key(0), rebuilt.first),
@@ -206,14 +243,14 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
         rebuilt.loss,
         (jnp.asarray(x[places]), jnp.asarray(y[places])),
         (jnp.asarray(x[others]), jnp.asarray(y[others])),
-        per_step=rebuilt.per_step,
+        per_step=planned.per_step,
     )
     right, guesses = auditing.guess_members(scores, members, count // 5)
     delta = rebuilt.run.delta
     found = auditing.epsilon_lower_bound(
         right, guesses, canaries=count, delta=delta, confidence=confidence
     )
-    claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, settings.method)
+    claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
     return Guessed(right, guesses, count, steps, found, claimed, confidence)
 
 

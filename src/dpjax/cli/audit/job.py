@@ -68,6 +68,8 @@ def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) 
     """Audits the run in a folder, and writes figures and plot into another."""
     run = audited_run.rebuild(folder)
     writable_folder(out, out)  # before the audits, which take minutes
+    if run.unseen:
+        print(f"{folder}:{run.unseen}", flush=True)
     delta, claimed = run.run.delta, run.run.epsilon
     correlated = run.planned.mechanism.noise is not None
     name = "first step of correlated noise" if correlated else "one step in which the row is drawn"

@@ -4,11 +4,11 @@
 usage: dpjax compare RUN RUN ... [--out=comparison.html]
 
 Writes one HTML page without external files, and its figure as a PNG of the same name.  A RUN is a
-folder that `dpjax train` or `dpjax.fit` wrote.  Runs whose flags differ only in `seed` and `out`
-form a group, drawn as mean and range; a run without `config.json` is its own group.  Each epsilon
-is the cost of one run alone.  A choice among runs by private data costs more, which the page says
-and does not compute; `dpjax sweep` computes it.  The page names folders that could not be read
-and runs with a published seed.
+folder that `dpjax train` or `dpjax.fit` wrote.  Runs whose flags differ only in `seed` and `out`,
+with equal data, programs and versions, form a group, drawn as mean and range; a run without
+`config.json` is its own group.  Each epsilon is the cost of one run alone.  A choice among runs by
+private data costs more, which the page says and does not compute; `dpjax sweep` computes it.  The
+page names folders that could not be read and runs with a published seed.
 """
 
 from absl import flags

@@ -18,10 +18,13 @@ from absl import app, flags
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import require_matplotlib, writable_folder
+from dpjax.cli.train.flags import idle
+from dpjax.mechanism.card import protects
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
 from dpjax.reports.load_run import Missing, Run, read
+from dpjax.training.run_folder import PLACES
 
 REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
 COLUMNS = ("runs", "test accuracy", "of", "epsilon", "delta", "time of one")
@@ -47,13 +50,41 @@ def groups_of(runs: Iterable[Run]) -> list[RunGroup]:
     """Groups runs by their flags, and names each group by the flags in which groups differ."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        flags_of = configuration(run)
-        key = f"folder {run.path}" if flags_of is None else json.dumps(flags_of, sort_keys=True)
-        found.setdefault(key, []).append(run)
-    settings = [flags_of for members in found.values() if (flags_of := configuration(members[0]))]
-    names = sorted({name for flags_of in settings for name in flags_of})
-    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings}) > 1]
-    return [RunGroup(label_of(members[0], varied), members) for members in found.values()]
+        found.setdefault(experiment(run), []).append(run)
+    labels = labels_of([members[0] for members in found.values()])
+    return [RunGroup(*each) for each in zip(labels, found.values(), strict=True)]
+
+
+def experiment(run: Run) -> str:
+    """A text that is equal for runs of equal flags, data, program and versions."""
+    if configuration(run) is None:
+        return f"folder {run.path}"
+    return f"{planned(run)} {program_of(run)}"
+
+
+def planned(run: Run) -> str:
+    """A text that is equal for runs of equal flags, data and versions."""
+    return json.dumps([configuration(run), data_of(run), traced(run)], sort_keys=True)
+
+
+def data_of(run: Run) -> tuple[str | None, str | None]:
+    """Hashes of the training and of the test part of the data, as far as they are comparable."""
+    known = run.identity or {}
+    there, test = known.get("data"), known.get("test data")
+    # The scale of features may have noise, and a stream is hashed by some rows alone.
+    derived = (configuration(run) or {}).get("features", "none") != "none"
+    return (None if derived or " streamed, " in str(there) else there), test
+
+
+def traced(run: Run) -> dict[str, Any]:
+    """Versions and settings under which a program was traced; others give other programs."""
+    found = (run.identity or {}).get("numerics", {})
+    return {name: value for name, value in found.items() if name not in PLACES}
+
+
+def program_of(run: Run) -> str | None:
+    """The hash of loss and optimizer."""
+    return (run.identity or {}).get("program", {}).get("functions")
 
 
 def configuration(run: Run) -> dict[str, Any] | None:
@@ -63,12 +94,53 @@ def configuration(run: Run) -> dict[str, Any] | None:
     return {name: v for name, v in run.config["flags"].items() if name not in REPEATED}
 
 
-def label_of(run: Run, varied: list[str]) -> str:
-    """The name of a group: its values of the flags that vary."""
+def labels_of(runs: list[Run]) -> list[str]:
+    """The names of groups with these first runs: the flags and versions in which they differ."""
+    settings = [shown(run) for run in runs]
+    names = sorted({name for each in settings for name in each})
+    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings if s}) > 1]
+    labels = []
+    of_runs = list(zip(runs, settings, strict=True))
+    for run, each in of_runs:
+        words = (f"{name}={page.value(each[name])}" for name in varied if name in each)
+        labels.append(", ".join(words) or run.path.resolve().name)
+    # The page may be public, and a hash confirms a guess of all the data: a folder stands for it.
+    data = [found if each and any(found := data_of(run)) else None for run, each in of_runs]
+    sets = [(each.get("dataset"), each.get("features")) for each in settings]
+    labels = _told_apart(labels, runs, "data", sets, data)
+    labels = _told_apart(
+        labels, runs, "program", list(map(planned, runs)), list(map(program_of, runs))
+    )
+    places = [str(run.path) for run in runs]
+    return [
+        label if labels.count(label) == 1 else f"{label} ({place})"
+        for label, place in zip(labels, places, strict=True)
+    ]
+
+
+def shown(run: Run) -> dict[str, Any]:
+    """The flags that have an effect, and the versions; empty without known flags."""
     settings = configuration(run)
-    if settings is None or not varied:
-        return run.path.resolve().name
-    return ", ".join(f"{name}={page.value(settings[name])}" for name in varied if name in settings)
+    if settings is None:
+        return {}
+    without = {name for name, _ in idle(settings)}
+    for name, instead in (("target_epsilon", "noise_multiplier"), ("epochs", "steps")):
+        if settings.get(instead) is not None:
+            without.add(name)
+    known = {**settings, **traced(run)}
+    return {n: value for n, value in known.items() if n not in without and value is not None}
+
+
+def _told_apart(
+    labels: list[str], runs: list[Run], what: str, scopes: Sequence[Any], values: Sequence[Any]
+) -> list[str]:
+    """Labels, with the first folder of its value where groups of one scope have several values."""
+    found = []
+    for label, scope, value in zip(labels, scopes, values, strict=True):
+        of_scope = {v for s, v in zip(scopes, values, strict=True) if s == scope and v is not None}
+        words = f", {what} as in {runs[values.index(value)].path}"
+        found.append(label + words * (value is not None and len(of_scope) > 1))
+    return found
 
 
 def curve(group: RunGroup) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +173,9 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         # A run without rows states nothing.
         stated = " or".join(sorted({run.stated for group in groups for run in group.runs} - {""}))
-        axes = style.panel(figure, f"epsilon spent{stated}", "test accuracy (%)")
+        units = sorted({run.mechanism.get("unit", "") for group in groups for run in group.runs})
+        of_one = f" for one {' or one '.join(filter(None, units))}" if len(units) > 1 else ""
+        axes = style.panel(figure, f"epsilon spent{of_one}{stated}", "test accuracy (%)")
         for number, group in enumerate(groups):
             round_of, color = divmod(number, len(style.SERIES))
             look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
@@ -119,6 +193,11 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
         return image, png(figure, "" if badge == RELEASED else badge), absent
 
 
+def protected(runs: Iterable[Run]) -> list[str]:
+    """Whose data these runs protect, as far as their folders say it."""
+    return sorted({protects(run.mechanism) for run in runs if run.mechanism})
+
+
 def line(group: RunGroup) -> list[str]:
     """A group as a line of the table."""
     finals, count = group.finals(), len(group.runs)
@@ -129,19 +208,27 @@ def line(group: RunGroup) -> list[str]:
     return [
         group.label,
         f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
-        f"{count} run{'s' * (count > 1)}",
+        _runs(count),
         upwards(group.epsilon(), ".3g"),
         upwards(group.runs[0].delta, ".6g"),
         f"{np.mean(seconds):.1f} s" if seconds else "not written",
     ]
 
 
+def _runs(count: int) -> str:
+    return f"{count} run{'s' * (count > 1)}"
+
+
 def compare(
-    directories: Iterable[str | pathlib.Path], out: str | pathlib.Path, cost: str = ""
+    directories: Iterable[str | pathlib.Path],
+    out: str | pathlib.Path,
+    cost: str = "",
+    badge: str = RELEASED,
 ) -> pathlib.Path:
     """Writes the page, and its figure as a PNG of the same name; returns the page's path.
 
-    ``cost`` says what the runs cost together, if it is known better than from the runs alone.
+    ``cost`` says what the runs cost together, if it is known better than from the runs alone, and
+    ``badge`` why the page may not be released, if the runs alone do not say it.
     """
     require_matplotlib()
     out = pathlib.Path(out)
@@ -169,9 +256,9 @@ def compare(
     for words in unread:
         print(f"Could not be read, and is not on the page: {words}", flush=True)
     groups = groups_of(runs)
-    badges = {of_what_was_released(run) for run in runs}
+    badges = {badge, *map(of_what_was_released, runs)}
     # The figure shows all runs, so the strictest of their badges holds for it.
-    badge = next(badge for badge in (PRIVATE, SEEDED, RELEASED) if badge in badges)
+    badge = next(each for each in (PRIVATE, SEEDED, badge) if each in badges)
     image, picture, absent = draw(groups, badge)
     replace(out.with_suffix(".png"), picture, public=badge == RELEASED)
     notices = [
@@ -197,17 +284,31 @@ def seeds(runs: list[Run]) -> Iterator[str]:
 
 
 def price(runs: list[Run]) -> str:
-    """What all runs cost together, by adding up, which holds whatever they are."""
+    """What all runs cost together, by adding up, or why their costs do not add."""
+    chosen = (
+        "To choose among runs by looking at private data, be it a part held out of them, has a "
+        "cost of its own, which no number here includes. "
+    )
+    if why := apart(runs):
+        return f"{chosen}Their costs do not add: {why}."
     epsilon = sum(run.epsilon for run in runs)
     if math.isinf(epsilon):
         return "One of these runs is not private, so neither are all of them together."
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     return (
-        "To choose among runs by looking at private data, be it a part held out of them, has a "
-        "cost of its own, which no number here includes. "
-        f"All {len(runs)} together, trained on the same data for the same neighbours, cost at most "
-        f"epsilon {upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}."
+        f"{chosen}All {len(runs)} together, trained on the same data for the same neighbours, cost "
+        f"at most epsilon {upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}."
     )
+
+
+def apart(runs: list[Run]) -> str:
+    """Why the costs of runs do not add, or an empty text."""
+    if len(kinds := protected(runs)) > 1:
+        return f"these runs protect {' and '.join(kinds)}"
+    trained, tested = map(set, zip(*map(data_of, runs), strict=True))
+    # The test part tells where the training part is not comparable, as of features.
+    differ = len(trained - {None}) > 1 or (None in trained and len(tested - {None}) > 1)
+    return "these runs were trained on different data" if differ else ""
 
 
 def body_of(
@@ -215,7 +316,7 @@ def body_of(
 ) -> Iterator[str]:
     """The page's body."""
     count = sum(len(group.runs) for group in groups)
-    yield f'<header><p class="kicker">{count} runs of dpjax</p><h1>Runs compared</h1>'
+    yield f'<header><p class="kicker">{_runs(count)} of dpjax</p><h1>Runs compared</h1>'
     yield (
         '<p class="notice">Each epsilon below is the price of one run alone. '
         f"{escape(notices[0]).replace(chr(10), '<br>')}</p>"
@@ -234,7 +335,12 @@ def body_of(
         "smallest that an accountant proves, of the dearest run; curves have the one that the run "
         "was logged with.</p>"
     )
-    yield page.section(note, page.grid(COLUMNS, map(line, groups)))
+    kinds = [", ".join(protected(group.runs)) or "not written" for group in groups]
+    lines = list(map(line, groups))
+    if len(set(kinds)) > 1:
+        lines = [[*each, kind] for each, kind in zip(lines, kinds, strict=True)]
+    names = (*COLUMNS, "protects")[: len(lines[0])]
+    yield page.section(note, page.grid(names, lines))
     if absent:
         yield f'<p class="aside" id="left-out">Not drawn: {escape("; ".join(absent))}.</p>'
 

@@ -29,9 +29,11 @@ from dpjax.cli.sweep import (
 from dpjax.cli.train import FLAGS as TRAIN
 from dpjax.cli.train import flags as train_flags
 from dpjax.mechanism.card import strict
+from dpjax.reports.figures import RELEASED
 from dpjax.reports.load_run import read
 from dpjax.training.signals import Stop
 
+_COUNTED = "tells how many ran: do not publish"
 _ELSEWHERE = {"jobs", "out", "page", "free", "reports"}  # the same search
 
 
@@ -233,8 +235,8 @@ def conclude(
     done = finished(trials)
     rows = search_results.results(done)
     written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
-    # Results and prices tell how many ran. The price of the best of a drawn number needs that to
-    # stay secret.
+    # Results, prices and page tell how many ran. The price of the best of a drawn number needs
+    # that to stay secret.
     public = number_of_runs(given) is None
     replace(out / "results.jsonl", written, public=public)
     spent, said = costs(given, candidates, trials)
@@ -242,7 +244,7 @@ def conclude(
     print(f"\n{search_results.table(rows)}\n\n{said}", flush=True)
     if given.page:
         try:
-            compare(done, out / "comparison.html", said)
+            compare(done, out / "comparison.html", said, RELEASED if public else _COUNTED)
         except (OSError, app.UsageError) as error:
             print(f"comparison.html was not written, and nothing else is missing: {error}")
 

@@ -24,7 +24,7 @@ from dpjax.accounting.rounding import upwards
 from dpjax.cli.sweep import search_space
 from dpjax.cli.train.inputs import MOMENTS
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.card import spent_of
+from dpjax.mechanism.card import protects, spent_of
 
 Card = dict[str, Any]
 
@@ -76,11 +76,6 @@ def spent_so_far(folder: pathlib.Path) -> Unfinished:
     mechanism = read_json(path)["mechanism"]
     steps = training.earlier(folder)[-1].steps
     return Unfinished(event_of(mechanism, steps), protects(mechanism))
-
-
-def protects(mechanism: Mapping[str, Any]) -> str:
-    """Whose data a described mechanism protects, in words: costs of others do not add."""
-    return f"{mechanism['neighbours']} neighbours of one {mechanism['unit']}"
 
 
 def event_of(mechanism: Mapping[str, Any], steps: int) -> dp_accounting.DpEvent:

@@ -146,12 +146,7 @@ def train(
         weights=weights,
         budget=budget,
     )
-    (x,), _ = dataset.rows(np.array([0]))
-    # From a public seed: initial parameters are no secret, and an equal start makes runs
-    # comparable.
-    fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
-    if params is not None:
-        fresh = flax.serialization.from_bytes(fresh, params)
+    fresh = first_parameters(model, dataset, params, initial)
     # A loss that changes with the step has no single gradient to watch.
     observed = of_example if gradients and per_step is None else None
     evaluation = Evaluation(model, observed, mechanism, dataset)
@@ -171,6 +166,17 @@ def train(
     if options.get("directory") is not None and processes.first_process():
         evaluation.write(pathlib.Path(options["directory"]), average)
     return average, state, history
+
+
+def first_parameters(
+    model: Any, dataset: data.Dataset, params: bytes | None = None, initial: int = 0
+) -> Any:
+    """The parameters before the first step: of an earlier run, or from a public seed."""
+    (x,), _ = dataset.rows(np.array([0]))
+    # From a public seed: initial parameters are no secret, and an equal start makes runs
+    # comparable.
+    fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
+    return fresh if params is None else flax.serialization.from_bytes(fresh, params)
 
 
 def held(params: Any) -> Any:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -203,11 +203,19 @@ NEEDS: tuple[tuple[tuple[str, ...], dict[str, Sequence[str]]], ...] = (
 )
 
 
+def idle(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Sequence[str]]]]:
+    """The flags without effect among these values, each with what would give it one."""
+    for names_of_row, needed in NEEDS:
+        # Flags of another binary may have some of these names.
+        known = needed.keys() <= values.keys()
+        if known and not any(values[other] in allowed for other, allowed in needed.items()):
+            yield from ((name, needed) for name in names_of_row)
+
+
 def without_effect(given: flags.FlagValues) -> Iterator[tuple[str, dict[str, Sequence[str]]]]:
     """The given flags without effect, each with the settings that would give it one."""
-    for names_of_row, needed in NEEDS:
-        if not any(given[other].value in values for other, values in needed.items()):
-            yield from ((name, needed) for name in names_of_row if given[name].present)
+    found = idle(given.flag_values_dict())
+    return ((name, needed) for name, needed in found if given[name].present)
 
 
 def refusal(given: flags.FlagValues, name: str, needed: dict[str, Sequence[str]]) -> str:

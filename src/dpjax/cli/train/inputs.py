@@ -54,6 +54,30 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
     return jax.eval_shape(lambda row, moments: scale(given, row, moments)[0], row, moments)
 
 
+def require_known_tokens(dataset: data.Dataset, model: Any) -> None:
+    """Refuses tokens without a vector: such an example has no finite gradient.
+
+    Raises:
+      ValueError: A whole number lies outside the model's vocabulary and is not its padding.
+    """
+    size = getattr(model, "vocabulary", None)
+    if not isinstance(size, int) or isinstance(dataset.train, data.Stream):
+        return
+    for part, (x, _) in (("training", dataset.train), ("test", dataset.test)):
+        if not np.issubdtype(x.dtype, np.integer):
+            continue
+        tokens = np.asarray(x)
+        unknown = (tokens >= size) | ((tokens < 0) & (tokens != getattr(model, "padding", None)))
+        if unknown.any():
+            raise ValueError(
+                f"{unknown.sum():,} tokens of the {part} part of {dataset.name} have no vector; "
+                f"expected whole numbers from 0 to {size - 1}, and found {tokens.min()} to "
+                f"{tokens.max()}. Every text with such a token would add nothing to any step. "
+                "Usually the vocabulary is smaller than the tokenizer's: give "
+                "--model_options=vocabulary=N with the number of its tokens."
+            )
+
+
 def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Dataset:
     """Replaces images by their features, each computed from its own image alone."""
     if given.features == "none":

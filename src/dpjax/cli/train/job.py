@@ -8,11 +8,12 @@ mistaken flag costs neither files nor privacy.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import app, flags, logging
 
 import dpjax
 from dpjax import data, features, losses, noise, processes, reports, training, trees
@@ -47,6 +48,12 @@ class Planned(NamedTuple):
     per_epoch: int | None  # steps, for a loss that takes the epoch
     earlier: bytes | None  # parameters that an earlier run released
     budget: dpjax.ledger.Budget | None
+
+    @property
+    def per_step(self) -> Callable[[Any], Any] | None:
+        """What the loss takes of the step."""
+        epoch = self.per_epoch
+        return None if epoch is None else lambda step: step // epoch
 
 
 class Trained(NamedTuple):
@@ -122,6 +129,10 @@ def plan(given: flags.FlagValues) -> Planned:
     # The model alone can refuse a value of an option, such as 'a' for a width.
     options = ",".join(given.model_options)
     rehearse(shape, model, loss, mechanism, earlier, **sizes, options=options)
+    try:
+        inputs.require_known_tokens(dataset, model)
+    except ValueError as error:
+        raise app.UsageError(f"{build.model_flags(given)}: {error}") from error
     method = build.accountant(given, mechanism)
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=method
@@ -154,15 +165,12 @@ def load(given: flags.FlagValues) -> data.Dataset:
 
 def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
     """Trains, and writes and prints the reports."""
-    folder, mechanism = pathlib.Path(given.out), planned.mechanism
+    folder = pathlib.Path(given.out)
     # Printed before the first step: a user who meant another epsilon can still stop.
-    epsilon = mechanism.epsilon(given.delta, planned.method)
+    price = price_in_words(given, planned)
     if planned.dataset.columns:  # and one whose label is another column
         say(f"{planned.dataset.name} {planned.dataset.note}")
-    say(
-        f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g} "
-        f"cost epsilon {upwards(epsilon)} at delta={upwards(given.delta, '.6g')} ({planned.method})"
-    )
+    say(price)
     dataset = inputs.with_features(given, planned.dataset)
     # The operating system's randomness unless a seed was asked for by its flag.
     key = secret_key() if given.seed is None else jax.random.key(given.seed)
@@ -174,14 +182,33 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
         run_and_report(given, planned, dataset, key, started)
 
 
+def price_in_words(given: flags.FlagValues, planned: Planned) -> str:
+    """What the run costs, together with the runs before it; warns where they left it little."""
+    mechanism, by = planned.mechanism, (given.delta, planned.method)
+    words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
+    if mechanism.before:
+        # Without preparation, which is of this run.
+        earlier = dataclasses.replace(mechanism, preparation=())
+        spent, target = earlier.epsilon_of(mechanism.multipliers[:0], *by), given.target_epsilon
+        words += f", together with the earlier runs, which spent {upwards(spent)},"
+        if given.noise_multiplier is None and target - spent < target / 10:
+            logging.warning(
+                "--target_epsilon=%g --continue_from=%s: the earlier runs left less than a tenth "
+                "of the target, so these steps are nearly all noise. Usually the target was left "
+                "as it was: raise it.",
+                *(target, given.continue_from),
+            )
+    epsilon = upwards(mechanism.epsilon(*by))
+    return f"{words} cost epsilon {epsilon} at delta={upwards(by[0], '.6g')} ({by[1]})"
+
+
 def run_and_report(
     given: flags.FlagValues, planned: Planned, dataset: data.Dataset, key: Any, started: float
 ) -> None:
     """Trains in a folder that this process holds."""
-    folder, mechanism, per_epoch = pathlib.Path(given.out), planned.mechanism, planned.per_epoch
-    configuration = {f"--{name}": value for name, value in settings(given).items()}
-    # `fit` compares the training data; accuracies of a folder are of one test part too.
-    configuration["test data"] = trees.fingerprint(planned.dataset.test)
+    folder, mechanism = pathlib.Path(given.out), planned.mechanism
+    configuration = configuration_of(settings(given), planned.dataset)
+    before = run_files.described(folder) if processes.first_process() else {}
     try:
         params, state, history = train(
             dataset,
@@ -191,7 +218,7 @@ def run_and_report(
             planned.optimizer,
             key=key,
             params=planned.earlier,
-            per_step=None if per_epoch is None else lambda step: step // per_epoch,
+            per_step=planned.per_step,
             budget=planned.budget,
             evaluations=given.evaluations,
             delta=given.delta,
@@ -203,10 +230,18 @@ def run_and_report(
     except (KeyboardInterrupt, SystemExit):
         # The parameters of the last row are released and counted: another run may continue them.
         if processes.first_process() and run_files.has_released(folder, configuration):
-            describe(given, dataset, started)
+            describe(given, dataset, started, before)
         raise
     if processes.first_process():
-        report(given, planned.mechanism, dataset, Trained(params, state, history), started)
+        trained = Trained(params, state, history)
+        report(given, planned.mechanism, dataset, trained, started, before)
+
+
+def configuration_of(flags_of: Mapping[str, Any], dataset: data.Dataset) -> dict[str, Any]:
+    """What identifies a run beside what `fit` compares: its flags and the test part of its data."""
+    named = {f"--{name}": value for name, value in flags_of.items()}
+    # `fit` compares the training data; accuracies of a folder are of one test part too.
+    return {**named, "test data": trees.fingerprint(dataset.test)}
 
 
 def say(words: str) -> None:
@@ -238,17 +273,15 @@ def report(
     dataset: data.Dataset,
     trained: Trained,
     started: float,
+    before: Mapping[str, Any],
 ) -> None:
     """Writes and prints what a run that has ended leaves."""
     folder, (params, state, history) = pathlib.Path(given.out), trained
     quoted = shlex.quote(str(folder))  # in commands, to be copied
     # What ran, and not what was planned: a budget may have ended the run earlier.
     words = dpjax.statement(mechanism, given.delta, ledger=state.ledger, seed=given.seed)
-    describe(
-        *(given, dataset, started),
-        seconds=round(time.time() - started, 1),
-        parameters=sum(x.size for x in jax.tree.leaves(params)),
-    )
+    size = sum(x.size for x in jax.tree.leaves(params))
+    describe(given, dataset, started, before, parameters=size)
     print(words.partition("\n\nReferences\n")[0])  # which statement.txt has
     accuracy = history[-1]["accuracy"] if history else float("nan")
     print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
@@ -262,16 +295,32 @@ def report(
     print(f"Recompute epsilon: dpjax verify {quoted}")
 
 
-def describe(given: flags.FlagValues, dataset: data.Dataset, started: float, **facts: Any) -> None:
-    """Writes `config.json`, with the names of classes and columns where the data have some."""
+def describe(
+    given: flags.FlagValues,
+    dataset: data.Dataset,
+    started: float,
+    before: Mapping[str, Any],
+    **facts: Any,
+) -> None:
+    """Writes `digest` and `config.json`, with the names of classes and columns where there are any.
+
+    ``before`` is what an earlier process of this run wrote: its start stays, and its time counts
+    unless it was killed. A run that has ended keeps all of it, since no step ran.
+    """
+    folder = pathlib.Path(given.out)
+    run_files.tie(folder)
+    if "parameters" in before:
+        return
     if dataset.class_names:
         facts["class_names"] = dict(enumerate(dataset.class_names))
     if dataset.columns:
         facts["columns"] = list(dataset.columns)
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
     run_files.describe(
-        pathlib.Path(given.out),
+        folder,
         {**settings(given), "out": given.out},
-        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)),
+        started=before.get("started", now),
+        seconds=round(before.get("seconds", 0) + time.time() - started, 1),
         dataset=f"{dataset.name} {dataset.note}".strip(),
         model=given.model,
         **facts,

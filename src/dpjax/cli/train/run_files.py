@@ -8,6 +8,7 @@ cost would be counted nowhere.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -33,7 +34,7 @@ _OF_FIT = ("run.json", "metrics.jsonl", "furthest", "seals", "lock", "checkpoint
 
 
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
-    """Writes `config.json`, with the command, the flags, versions and hardware; and `digest`."""
+    """Writes `config.json`, with the command, the flags, versions and hardware."""
     names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
     device = jax.devices()[0]
     # Enough to run the command again elsewhere, and to see why another machine differs.
@@ -45,9 +46,35 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
         **facts,
     }
     replace(folder / "config.json", json.dumps(config, indent=2) + "\n", public=True)
+
+
+def described(folder: pathlib.Path) -> dict[str, Any]:
+    """The `config.json` of the run that is there, with ``parameters`` if that run has ended."""
+    if not (folder / "run.json").exists():
+        return {}  # what `dpjax.training.forget` left
+    try:
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError):
+        return {}
+    if not _tied(folder):
+        config.pop("parameters", None)
+    return config
+
+
+def tie(folder: pathlib.Path) -> None:
+    """Writes `digest`, by which `run.json` says what the parameters cost."""
     # As private as run.json, which holds a hash of the data: with a public digest of both, anyone
     # could test a guess of all the data.
     replace(folder / "digest", _digest(folder))
+
+
+def _tied(folder: pathlib.Path) -> bool:
+    """Whether `run.json` says what the parameters cost."""
+    # A later run in this folder may have left the parameters of the first: then run.json does not
+    # say what they cost.
+    with contextlib.suppress(OSError):
+        return (folder / "digest").read_text() == _digest(folder)
+    return False
 
 
 def clear(folder: pathlib.Path, *more: str) -> None:
@@ -75,13 +102,15 @@ def has_released(folder: pathlib.Path, configuration: Mapping[str, Any]) -> bool
 
 def released(folder: pathlib.Path) -> bytes:
     """The parameters that a run released; refuses parameters of another run."""
-    try:
-        # A later run in this folder may have left the parameters of the first: then run.json does
-        # not say what they cost.
-        if (folder / "digest").read_text() == _digest(folder):
-            return (folder / "params.msgpack").read_bytes()
-    except OSError:
-        pass
+    if _tied(folder):
+        return (folder / "params.msgpack").read_bytes()
+    if _of_a_script(folder):
+        raise app.UsageError(
+            f"--continue_from={folder}: a script wrote this folder by dpjax.fit, so its model, "
+            "loss and data follow from no flags; expected a run of dpjax train. Continue it in a "
+            "script, from the released parameters and in another folder: "
+            f"dpjax.Mechanism(..., before=dpjax.training.earlier({str(folder)!r}))."
+        )
     raise app.UsageError(
         f"--continue_from={folder}: expected params.msgpack, run.json and digest of one run that "
         "has ended or was stopped by Ctrl-C. Usually the run was killed before it wrote digest, or "
@@ -89,6 +118,14 @@ def released(folder: pathlib.Path) -> bytes:
         "cost of these parameters. Repeat the run's own command, which ends it and writes all "
         "three files."
     )
+
+
+def _of_a_script(folder: pathlib.Path) -> bool:
+    """Whether the run is one of `dpjax.fit` alone."""
+    try:
+        return "--continue_from" not in read_json(folder / "run.json")  # a flag of every run here
+    except (OSError, ValueError):
+        return False
 
 
 def _digest(folder: pathlib.Path) -> str:
