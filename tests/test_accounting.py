@@ -20,7 +20,9 @@ from dp_accounting.rdp import rdp_privacy_accountant as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutation import kills
+from scipy import optimize, stats
 from scipy.integrate import quad
+from scipy.special import log_ndtr, logsumexp
 
 from dpjax import accounting, schedules
 from dpjax.accounting.event_parts import split
@@ -807,6 +809,60 @@ def test_rounding_costs_no_less(pairs):
     assert sum(fewer.values()) == len(pairs)
     assert min(z for _, z in fewer) == min(z for _, z in pairs)
     assert max(q for q, _ in fewer) == max(q for q, _ in pairs)
+
+
+def least_delta(rate, multiplier, n, epsilon):
+    """Delta of the sum of all that n steps release, exactly: no proof can be below it."""
+    first, last = stats.binom.ppf(1e-25, n, rate), stats.binom.isf(1e-25, n, rate)
+    ones = np.arange(first, last + 1)
+    chance, deviation = stats.binom.logpmf(ones, n, rate), multiplier * math.sqrt(n)
+
+    def loss(total):
+        return logsumexp(chance + ones * (2 * total - ones) / (2 * deviation**2)) - epsilon
+
+    total = optimize.brentq(loss, -n - 50 * deviation, n + (50 + epsilon) * deviation**2)
+    upper = logsumexp(chance + log_ndtr((ones - total) / deviation))
+    return math.exp(upper) - math.exp(epsilon + log_ndtr(-total / deviation))
+
+
+# Figures that this accountant gave without the error of floating point were below the truth.
+TINY = [
+    (1 - 1e-12, math.sqrt(1e5) / 0.2 * 0.85, 100_000, 1e-14),
+    (0.5, 667.4572751181494, 43_224, 1e-13),
+    (0.999999996, 202.24761441818657, 1246, 1e-14),
+]
+
+
+@kills("accounting/pld.py", "spare = delta - error(parts)", "spare = delta", case="43224")
+@kills(
+    "accounting/pld.py",
+    "float(answer(epsilon)) + error(parts)",
+    "float(answer(epsilon))",
+    case="43224",
+    slow=True,
+)
+@kills("accounting/pld.py", "(2 * sum([", "(2e-5 * sum([", case="43224", slow=True)
+@kills(
+    "accounting/pld.py",
+    "_or_infinity(plain, _unamplified(parts), given, neighbours),",
+    "math.inf,",
+    case="100000",
+    slow=True,
+)
+@pytest.mark.parametrize(("rate", "multiplier", "n", "delta"), TINY, ids=[str(t[2]) for t in TINY])
+def test_floating_point_takes_nothing_from_a_small_delta(rate, multiplier, n, delta):
+    event = accounting.subsampled_gaussian(multiplier, rate, n)
+    epsilon = accounting.epsilon(event, delta, "pld")
+    assert least_delta(rate, multiplier, n, epsilon) <= delta * (1 + 1e-6)
+    back = accounting.delta(event, epsilon, "pld")
+    assert least_delta(rate, multiplier, n, epsilon) <= back * (1 + 1e-6)
+    assert back == pytest.approx(delta, rel=1e-6, abs=0.0)
+    whole = accounting.epsilon(accounting.gaussian(multiplier, n), delta, "pld")
+    assert epsilon <= whole, "without sampling"
+    assert epsilon <= accounting.epsilon(event, delta)
+    # Where floats have digits to spare, nothing is lost.
+    most = accounting.epsilon(event, 1e-9, "pld")
+    assert 0.9e-9 < least_delta(rate, multiplier, n, most) <= 1e-9 * (1 + 1e-6)
 
 
 def test_the_closed_form_is_the_limit_of_distributions():

@@ -333,6 +333,35 @@ def test_orders_are_fine_enough_for_a_small_delta(options, delta):
     assert small if delta < 1e-12 else said.endswith("DOES NOT HOLD")
 
 
+@kills(
+    "verify/cards.py",
+    'spare = card["delta"] - error',
+    'spare = card["delta"]',
+    case="50000",
+    slow=True,
+)
+@kills("verify/cards.py", "epsilon = min(epsilon, whole)", "pass", case="99999.9999999", slow=True)
+@kills(
+    "verify/cards.py",
+    'if card["delta"] < ROUGH * error and exchange == 1:',
+    "if False:",
+    case="50000",
+    slow=True,
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [50_000, 99_999.9999999])
+def test_a_distribution_confirms_no_more_than_floats_resolve(size):
+    """Its Fourier transforms once claimed 1.111 where 1.123 is a proved lower bound."""
+    plan = {"sampling": sampling.poisson(100_000, size), "noise_multiplier": 667.4572751181494}
+    made = mechanism(**plan, steps=43_224)
+    for delta in (1e-14, 1e-10):
+        card = json.loads(json.dumps(reports.card(made, delta, methods=["pld"])))
+        assert verdicts(card)[0], verdicts(card)
+        less = 0.98 * card["epsilon"]["pld"]["value"]
+        (said,) = verdicts(changed(card, ["epsilon", "pld", "value"], less))[1]
+        assert said.endswith("cannot be confirmed at so small a delta")
+
+
 def test_multipliers_of_groups_are_what_the_steps_are_counted_with():
     partition = clipping.by_leaf({"w": jnp.zeros(2), "b": jnp.zeros(1)})
     rule = clipping.grouped(1.0, partition)

@@ -4,7 +4,8 @@
 The loss of one step is a random variable. Losses of steps add, so their distributions convolve;
 dp_accounting does that on a grid with pessimistic rounding. This file prepares the event so that
 the convolution is fast (equal steps together, unsampled Gaussians as one), keeps the grid small
-enough for memory, and returns the minimum with RDP: both are upper bounds.
+enough for memory, and returns the minimum with RDP: both are upper bounds. What floating point can
+take from the answer of a distribution is added to it (`error`).
 
 Many distinct multipliers are rounded *down* to a few and rates *up*, which is again an upper
 bound.
@@ -31,6 +32,7 @@ LEVELS = 64  # distinct steps that are composed as they are; beyond them multipl
 # Points of one distribution, 32 MB: composition by FFT holds several copies.
 _POINTS = 4_000_000
 _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faster
+_UNIT = 2.0**-52  # the distance of floats above 1
 
 
 def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
@@ -48,7 +50,8 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       | losses that span more than 400 | a coarser grid than 1e-4, still pessimistic |
       | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
       | random allocation | RDP's answer, or that of a known bin |
-      | RDP epsilon beyond about 5000 | RDP's answer is returned |
+      | RDP epsilon beyond about 5000 | RDP's answer, or that without sampling |
+      | delta at most `error`, such as 1e-10 for 100,000 steps | likewise |
 
     Example:
       >>> from dpjax.accounting.events import gaussian
@@ -63,33 +66,68 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
     """
     if not parts.sampled and not parts.foreign:
         return float(gdp.clt_epsilon(parts, delta, neighbours))
-    # RDP bounds the same quantity, so the minimum of both is proven, and grids that rounding makes
-    # coarse cannot return more than RDP does.
-    proven = _or_infinity(rdp_accountant.rdp_epsilon, parts, delta, neighbours)
+    # These bound the same quantity, so the minimum of all is proven. Where rounding makes a
+    # distribution coarse, it cannot return more.
+    bounds = rdp_accountant.rdp_epsilon, gdp.clt_epsilon
+    proven = _without_losses(*bounds, parts, delta, neighbours)
     if (plain := allocation.known_bins(parts)) != parts:
         return min(proven, pld_epsilon(plain, delta, neighbours))
     if _hint(parts, neighbours) > _FAR:
-        return min(
-            proven, _or_infinity(rdp_accountant.rdp_epsilon, _unamplified(parts), delta, neighbours)
-        )
+        return proven
     if parts.foreign:
-        return min(proven, _accountant(parts, neighbours).get_epsilon(delta))
-    return min(proven, float(_loss(parts, neighbours).get_epsilon_for_delta(delta)))
+        return min(proven, epsilon_at(_accountant(parts, neighbours).get_epsilon, parts, delta))
+    return min(proven, epsilon_at(_loss(parts, neighbours).get_epsilon_for_delta, parts, delta))
 
 
 def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
     """Smallest delta that the composed loss distribution proves at this epsilon."""
     if not parts.sampled and not parts.foreign:
         return float(gdp.clt_delta(parts, epsilon, neighbours))
-    proven = _or_infinity(rdp_accountant.rdp_delta, parts, epsilon, neighbours)
+    bounds = rdp_accountant.rdp_delta, gdp.clt_delta
+    proven = min(1.0, _without_losses(*bounds, parts, epsilon, neighbours))
     if (plain := allocation.known_bins(parts)) != parts:
-        return min(1.0, proven, pld_delta(plain, epsilon, neighbours))
+        return min(proven, pld_delta(plain, epsilon, neighbours))
     if _hint(parts, neighbours) > _FAR:
-        plain = _or_infinity(rdp_accountant.rdp_delta, _unamplified(parts), epsilon, neighbours)
-        return min(1.0, proven, plain)
+        return proven
     if parts.foreign:
-        return min(1.0, proven, float(_accountant(parts, neighbours).get_delta(epsilon)))
-    return min(1.0, proven, float(_loss(parts, neighbours).get_delta_for_epsilon(epsilon)))
+        return min(proven, delta_at(_accountant(parts, neighbours).get_delta, parts, epsilon))
+    return min(proven, delta_at(_loss(parts, neighbours).get_delta_for_epsilon, parts, epsilon))
+
+
+def epsilon_at(answer: Callable[[float], float], parts: Parts, delta: float) -> float:
+    """The epsilon that a distribution proves; `answer` is its own, for exact arithmetic."""
+    spare = delta - error(parts)
+    return float(answer(spare)) if spare > 0 else math.inf
+
+
+def delta_at(answer: Callable[[float], float], parts: Parts, epsilon: float) -> float:
+    """The delta that a distribution proves; `answer` is its own, for exact arithmetic."""
+    return float(answer(epsilon)) + error(parts)
+
+
+def error(parts: Parts) -> float:
+    r"""By how much floating point can move the delta of a composed distribution, either way.
+
+    Let $u = 2^{-52}$. A distribution of one step stands for its deltas, differences of
+    probabilities, each off by up to $u$. In a composition of $n$ steps, exchange the computed
+    steps for exact ones, one after the other: each exchange moves delta by the mean of such an
+    error over the loss of the other steps, so all of them by at most $n u$.
+
+    The Fourier transform of a step is off as if its probabilities were: by independent errors of
+    about $u$ times their root sum of squares, at most $u$. Its n-th power multiplies these by $n$.
+    The inverse transform, and each product of two transforms, adds errors of about $u$ times the
+    root of the number of losses within ten standard deviations, over the root of their spread,
+    and cut tails add $10^{-15}$: $16 u$ together, for each distinct step.
+
+    Example:
+      >>> from dpjax.accounting.events import subsampled_gaussian
+      >>> from dpjax.accounting.event_parts import split
+      >>> f"{error(split(subsampled_gaussian(1.0, 0.01, 100_000))):.1e}"
+      '4.4e-11'
+    """
+    counts = [count for _, count in parts.foreign.values()] + [1] * (parts.precision > 0)
+    distinct = len(counts) + min(len(parts.sampled), LEVELS)
+    return _UNIT * (2 * sum([*counts, *parts.sampled.values()]) + 16 * distinct)
 
 
 def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float], int]:
@@ -243,6 +281,22 @@ def _unamplified(parts: Parts) -> Parts:
     """The same steps on the whole data set, which costs no less under any neighbours."""
     extra = math.fsum(count / z**2 for (_, z), count in parts.sampled.items())
     return parts._replace(sampled={}, precision=parts.precision + extra)
+
+
+def _without_losses(
+    rdp: Callable[[Parts, float, str], float],
+    closed_form: Callable[[Parts, float, str], float],
+    parts: Parts,
+    given: float,
+    neighbours: str,
+) -> float:
+    """The least of RDP's bound and of the bound for the same steps without sampling."""
+    # Unsampled Gaussians have a closed form; beside other events RDP counts them.
+    plain = rdp if parts.foreign else closed_form
+    return min(
+        _or_infinity(rdp, parts, given, neighbours),
+        _or_infinity(plain, _unamplified(parts), given, neighbours),
+    )
 
 
 def _or_infinity(

@@ -112,7 +112,8 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
         return pld.pld_epsilon(parts, delta, neighbours)
     if _bare(steps):
         return math.inf
-    return float(_whole(parts, steps, neighbours).get_epsilon_for_delta(delta))
+    whole = _whole(parts, steps, neighbours)
+    return pld.epsilon_at(whole.get_epsilon_for_delta, parts, delta)
 
 
 def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
@@ -122,7 +123,8 @@ def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
         return pld.pld_delta(parts, epsilon, neighbours)
     if _bare(steps):
         return 1.0
-    return min(1.0, float(_whole(parts, steps, neighbours).get_delta_for_epsilon(epsilon)))
+    whole = _whole(parts, steps, neighbours)
+    return min(1.0, pld.delta_at(whole.get_delta_for_epsilon, parts, epsilon))
 
 
 def _steps(parts: Parts) -> Steps:
