@@ -509,6 +509,10 @@ def test_correlated_noise_is_not_cheaper_than_its_events():
     wide = mechanism(sampling=batches, noise=strategies.square_root(steps=40))
     whole = json.loads(json.dumps(reports.card(wide, DELTA, methods=["rdp"])))
     assert verdicts(whole)[0], verdicts(whole)
+    words = whole["claim"]
+    assert "what is proved for cyclic" in verdicts(changed(card, ["claim"], words))[1][0]
+    unknown = words.partition(";")[0] + "; one Gaussian for the run, in a batch that is unknown"
+    assert "what is proved for cyclic" in verdicts(changed(whole, ["claim"], unknown))[1][0]
     amplified = card["epsilon"]["rdp"]["value"]
     assert not verdicts(changed(whole, ["epsilon", "rdp", "value"], amplified))[0]
     poisson = changed(card, ["mechanism", "sampling", "name"], "poisson")

@@ -44,7 +44,7 @@ PROVED = {
     **dict.fromkeys(("shuffled", "curriculum"), ("zero-out", "replace-one")),
     "fixed": ("replace-one",),
 }
-# What each sampler says in the field ``claim``.
+# What the field ``claim`` says of each sampler.
 CLAIMS = {
     "poisson": (
         "exact Poisson sampling; amplification by sampling is proved and counted",
@@ -67,6 +67,11 @@ CLAIMS = {
     ),
     "fixed": ("uniform batches of a fixed size; proved for replace-one neighbours (RDP)",),
 }
+# And of each, after the words for how batches are drawn, where the noise of steps is correlated.
+TOGETHER = (
+    "no amplification is counted: one Gaussian for the run",
+    "one Gaussian for the run, in a batch that is unknown",
+)
 BOUNDS = ("rdp", "pld", "rdp-classic")
 ESTIMATES = ("gdp",)
 # Of the comparison: bounds are found on grids of orders and of losses.
@@ -283,7 +288,7 @@ def require_consistent(card: dict[str, Any]) -> None:
         require_run(spent, mechanism)
     require_count(mechanism)
     require_rule(mechanism)
-    require_words(card["claim"], mechanism["sampling"])
+    require_words(card["claim"], mechanism)
 
 
 def require_format(card: dict[str, Any]) -> None:
@@ -376,9 +381,15 @@ def require_rule(mechanism: dict[str, Any]) -> None:
             )
 
 
-def require_words(claim: str, sampling: dict[str, Any]) -> None:
+def require_words(claim: str, mechanism: dict[str, Any]) -> None:
     """Refuses a claim about the batches that is not proved for them."""
-    if claim not in (words.format(**sampling) for words in CLAIMS[sampling["name"]]):
+    sampling, noise = mechanism["sampling"], mechanism["noise"]
+    known = [words.format(**sampling) for words in CLAIMS[sampling["name"]]]
+    if noise is not None and not is_amplified(noise, sampling):
+        # Cards of earlier versions say here what is proved for fresh noise.
+        endings = TOGETHER if sampling["name"] == "balls_in_bins" else TOGETHER[:1]
+        known += [f"{words.partition(';')[0]}; {each}" for words in known for each in endings]
+    if claim not in known:
         raise Unreadable(
             f"the card says {claim!r}, which is not what is proved for {sampling['name']} batches."
         )
