@@ -791,24 +791,55 @@ def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours
         assert _loss(parts, neighbours).get_epsilon_for_delta(1e-5) == want
 
 
-@kills(
-    "accounting/pld.py",
-    'np.searchsorted(multipliers, z, side="right") - 1',
-    'np.minimum(np.searchsorted(multipliers, z, side="right"), len(multipliers) - 1)',
-    slow=True,
-)
+@kills("accounting/pld.py", "float(rows[:, 0].max())", "float(rows[:, 0].min())", slow=True)
+@kills("accounting/pld.py", "float(rows[:, 1].min())", "float(rows[:, 1].max())", slow=True)
+@kills("accounting/pld.py", "if saved > best[0]:", "if not best[1]:", slow=True)
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(1e-3, 0.5), st.floats(0.3, 9.0)), min_size=65, max_size=200, unique=True
-    )
+    ),
+    st.integers(1, 1000),
 )
-def test_rounding_costs_no_less(pairs):
-    fewer = rounded(dict.fromkeys(pairs, 1))
+def test_rounding_costs_no_less(pairs, count):
+    fewer = rounded(dict.fromkeys(pairs, count))
     assert len(fewer) <= 64
-    assert sum(fewer.values()) == len(pairs)
+    assert sum(fewer.values()) == len(pairs) * count
     assert min(z for _, z in fewer) == min(z for _, z in pairs)
     assert max(q for q, _ in fewer) == max(q for q, _ in pairs)
+    # By a divergence of the closed form, for any two of rate and multiplier.
+    exact, now = (
+        sum(n * math.log1p(q**2 * math.expm1(z**-2)) for (q, z), n in each.items())
+        for each in (dict.fromkeys(pairs, count), fewer)
+    )
+    assert exact <= now * (1 + 1e-12)
+    spread = dict.fromkeys(itertools.product(np.linspace(0.1, 0.2, 30), np.linspace(1, 2, 30)), 1)
+    limit = [
+        sum(n * q**2 * math.expm1(z**-2) for (q, z), n in each.items())
+        for each in (spread, rounded(spread))
+    ]
+    assert limit[0] < limit[1] < 1.15 * limit[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("multipliers", "rates"),
+    [
+        (np.linspace(0.8, 3.0, 16), np.linspace(0.005, 0.05, 16)),
+        (np.geomspace(0.6, 20.0, 16), np.full(16, 0.02)),
+        (np.random.default_rng(0).uniform(0.8, 3.0, 16), np.linspace(0.05, 0.005, 16)),
+    ],
+    ids=["rising", "one rate", "any"],
+)
+def test_a_rounded_schedule_is_proved_to_cost_no_less(multipliers, rates, monkeypatch):
+    """Sixteen steps as they are, and rounded to six."""
+    each = [
+        accounting.subsampled_gaussian(z, q, 20) for z, q in zip(multipliers, rates, strict=True)
+    ]
+    event = accounting.compose(*each)
+    exact = accounting.epsilon(event, 1e-5, "pld")
+    monkeypatch.setattr(rounded, "__defaults__", (6,))
+    assert exact <= accounting.epsilon(event, 1e-5, "pld") < 1.4 * exact
 
 
 def least_delta(rate, multiplier, n, epsilon):

@@ -7,7 +7,7 @@ the convolution is fast (equal steps together, unsampled Gaussians as one), keep
 enough for memory, and returns the minimum with RDP: both are upper bounds. What floating point can
 take from the answer of a distribution is added to it (`error`).
 
-Many distinct multipliers are rounded *down* to a few and rates *up*, which is again an upper
+Many distinct steps are rounded to few: multipliers *down* and rates *up*, which is again an upper
 bound.
 """
 
@@ -28,7 +28,7 @@ from dpjax.accounting.event_parts import Parts, relation
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
 MIXED = 1e-3  # with events whose losses are found one by one: a tenth of the time, 0.1 %
-LEVELS = 64  # distinct steps that are composed as they are; beyond them multipliers are rounded
+LEVELS = 64  # distinct steps that are composed as they are; more are rounded to these
 # Points of one distribution, 32 MB: composition by FFT holds several copies.
 _POINTS = 4_000_000
 _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faster
@@ -46,7 +46,7 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       | situation | what happens |
       |---|---|
       | unsampled Gaussians alone | the closed form, which a distribution only approaches |
-      | more than 64 distinct steps | multipliers rounded down onto 64 levels, geometric |
+      | more than 64 distinct steps | rounded to 64: multipliers down, rates up |
       | losses that span more than 400 | a coarser grid than 1e-4, still pessimistic |
       | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
       | random allocation | RDP's answer, or that of a known bin |
@@ -130,10 +130,13 @@ def error(parts: Parts) -> float:
     return _UNIT * (2 * sum([*counts, *parts.sampled.values()]) + 16 * distinct)
 
 
-def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float], int]:
-    """At most `LEVELS` distinct steps that cost no less: multipliers down, rates up.
+def rounded(
+    sampled: dict[tuple[float, float], int], most: int = LEVELS
+) -> dict[tuple[float, float], int]:
+    """At most `most` distinct steps that cost no less: multipliers down, rates up.
 
-    Both are rounded onto geometric grids between their smallest and largest values.
+    All steps of a group count with its largest rate and its least multiplier. Groups are halved
+    until there are `most`, each time the one in which that costs the most.
 
     Example:
       >>> steps = {(0.01, 1 + t / 1000): 1 for t in range(1000)}
@@ -141,28 +144,45 @@ def rounded(sampled: dict[tuple[float, float], int]) -> dict[tuple[float, float]
       (64, 1.0)
     """
     # dp_accounting convolves once per distinct step. A schedule with a multiplier per step would
-    # take minutes; rounding to a less private neighbour on a geometric grid costs little accuracy.
-    if len(sampled) <= LEVELS:
+    # take minutes.
+    if len(sampled) <= most:
         return sampled
-    q, z = np.array(list(sampled)).T
-    rates = levels(q, 8)
-    multipliers = levels(z, LEVELS // len(rates))
-    up = rates[np.searchsorted(rates, q, side="left")]
-    down = multipliers[np.searchsorted(multipliers, z, side="right") - 1]
+    rows = np.array([(*step, count) for step, count in sorted(sampled.items())])
+    groups = [(*_halves(rows), rows)]
+    while len(groups) < most:
+        groups.sort(key=lambda group: group[0])
+        _, halves, rows = groups[-1]
+        if not halves:
+            break
+        groups[-1:] = [(*_halves(half), half) for half in halves]
     out: dict[tuple[float, float], int] = {}
-    for key, count in zip(
-        zip(up.tolist(), down.tolist(), strict=True), sampled.values(), strict=True
-    ):
-        out[key] = out.get(key, 0) + count
+    for _, _, rows in groups:
+        key = float(rows[:, 0].max()), float(rows[:, 1].min())
+        out[key] = out.get(key, 0) + int(rows[:, 2].sum())
     return out
 
 
-def levels(values: np.ndarray, most: int) -> np.ndarray:
-    """The distinct values, or a geometric grid of ``most`` points between their ends."""
-    found = np.unique(values)
-    # NumPy returns both ends exactly: the least multiplier has a level below it, and the largest
-    # rate one above it.
-    return found if len(found) <= most else np.geomspace(found[0], found[-1], most)
+def _halves(rows: np.ndarray) -> tuple[float, tuple[np.ndarray, ...]]:
+    """What two groups cost less than one, and the two that cost the least, or none.
+
+    Rows are ``(rate, multiplier, count)``. A group is cut between rates or between multipliers.
+    """
+
+    def cost(rows: np.ndarray) -> np.ndarray:
+        """Of the first rows as one group, ``[rows]``, as in the central limit."""
+        q, z = np.maximum.accumulate(rows[:, 0]), np.minimum.accumulate(rows[:, 1])
+        return np.cumsum(rows[:, 2]) * q**2 * np.expm1(np.minimum(z**-2, 700))
+
+    best: tuple[float, tuple[np.ndarray, ...]] = 0.0, ()
+    for column in (0, 1) if len(rows) > 1 else ():
+        ordered = rows[np.argsort(rows[:, column], kind="stable")]
+        first, last = cost(ordered), cost(ordered[::-1])[::-1]
+        both = first[:-1] + last[1:]
+        cut = int(np.argmin(both)) + 1
+        saved = float(first[-1] - both[cut - 1])
+        if saved > best[0]:
+            best = saved, (ordered[:cut], ordered[cut:])
+    return best
 
 
 def _loss(parts: Parts, neighbours: str) -> PrivacyLossDistribution:

@@ -501,20 +501,44 @@ def spent_event(
 
 
 def at_levels(pairs: Counter[tuple[float, float]]) -> Counter[tuple[float, float]]:
-    """At most 64 sampled steps that cost no less: rates rounded up, multipliers down."""
-    sampled = [(q, z) for q, z in pairs if 0 < q < 1 and 0 < z < math.inf]
+    """At most 64 sampled steps that cost no less: rates rounded up, multipliers down.
+
+    The group of steps whose rounding costs the most is cut in two, between rates or multipliers,
+    until there are 64.
+    """
+    sampled = sorted((q, z) for q, z in pairs if 0 < q < 1 and 0 < z < math.inf)
     if len(sampled) <= LEVELS:
         return pairs
-    rates, multipliers = (np.unique(values) for values in zip(*sampled, strict=True))
-    if len(rates) > 8:
-        rates = np.geomspace(rates[0], rates[-1], 8)
-    if len(multipliers) > LEVELS // len(rates):
-        multipliers = np.geomspace(multipliers[0], multipliers[-1], LEVELS // len(rates))
+    groups = [np.array([(q, z, pairs[q, z]) for q, z in sampled])]
+    cuts = [best_cut(groups[0])]
+    while len(groups) < LEVELS:
+        place = max(range(len(cuts)), key=lambda number: cuts[number][0])
+        if not (halves := cuts[place][1]):
+            break
+        groups[place : place + 1] = halves
+        cuts[place : place + 1] = map(best_cut, halves)
     found = Counter({pair: pairs[pair] for pair in pairs.keys() - set(sampled)})
-    for q, z in sampled:
-        up = rates[np.searchsorted(rates, q)]
-        down = multipliers[np.searchsorted(multipliers, z, side="right") - 1]
-        found[float(up), float(down)] += pairs[q, z]
+    for steps in groups:
+        q, z, count = steps.T
+        found[float(q.max()), float(z.min())] += int(count.sum())
+    return found
+
+
+def best_cut(steps: np.ndarray) -> tuple[float, list[np.ndarray]]:
+    """The two groups that rounded steps cost the least in, after what that saves."""
+
+    def costs(steps: np.ndarray) -> np.ndarray:
+        q, z = np.maximum.accumulate(steps[:, 0]), np.minimum.accumulate(steps[:, 1])
+        return np.cumsum(steps[:, 2]) * q**2 * np.expm1(np.minimum(z**-2, 700))
+
+    found: tuple[float, list[np.ndarray]] = 0.0, []
+    for column in (0, 1):
+        order = steps[np.argsort(steps[:, column], kind="stable")]
+        left, right = costs(order), costs(order[::-1])[::-1]
+        saved = left[-1] - left[:-1] - right[1:]
+        if len(saved) and saved.max() > found[0]:
+            cut = int(saved.argmax()) + 1
+            found = float(saved.max()), [order[:cut], order[cut:]]
     return found
 
 
