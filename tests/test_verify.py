@@ -112,6 +112,22 @@ def test_rounding_to_levels_makes_no_step_cheaper():
     assert cards.at_levels(few := Counter({(0.1, 1.0): 5})) == few
 
 
+@kills(
+    "verify/cards.py",
+    "PLDAccountant(relation, grid(event, exchange))",
+    "PLDAccountant(relation)",
+    slow=True,
+)
+@pytest.mark.parametrize("neighbours", ["add-or-remove", "replace-one"])
+def test_the_grid_of_losses_is_as_fine_as_in_dpjax(neighbours):
+    batches = sampling.poisson(10**6, 250)
+    plan = {"sampling": batches, "noise_multiplier": 50.0, "neighbours": neighbours}
+    card = json.loads(
+        json.dumps(reports.card(mechanism(**plan, steps=30_000), 1e-9, methods=["pld"]))
+    )
+    assert verdicts(card)[0], verdicts(card)
+
+
 CHANGES = [
     (["epsilon", "rdp", "value"], 0.5, "DOES NOT HOLD"),
     (["epsilon", "rdp", "value"], "inf", "promises nothing"),

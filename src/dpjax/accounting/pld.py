@@ -26,11 +26,13 @@ from scipy.special import logsumexp
 from dpjax.accounting import allocation, gdp, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation
 
-GRID = 1e-4  # distance between the losses that the distribution is rounded to
+GRID = 1e-4  # distance between the losses that the distribution is rounded to, at most
+_FINE = 8  # as many grids make a step's standard deviation, which costs 0.1 % of epsilon
 MIXED = 1e-3  # with events whose losses are found one by one: a tenth of the time, 0.1 %
 LEVELS = 64  # distinct steps that are composed as they are; more are rounded to these
 # Points of one distribution, 32 MB: composition by FFT holds several copies.
 _POINTS = 4_000_000
+_FEWER = 500_000  # of a finer grid than the usual one, which takes seconds too
 _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faster
 _UNIT = 2.0**-52  # the distance of floats above 1
 
@@ -47,7 +49,8 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       |---|---|
       | unsampled Gaussians alone | the closed form, which a distribution only approaches |
       | more than 64 distinct steps | rounded to 64: multipliers down, rates up |
-      | losses that span more than 400 | a coarser grid than 1e-4, still pessimistic |
+      | steps with losses of about 8e-4 or less | a finer grid than 1e-4 |
+      | losses that span more than 4 million grids | a coarser grid, still pessimistic |
       | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
       | random allocation | RDP's answer, or that of a known bin |
       | RDP epsilon beyond about 5000 | RDP's answer, or that without sampling |
@@ -246,7 +249,7 @@ def _advice(event: DpEvent) -> str:
 
 
 def _grid(parts: Parts, neighbours: str) -> float:
-    """The finest grid, doubled until the losses of one step and of all fit on `_POINTS`."""
+    """The grid of losses: fine beside one step's losses, and with all losses in memory."""
     multipliers = [z for _, z in parts.sampled] + [parts.unsampled_multiplier]
     smallest = min(multipliers) / (2 if neighbours == "replace-one" else 1)
     mixed = [
@@ -254,11 +257,20 @@ def _grid(parts: Parts, neighbours: str) -> float:
         for event, count in parts.foreign.values()
         if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0
     ]
-    finest = MIXED if parts.foreign else GRID
+    usual = MIXED if parts.foreign else GRID
     # The grid must span the losses of one step and of all steps: with a fixed grid, a huge epsilon
     # would need more points than memory has.
     span = 2 * max(_hint(parts, neighbours), smallest**-2 / 2 + 10 / smallest, *mixed)
-    return finest * 2.0 ** max(0, math.ceil(math.log2(max(span / finest / _POINTS, 1e-300))))
+    if span > usual * _POINTS:
+        return usual * 2.0 ** math.ceil(math.log2(span / usual / _POINTS))
+    if parts.foreign:
+        return usual
+    # Rounding adds up to the square of the grid to the variance of each step, which would be most
+    # of the variance of a million steps with losses of 1e-4.
+    squares = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
+    deviation = math.sqrt(math.fsum(squares) / sum(parts.sampled.values()))
+    wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
+    return usual * 2.0 ** min(0, math.floor(math.log2(wanted / usual)))
 
 
 def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
