@@ -917,6 +917,21 @@ def test_the_closed_form_is_the_limit_of_distributions():
     agrees(accounting.gaussian(2.0), 1e-5, "pld", accountant.get_epsilon(1e-5))
 
 
+@kills("accounting/pld.py", "[1] * count if once", "[1] if once", slow=True)
+def test_every_run_of_a_randomised_response_counts():
+    """The library's distribution has one of them: epsilon 0.694 for any number of runs."""
+    response = dp_accounting.RandomizedResponseDpEvent(0.5, 2)
+    many = dp_accounting.SelfComposedDpEvent(response, 10)
+    for event in (many, accounting.compose(*[response] * 10)):
+        found = accounting.epsilon(event, 1e-5, "pld", "replace-one")
+        # A binomial of losses of log 3: 10 or 8 more of one kind than of the other.
+        kept = stats.binom.pmf([10, 9, 8, 7, 6, 5], 10, 0.75)
+        losses = math.log(3) * np.array([10, 8, 6, 4, 2, 0])
+        gap = np.maximum(0, -np.expm1(found - losses))
+        assert float(kept @ gap) <= 1e-5 * (1 + 1e-6)
+        assert found == pytest.approx(10 * math.log(3), rel=0.01)
+
+
 def test_unsampled_gaussians_are_one():
     parts = split(accounting.compose(accounting.gaussian(3.0, 9), *[accounting.gaussian(1.0)] * 3))
     assert parts.sampled == {}

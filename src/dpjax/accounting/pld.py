@@ -18,7 +18,11 @@ from collections.abc import Callable
 import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
+from dp_accounting.dp_event import (
+    MixtureOfGaussiansDpEvent,
+    RandomizedResponseDpEvent,
+    RepeatAndSelectDpEvent,
+)
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy.special import logsumexp
@@ -228,8 +232,11 @@ def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
         step = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
         accountant.compose(step, count)
     for event, count in parts.foreign.values():
+        # The library composes a randomised response once, whatever its count.
+        once = isinstance(event, RandomizedResponseDpEvent)
         try:
-            accountant.compose(event, count)
+            for runs in [1] * count if once else [count]:
+                accountant.compose(event, runs)
         except dp_accounting.UnsupportedEventError as error:
             raise ValueError(
                 f"accounting: method 'pld' with neighbours={neighbours!r} has no proof for "
