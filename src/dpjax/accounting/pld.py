@@ -14,6 +14,7 @@ bound.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -107,7 +108,7 @@ def epsilon_at(answer: Callable[[float], float], parts: Parts, delta: float) -> 
     return float(answer(spare)) if spare > 0 else math.inf
 
 
-def delta_at(answer: Callable[[float], float], parts: Parts, epsilon: float) -> float:
+def delta_at(answer: Callable[[float], Any], parts: Parts, epsilon: float) -> float:
     """The delta that a distribution proves; `answer` is its own, for exact arithmetic."""
     return float(answer(epsilon)) + error(parts)
 

@@ -599,8 +599,13 @@ def grid(event: dp.DpEvent, exchange: int) -> float:
 
     As in dpjax, an eighth of a step's deviation, if half a million span all losses.
     """
-    sampled = [(part, n) for part, n in leaves(event) if isinstance(part, dp.PoissonSampledDpEvent)]
-    steps = [(p.sampling_probability, p.event.noise_multiplier, n) for p, n in sampled]
+    steps: list[tuple[float, float, int]] = []
+    for part, n in leaves(event):
+        match part:
+            case dp.PoissonSampledDpEvent(
+                sampling_probability=q, event=dp.GaussianDpEvent(noise_multiplier=z)
+            ):
+                steps.append((q, z, n))
     if not steps:
         return 1e-4
 
