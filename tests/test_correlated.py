@@ -16,7 +16,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import accounting, clipping, noise, reports, sampling, strategies, training
+from dpjax import accounting, clipping, noise, reports, sampling, strategies, training, verify
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import correlated_samples
 from dpjax.accounting.rdp_accountant import total
@@ -493,6 +493,51 @@ class TestDescription:
         assert "square root, 4 bands" in words
         assert "for each participation of an example" in words
         assert "rate 0.04 of a part, each 4 steps" in words
+
+    @kills(
+        "mechanism/description.py",
+        "        return correlated_claim(self.noise, self.sampling)",
+        "        return self.sampling.claim",
+        case="cyclic-wide",
+    )
+    @kills(
+        "reports/card.py",
+        '"claim": mechanism.claim',
+        '"claim": mechanism.sampling.claim',
+        case="cyclic-wide",
+        slow=True,
+    )
+    @kills(
+        "reports/statement.py",
+        "{mechanism.claim}",
+        "{mechanism.sampling.claim}",
+        case="cyclic-wide",
+        slow=True,
+    )
+    @pytest.mark.parametrize(
+        ("batches", "noise", "words"),
+        [
+            (sampling.cyclic_poisson(1000, 100, cycle=4), 4, "one amplified step a cycle"),
+            (sampling.cyclic_poisson(1000, 100, cycle=4), 5, "one Gaussian for the run"),
+            (sampling.shuffled(1000, 100), 1, "one Gaussian for the run"),
+            (sampling.full(1000), 1, "one Gaussian for the run"),
+            (sampling.balls_in_bins(1000, 100), 1, "for the run, in a batch that is unknown"),
+            (sampling.balls_in_bins(1000, 500), 20, "no amplification is counted: one"),
+        ],
+        ids=["cyclic", "cyclic-wide", "shuffled", "full", "bins", "bins-wide"],
+    )
+    def test_statement_and_card_say_what_is_counted(self, batches, noise, words):
+        """One Gaussian is called one, and amplification is named where it is counted."""
+        strategy = strategies.square_root(20, bands=noise)
+        planned = mechanism(20, sampling=batches, noise=strategy, noise_multiplier=3.0)
+        assert ("one amplified step" in planned.claim) == bool(split(planned.event).sampled)
+        assert words in planned.claim
+        assert planned.claim in reports.statement(planned, 1e-5)
+        card = json.loads(json.dumps(reports.card(planned, 1e-5, methods=["rdp"])))
+        assert card["claim"] == planned.claim
+        assert all(good for good, _ in verify.findings(card))
+        older = {**card, "claim": batches.claim}
+        assert all(good for good, _ in verify.findings(older))
 
     def test_equal_strategies_are_one_mechanism(self):
         batches = sampling.balls_in_bins(12, 4)

@@ -36,7 +36,7 @@ _BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is like
 _RARE = 0.05
 _LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
 _CHANCE = 1e-12
-_LEVELS = 8  # distinct multipliers of a schedule; beyond them they are rounded down
+_LEVELS = 8  # distinct steps of a schedule; beyond them they are rounded
 
 # `{(rate, multiplier, projections): count}`
 Steps: TypeAlias = dict[tuple[float, float, int], int]
@@ -112,7 +112,8 @@ def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
         return pld.pld_epsilon(parts, delta, neighbours)
     if _bare(steps):
         return math.inf
-    return float(_whole(parts, steps, neighbours).get_epsilon_for_delta(delta))
+    whole = _whole(parts, steps, neighbours)
+    return pld.epsilon_at(whole.get_epsilon_for_delta, parts, delta)
 
 
 def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
@@ -122,7 +123,8 @@ def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
         return pld.pld_delta(parts, epsilon, neighbours)
     if _bare(steps):
         return 1.0
-    return min(1.0, float(_whole(parts, steps, neighbours).get_delta_for_epsilon(epsilon)))
+    whole = _whole(parts, steps, neighbours)
+    return min(1.0, pld.delta_at(whole.get_delta_for_epsilon, parts, epsilon))
 
 
 def _steps(parts: Parts) -> Steps:
@@ -169,12 +171,12 @@ def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDi
 
 
 def _rounded(steps: Steps) -> Steps:
-    """At most `_LEVELS` distinct multipliers, rounded down: steps that cost no less."""
-    multipliers = pld.levels(np.array([z for _, z, _ in steps]), _LEVELS)
+    """At most `_LEVELS` distinct steps for each number of projections, which cost no less."""
     out: Steps = {}
-    for (q, z, r), count in steps.items():
-        key = (q, float(multipliers[np.searchsorted(multipliers, z, side="right") - 1]), r)
-        out[key] = out.get(key, 0) + count
+    for projections in {r for _, _, r in steps}:
+        same = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
+        fewer = pld.rounded(same, _LEVELS)
+        out |= {(q, z, projections): count for (q, z), count in fewer.items()}
     return out
 
 

@@ -111,6 +111,17 @@ def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | Non
     return tuple(found.tolist()) if np.mean(found) <= 0.75 else None
 
 
+def correlated_claim(strategy: Strategy, sampler: Sampler) -> str:
+    """In words, how the batches are drawn and what `correlated_event` counts for them."""
+    if is_amplified(strategy, sampler):
+        return sampler.claim
+    # The sampler's words end with what it counts for fresh noise.
+    drawn = sampler.claim.partition(";")[0]
+    if overlaps_of(strategy, sampler) is None:
+        return f"{drawn}; no amplification is counted: one Gaussian for the run"
+    return f"{drawn}; one Gaussian for the run, in a batch that is unknown"
+
+
 def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarray) -> dp.DpEvent:
     """The privacy event of the first steps of a run with correlated noise.
 

@@ -26,7 +26,7 @@ from dpjax._display import brief, short, table
 from dpjax.accounting.events import runs_of
 from dpjax.mechanism import card, link
 from dpjax.mechanism.adaptive import check_adaptive
-from dpjax.mechanism.correlated import check_strategy, sensitivity_of
+from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
 from dpjax.strategies import Strategy
@@ -169,6 +169,13 @@ class Mechanism:
     def relation(self) -> Neighbours:
         """The neighbouring relation for which the guarantee is stated."""
         return Neighbours(self.neighbours or self.sampling.neighbours)
+
+    @property
+    def claim(self) -> str:
+        """In words, how the batches are drawn, and what is proved and counted for them."""
+        if self.noise is None:
+            return self.sampling.claim
+        return correlated_claim(self.noise, self.sampling)
 
     @property
     def multipliers(self) -> np.ndarray:

@@ -8,7 +8,7 @@ Numbers are the accounted ones, never rounded.
 |---|---|
 | ``mechanism`` | the plan, as `dpjax.mechanism.card` describes it and ``run.json`` holds it |
 | ``steps`` | how many planned steps count: the first ones, which ran; all, if results ended it |
-| ``claim`` | in words, what is proved for the sampler |
+| ``claim`` | in words, how batches are drawn and what is proved for them |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
 | ``not_private`` | what was released without noise, in words, or null |
 | ``seed_published`` | the fixed seed; true for another below 2^32 or of an earlier run; or null |
@@ -63,7 +63,7 @@ def card(
         # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,
         "steps": len(ran),
-        "claim": mechanism.sampling.claim,
+        "claim": mechanism.claim,
         "delta": delta,
         "epsilon": {
             # Not rounded: `verify` compares the number with the one that it recomputes.

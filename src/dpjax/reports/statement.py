@@ -22,7 +22,7 @@ from dpjax.mechanism.correlated import is_amplified
 from dpjax.reports.claims import epsilons, multipliers, published_seed, why_infinite
 from dpjax.reports.references import references
 from dpjax.reports.statement_html import Statement
-from dpjax.types import Neighbours, Sampler
+from dpjax.types import Neighbours
 
 _NEIGHBOURS = {
     Neighbours.ADD_OR_REMOVE: "data sets that differ by one {unit} added or removed",
@@ -175,13 +175,13 @@ def _facts(
     delta: float,
     scaled_by: str | None,
 ) -> Iterator[str]:
-    sampling, rule = mechanism.sampling, mechanism.clipping
+    rule = mechanism.clipping
     # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
     neighbours, unit = mechanism.relation, mechanism.unit
     groups = rule.partition.size
     yield f"  unit          one {unit}"
     yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
-    yield from _sampler(sampling, unit, len(ran))
+    yield from _sampler(mechanism, len(ran))
     yield (
         f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
         f"moves the sum by {'at most' if rule.projections is None else 'about'} "
@@ -218,8 +218,9 @@ def _facts(
     yield f"  delta         {upwards(delta, '.6g')}"
 
 
-def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
-    """The expected batch, and the sampling rate that is accounted."""
+def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
+    """The expected batch, its sampling rate, and what is proved for it."""
+    sampling, unit = mechanism.sampling, mechanism.unit
     rows = sampling.facts.get("rates")  # of `scored`: the largest rate of each row, and its steps
     cycle = sampling.facts.get("cycle", 1)  # of `cyclic_poisson`: one part of the data at a time
     turn = f" of a part, each {cycle} steps" if cycle > 1 else ""
@@ -229,7 +230,7 @@ def _sampler(sampling: Sampler, unit: str, steps: int) -> Iterator[str]:
         f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
         f"{sampling.examples:,} {unit}s a step ({rate})"
     )
-    yield f"                {sampling.claim}"
+    yield f"                {mechanism.claim}"
     if rows:
         each = np.repeat([largest for largest, _ in rows], [lasts for _, lasts in rows])
         counted = each[np.minimum(np.arange(steps), len(each) - 1)]  # the last row stays

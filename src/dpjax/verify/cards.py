@@ -44,7 +44,7 @@ PROVED = {
     **dict.fromkeys(("shuffled", "curriculum"), ("zero-out", "replace-one")),
     "fixed": ("replace-one",),
 }
-# What each sampler says in the field ``claim``.
+# What the field ``claim`` says of each sampler.
 CLAIMS = {
     "poisson": (
         "exact Poisson sampling; amplification by sampling is proved and counted",
@@ -67,6 +67,11 @@ CLAIMS = {
     ),
     "fixed": ("uniform batches of a fixed size; proved for replace-one neighbours (RDP)",),
 }
+# And of each, after the words for how batches are drawn, where the noise of steps is correlated.
+TOGETHER = (
+    "no amplification is counted: one Gaussian for the run",
+    "one Gaussian for the run, in a batch that is unknown",
+)
 BOUNDS = ("rdp", "pld", "rdp-classic")
 ESTIMATES = ("gdp",)
 # Of the comparison: bounds are found on grids of orders and of losses.
@@ -85,6 +90,7 @@ ORDERS = np.concatenate(
 )
 # dp-accounting cuts 1e-15 off the distribution of each different step.
 SMALLEST_DELTA = 1e-12
+ROUGH = 20  # a delta below 20 errors of a distribution leaves few digits of epsilon
 BARE = 1e-100  # a smaller multiplier hides nothing: its square underflows
 
 
@@ -246,7 +252,8 @@ def claims(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         if math.isinf(claimed):
             good, verdict = False, "promises nothing"
         elif not claimed >= smallest * (1 - TOLERANCE):
-            coarse = delta < SMALLEST_DELTA and math.isnan(signal(card))
+            least = ROUGH * rounding_error(card) if name == "pld" else 0.0
+            coarse = delta < max(least, SMALLEST_DELTA) and math.isnan(signal(card))
             verdict = "cannot be confirmed at so small a delta" if coarse else "DOES NOT HOLD"
             good = False
         elif claimed > largest * loose:
@@ -281,7 +288,7 @@ def require_consistent(card: dict[str, Any]) -> None:
         require_run(spent, mechanism)
     require_count(mechanism)
     require_rule(mechanism)
-    require_words(card["claim"], mechanism["sampling"])
+    require_words(card["claim"], mechanism)
 
 
 def require_format(card: dict[str, Any]) -> None:
@@ -374,9 +381,15 @@ def require_rule(mechanism: dict[str, Any]) -> None:
             )
 
 
-def require_words(claim: str, sampling: dict[str, Any]) -> None:
+def require_words(claim: str, mechanism: dict[str, Any]) -> None:
     """Refuses a claim about the batches that is not proved for them."""
-    if claim not in (words.format(**sampling) for words in CLAIMS[sampling["name"]]):
+    sampling, noise = mechanism["sampling"], mechanism["noise"]
+    known = [words.format(**sampling) for words in CLAIMS[sampling["name"]]]
+    if noise is not None and not is_amplified(noise, sampling):
+        # Cards of earlier versions say here what is proved for fresh noise.
+        endings = TOGETHER if sampling["name"] == "balls_in_bins" else TOGETHER[:1]
+        known += [f"{words.partition(';')[0]}; {each}" for words in known for each in endings]
+    if claim not in known:
         raise Unreadable(
             f"the card says {claim!r}, which is not what is proved for {sampling['name']} batches."
         )
@@ -488,20 +501,44 @@ def spent_event(
 
 
 def at_levels(pairs: Counter[tuple[float, float]]) -> Counter[tuple[float, float]]:
-    """At most 64 sampled steps that cost no less: rates rounded up, multipliers down."""
-    sampled = [(q, z) for q, z in pairs if 0 < q < 1 and 0 < z < math.inf]
+    """At most 64 sampled steps that cost no less: rates rounded up, multipliers down.
+
+    The group of steps whose rounding costs the most is cut in two, between rates or multipliers,
+    until there are 64.
+    """
+    sampled = sorted((q, z) for q, z in pairs if 0 < q < 1 and 0 < z < math.inf)
     if len(sampled) <= LEVELS:
         return pairs
-    rates, multipliers = (np.unique(values) for values in zip(*sampled, strict=True))
-    if len(rates) > 8:
-        rates = np.geomspace(rates[0], rates[-1], 8)
-    if len(multipliers) > LEVELS // len(rates):
-        multipliers = np.geomspace(multipliers[0], multipliers[-1], LEVELS // len(rates))
+    groups = [np.array([(q, z, pairs[q, z]) for q, z in sampled])]
+    cuts = [best_cut(groups[0])]
+    while len(groups) < LEVELS:
+        place = max(range(len(cuts)), key=lambda number: cuts[number][0])
+        if not (halves := cuts[place][1]):
+            break
+        groups[place : place + 1] = halves
+        cuts[place : place + 1] = map(best_cut, halves)
     found = Counter({pair: pairs[pair] for pair in pairs.keys() - set(sampled)})
-    for q, z in sampled:
-        up = rates[np.searchsorted(rates, q)]
-        down = multipliers[np.searchsorted(multipliers, z, side="right") - 1]
-        found[float(up), float(down)] += pairs[q, z]
+    for steps in groups:
+        q, z, count = steps.T
+        found[float(q.max()), float(z.min())] += int(count.sum())
+    return found
+
+
+def best_cut(steps: np.ndarray) -> tuple[float, list[np.ndarray]]:
+    """The two groups that rounded steps cost the least in, after what that saves."""
+
+    def costs(steps: np.ndarray) -> np.ndarray:
+        q, z = np.maximum.accumulate(steps[:, 0]), np.minimum.accumulate(steps[:, 1])
+        return np.cumsum(steps[:, 2]) * q**2 * np.expm1(np.minimum(z**-2, 700))
+
+    found: tuple[float, list[np.ndarray]] = 0.0, []
+    for column in (0, 1):
+        order = steps[np.argsort(steps[:, column], kind="stable")]
+        left, right = costs(order), costs(order[::-1])[::-1]
+        saved = left[-1] - left[:-1] - right[1:]
+        if len(saved) and saved.max() > found[0]:
+            cut = int(saved.argmax()) + 1
+            found = float(saved.max()), [order[:cut], order[cut:]]
     return found
 
 
@@ -545,6 +582,54 @@ def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.D
     return noise
 
 
+def leaves(event: dp.DpEvent, count: int = 1) -> Iterator[tuple[dp.DpEvent, int]]:
+    """The events that hold no composition, and how often each runs."""
+    match event:
+        case dp.SelfComposedDpEvent(event=part, count=runs):
+            yield from leaves(part, count * runs)
+        case dp.ComposedDpEvent(events=parts):
+            for part in parts:
+                yield from leaves(part, count)
+        case _:
+            yield event, count
+
+
+def grid(event: dp.DpEvent, exchange: int) -> float:
+    """The distance between losses: 1e-4, or less where that is much for a sampled step.
+
+    As in dpjax, an eighth of a step's deviation, if half a million span all losses.
+    """
+    steps: list[tuple[float, float, int]] = []
+    for part, n in leaves(event):
+        match part:
+            case dp.PoissonSampledDpEvent(
+                sampling_probability=q, event=dp.GaussianDpEvent(noise_multiplier=z)
+            ):
+                steps.append((q, z, n))
+    if not steps:
+        return 1e-4
+
+    def variance(times: int) -> float:
+        return math.fsum(n * q**2 * math.expm1(min((times / z) ** 2, 700)) for q, z, n in steps)
+
+    total, largest = variance(exchange), max(exchange / z for _, z, _ in steps)
+    losses = 2 * max(total / 2 + 6 * math.sqrt(total), largest**2 / 2 + 10 * largest)
+    step = math.sqrt(variance(1) / sum(n for *_, n in steps))
+    finest = max(step / 8, losses / 500_000, 1e-4 / 1024)
+    return 1e-4 * 2.0 ** min(0, math.floor(math.log2(finest / 1e-4)))
+
+
+def rounding_error(card: dict[str, Any]) -> float:
+    """By how much floating point can move a delta of dp-accounting's distribution, either way.
+
+    `dpjax.accounting.pld.error` says why: each step by 2 units in the last place of 1, and each
+    distinct step by 16. Equal Gaussians without sampling are one.
+    """
+    found = leaves(event_of(card, halve=False, rounded=True))
+    counts = [1 if isinstance(part, dp.GaussianDpEvent) else count for part, count in found]
+    return 2.0**-52 * sum(2 * count + 16 for count in counts)
+
+
 def signal(card: dict[str, Any]) -> float:
     """By how many standard deviations one example moves Gaussians; NaN if batches are sampled."""
     exchange = 2 if card["mechanism"]["neighbours"] == "replace-one" else 1
@@ -569,9 +654,19 @@ def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
         if not math.isnan(moved := signal(card)):
             epsilon = closed_form.epsilon(moved, card["delta"])
         else:
-            accountant = dp.pld.PLDAccountant(relation)
+            exchange = 2 if mechanism["neighbours"] == "replace-one" else 1
+            accountant = dp.pld.PLDAccountant(relation, grid(event, exchange))
             accountant.compose(event)
-            epsilon = float(accountant.get_epsilon(card["delta"]))
+            error = rounding_error(card)
+            spare = card["delta"] - error
+            epsilon = float(accountant.get_epsilon(spare)) if spare > 0 else math.inf
+            # Without their sampling, the same steps cost no less, and have a closed form.
+            noises = ((getattr(part, "event", part), n) for part, n in leaves(event))
+            total = math.fsum(n * closed_form.precision(noise) for noise, n in noises)
+            whole = closed_form.epsilon(exchange * math.sqrt(total), card["delta"])
+            epsilon = min(epsilon, whole)
+            if card["delta"] < ROUGH * error and exchange == 1:
+                epsilon = min(epsilon, recompute(card, "rdp")[0])
         if np.any(less_by_bins(card, np.array([2.0]))):  # dp-accounting has no such distribution
             epsilon = min(epsilon, recompute(card, "rdp")[0])
         return epsilon, epsilon
