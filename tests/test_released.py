@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 
 import flax
 import jax
@@ -326,6 +327,60 @@ def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
             (tmp_path / name).unlink()
         dpjax.fit(run, state, steps=steps, evaluate_every=2, directory=tmp_path, progress=False)
         assert [(tmp_path / name).read_bytes() for name in names] == before
+
+
+@kills("training/released.py", "int(state.ledger.chosen)) < folder.marked", "0) < 0", slow=True)
+@kills(
+    "training/fit.py",
+    "if max(run.done, furthest) > terms.end",
+    "if run.done > terms.end",
+    slow=True,
+)
+@kills("reports/load_run.py", "not steps < counted <= released", "True", slow=True)
+@kills("reports/load_run.py", "steps < counted <= released", "steps < counted", slow=True)
+@kills("training/released.py", "int(state.ledger.chosen)) < folder", "0) < folder", slow=True)
+def test_no_file_states_fewer_steps_than_are_public(tmp_path):
+    """A run that was killed after step 8 repeats steps, and is killed again."""
+
+    def life(died=None, *, interrupt=None, stop=None, **options):
+        def evaluate(state):
+            if state.ledger.steps == died:
+                raise InterruptedError
+            if state.ledger.steps == interrupt:
+                signal.raise_signal(signal.SIGINT)
+            return {"stop": state.ledger.steps == stop}
+
+        run = algorithm()
+        settings = {"evaluate_every": 2, "save_every": 100, "progress": False, **options}
+        return dpjax.fit(run, started(run), directory=tmp_path, evaluate=evaluate, **settings)
+
+    def files():
+        names = ("privacy.json", "statement.txt", "params.msgpack")
+        return [(tmp_path / name).read_bytes() for name in names]
+
+    with pytest.raises(InterruptedError):
+        life(died=8)
+    before = files()
+    assert left(tmp_path)[0]["steps"] == 6
+    with pytest.raises(InterruptedError):  # the checkpoint is of step 0
+        life(died=4)
+    assert files() == before
+    run = load_run.read(tmp_path)
+    assert (run.rows[-1]["step"], run.foreign, run.card["steps"]) == (2, "", 6)
+    (tmp_path / "furthest").rename(tmp_path / "away")
+    assert "it counts 6 steps, and the log counts 2" in load_run.read(tmp_path).foreign
+    (tmp_path / "away").rename(tmp_path / "furthest")
+    with pytest.raises(KeyboardInterrupt):  # saved at the row of step 4
+        life(interrupt=2)
+    assert files() == before
+    with pytest.raises(ledger.Refused, match="8 steps ran there, and"):
+        life(steps=6)
+    with pytest.raises(InterruptedError):
+        life(died=6)
+    assert files() == before
+    life(stop=6)  # which counts all that are planned
+    assert left(tmp_path)[0]["steps"] == MECHANISM.steps
+    assert files() != before
 
 
 def test_a_run_that_is_forgotten_leaves_no_half_a_file(tmp_path):

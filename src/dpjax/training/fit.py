@@ -68,7 +68,8 @@ def fit(
       directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
         ``statement.txt`` and ``params.msgpack``, which may be released, and ``metrics.jsonl``,
         ``run.json`` (the identity of the run), ``checkpoints`` and, if that extra is installed,
-        TensorBoard's events in ``tensorboard``, which their owner alone can read.
+        TensorBoard's events in ``tensorboard``, which their owner alone can read. While a resumed
+        run repeats rows, the released files stay those of the last row before.
       configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
         refuses another one. Loss, optimizer, weights and data need no name here: `fit` compares
         the program of a step and the data.
@@ -93,7 +94,7 @@ def fit(
     | ... of another loss, optimizer or rate | refused; not seen if versions or settings changed |
     | holds a run that began with other parameters | refused |
     | holds this run, finished or stopped by `evaluate` | returns its last state and rows |
-    | holds this run, further than ``steps`` | refused |
+    | holds this run, released further than ``steps`` | refused |
     | is on a full disk | logged; the run continues, and tries the next checkpoint |
 
     On SIGTERM and Ctrl-C the current step ends and is saved before the process ends (with
@@ -255,13 +256,15 @@ def _most(algorithm: Algorithm, terms: _Terms) -> float:
 def _check_further(run: Run, terms: _Terms) -> None:
     """Refuses a folder that is further than the call, and logs that a later state is taken."""
     # A script of two fits in one folder, killed in the second and restarted, would otherwise
-    # run the steps of the first call again on top.
-    if run.done > terms.end:
+    # run the steps of the first call again on top. After a kill the checkpoint may lie behind what
+    # was released: a run that ended there would state fewer steps than are public.
+    furthest = 0 if run.folder is None else run.folder.furthest()
+    if max(run.done, furthest) > terms.end:
         raise ledger.Refused(
-            f"fit(directory={str(terms.directory)!r}): {run.done} steps ran there, and this call "
-            f"asks for steps up to {terms.end}. Usually a script calls fit several times in one "
-            "folder: restarted after an interrupt, it would run more steps than it says. Call "
-            "fit once for all steps, or give each part its own folder."
+            f"fit(directory={str(terms.directory)!r}): {max(run.done, furthest)} steps ran there, "
+            f"and this call asks for steps up to {terms.end}. Usually a script calls fit several "
+            "times in one folder: restarted after an interrupt, it would run more steps than it "
+            "says. Call fit once for all steps, or give each part its own folder."
         )
     if run.done > terms.begin:
         logging.info(

@@ -141,6 +141,11 @@ class Folder:
     def _write_mark(self, step: int, chosen: int) -> None:
         replace(self.path / "furthest", f"{step} {chosen}\n")
 
+    @property
+    def marked(self) -> int:
+        """The last released step, in the first process, which counts them."""
+        return self._marked[0]
+
     def seal(self, seals: np.ndarray) -> None:
         """Records what the steps so far released; see `dpjax.noise.seals`."""
         path = self.path / "seals"
