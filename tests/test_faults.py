@@ -178,6 +178,102 @@ def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+@kills(
+    "training/run_folder.py",
+    'overwrite(self.path / "furthest", 0, f',
+    'replace(self.path / "furthest", f',
+)
+@kills(
+    "training/run_folder.py", "overwrite(path, size, bytes(max(0, room - size)))", "pass", slow=True
+)
+@kills(
+    "training/runner.py", "            folder.reserve(_mechanism(algorithm).steps)\n", "", slow=True
+)
+def test_what_says_which_steps_were_released_needs_no_room_on_a_full_disk(tmp_path):
+    files, seen = [tmp_path / "furthest", tmp_path / "seals"], []
+
+    def look(state):
+        seen.append([(path.stat().st_ino, path.stat().st_size) for path in files])
+        return {}
+
+    algorithm = runs.make(steps=4)
+
+    def run(state, count):
+        look(state)
+        return algorithm.run(state, count)
+
+    runs.fit(tmp_path, dataclasses.replace(algorithm, run=run), evaluate=look, evaluate_every=1)
+    assert len(seen) == 8
+    assert all(found == seen[0] for found in seen)
+
+
+@pytest.mark.parametrize("name", ["furthest", "seals"])
+@kills(
+    "training/run_folder.py",
+    "                self._write_mark(*mark)\n",
+    "                pass\n",
+    case="furthest",
+)
+@kills(
+    "training/run_folder.py",
+    "            if self._sealed < step:\n",
+    "            self._write_mark(*mark)\n            if self._sealed < step:\n",
+    case="seals",
+    slow=True,
+)
+def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, monkeypatch, name):
+    """Or a later process would count nothing, and release it again with other noise."""
+    overwrite, seen = training.run_folder.overwrite, []
+
+    def refused(path, start, content):
+        if path.name == name:
+            raise OSError("no space left")
+        overwrite(path, start, content)
+
+    algorithm = runs.make(steps=4)
+
+    def run(state, count):
+        monkeypatch.setattr(training.run_folder, "overwrite", refused)
+        return algorithm.run(state, count)
+
+    starved = dataclasses.replace(algorithm, run=run)
+    with pytest.raises(OSError, match="cannot record that step 2 is released"):
+        runs.fit(tmp_path, starved, evaluate=seen.append, evaluate_every=2, save_every=100)
+    assert not seen
+    assert _spent(tmp_path) == [0]
+    assert not (tmp_path / "params.msgpack").exists()
+
+
+@kills(
+    "training/runner.py",
+    "        except OSError as error:\n",
+    "        except KeyError as error:\n",
+    slow=True,
+)
+@kills(
+    "training/runner.py",
+    '("%s The run continues.", error)\n            return False',
+    '("%s The run continues.", error)',
+    slow=True,
+)
+def test_a_checkpoint_whose_step_cannot_be_recorded_is_not_written(tmp_path, monkeypatch, caplog):
+    mark = Folder.mark
+
+    def refused(folder, step, *rest):
+        if step == 2:
+            raise OSError("No space.")
+        mark(folder, step, *rest)
+
+    monkeypatch.setattr(Folder, "mark", refused)
+    runs.fit(tmp_path, runs.make(steps=4), evaluate_every=4, save_every=1)
+    assert "No space. The run continues." in caplog.text
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")) == [
+        "1",
+        "3",
+        "4",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hurt", ["cut off", "a bit changed", "a file gone"])
 def test_a_damaged_checkpoint_is_set_aside(tmp_path, hurt):
@@ -319,8 +415,8 @@ def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
 
 @kills(
     "training/runner.py",
-    "        self.mark()\n        self.folder",
-    "        self.folder",
+    "            self.mark()\n        except",
+    "            pass\n        except",
     slow=True,
 )
 def test_a_saved_step_is_spent_before_its_checkpoint_has_a_name(tmp_path, monkeypatch):
@@ -384,8 +480,8 @@ def _spent(folder):
 
 @kills(
     "training/run_folder.py",
-    "            self._write_mark(_furthest(self.path), _chosen(self.path))\n",
-    "",
+    "        self._write_mark(*self._marked)\n",
+    "        self._write_mark(0, 0)\n",
     slow=True,
 )
 def test_released_steps_are_spent_though_the_run_resumes_from_an_earlier_one(tmp_path, unmarked):
@@ -408,6 +504,7 @@ def test_released_steps_are_spent_though_their_checkpoints_are_damaged_or_gone(t
             path.write_bytes(b"")
     cut_off(tmp_path, after=0, **quiet)
     assert (tmp_path / "checkpoints" / "damaged-30").is_dir()
+    (tmp_path / "furthest").unlink()
     assert _spent(tmp_path) == [30]
     runs.fit(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
@@ -506,7 +603,7 @@ def test_released_steps_do_not_run_again_by_another_engine(tmp_path):
             _seen(tmp_path, runs.make(steps=4, **options))
 
 
-@kills("training/run_folder.py", "max(step, furthest)", "step", slow=True)
+@kills("training/run_folder.py", "max(step, self._marked[0])", "step", slow=True)
 def test_a_mark_stays_where_it_was_furthest(tmp_path):
     for last in (3, 1):
         _seen(tmp_path, last=last)

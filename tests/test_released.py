@@ -122,8 +122,8 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
 )
 @kills(
     "training/run_folder.py",
-    "_write_mark(_furthest(self.path), _chosen(self.path))",
-    "_write_mark(_furthest(self.path), 0)",
+    "self._write_mark(*self._marked)",
+    "self._write_mark(self._marked[0], 0)",
     slow=True,
 )
 @kills("training/run_folder.py", "max([*counted, *_mark(folder)[1:]]", "max(counted", slow=True)
@@ -161,6 +161,14 @@ def test_a_stop_by_results_is_not_forgotten(tmp_path):
     assert rows[-1]["counted"] == left(one)[0]["steps"] == MECHANISM.steps, "killed as it stopped"
     (one / "metrics.jsonl").unlink()
     assert spent(one) == MECHANISM.steps, "by its mark"
+
+    def dies(state, count):
+        raise InterruptedError
+
+    (one / "furthest").unlink()
+    with pytest.raises(InterruptedError):
+        dpjax.fit(dataclasses.replace(run, run=dies), started(run), directory=one, **options)
+    assert spent(one) == MECHANISM.steps, "by its checkpoint"
 
 
 def test_a_run_that_results_ended_has_no_shorter_plan():

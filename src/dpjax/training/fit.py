@@ -96,6 +96,7 @@ def fit(
     | holds this run, finished or stopped by `evaluate` | returns its last state and rows |
     | holds this run, released further than ``steps`` | refused |
     | is on a full disk | logged; the run continues, and tries the next checkpoint |
+    | cannot record, even in place, that a step is released | an error, before the step is |
 
     On SIGTERM and Ctrl-C the current step ends and is saved before the process ends (with
     ``SystemExit(143)`` and ``KeyboardInterrupt``).

@@ -27,7 +27,7 @@ import numpy as np
 from absl import logging
 
 from dpjax import meshes
-from dpjax._files import lock, read_json, read_log, replace
+from dpjax._files import lock, overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
@@ -62,6 +62,7 @@ class Folder:
         self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
+        self._sealed = 0  # how many seals this process has written
         try:
             # Where several processes run, the first one alone touches files.
             meshes.from_first(self._open)
@@ -75,7 +76,10 @@ class Folder:
         # The lock first: everything below reads and writes files that another process may hold.
         self._lock = _locked(self.path)
         _same_run(self.path / "run.json", self.identity, self.path)
+        # Before `rows` removes rows that the resumed run writes again: someone may have seen
+        # them; and before the first step, so that a full disk has room for it.
         self._marked = _furthest(self.path), _chosen(self.path)
+        self._write_mark(*self._marked)
 
     def resume(self, done: int) -> bool:
         """Resumes the run after ``done`` steps, and returns whether its numerics changed.
@@ -119,58 +123,63 @@ class Folder:
         content = json.dumps(self.identity, indent=2) + "\n"
         meshes.from_first(lambda: replace(self.path / "run.json", content))
 
-    def mark(self, step: int, chosen: int = 0) -> None:
+    def reserve(self, steps: int) -> None:
+        """Makes room for the seals of so many steps, at most a million, before the first runs."""
+        meshes.from_first(lambda: self._reserve(8 * min(steps, 2**20)))
+
+    def _reserve(self, room: int) -> None:
+        path = self.path / "seals"
+        size = path.stat().st_size if path.exists() else 0
+        overwrite(path, size, bytes(max(0, room - size)))
+
+    def mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
         """Counts a step as released, before its parameters leave `fit`.
 
         Args:
           step: The step.
           chosen: How many steps were planned, if results ended the run; they all count.
+          seals: What the steps so far released; see `dpjax.noise.seals`.
+
+        Raises:
+          OSError: The disk refused.
         """
-        if not meshes.first_process():
-            return
-        furthest, most = self._marked
-        mark = max(step, furthest), max(chosen, most)
-        if mark == self._marked:
-            return
+        meshes.from_first(lambda: self._mark(step, chosen, seals))
+
+    def _mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
+        mark = max(step, self._marked[0]), max(chosen, self._marked[1])
         try:
-            self._write_mark(*mark)
-            self._marked = mark
+            # First, because the seals of released steps bind every later process.
+            if self._sealed < step:
+                overwrite(self.path / "seals", 8 * self._sealed, seals[self._sealed :].tobytes())
+                self._sealed = step
+            if mark != self._marked:
+                self._write_mark(*mark)
+                self._marked = mark
+        # A step that no file counts could be released again, with other noise.
         except OSError as error:
-            logging.error("fit: %s cannot be marked (%s); the run continues.", self.path, error)
+            raise OSError(
+                f"fit: {self.path} cannot record that step {step} is released ({error}), so its "
+                "parameters are not. Usually the disk is full. Free it and run the same command "
+                "again: it resumes from the last sound checkpoint."
+            ) from error
 
     def _write_mark(self, step: int, chosen: int) -> None:
-        replace(self.path / "furthest", f"{step} {chosen}\n")
+        # Of one length, so that it needs no room on a full disk.
+        overwrite(self.path / "furthest", 0, f"{step:19} {chosen:19}\n".encode())
 
     @property
     def marked(self) -> int:
         """The last released step, in the first process, which counts them."""
         return self._marked[0]
 
-    def seal(self, seals: np.ndarray) -> None:
-        """Records what the steps so far released; see `dpjax.noise.seals`."""
-        path = self.path / "seals"
-        if not meshes.first_process():
-            return
-        try:
-            with open(path, "ab", opener=_private) as file:
-                # A disk that was full may have left a part of a seal.
-                whole = file.truncate(file.tell() // 8 * 8)
-                file.write(seals[whole // 8 :].tobytes())
-        except OSError as error:
-            logging.error("fit: %s cannot be written (%s); the run continues.", path, error)
-
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
         return meshes.from_first(self._seals)
 
     def _seals(self) -> np.ndarray:
-        path = self.path / "seals"
-        data = path.read_bytes() if path.exists() else b""
+        data = (self.path / "seals").read_bytes()
         # Steps that ran and were not released may run again with another sum.
-        kept = data[: 8 * min(len(data) // 8, _furthest(self.path))]
-        if kept != data:
-            replace(path, kept)
-        return np.frombuffer(kept, np.uint64)
+        return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)[: _furthest(self.path)]
 
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
@@ -178,13 +187,10 @@ class Folder:
 
     def _rows(self, until: int) -> list[dict[str, Any]]:
         rows = read_log(self.log)
-        # Rows after the checkpoint are written again by the resumed run. Someone may have read
-        # them, so `furthest` keeps their step as released, and that results ended the run.
         kept = [row for row in rows if row["step"] <= until]
         # Compared as text, so that an unchanged log is not written again.
         again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
-            self._write_mark(_furthest(self.path), _chosen(self.path))
             replace(self.log, again)
         return kept
 
