@@ -221,12 +221,12 @@ def until(step):
 
 
 @kills("training/fit.py", "over = run.stopped or", "over =", slow=True)
-@kills("training/fit.py", "            over = over or chosen\n", "", slow=True)
+@kills("training/fit.py", "over = chosen or run.done", "over = run.done", slow=True)
 @kills("training/fit.py", "now=over or", "now=run.done == terms.end or", slow=True)
 @kills(
     "training/fit.py",
-    "terms.method, last=over)\n        if",
-    "terms.method, last=run.done == terms.end)\n        if",
+    "terms.method, last=over)\n    return",
+    "terms.method, last=run.done == terms.end)\n    return",
     slow=True,
 )
 @kills("training/fit.py", "        row |= _cost(run.state.ledger, terms)\n", "", slow=True)

@@ -289,6 +289,9 @@ def _loop(
     # A kill or a full disk may have come between the row of this step and its files.
     if run.at_row:
         run.write_released(terms.delta, terms.method, last=over)
+    # Or between the checkpoint of the last step and its row.
+    elif terms.begin < run.done == terms.end:
+        _log(run, terms, show, evaluate, follow)
     while not over:
         show.begin()
         run.advance(terms.steps_from(run.done))
@@ -297,13 +300,7 @@ def _loop(
         interrupted = meshes.any_process(stop.asked)
         over = run.done == terms.end
         if terms.has_row(run.done):
-            row, chosen = _evaluated_row(run, terms, evaluate, show.rate())
-            over = over or chosen
-            # The row is on disk before the line is printed: what a user saw is in the log.
-            show.line(run.done, run.add(row))
-            if follow is not None:
-                follow(run.rows)
-            run.write_released(terms.delta, terms.method, last=over)
+            over = _log(run, terms, show, evaluate, follow)
         if run.folder is not None:
             _save(run, terms.save_every, now=over or interrupted)
         if interrupted:
@@ -313,6 +310,20 @@ def _loop(
                 f"stopped at step {run.done:,} of {terms.end:,}, {kept}."
                 + again * (run.folder is not None)
             )
+
+
+def _log(
+    run: Run, terms: _Terms, show: Progress, evaluate: Evaluate | None, follow: Show | None
+) -> bool:
+    """Evaluates the last step, logs it and writes its files; returns whether the run ends here."""
+    row, chosen = _evaluated_row(run, terms, evaluate, show.rate())
+    over = chosen or run.done == terms.end
+    # The row is on disk before the line is printed: what a user saw is in the log.
+    show.line(run.done, run.add(row))
+    if follow is not None:
+        follow(run.rows)
+    run.write_released(terms.delta, terms.method, last=over)
+    return over
 
 
 def _evaluated_row(

@@ -99,6 +99,8 @@ class Run:
         where = f"fit(directory={str(folder.path)!r})"
         seals.require_one_release(self.state.key, 0, folder.seals(), where)
         self.began, self.rows = began, folder.rows(until=self.done)
+        # A row may be younger than the checkpoint of its step: it has these infos.
+        self.seen = [] if self.at_row else self.seen
         logging.info("fit: %s resumes at step %d.", folder.path, self.done)
 
     def _begin(self, folder: Folder) -> None:
