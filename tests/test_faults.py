@@ -852,6 +852,63 @@ def test_a_start_or_an_end_that_fails_releases_the_folder(tmp_path, monkeypatch)
     Folder(tmp_path, {"numerics": {}}).close()
 
 
+@kills(
+    "training/run_folder.py",
+    "if self._lock is not None and not _is_lock(self._lock, self._path):",
+    "if False:",
+    slow=True,
+)
+@kills(
+    "training/run_folder.py",
+    "path, mark = self.path, (",
+    "path, mark = self._path, (",
+    case="step-True",
+    slow=True,
+)
+@kills(
+    "training/run_folder.py",
+    'self.path / "metrics.jsonl"',
+    'self._path / "metrics.jsonl"',
+    case="evaluate-True",
+    slow=True,
+)
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("place", ["evaluate", "step"])
+def test_a_folder_that_was_removed_receives_no_file_of_its_run(tmp_path, place, again):
+    """As where a notebook still runs, and a script removes its folder and begins again there."""
+    folder, kept, seen = tmp_path / "run", {}, []
+
+    def files():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def removed(state):
+        if state.ledger.steps == 4 and folder.exists() and not seen:
+            seen.append(4)
+            shutil.rmtree(folder)
+            if again:
+                runs.fit(folder, runs.make(steps=2))
+            kept.update(files())
+
+    algorithm = runs.make(steps=8)
+
+    def run(state, count):
+        if place == "step":
+            removed(state)
+        return algorithm.run(state, count)
+
+    def evaluate(state):
+        seen.extend([state.ledger.steps] if seen else [])
+        if place == "evaluate":
+            removed(state)
+        return {}
+
+    options = {"evaluate": evaluate, "evaluate_every": 2, "save_every": 100}
+    with pytest.raises(ledger.Refused, match="was removed while its run continued"):
+        runs.fit(folder, dataclasses.replace(algorithm, run=run), **options)
+    assert seen == [4], "no later parameters were released"
+    assert files() == kept
+
+
 @kills("training/run_folder.py", "        return os.dup(held)", "        return held", slow=True)
 def test_a_held_folder_is_joined_by_its_own_process_alone(tmp_path):
     with hold(tmp_path):

@@ -58,8 +58,7 @@ class Folder:
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
         # Absolute: an `evaluate` that changes the working folder would move a relative one, past
         # its lock, into the folder of another run.
-        self.path = pathlib.Path(directory).absolute()
-        self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
+        self._path, self._waiting = pathlib.Path(directory).absolute(), list[str]()
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
         self._sealed = 0  # how many seals this process has written
@@ -71,10 +70,32 @@ class Folder:
             self._unlock()
             raise
 
+    @property
+    def path(self) -> pathlib.Path:
+        """Where the folder is; all of its files are found by it.
+
+        Raises:
+          Refused: The folder that this process holds is not there any more.
+        """
+        # Another run may have begun there, which holds a lock of its own.
+        if self._lock is not None and not _is_lock(self._lock, self._path):
+            raise Refused(
+                f"fit(directory={str(self._path)!r}): this folder was removed while its run "
+                "continued, so nothing says any more which steps it released, and another run may "
+                "be there. Usually the same script was started again while the first one still "
+                "ran, as in a notebook. The steps of this run stay spent."
+            )
+        return self._path
+
+    @property
+    def log(self) -> pathlib.Path:
+        """The rows of the run."""
+        return self.path / "metrics.jsonl"
+
     def _open(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
-        self._lock = _locked(self.path)
+        self._lock = _locked(self._path)
         _same_run(self.path / "run.json", self.identity, self.path)
         # Before `rows` removes rows that the resumed run writes again: someone may have seen
         # them; and before the first step, so that a full disk has room for it.
@@ -146,11 +167,11 @@ class Folder:
         meshes.from_first(lambda: self._mark(step, chosen, seals))
 
     def _mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
-        mark = max(step, self._marked[0]), max(chosen, self._marked[1])
+        path, mark = self.path, (max(step, self._marked[0]), max(chosen, self._marked[1]))
         try:
             # First, because the seals of released steps bind every later process.
             if self._sealed < step:
-                overwrite(self.path / "seals", 8 * self._sealed, seals[self._sealed :].tobytes())
+                overwrite(path / "seals", 8 * self._sealed, seals[self._sealed :].tobytes())
                 self._sealed = step
             if mark != self._marked:
                 self._write_mark(*mark)
@@ -158,7 +179,7 @@ class Folder:
         # A step that no file counts could be released again, with other noise.
         except OSError as error:
             raise OSError(
-                f"fit: {self.path} cannot record that step {step} is released ({error}), so its "
+                f"fit: {path} cannot record that step {step} is released ({error}), so its "
                 "parameters are not. Usually the disk is full. Free it and run the same command "
                 "again: it resumes from the last sound checkpoint."
             ) from error
@@ -206,10 +227,13 @@ class Folder:
         """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
         if meshes.first_process():
             self._waiting.append(_line(row))
-            self.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Appends the rows that the disk rejected so far to the log."""
+        meshes.from_first(self._flush)
+
+    def _flush(self) -> None:
         if not self._waiting:
             return
         size = None
@@ -234,6 +258,7 @@ class Folder:
     def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
 
 def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
@@ -358,6 +383,14 @@ def _line(row: Mapping[str, Any]) -> str:
     """A row as JSON. JSON has no infinity, so an infinite epsilon becomes null."""
     infinite = math.isinf(row.get("epsilon", 0))
     return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
+
+
+def _is_lock(handle: int, folder: pathlib.Path) -> bool:
+    """Whether a handle is that of the lock that is in a folder now."""
+    try:
+        return os.path.samestat(os.fstat(handle), (folder / "lock").stat())
+    except FileNotFoundError:
+        return False
 
 
 def _private(path: str, flags: int) -> int:
