@@ -543,6 +543,16 @@ CHANGES = {
         lambda: mock.patch.object(jax, "default_backend", return_value="tpu"),
         "platform: cpu there, tpu now",
     ),
+    "flags": (
+        lambda: mock.patch.dict(
+            os.environ, {"XLA_FLAGS": "--xla_dump_to=x --xla_cpu_max_isa=AVX2"}
+        ),
+        r"XLA_FLAGS: \S+ there, --xla_cpu_max_isa=AVX2 now\nThe steps",
+    ),
+    "processor": (
+        lambda: mock.patch.object(training.environment, "_processor", return_value="another"),
+        r"  processor: \w.*(avx|asimd).* there, another now",
+    ),
 }
 
 
@@ -559,6 +569,14 @@ CHANGES = {
 @kills(
     "training/environment.py", ', "jax_default_matmul_precision")', ")", case="products", slow=True
 )
+@kills(
+    "training/environment.py",
+    '"XLA_FLAGS": " ".join(numeric) or "none", ',
+    "",
+    case="flags",
+    slow=True,
+)
+@kills("training/environment.py", ', "processor": _processor()}', "}", case="processor", slow=True)
 @kills(
     "training/environment.py",
     '        "platform": jax.default_backend(),\n',
@@ -611,6 +629,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 
 @pytest.mark.slow
+@kills("training/run_folder.py", ', "processor", "XLA_FLAGS"}', "}", slow=True)
 @kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', '""', slow=True)
 @kills("training/run_folder.py", '"" if _PLACES.issuperset(names) else _BLIND', "_BLIND", slow=True)
 @kills(
@@ -635,6 +654,13 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
         _seen(tmp_path, steps=3)
         assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
     assert "microbatch_size: 32 there, 2 now" in caplog.text
+    assert "not compared" not in caplog.text
+    caplog.clear()
+    elsewhere = mock.patch.object(training.environment, "_processor", return_value="another")
+    flags = mock.patch.dict(os.environ, {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"})
+    with jax.threefry_partitionable(False), elsewhere, flags, caplog.at_level("WARNING"):
+        assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
+    assert "there, another now" in caplog.text
     assert "not compared" not in caplog.text
 
 

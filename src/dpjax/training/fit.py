@@ -23,7 +23,7 @@ from absl import logging
 
 from dpjax import accounting, checks, ledger, meshes, trees
 from dpjax.training.checks import check_state
-from dpjax.training.environment import numerics
+from dpjax.training.environment import machine, numerics
 from dpjax.training.progress import Progress
 from dpjax.training.run_folder import Folder
 from dpjax.training.runner import Run, numbers
@@ -365,9 +365,10 @@ def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
 
 def _identity(algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of the run. The configuration may not replace accounted facts."""
-    # Versions and devices join what the algorithm says of itself: both may change last bits.
+    # Versions, devices and machine join what the algorithm says of itself: they may change last
+    # bits.
     identity = dict(algorithm.identity(state))
-    identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
+    identity["numerics"] = {**numerics(), **machine(), **identity.get("numerics", {})}
     # Not the key: one bit, by which a run that continues this one knows that its seed is public.
     identity["small seed"] = trees.seeded(state.key)
     taken = sorted(identity.keys() & configuration.keys())

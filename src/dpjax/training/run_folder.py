@@ -6,9 +6,9 @@ whether the seed of its key is small, the caller's configuration. `seals` says w
 released. A later process with another identity is refused with the differences. With an
 equal identity it resumes from the last checkpoint and drops the rows of the log after that
 checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
-rows (versions, devices, settings of JAX): it may change only where no released step would run
-again. Under other versions or settings, programs cannot be compared; where devices changed alone,
-loss and optimizer are.
+rows (versions, settings of JAX and XLA, devices, the machine): it may change only where no released
+step would run again. Under other versions or settings of JAX, programs cannot be compared; where
+devices or the machine changed alone, loss and optimizer are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 
 # Numerics that do not change how loss and optimizer are traced.
-_PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
+_PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size", "processor", "XLA_FLAGS"})
 _BLIND = (
     "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
     "compared. See that they did not change."
