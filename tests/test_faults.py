@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -935,7 +936,37 @@ def test_a_folder_that_was_removed_receives_no_file_of_its_run(tmp_path, place, 
     assert files() == kept
 
 
-@kills("training/run_folder.py", "        return os.dup(held)", "        return held", slow=True)
+@kills(
+    "training/run_folder.py", "os.register_at_fork(after_in_child=_close_in_child)\n", "", slow=True
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # of the fork
+def test_a_forked_worker_does_not_hold_the_folder(tmp_path):
+    """As of a loader, which lives on where its run is killed."""
+    with contextlib.closing(Folder(tmp_path, {"numerics": {}})):
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        assert lock(tmp_path / "lock") is None, "its run still holds it"
+    try:
+        Folder(tmp_path, {"numerics": {}}).close()
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def test_a_folder_that_is_held_says_by_which_process(tmp_path):
+    handle = lock(tmp_path / "lock")
+    for number, words in {
+        str(os.getpid()): f"process {os.getpid()} is running there",
+        "": "process unknown is running there",
+        "99999999": "process 99999999 was running .* that it had started still holds the folder",
+    }.items():
+        (tmp_path / "lock").write_text(number)
+        with pytest.raises(ledger.Refused, match=words):
+            Folder(tmp_path, {"numerics": {}})
+    os.close(handle)
+
+
+@kills("training/run_folder.py", "else os.dup(held)", "else held", slow=True)
 def test_a_held_folder_is_joined_by_its_own_process_alone(tmp_path):
     with hold(tmp_path):
         runs.fit(tmp_path, steps=3)

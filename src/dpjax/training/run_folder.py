@@ -41,6 +41,7 @@ _BLIND = (
 )
 
 _held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
+_handles: set[int] = set()  # of all locks of this process
 
 
 class Folder:
@@ -257,7 +258,7 @@ class Folder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            _close(self._lock)
             self._lock = None
 
 
@@ -316,7 +317,7 @@ def forget(directory: str | os.PathLike[str]) -> None:
     try:
         _remove(folder)
     finally:
-        os.close(held)
+        _close(held)
 
 
 @contextlib.contextmanager
@@ -335,7 +336,7 @@ def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         del _held[folder]
-        os.close(handle)
+        _close(handle)
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -399,17 +400,50 @@ def _private(path: str, flags: int) -> int:
 
 def _locked(folder: pathlib.Path) -> int:
     """Takes the lock of a run's folder, or joins the lock of `hold`."""
-    if (held := _held.get(folder.resolve())) is not None:
-        return os.dup(held)  # the system frees the lock with its last handle
-    handle = lock(folder / "lock")
+    held = _held.get(folder.resolve())
+    # The system frees the lock with its last handle.
+    handle = lock(folder / "lock") if held is None else os.dup(held)
     if handle is None:
-        holder = (folder / "lock").read_text() or "unknown"
         raise Refused(
-            f"fit(directory={str(folder)!r}): process {holder} is running there. Two processes in "
-            "one folder would overwrite each other's checkpoints. Wait until it ends, or choose "
+            f"fit(directory={str(folder)!r}): {_holder(folder / 'lock')} Two processes in one "
+            "folder would overwrite each other's checkpoints. Wait until it ends, or choose "
             "another folder."
         )
+    _handles.add(handle)
     return handle
+
+
+def _holder(path: pathlib.Path) -> str:
+    """Says which process holds a lock."""
+    number = path.read_text()
+    try:
+        os.kill(int(number), 0)  # sends nothing
+    except ProcessLookupError:
+        return (
+            f"process {number} was running there and is not on this machine. Either it runs on "
+            "another one, or it was killed and a process that it had started still holds the "
+            f"folder: `fuser {path}` names it."
+        )
+    except (OSError, ValueError, OverflowError):  # another user's, or it has not written yet
+        pass
+    return f"process {number or 'unknown'} is running there."
+
+
+def _close(handle: int) -> None:
+    """Closes a handle of a lock, unless this process is a forked child, which closed it already."""
+    if handle in _handles:
+        _handles.remove(handle)
+        os.close(handle)
+
+
+def _close_in_child() -> None:
+    """A worker that outlives a killed run would hold its folder."""
+    for handle in _handles.copy():
+        _close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:
