@@ -759,7 +759,7 @@ def test_moments_with_public_noise_are_of_no_run_with_a_secret_key(tmp_path):
     np.testing.assert_array_equal(scaled(0), first)
     (tmp_path / "moments.npz").unlink()
     first = scaled(None)
-    np.testing.assert_array_equal(scaled(None), first)  # another secret key: nothing is asked again
+    np.testing.assert_array_equal(scaled(None), first)  # another secret key: no second query runs
     with pytest.raises(ledger.Refused, match="seed: None there, 0 now"):
         scaled(0)
     assert (tmp_path / "moments.npz").stat().st_mode & 0o077 == 0, "it has a hash of the features"

@@ -146,7 +146,7 @@ class Folder:
         meshes.from_first(lambda: replace(self.path / "run.json", content))
 
     def reserve(self, steps: int) -> None:
-        """Makes room for the seals of so many steps, at most a million, before the first runs."""
+        """Makes room for the seals of ``steps`` steps, at most a million, before they run."""
         meshes.from_first(lambda: self._reserve(8 * min(steps, 2**20)))
 
     def _reserve(self, room: int) -> None:
