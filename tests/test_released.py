@@ -298,7 +298,7 @@ def test_a_seed_of_the_command_line_is_published_whatever_its_size(seed, tmp_pat
 
 
 @kills("_files.py", "0o666 if public else 0o600", "0o666")
-@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
+@kills("_files.py", "os.O_WRONLY | os.O_CREAT, 0o600)", "os.O_WRONLY | os.O_CREAT)", slow=True)
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)
@@ -327,14 +327,17 @@ def test_every_row_says_that_its_seed_is_published(tmp_path):
 def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
     """Or a kill between the row and its files: a page would have no card, or an older one."""
     run, names = algorithm(), ("privacy.json", "statement.txt", "params.msgpack")
-    state = started(run)
+    state, seen = started(run), []
+    options = {"evaluate_every": 2, "directory": tmp_path, "progress": False}
+    options["evaluate"] = lambda state: seen.append(state.ledger.steps) or {}
     for steps in (4, None):  # at a row of the run, and at its end
-        dpjax.fit(run, state, steps=steps, evaluate_every=2, directory=tmp_path, progress=False)
+        dpjax.fit(run, state, steps=steps, **options)
         before = [(tmp_path / name).read_bytes() for name in names]
         for name in names:
             (tmp_path / name).unlink()
-        dpjax.fit(run, state, steps=steps, evaluate_every=2, directory=tmp_path, progress=False)
+        dpjax.fit(run, state, steps=steps, **options)
         assert [(tmp_path / name).read_bytes() for name in names] == before
+    assert seen == [2, 4, 6, 8], "no row is evaluated again"
 
 
 @kills("training/released.py", "int(state.ledger.chosen)) < folder.marked", "0) < 0", slow=True)

@@ -200,7 +200,7 @@ def _foreign(
     steps, counted = int(rows[-1].get("counted", rows[-1]["step"])), card.get("steps", 0)
     # A resumed run writes the rows of released steps again. Its card counts all of these steps.
     mark = path / "furthest"
-    released = max(map(int, mark.read_text().split()), default=0) if mark.is_file() else 0
+    released = max(map(int, mark.read_text().split()[:1]), default=0) if mark.is_file() else 0
     if counted != steps and not steps < counted <= released:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
     # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.
