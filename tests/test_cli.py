@@ -24,7 +24,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import accounting, cli, data, models, schedules
+from dpjax import accounting, cli, data, features, ledger, models, noise, schedules
 from dpjax._files import lock
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
@@ -33,7 +33,7 @@ from dpjax.cli.audit import audited_run
 from dpjax.cli.audit import job as audit_job
 from dpjax.cli.compare import job as compare_job
 from dpjax.cli.flag_checks import USUAL_NAMES, cure, writable_folder
-from dpjax.cli.train import FLAGS, build, job, names, run_files
+from dpjax.cli.train import FLAGS, build, inputs, job, names, run_files
 from dpjax.cli.train.flags import NEEDS, settings, without_effect
 from dpjax.data.sources import SOURCES
 
@@ -863,3 +863,32 @@ def test_a_run_of_the_users_is_stopped_in_one_sentence_and_resumed_in_another(wo
         assert "of 60,000, saved in run. The same command resumes the run." in said
         assert expected in said
     assert json.loads((tmp_path / "run" / "run.json").read_text())["--dataset"] == "my.npz"
+
+
+@kills("cli/train/inputs.py", '        "seed": str(seed),\n', "", slow=True)
+@kills("cli/train/inputs.py", 'kept.get(name, "unknown")', "asked[name]", slow=True)
+@kills("cli/train/inputs.py", "normalization, key, x, seed))", "normalization, key, x))", slow=True)
+def test_moments_with_public_noise_are_of_no_run_with_a_secret_key(tmp_path):
+    """A run with a seed may be killed after its queries, before any other file names the seed."""
+    x = np.random.default_rng(0).normal(size=(30, 2, 2, 3)).astype(np.float32)
+    dataset = data.Dataset("mine", (x, np.zeros(30)), (x, np.zeros(30)), 2)
+    normalization = features.Normalization(examples=30, noise_multiplier=8.0, thresholds=(1.0, 1.0))
+
+    def scaled(seed):
+        given = copy.deepcopy(FLAGS)
+        given(["train", "--features=scattering", "--normalization=data"])
+        given.seed = seed
+        key = noise.secret_key() if seed is None else jax.random.key(seed)
+        return inputs.with_scale(given, dataset, normalization, key, tmp_path).train[0]
+
+    first = scaled(0)
+    for seed, words in ((None, "seed: 0 there, None now"), (1, "seed: 0 there, 1 now")):
+        with pytest.raises(ledger.Refused, match=words):
+            scaled(seed)
+    np.testing.assert_array_equal(scaled(0), first)
+    (tmp_path / "moments.npz").unlink()
+    first = scaled(None)
+    np.testing.assert_array_equal(scaled(None), first)  # another secret key: no second query runs
+    with pytest.raises(ledger.Refused, match="seed: None there, 0 now"):
+        scaled(0)
+    assert (tmp_path / "moments.npz").stat().st_mode & 0o077 == 0, "it has a hash of the features"

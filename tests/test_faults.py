@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -151,10 +152,10 @@ def test_the_last_row_that_a_full_disk_rejected_is_written_before_the_checkpoint
 
     options = {"evaluate": evaluate, "evaluate_every": 2, "progress": shown}
     runs.fit(tmp_path, runs.make(steps=4), **options)
-    _, rows = runs.fit(tmp_path, runs.make(steps=4))
-    assert [row["step"] for row in rows] == [2, 4]
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [2, 4]
 
 
+@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
 @kills("training/run_folder.py", 'encoding="utf-8", opener=_private', 'encoding="utf-8"', slow=True)
 @pytest.mark.slow
 def test_a_log_that_is_removed_begins_again_and_its_steps_stay_spent(tmp_path):
@@ -176,6 +177,102 @@ def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No step ran"):
         runs.fit(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+@kills(
+    "training/run_folder.py",
+    'overwrite(self.path / "furthest", 0, f',
+    'replace(self.path / "furthest", f',
+)
+@kills(
+    "training/run_folder.py", "overwrite(path, size, bytes(max(0, room - size)))", "pass", slow=True
+)
+@kills(
+    "training/runner.py", "            folder.reserve(_mechanism(algorithm).steps)\n", "", slow=True
+)
+def test_what_says_which_steps_were_released_needs_no_room_on_a_full_disk(tmp_path):
+    files, seen = [tmp_path / "furthest", tmp_path / "seals"], []
+
+    def look(state):
+        seen.append([(path.stat().st_ino, path.stat().st_size) for path in files])
+        return {}
+
+    algorithm = runs.make(steps=4)
+
+    def run(state, count):
+        look(state)
+        return algorithm.run(state, count)
+
+    runs.fit(tmp_path, dataclasses.replace(algorithm, run=run), evaluate=look, evaluate_every=1)
+    assert len(seen) == 8
+    assert all(found == seen[0] for found in seen)
+
+
+@pytest.mark.parametrize("name", ["furthest", "seals"])
+@kills(
+    "training/run_folder.py",
+    "                self._write_mark(*mark)\n",
+    "                pass\n",
+    case="furthest",
+)
+@kills(
+    "training/run_folder.py",
+    "            if self._sealed < step:\n",
+    "            self._write_mark(*mark)\n            if self._sealed < step:\n",
+    case="seals",
+    slow=True,
+)
+def test_a_step_that_cannot_be_recorded_is_not_released(tmp_path, monkeypatch, name):
+    """Or a later process would count nothing, and release it again with other noise."""
+    overwrite, seen = training.run_folder.overwrite, []
+
+    def refused(path, start, content):
+        if path.name == name:
+            raise OSError("no space left")
+        overwrite(path, start, content)
+
+    algorithm = runs.make(steps=4)
+
+    def run(state, count):
+        monkeypatch.setattr(training.run_folder, "overwrite", refused)
+        return algorithm.run(state, count)
+
+    starved = dataclasses.replace(algorithm, run=run)
+    with pytest.raises(OSError, match="cannot record that step 2 is released"):
+        runs.fit(tmp_path, starved, evaluate=seen.append, evaluate_every=2, save_every=100)
+    assert not seen
+    assert _spent(tmp_path) == [0]
+    assert not (tmp_path / "params.msgpack").exists()
+
+
+@kills(
+    "training/runner.py",
+    "        except OSError as error:\n",
+    "        except KeyError as error:\n",
+    slow=True,
+)
+@kills(
+    "training/runner.py",
+    '("%s The run continues.", error)\n            return False',
+    '("%s The run continues.", error)',
+    slow=True,
+)
+def test_a_checkpoint_whose_step_cannot_be_recorded_is_not_written(tmp_path, monkeypatch, caplog):
+    mark = Folder.mark
+
+    def refused(folder, step, *rest):
+        if step == 2:
+            raise OSError("No space.")
+        mark(folder, step, *rest)
+
+    monkeypatch.setattr(Folder, "mark", refused)
+    runs.fit(tmp_path, runs.make(steps=4), evaluate_every=4, save_every=1)
+    assert "No space. The run continues." in caplog.text
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")) == [
+        "1",
+        "3",
+        "4",
+    ]
 
 
 @pytest.mark.slow
@@ -319,8 +416,8 @@ def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
 
 @kills(
     "training/runner.py",
-    "        self.mark()\n        self.folder",
-    "        self.folder",
+    "            self.mark()\n        except",
+    "            pass\n        except",
     slow=True,
 )
 def test_a_saved_step_is_spent_before_its_checkpoint_has_a_name(tmp_path, monkeypatch):
@@ -384,8 +481,8 @@ def _spent(folder):
 
 @kills(
     "training/run_folder.py",
-    "            self._write_mark(_furthest(self.path), _chosen(self.path))\n",
-    "",
+    "        self._write_mark(*self._marked)\n",
+    "        self._write_mark(0, 0)\n",
     slow=True,
 )
 def test_released_steps_are_spent_though_the_run_resumes_from_an_earlier_one(tmp_path, unmarked):
@@ -408,6 +505,7 @@ def test_released_steps_are_spent_though_their_checkpoints_are_damaged_or_gone(t
             path.write_bytes(b"")
     cut_off(tmp_path, after=0, **quiet)
     assert (tmp_path / "checkpoints" / "damaged-30").is_dir()
+    (tmp_path / "furthest").unlink()
     assert _spent(tmp_path) == [30]
     runs.fit(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
@@ -446,6 +544,16 @@ CHANGES = {
         lambda: mock.patch.object(jax, "default_backend", return_value="tpu"),
         "platform: cpu there, tpu now",
     ),
+    "flags": (
+        lambda: mock.patch.dict(
+            os.environ, {"XLA_FLAGS": "--xla_dump_to=x --xla_cpu_max_isa=AVX2"}
+        ),
+        r"XLA_FLAGS: \S+ there, --xla_cpu_max_isa=AVX2 now\nThe steps",
+    ),
+    "processor": (
+        lambda: mock.patch.object(training.environment, "_processor", return_value="another"),
+        r"  processor: \w.*(avx|asimd).* there, another now",
+    ),
 }
 
 
@@ -462,6 +570,14 @@ CHANGES = {
 @kills(
     "training/environment.py", ', "jax_default_matmul_precision")', ")", case="products", slow=True
 )
+@kills(
+    "training/environment.py",
+    '"XLA_FLAGS": " ".join(numeric) or "none", ',
+    "",
+    case="flags",
+    slow=True,
+)
+@kills("training/environment.py", ', "processor": _processor()}', "}", case="processor", slow=True)
 @kills(
     "training/environment.py",
     '        "platform": jax.default_backend(),\n',
@@ -506,7 +622,7 @@ def test_released_steps_do_not_run_again_by_another_engine(tmp_path):
             _seen(tmp_path, runs.make(steps=4, **options))
 
 
-@kills("training/run_folder.py", "max(step, furthest)", "step", slow=True)
+@kills("training/run_folder.py", "max(step, self._marked[0])", "step", slow=True)
 def test_a_mark_stays_where_it_was_furthest(tmp_path):
     for last in (3, 1):
         _seen(tmp_path, last=last)
@@ -514,6 +630,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 
 @pytest.mark.slow
+@kills("training/run_folder.py", ', "processor", "XLA_FLAGS"}', "}", slow=True)
 @kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', '""', slow=True)
 @kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', "BLIND", slow=True)
 @kills(
@@ -538,6 +655,13 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
         _seen(tmp_path, steps=3)
         assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
     assert "microbatch_size: 32 there, 2 now" in caplog.text
+    assert "not compared" not in caplog.text
+    caplog.clear()
+    elsewhere = mock.patch.object(training.environment, "_processor", return_value="another")
+    flags = mock.patch.dict(os.environ, {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"})
+    with jax.threefry_partitionable(False), elsewhere, flags, caplog.at_level("WARNING"):
+        assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
+    assert "there, another now" in caplog.text
     assert "not compared" not in caplog.text
 
 
@@ -755,7 +879,94 @@ def test_a_start_or_an_end_that_fails_releases_the_folder(tmp_path, monkeypatch)
     Folder(tmp_path, {"numerics": {}}).close()
 
 
-@kills("training/run_folder.py", "        return os.dup(held)", "        return held", slow=True)
+@kills(
+    "training/run_folder.py",
+    "if self._lock is not None and not _is_lock(self._lock, self._path):",
+    "if False:",
+    slow=True,
+)
+@kills(
+    "training/run_folder.py",
+    "path, mark = self.path, (",
+    "path, mark = self._path, (",
+    case="step-True",
+    slow=True,
+)
+@kills(
+    "training/run_folder.py",
+    'self.path / "metrics.jsonl"',
+    'self._path / "metrics.jsonl"',
+    case="evaluate-True",
+    slow=True,
+)
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("place", ["evaluate", "step"])
+def test_a_folder_that_was_removed_receives_no_file_of_its_run(tmp_path, place, again):
+    """As where a notebook still runs, and a script removes its folder and begins again there."""
+    folder, kept, seen = tmp_path / "run", {}, []
+
+    def files():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def removed(state):
+        if state.ledger.steps == 4 and folder.exists() and not seen:
+            seen.append(4)
+            shutil.rmtree(folder)
+            if again:
+                runs.fit(folder, runs.make(steps=2))
+            kept.update(files())
+
+    algorithm = runs.make(steps=8)
+
+    def run(state, count):
+        if place == "step":
+            removed(state)
+        return algorithm.run(state, count)
+
+    def evaluate(state):
+        seen.extend([state.ledger.steps] if seen else [])
+        if place == "evaluate":
+            removed(state)
+        return {}
+
+    options = {"evaluate": evaluate, "evaluate_every": 2, "save_every": 100}
+    with pytest.raises(ledger.Refused, match="was removed while its run continued"):
+        runs.fit(folder, dataclasses.replace(algorithm, run=run), **options)
+    assert seen == [4], "no later parameters were released"
+    assert files() == kept
+
+
+@kills(
+    "training/run_folder.py", "os.register_at_fork(after_in_child=_close_in_child)\n", "", slow=True
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # of the fork
+def test_a_forked_worker_does_not_hold_the_folder(tmp_path):
+    """As of a loader, which lives on where its run is killed."""
+    with contextlib.closing(Folder(tmp_path, {"numerics": {}})):
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        assert lock(tmp_path / "lock") is None, "its run still holds it"
+    try:
+        Folder(tmp_path, {"numerics": {}}).close()
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def test_a_folder_that_is_held_says_by_which_process(tmp_path):
+    handle = lock(tmp_path / "lock")
+    for number, words in {
+        str(os.getpid()): f"process {os.getpid()} is running there",
+        "": "process unknown is running there",
+        "99999999": "process 99999999 was running .* that it had started still holds the folder",
+    }.items():
+        (tmp_path / "lock").write_text(number)
+        with pytest.raises(ledger.Refused, match=words):
+            Folder(tmp_path, {"numerics": {}})
+    os.close(handle)
+
+
+@kills("training/run_folder.py", "else os.dup(held)", "else held", slow=True)
 def test_a_held_folder_is_joined_by_its_own_process_alone(tmp_path):
     with hold(tmp_path):
         runs.fit(tmp_path, steps=3)

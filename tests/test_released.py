@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 
 import flax
 import jax
@@ -46,8 +47,8 @@ def left(folder):
 
 @kills(
     "training/fit.py",
-    "            run.write_released(",
-    "            (lambda *a, **k: 0)(",
+    "    run.write_released(terms.delta, terms.method, last=over)\n    return over",
+    "    return over",
     slow=True,
 )
 def test_every_row_leaves_card_statement_and_parameters(tmp_path):
@@ -121,8 +122,8 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
 )
 @kills(
     "training/run_folder.py",
-    "_write_mark(_furthest(self.path), _chosen(self.path))",
-    "_write_mark(_furthest(self.path), 0)",
+    "self._write_mark(*self._marked)",
+    "self._write_mark(self._marked[0], 0)",
     slow=True,
 )
 @kills("training/run_folder.py", "max([*counted, *_mark(folder)[1:]]", "max(counted", slow=True)
@@ -160,6 +161,14 @@ def test_a_stop_by_results_is_not_forgotten(tmp_path):
     assert rows[-1]["counted"] == left(one)[0]["steps"] == MECHANISM.steps, "killed as it stopped"
     (one / "metrics.jsonl").unlink()
     assert spent(one) == MECHANISM.steps, "by its mark"
+
+    def dies(state, count):
+        raise InterruptedError
+
+    (one / "furthest").unlink()
+    with pytest.raises(InterruptedError):
+        dpjax.fit(dataclasses.replace(run, run=dies), started(run), directory=one, **options)
+    assert spent(one) == MECHANISM.steps, "by its checkpoint"
 
 
 def test_a_run_that_results_ended_has_no_shorter_plan():
@@ -289,7 +298,7 @@ def test_a_seed_of_the_command_line_is_published_whatever_its_size(seed, tmp_pat
 
 
 @kills("_files.py", "0o666 if public else 0o600", "0o666")
-@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
+@kills("_files.py", "os.O_WRONLY | os.O_CREAT, 0o600)", "os.O_WRONLY | os.O_CREAT)", slow=True)
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)
@@ -318,14 +327,104 @@ def test_every_row_says_that_its_seed_is_published(tmp_path):
 def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
     """Or a kill between the row and its files: a page would have no card, or an older one."""
     run, names = algorithm(), ("privacy.json", "statement.txt", "params.msgpack")
-    state = started(run)
+    state, seen = started(run), []
+    options = {"evaluate_every": 2, "directory": tmp_path, "progress": False}
+    options["evaluate"] = lambda state: seen.append(state.ledger.steps) or {}
     for steps in (4, None):  # at a row of the run, and at its end
-        dpjax.fit(run, state, steps=steps, evaluate_every=2, directory=tmp_path, progress=False)
+        dpjax.fit(run, state, steps=steps, **options)
         before = [(tmp_path / name).read_bytes() for name in names]
         for name in names:
             (tmp_path / name).unlink()
-        dpjax.fit(run, state, steps=steps, evaluate_every=2, directory=tmp_path, progress=False)
+        dpjax.fit(run, state, steps=steps, **options)
         assert [(tmp_path / name).read_bytes() for name in names] == before
+    assert seen == [2, 4, 6, 8], "no row is evaluated again"
+
+
+@kills("training/released.py", "int(state.ledger.chosen)) < folder.marked", "0) < 0", slow=True)
+@kills(
+    "training/fit.py",
+    "if max(run.done, furthest) > terms.end",
+    "if run.done > terms.end",
+    slow=True,
+)
+@kills("reports/load_run.py", "not steps < counted <= released", "True", slow=True)
+@kills("reports/load_run.py", "steps < counted <= released", "steps < counted", slow=True)
+@kills("training/released.py", "int(state.ledger.chosen)) < folder", "0) < folder", slow=True)
+def test_no_file_states_fewer_steps_than_are_public(tmp_path):
+    """A run that was killed after step 8 repeats steps, and is killed again."""
+
+    def life(died=None, *, interrupt=None, stop=None, **options):
+        def evaluate(state):
+            if state.ledger.steps == died:
+                raise InterruptedError
+            if state.ledger.steps == interrupt:
+                signal.raise_signal(signal.SIGINT)
+            return {"stop": state.ledger.steps == stop}
+
+        run = algorithm()
+        settings = {"evaluate_every": 2, "save_every": 100, "progress": False, **options}
+        return dpjax.fit(run, started(run), directory=tmp_path, evaluate=evaluate, **settings)
+
+    def files():
+        names = ("privacy.json", "statement.txt", "params.msgpack")
+        return [(tmp_path / name).read_bytes() for name in names]
+
+    with pytest.raises(InterruptedError):
+        life(died=8)
+    before = files()
+    assert left(tmp_path)[0]["steps"] == 6
+    with pytest.raises(InterruptedError):  # the checkpoint is of step 0
+        life(died=4)
+    assert files() == before
+    run = load_run.read(tmp_path)
+    assert (run.rows[-1]["step"], run.foreign, run.card["steps"]) == (2, "", 6)
+    (tmp_path / "furthest").rename(tmp_path / "away")
+    assert "it counts 6 steps, and the log counts 2" in load_run.read(tmp_path).foreign
+    (tmp_path / "away").rename(tmp_path / "furthest")
+    with pytest.raises(KeyboardInterrupt):  # saved at the row of step 4
+        life(interrupt=2)
+    assert files() == before
+    with pytest.raises(ledger.Refused, match="8 steps ran there, and"):
+        life(steps=6)
+    with pytest.raises(InterruptedError):
+        life(died=6)
+    assert files() == before
+    life(stop=6)  # which counts all that are planned
+    assert left(tmp_path)[0]["steps"] == MECHANISM.steps
+    assert files() != before
+
+
+@kills("training/fit.py", "elif terms.begin < run.done == terms.end:", "elif False:", slow=True)
+@kills("training/fit.py", "elif terms.begin < run.done ==", "elif run.done ==", slow=True)
+@kills("training/runner.py", "self.seen = [] if self.at_row else self.seen", "pass", slow=True)
+def test_a_run_that_died_before_its_last_row_is_evaluated_and_counted(tmp_path):
+    """Its checkpoint of the last step is there, and no row had been planned at that step."""
+    whole, seen = algorithm(), []
+
+    def run(state, count):
+        if state.ledger.steps == 6:
+            raise InterruptedError
+        return whole.run(state, count)
+
+    def evaluate(state):
+        seen.append(state.ledger.steps)
+        return {}
+
+    state = started(whole)
+    options = {"evaluate": evaluate, "directory": tmp_path, "progress": False}
+    dying = dataclasses.replace(whole, run=run)
+    with pytest.raises(InterruptedError):
+        dpjax.fit(dying, state, evaluate_every=4, save_every=6, **options)
+    for _ in range(2):  # the user ends it there
+        end, rows = dpjax.fit(whole, state, steps=6, evaluate_every=4, **options)
+        assert end.ledger.steps == rows[-1]["step"] == left(tmp_path)[0]["steps"] == 6
+        assert seen == [row["step"] for row in rows] == [4, 6]
+        assert rows[-1]["epsilon"] == ledger.epsilon(end.ledger, MECHANISM)
+    _, rows = dpjax.fit(whole, end, steps=0, directory=tmp_path / "on", progress=False)
+    assert rows == []
+    _, rows = dpjax.fit(whole, state, evaluate_every=4, **options)
+    _, others = dpjax.fit(whole, state, evaluate_every=2, progress=False)
+    assert rows[-1]["private"]["loss"] == pytest.approx(others[-1]["private"]["loss"])
 
 
 def test_a_run_that_is_forgotten_leaves_no_half_a_file(tmp_path):

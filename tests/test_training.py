@@ -221,12 +221,12 @@ def until(step):
 
 
 @kills("training/fit.py", "over = run.stopped or", "over =", slow=True)
-@kills("training/fit.py", "            over = over or chosen\n", "", slow=True)
+@kills("training/fit.py", "over = chosen or run.done", "over = run.done", slow=True)
 @kills("training/fit.py", "now=over or", "now=run.done == terms.end or", slow=True)
 @kills(
     "training/fit.py",
-    "terms.method, last=over)\n        if",
-    "terms.method, last=run.done == terms.end)\n        if",
+    "terms.method, last=over)\n    return",
+    "terms.method, last=run.done == terms.end)\n    return",
     slow=True,
 )
 @kills("training/fit.py", "        row |= _cost(run.state.ledger, terms)\n", "", slow=True)
@@ -719,6 +719,22 @@ def test_a_board_that_cannot_be_imported_is_no_obstacle(tmp_path, monkeypatch, c
     assert rows[-1]["step"] == 2
     assert caplog.text.count("cannot be imported (TypeError: no such descriptor)") == 1
     assert not (tmp_path / "run/tensorboard").exists()
+
+
+@kills("training/tensorboard.py", "self.writer = None\n            logging", "logging", slow=True)
+@kills(
+    "training/tensorboard.py", "Exception as error:  # a full", "KeyError as error:  #", slow=True
+)
+@pytest.mark.parametrize("failing", ["__init__", "flush", "close"])
+def test_a_board_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, caplog, failing):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"tensorboardX.SummaryWriter.{failing}", full)
+    with caplog.at_level("WARNING"):
+        _, rows = fit(make(steps=3), directory=tmp_path, evaluate_every=1)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert caplog.text.count("no more TensorBoard events are written (OSError: [Errno 28]") == 1
 
 
 def test_of_an_empty_draw_the_log_counts_that_it_is_empty():

@@ -3,8 +3,8 @@
 
 A file is replaced whole: a reader, also after a kill, finds the new content or the old one. Its
 owner alone can read it from its first byte, unless the caller calls it public. A lock says which
-process writes. JSON and arrays that were edited or cut off are refused with the file, the fault
-and the cure.
+process writes. Records of one length are overwritten in place. JSON and arrays that were edited or
+cut off are refused with the file, the fault and the cure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-__all__ = ["lock", "read_arrays", "read_json", "read_log", "replace", "replacing"]
+__all__ = ["lock", "overwrite", "read_arrays", "read_json", "read_log", "replace", "replacing"]
 
 # The errors of zipfile and NumPy for a truncated or changed file; an AttributeError, because NumPy
 # returns a lone array, without `files`.
@@ -58,6 +58,21 @@ def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def overwrite(path: pathlib.Path, start: int, content: bytes) -> None:
+    """Overwrites a part of a file, and waits until it is on disk.
+
+    Where the file is long enough, most file systems do it on a full disk too.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        while content:
+            written = os.pwrite(handle, content, start)
+            content, start = content[written:], start + written
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def lock(path: pathlib.Path) -> int | None:

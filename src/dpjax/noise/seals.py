@@ -65,9 +65,10 @@ def require_one_release(key: Any, first: int, seals: Any, name: str) -> None:
             f"{name}: step {first + other[0]} of this key ran before, and released something "
             "else. Its noise is the same, so the two releases together would tell a sum without "
             "noise. Usually one key or state was given to two runs: with another loss, optimizer, "
-            "engine, multiplier, strategy or data, or with edited parameters. Start "
-            "each run with a key of its own, dpjax.noise.secret_key(), and count what all of them "
-            "spend. To compare settings without a release, use a seed: jax.random.key(0)."
+            "engine, multiplier, strategy or data, or with edited parameters. A killed run resumes "
+            "on the kind of machine and with the XLA_FLAGS of before: others change last bits. "
+            "Start each run with a key of its own, dpjax.noise.secret_key(), and count what all of "
+            "them spend. To compare settings without a release, use a seed: jax.random.key(0)."
         )
     _remember(key, first, np.where(now == 0, before, now))
 

@@ -4,9 +4,10 @@
 Only ``metrics.jsonl`` is required. Numbers that were not finite are null in JSON and NaN here,
 except epsilon, which is infinite.
 
-A privacy card whose steps differ from the log's, or whose mechanism differs from the one in
-``run.json``, belongs to an earlier run in the same folder. The card and the files written with
-it are ignored: the epsilon of one run with the accuracy of another would be a false claim.
+A privacy card whose steps differ from the log's and were not released here, or whose mechanism
+differs from the one in ``run.json``, belongs to an earlier run in the same folder. The card and the
+files written with it are ignored: the epsilon of one run with the accuracy of another would be a
+false claim.
 """
 
 from __future__ import annotations
@@ -195,8 +196,11 @@ def _foreign(
 ) -> str:
     """Why a card does not belong to the run with these rows and this identity, or nothing."""
     check_format(card.get("mechanism"), str(path / "privacy.json"))
-    steps = int(rows[-1].get("counted", rows[-1]["step"]))
-    if card.get("steps") != steps:
+    steps, counted = int(rows[-1].get("counted", rows[-1]["step"])), card.get("steps", 0)
+    # A resumed run writes the rows of released steps again. Its card counts all of these steps.
+    mark = path / "furthest"
+    released = max(map(int, mark.read_text().split()[:1]), default=0) if mark.is_file() else 0
+    if counted != steps and not steps < counted <= released:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
     # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.
     there, here = card["mechanism"], identity.get("mechanism", card["mechanism"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of a run: versions, settings of JAX, devices.
+"""The environment of a run: versions, settings of JAX, devices, the machine.
 
 Each of them may change the draws, the noise or the last bits of a sum. A repeated step must release
 the same bits: other noise on the same sum, or the same noise on another sum, is a second release
@@ -9,6 +9,9 @@ that the ledger did not count.
 from __future__ import annotations
 
 import functools
+import os
+import pathlib
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +38,27 @@ def numerics() -> dict[str, Any]:
         "platform": jax.default_backend(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
+
+
+def machine() -> dict[str, str]:
+    """What else may do so, and may differ between the processes of a run."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    numeric = sorted(flag for flag in flags if not flag.startswith("--xla_dump"))
+    return {"XLA_FLAGS": " ".join(numeric) or "none", "processor": _processor()}
+
+
+@functools.cache
+def _processor() -> str:
+    """The model of the CPU and its vector instructions: XLA compiles for them."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    known = {name.strip(): words for name, _, words in (line.partition(":") for line in lines)}
+    vectors = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "sve")
+    every = known.get("flags", known.get("Features", "")).split()
+    found = [word for word in sorted(every) if word.startswith(vectors)]
+    return " ".join([known.get("model name", platform.machine()).strip(), *found])
 
 
 def settings() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from absl import logging
 
 from dpjax import accounting, checks, ledger, processes, trees
 from dpjax.training.checks import check_state
-from dpjax.training.environment import numerics
+from dpjax.training.environment import machine, numerics
 from dpjax.training.progress import Progress
 from dpjax.training.run_folder import Folder
 from dpjax.training.runner import Run, numbers
@@ -68,7 +68,8 @@ def fit(
       directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
         ``statement.txt`` and ``params.msgpack``, which may be released, and ``metrics.jsonl``,
         ``run.json`` (the identity of the run), ``checkpoints`` and, if that extra is installed,
-        TensorBoard's events in ``tensorboard``, which their owner alone can read.
+        TensorBoard's events in ``tensorboard``, which their owner alone can read. While a resumed
+        run repeats rows, the released files of the last row before stay.
       configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
         refuses another one. Loss, optimizer, weights and data need no name here: `fit` compares
         the program of a step and the data.
@@ -93,8 +94,9 @@ def fit(
     | ... of another loss, optimizer or rate | refused; not seen if versions or settings changed |
     | holds a run that began with other parameters | refused |
     | holds this run, finished or stopped by `evaluate` | returns its last state and rows |
-    | holds this run, further than ``steps`` | refused |
+    | holds this run, released further than ``steps`` | refused |
     | is on a full disk | logged; the run continues, and tries the next checkpoint |
+    | cannot record, even in place, that a step is released | an error, before the step is |
 
     On SIGTERM and Ctrl-C the current step ends and is saved before the process ends (with
     ``SystemExit(143)`` and ``KeyboardInterrupt``).
@@ -255,13 +257,15 @@ def _most(algorithm: Algorithm, terms: _Terms) -> float:
 def _check_further(run: Run, terms: _Terms) -> None:
     """Refuses a folder that is further than the call, and logs that a later state is taken."""
     # A script of two fits in one folder, killed in the second and restarted, would otherwise
-    # run the steps of the first call again on top.
-    if run.done > terms.end:
+    # run the steps of the first call again on top. After a kill the checkpoint may lie behind what
+    # was released: a run that ended there would state fewer steps than are public.
+    furthest = 0 if run.folder is None else run.folder.furthest()
+    if max(run.done, furthest) > terms.end:
         raise ledger.Refused(
-            f"fit(directory={str(terms.directory)!r}): {run.done} steps ran there, and this call "
-            f"asks for steps up to {terms.end}. Usually a script calls fit several times in one "
-            "folder: restarted after an interrupt, it would run more steps than it says. Call "
-            "fit once for all steps, or give each part its own folder."
+            f"fit(directory={str(terms.directory)!r}): {max(run.done, furthest)} steps ran there, "
+            f"and this call asks for steps up to {terms.end}. Usually a script calls fit several "
+            "times in one folder: restarted after an interrupt, it would run more steps than it "
+            "says. Call fit once for all steps, or give each part its own folder."
         )
     if run.done > terms.begin:
         logging.info(
@@ -285,6 +289,9 @@ def _loop(
     # A kill or a full disk may have come between the row of this step and its files.
     if run.at_row:
         run.write_released(terms.delta, terms.method, last=over)
+    # Or between the checkpoint of the last step and its row.
+    elif terms.begin < run.done == terms.end:
+        _log(run, terms, show, evaluate, follow)
     while not over:
         show.begin()
         run.advance(terms.steps_from(run.done))
@@ -293,13 +300,7 @@ def _loop(
         interrupted = processes.any_process(stop.asked)
         over = run.done == terms.end
         if terms.has_row(run.done):
-            row, chosen = _evaluated_row(run, terms, evaluate, show.rate())
-            over = over or chosen
-            # The row is on disk before the line is printed: what a user saw is in the log.
-            show.line(run.done, run.add(row))
-            if follow is not None:
-                follow(run.rows)
-            run.write_released(terms.delta, terms.method, last=over)
+            over = _log(run, terms, show, evaluate, follow)
         if run.folder is not None:
             _save(run, terms.save_every, now=over or interrupted)
         if interrupted:
@@ -309,6 +310,20 @@ def _loop(
                 f"stopped at step {run.done:,} of {terms.end:,}, {kept}."
                 + again * (run.folder is not None)
             )
+
+
+def _log(
+    run: Run, terms: _Terms, show: Progress, evaluate: Evaluate | None, follow: Show | None
+) -> bool:
+    """Evaluates the last step, logs it and writes its files; returns whether the run ends here."""
+    row, chosen = _evaluated_row(run, terms, evaluate, show.rate())
+    over = chosen or run.done == terms.end
+    # The row is on disk before the line is printed: what a user saw is in the log.
+    show.line(run.done, run.add(row))
+    if follow is not None:
+        follow(run.rows)
+    run.write_released(terms.delta, terms.method, last=over)
+    return over
 
 
 def _evaluated_row(
@@ -352,9 +367,10 @@ def identity_of(
     algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The identity of the run. The configuration may not replace accounted facts."""
-    # Versions and devices join what the algorithm says of itself: both may change last bits.
+    # Versions, devices and machine join what the algorithm says of itself: they may change last
+    # bits.
     identity = dict(algorithm.identity(state))
-    identity["numerics"] = {**numerics(), **identity.get("numerics", {})}
+    identity["numerics"] = {**numerics(), **machine(), **identity.get("numerics", {})}
     # Not the key: one bit, by which a run that continues this one knows that its seed is public.
     identity["small seed"] = trees.seeded(state.key)
     taken = sorted(identity.keys() & configuration.keys())

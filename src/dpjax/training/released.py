@@ -2,7 +2,7 @@
 """What a run may publish, in the files of its folder: card, statement and parameters.
 
 They are written with each row of the log, for every model and every algorithm, so a run that was
-stopped leaves them too. All three are of the same step.
+stopped leaves them too. All three are of the same step, or a kill left a card that counts more.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ def write_released(
     """
     params = jax.tree.map(trees.on_host, state.params)
     if not processes.first_process():
+        return
+    # A resumed run repeats steps. Those after them are public, and a card of this step would count
+    # fewer.
+    if max(state.ledger.steps, int(state.ledger.chosen)) < folder.marked:
         return
     path = folder.path
     try:

@@ -6,9 +6,9 @@ whether the seed of its key is small, the caller's configuration. `seals` says w
 released. A later process with another identity is refused with the differences. With an
 equal identity it resumes from the last checkpoint and drops the rows of the log after that
 checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
-rows (versions, devices, settings of JAX): it may change only where no released step would run
-again. Under other versions or settings, programs cannot be compared; where devices changed alone,
-loss and optimizer are.
+rows (versions, settings of JAX and XLA, devices, the machine): it may change only where no released
+step would run again. Under other versions or settings of JAX, programs cannot be compared; where
+devices or the machine changed alone, loss and optimizer are.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ import numpy as np
 from absl import logging
 
 from dpjax import processes
-from dpjax._files import lock, read_json, read_log, replace
+from dpjax._files import lock, overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 
 # Numerics that do not change how loss and optimizer are traced.
-PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size"})
+PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size", "processor", "XLA_FLAGS"})
 BLIND = (
     "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
     "compared. See that they did not change."
 )
 
 _held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
+_handles: set[int] = set()  # of all locks of this process
 
 
 class Folder:
@@ -58,10 +59,10 @@ class Folder:
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
         # Absolute: an `evaluate` that changes the working folder would move a relative one, past
         # its lock, into the folder of another run.
-        self.path = pathlib.Path(directory).absolute()
-        self.log, self._waiting = self.path / "metrics.jsonl", list[str]()
+        self._path, self._waiting = pathlib.Path(directory).absolute(), list[str]()
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
+        self._sealed = 0  # how many seals this process has written
         try:
             # Where several processes run, the first one alone touches files.
             processes.from_first(self._open)
@@ -70,12 +71,37 @@ class Folder:
             self._unlock()
             raise
 
+    @property
+    def path(self) -> pathlib.Path:
+        """Where the folder is; all of its files are found by it.
+
+        Raises:
+          Refused: The folder that this process holds is not there any more.
+        """
+        # Another run may have begun there, which holds a lock of its own.
+        if self._lock is not None and not _is_lock(self._lock, self._path):
+            raise Refused(
+                f"fit(directory={str(self._path)!r}): this folder was removed while its run "
+                "continued, so nothing says any more which steps it released, and another run may "
+                "be there. Usually the same script was started again while the first one still "
+                "ran, as in a notebook. The steps of this run stay spent."
+            )
+        return self._path
+
+    @property
+    def log(self) -> pathlib.Path:
+        """The rows of the run."""
+        return self.path / "metrics.jsonl"
+
     def _open(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
-        self._lock = _locked(self.path)
+        self._lock = _locked(self._path)
         _same_run(self.path / "run.json", self.identity, self.path)
+        # Before `rows` removes rows that the resumed run writes again: someone may have seen
+        # them; and before the first step, so that a full disk has room for it.
         self._marked = _furthest(self.path), _chosen(self.path)
+        self._write_mark(*self._marked)
 
     def resume(self, done: int) -> bool:
         """Resumes the run after ``done`` steps, and returns whether its numerics changed.
@@ -119,53 +145,63 @@ class Folder:
         content = json.dumps(self.identity, indent=2) + "\n"
         processes.from_first(lambda: replace(self.path / "run.json", content))
 
-    def mark(self, step: int, chosen: int = 0) -> None:
+    def reserve(self, steps: int) -> None:
+        """Makes room for the seals of ``steps`` steps, at most a million, before they run."""
+        processes.from_first(lambda: self._reserve(8 * min(steps, 2**20)))
+
+    def _reserve(self, room: int) -> None:
+        path = self.path / "seals"
+        size = path.stat().st_size if path.exists() else 0
+        overwrite(path, size, bytes(max(0, room - size)))
+
+    def mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
         """Counts a step as released, before its parameters leave `fit`.
 
         Args:
           step: The step.
           chosen: How many steps were planned, if results ended the run; they all count.
+          seals: What the steps so far released; see `dpjax.noise.seals`.
+
+        Raises:
+          OSError: The disk refused.
         """
-        if not processes.first_process():
-            return
-        furthest, most = self._marked
-        mark = max(step, furthest), max(chosen, most)
-        if mark == self._marked:
-            return
+        processes.from_first(lambda: self._mark(step, chosen, seals))
+
+    def _mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
+        path, mark = self.path, (max(step, self._marked[0]), max(chosen, self._marked[1]))
         try:
-            self._write_mark(*mark)
-            self._marked = mark
+            # First, because the seals of released steps bind every later process.
+            if self._sealed < step:
+                overwrite(path / "seals", 8 * self._sealed, seals[self._sealed :].tobytes())
+                self._sealed = step
+            if mark != self._marked:
+                self._write_mark(*mark)
+                self._marked = mark
+        # A step that no file counts could be released again, with other noise.
         except OSError as error:
-            logging.error("fit: %s cannot be marked (%s); the run continues.", self.path, error)
+            raise OSError(
+                f"fit: {path} cannot record that step {step} is released ({error}), so its "
+                "parameters are not. Usually the disk is full. Free it and run the same command "
+                "again: it resumes from the last sound checkpoint."
+            ) from error
 
     def _write_mark(self, step: int, chosen: int) -> None:
-        replace(self.path / "furthest", f"{step} {chosen}\n")
+        # Of one length, so that it needs no room on a full disk.
+        overwrite(self.path / "furthest", 0, f"{step:19} {chosen:19}\n".encode())
 
-    def seal(self, seals: np.ndarray) -> None:
-        """Records what the steps so far released; see `dpjax.noise.seals`."""
-        path = self.path / "seals"
-        if not processes.first_process():
-            return
-        try:
-            with open(path, "ab", opener=_private) as file:
-                # A disk that was full may have left a part of a seal.
-                whole = file.truncate(file.tell() // 8 * 8)
-                file.write(seals[whole // 8 :].tobytes())
-        except OSError as error:
-            logging.error("fit: %s cannot be written (%s); the run continues.", path, error)
+    @property
+    def marked(self) -> int:
+        """The last released step, in the first process, which counts them."""
+        return self._marked[0]
 
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
         return processes.from_first(self._seals)
 
     def _seals(self) -> np.ndarray:
-        path = self.path / "seals"
-        data = path.read_bytes() if path.exists() else b""
+        data = (self.path / "seals").read_bytes()
         # Steps that ran and were not released may run again with another sum.
-        kept = data[: 8 * min(len(data) // 8, _furthest(self.path))]
-        if kept != data:
-            replace(path, kept)
-        return np.frombuffer(kept, np.uint64)
+        return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)[: _furthest(self.path)]
 
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
@@ -173,13 +209,10 @@ class Folder:
 
     def _rows(self, until: int) -> list[dict[str, Any]]:
         rows = read_log(self.log)
-        # Rows after the checkpoint are written again by the resumed run. Someone may have read
-        # them, so `furthest` keeps their step as released, and that results ended the run.
         kept = [row for row in rows if row["step"] <= until]
         # Compared as text, so that an unchanged log is not written again.
         again = "".join(map(_line, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
-            self._write_mark(_furthest(self.path), _chosen(self.path))
             replace(self.log, again)
         return kept
 
@@ -195,10 +228,13 @@ class Folder:
         """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
         if processes.first_process():
             self._waiting.append(_line(row))
-            self.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Appends the rows that the disk rejected so far to the log."""
+        processes.from_first(self._flush)
+
+    def _flush(self) -> None:
         if not self._waiting:
             return
         size = None
@@ -222,7 +258,8 @@ class Folder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            _close(self._lock)
+            self._lock = None
 
 
 def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
@@ -280,7 +317,7 @@ def forget(directory: str | os.PathLike[str]) -> None:
     try:
         _remove(folder)
     finally:
-        os.close(held)
+        _close(held)
 
 
 @contextlib.contextmanager
@@ -299,7 +336,7 @@ def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         del _held[folder]
-        os.close(handle)
+        _close(handle)
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -349,23 +386,64 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
 
 
+def _is_lock(handle: int, folder: pathlib.Path) -> bool:
+    """Whether a handle is that of the lock that is in a folder now."""
+    try:
+        return os.path.samestat(os.fstat(handle), (folder / "lock").stat())
+    except FileNotFoundError:
+        return False
+
+
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
 def _locked(folder: pathlib.Path) -> int:
     """Takes the lock of a run's folder, or joins the lock of `hold`."""
-    if (held := _held.get(folder.resolve())) is not None:
-        return os.dup(held)  # the system frees the lock with its last handle
-    handle = lock(folder / "lock")
+    held = _held.get(folder.resolve())
+    # The system frees the lock with its last handle.
+    handle = lock(folder / "lock") if held is None else os.dup(held)
     if handle is None:
-        holder = (folder / "lock").read_text() or "unknown"
         raise Refused(
-            f"fit(directory={str(folder)!r}): process {holder} is running there. Two processes in "
-            "one folder would overwrite each other's checkpoints. Wait until it ends, or choose "
+            f"fit(directory={str(folder)!r}): {_holder(folder / 'lock')} Two processes in one "
+            "folder would overwrite each other's checkpoints. Wait until it ends, or choose "
             "another folder."
         )
+    _handles.add(handle)
     return handle
+
+
+def _holder(path: pathlib.Path) -> str:
+    """Says which process holds a lock."""
+    number = path.read_text()
+    try:
+        os.kill(int(number), 0)  # sends nothing
+    except ProcessLookupError:
+        return (
+            f"process {number} was running there and is not on this machine. Either it runs on "
+            "another one, or it was killed and a process that it had started still holds the "
+            f"folder: `fuser {path}` names it."
+        )
+    except (OSError, ValueError, OverflowError):  # another user's, or it has not written yet
+        pass
+    return f"process {number or 'unknown'} is running there."
+
+
+def _close(handle: int) -> None:
+    """Closes a handle of a lock, unless this process is a forked child, which closed it already."""
+    if handle in _handles:
+        _handles.remove(handle)
+        os.close(handle)
+
+
+def _close_in_child() -> None:
+    """A worker that outlives a killed run would hold its folder."""
+    for handle in _handles.copy():
+        _close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:

@@ -49,6 +49,7 @@ class Run:
             # In the checkpoint beside the key, not in run.json: where one seed makes both key and
             # parameters, the hash would let anyone search for the seed.
             self.began = trees.fingerprint(state.params)
+            folder.reserve(_mechanism(algorithm).steps)
             self._take_up(folder)
             # Its files may know that results ended it and its last checkpoint not, or the reverse.
             if (allowed := folder.chosen()) or self.state.ledger.chosen:
@@ -99,6 +100,8 @@ class Run:
         where = f"fit(directory={str(folder.path)!r})"
         seals.require_one_release(self.state.key, 0, folder.seals(), where)
         self.began, self.rows = began, folder.rows(until=self.done)
+        # A row may be younger than the checkpoint of its step: it has these infos.
+        self.seen = [] if self.at_row else self.seen
         logging.info("fit: %s resumes at step %d.", folder.path, self.done)
 
     def _begin(self, folder: Folder) -> None:
@@ -113,7 +116,6 @@ class Run:
         folder.resume(self.done)
         folder.begin()
         folder.rows(until=self.done)
-        folder.seals()  # drops the seals of a key that is lost
         if not self.save(wait=True):
             raise OSError(
                 f"fit: no checkpoint can be written to {folder.path}, so the root key of the run "
@@ -123,7 +125,8 @@ class Run:
     def mark(self) -> None:
         """Records that the steps so far are released, before the state leaves `fit`."""
         if self.folder is not None:
-            self.folder.mark(self.done, int(self.state.ledger.chosen))
+            sealed = seals.remembered(self.state.key, self.done)
+            self.folder.mark(self.done, int(self.state.ledger.chosen), sealed)
 
     def end(self, least: int = 0) -> None:
         """Records that results ended the run: in the state, and in the folder before the log.
@@ -131,7 +134,7 @@ class Run:
         Args:
           least: How many steps count at the least.
         """
-        mechanism: Any = self.algorithm.mechanism  # `fit` refuses an algorithm without one
+        mechanism = _mechanism(self.algorithm)
         spent = ledger.ended(self.state.ledger, mechanism, self.algorithm.budget, least=least)
         # The states of dpjax are named tuples, a user's may be a dataclass.
         replace: Any = getattr(type(self.state), "_replace", dataclasses.replace)
@@ -141,7 +144,7 @@ class Run:
     def write_released(self, delta: float, method: str, *, last: bool) -> None:
         """Writes what may be released of the last row into the folder, if there is one."""
         if self.folder is not None:
-            mechanism: Any = self.algorithm.mechanism  # `fit` refuses an algorithm without one
+            mechanism = _mechanism(self.algorithm)
             write_released(self.folder, mechanism, self.state, delta, method, last=last)
 
     def advance(self, most: int) -> None:
@@ -155,8 +158,6 @@ class Run:
                 f"fit: {count} steps ran and the ledger counts {self.done - before}. An algorithm "
                 "must call dpjax.ledger.admit for every step before it runs. These steps are spent."
             )
-        if self.folder is not None:
-            self.folder.seal(seals.remembered(self.state.key, self.done))
         # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
@@ -203,12 +204,20 @@ class Run:
         """Starts a checkpoint, and returns whether all went well."""
         assert self.folder is not None
         # Before the checkpoint has a name: its steps count also where someone removes it later.
-        self.mark()
+        try:
+            self.mark()
+        except OSError as error:
+            logging.error("%s The run continues.", error)
+            return False
         self.folder.flush()  # its rows are not in the checkpoint
         self.saved, kept = time.monotonic(), self.folder.checkpoints
         facts = {"seen": list(self.seen), "began": self.began}
         started = kept.save(self.done, self.state, facts)
         return kept.wait() and started if wait else started
+
+
+def _mechanism(algorithm: Algorithm) -> Any:
+    return algorithm.mechanism  # `fit` refuses an algorithm without one
 
 
 def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ Numbers computed from private data without noise are under ``private/``. The eve
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import pathlib
@@ -19,7 +20,7 @@ from absl import logging
 class Board:
     """Writes events into a folder; does nothing if tensorboardX is not installed.
 
-    It warns and does nothing if tensorboardX cannot be imported.
+    It warns, once, and does nothing more if tensorboardX cannot be imported or cannot write.
 
     Args:
       directory: The folder of the events.
@@ -40,23 +41,39 @@ class Board:
                 *(type(error).__name__, error),
             )
             return
-        directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
-        # Events after the checkpoint are purged, because the resumed run writes these steps again.
-        self.writer = SummaryWriter(str(directory), purge_step=done + 1)
+        with self._dropped_on_error():
+            directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
+            # Events after the checkpoint are purged: the resumed run writes these steps again.
+            self.writer = SummaryWriter(str(directory), purge_step=done + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Writes the numbers of a row."""
         if self.writer is None:
             return
-        for name, value in _numbers(row):
-            self.writer.add_scalar(name, value, row["step"])
-        # After every row: a killed run keeps its curves.
-        self.writer.flush()
+        with self._dropped_on_error():
+            for name, value in _numbers(row):
+                self.writer.add_scalar(name, value, row["step"])
+            # After every row: a killed run keeps its curves.
+            self.writer.flush()
 
     def close(self) -> None:
         """Closes the file."""
         if self.writer is not None:
-            self.writer.close()
+            with self._dropped_on_error():
+                self.writer.close()
+
+    @contextlib.contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        """Warns of an error and writes no more events: they are a copy, and end no run."""
+        try:
+            yield
+        except Exception as error:  # a full disk, or another package's
+            self.writer = None
+            logging.warning(
+                "fit: no more TensorBoard events are written (%s: %s); the run continues. "
+                "metrics.jsonl has all of their numbers. Usually the disk is full.",
+                *(type(error).__name__, error),
+            )
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

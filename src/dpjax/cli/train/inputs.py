@@ -103,33 +103,53 @@ def with_scale(
     moments = None
     if normalization is not None:
         # One release, in the first process, which alone writes files.
-        moments = processes.from_first(
-            lambda: release_once(folder / MOMENTS, normalization, key, x)
-        )
+        path, seed = folder / MOMENTS, given.seed
+        moments = processes.from_first(lambda: release_once(path, normalization, key, x, seed))
     x, x_test = map(jax.jit(partial(scale, given, moments=moments)), (x, x_test))
     return dataset._replace(train=(x, labels), test=(x_test, test_labels))
 
 
 def release_once(
-    path: pathlib.Path, normalization: features.Normalization, key: Any, x: Any
+    path: pathlib.Path,
+    normalization: features.Normalization,
+    key: Any,
+    x: Any,
+    seed: int | None = None,
 ) -> features.Moments:
-    """Reads the moments from ``path``, or releases them with noise and writes them there."""
-    # The released answers are kept with their question. Asking twice would be a second release that
-    # no card counts.
-    asked = {"multipliers": normalization.multipliers, "of": dpjax.trees.fingerprint(x)}
+    """Reads the moments from ``path``, or releases them with noise and writes them there.
+
+    Args:
+      path: The file of the moments.
+      normalization: The queries.
+      key: The root key of the run.
+      x: The features.
+      seed: The published seed that made the key, if one did.
+    """
+    # The released answers are kept with their question: a second query would be a release that no
+    # card counts. With their seed too: only the card of a run that names it says that their noise
+    # is public.
+    asked = {
+        "multipliers": normalization.multipliers,
+        "features": dpjax.trees.fingerprint(x),
+        "seed": str(seed),
+    }
     if not path.exists():
         if (path.parent / "run.json").exists():
             raise dpjax.ledger.Refused(
                 f"--out={path.parent}: a run is there that asked nothing of its data beforehand, "
                 "so this is another run. Give another folder, or --overwrite."
             )
-        with replacing(path, public=True) as file:  # a killed process leaves all answers or none
+        # Closed to others: with the hash, anyone could test a guess of all features. A killed
+        # process leaves all answers or none.
+        with replacing(path) as file:
             np.savez(file, **asked, **normalization.release(key, x)._asdict())
     kept = np.load(path)
-    if any(not np.array_equal(kept[name], asked[name]) for name in asked):
+    there = {name: np.asarray(kept.get(name, "unknown")).tolist() for name in asked}
+    now = {name: np.asarray(value).tolist() for name, value in asked.items()}
+    if differ := [name for name in asked if there[name] != now[name]]:
         raise dpjax.ledger.Refused(
-            f"{path} holds the answers to other queries, or of other data: multipliers "
-            f"{kept['multipliers'].tolist()} there, {list(normalization.multipliers)} now. "
-            "Their cost is already spent. Give another --out, or --overwrite."
+            f"{path} holds the answers to other queries, of other data or under another --seed: "
+            + "; ".join(f"{name}: {there[name]} there, {now[name]} now" for name in differ)
+            + ". Their cost is already spent. Give another --out, or --overwrite."
         )
     return features.Moments(kept["mean"], kept["variance"])
