@@ -418,7 +418,7 @@ class Mechanism:
           scale, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
 
         Example:
-          >>> import dpjax
+          >>> import dpjax, jax.numpy as jnp
           >>> mechanism = Mechanism(
           ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
           ...     clipping=dpjax.clipping.flat(bound=1.0),
