@@ -490,9 +490,12 @@ def test_a_step_that_fails_leaves_the_others_their_rows():
     ready, figures = steps.start(makes)
     assert list(ready) == ["plain"]
     figures["plain"] |= {"median_ms": 2.0, "planned_bytes": None}
-    report = {"kind": "TPU v5", "models": {"W1": {"steps": figures}}}
-    table = devices.table(report, {})
-    assert "| W1 | plain | 2.000 (1.00) |" in table
+    report = {"kind": "TPU v5", "models": {"W1": {"batch_size": 256, "steps": figures}}}
+    plan = {"plans": {"v5p: W1: plain": {"expected_ms": 1.0}}}
+    table = devices.table(report, plan)
+    assert "| W1 | plain | 2.000 (1.00) | 1.000 |" in table
+    report["models"]["W1"]["batch_size"] = 8  # no plan has it
+    assert "| W1 | plain | 2.000 (1.00) | - |" in devices.table(report, plan)
     assert "| W1 | vmap | RESOURCE_EXHAUSTED: out of memory |" in table
 
 

@@ -233,7 +233,8 @@ def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
             if "refused" in figure:
                 rows.append(f"| {model} | {step} | {figure['refused']} | | | | |")
                 continue
-            plan = planned(plan_report, report["kind"], model, step)
+            same = found["batch_size"] == plans.MODELS[model]
+            plan = planned(plan_report, report["kind"], model, step) if same else {}
             expected = plan.get("expected_ms", plan.get("roofline_ms"))
             held = figure.get("planned_bytes", figure.get("peak_bytes"))
             cells = [
@@ -257,7 +258,7 @@ def main(asked: Any) -> None:
     kept = compilers.kept(asked.out).get("models", {})
     report |= {"kind": jax.devices()[0].device_kind, "models": kept}
     for name in asked.models or (["W4"] if asked.smoke else list(plans.MODELS)):
-        size = 8 if asked.smoke else plans.MODELS[name]
+        size = 8 if asked.smoke else asked.batch_size or plans.MODELS[name]
         rounds = 2 if asked.smoke else asked.rounds
         known = [*plans.STEPS, *OTHERS]
         chosen = reporting.chosen("steps", known, asked.steps, always=("plain",))
@@ -276,6 +277,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("models", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
+    flags.DEFINE_integer("batch_size", None, "Of every model; by default that of its plan.", 1)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter with PyTorch and Opacus.")
     reporting.run(
         main,
