@@ -81,7 +81,7 @@ def block_for(tails, shift):
 @kills("_draws.py", "below = jnp.zeros((), bool)", "below = jnp.ones((), bool)", slow=True)
 @kills("_draws.py", "((a == b) & below)", "below", slow=True)
 @kills("_draws.py", "(examples & (2**block.shift - 1))", "2**block.shift", slow=True)
-@kills("_draws.py", "(examples >> block.shift)", "count")
+@kills("_draws.py", "(examples >> block.shift)", "count", slow=True)
 @kills("_draws.py", "& ~_repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))", "", slow=True)
 @kills("_draws.py", "fori_loop(1, jnp.max(falls)", "fori_loop(1, jnp.max(falls) - 1", slow=True)
 def test_words_become_balls_and_balls_become_examples(monkeypatch):

@@ -242,7 +242,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills("auditing/algorithm_step.py", "twice = 2.0 if", "twice = 1.0 if", case="replaced", slow=True)
 @kills(
     "auditing/algorithm_step.py", "            return leaves\n", "            leaves\n", slow=True
@@ -368,6 +368,7 @@ def test_a_canary_that_makes_nan_is_found():
     assert found.epsilon(1e-5) == math.inf
 
 
+@pytest.mark.slow
 @kills("auditing/algorithm_step.py", "np.maximum(0.0, m - r)", "m", slow=True)
 def test_roundings_of_parameters_refute_no_step():
     """Parameters of 1 in float32 round each coordinate by half of 2^-23, many times the update."""
@@ -479,6 +480,7 @@ SAMPLERS = {
     "auditing/algorithm_step.py",
     "indices.shape[0]) < size) & ~gone",
     "indices.shape[0]) < size) | ~gone",
+    slow=True,
 )
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_without_some_rows_all_others_are_drawn(name):

@@ -95,7 +95,7 @@ def test_a_user_of_several_examples_is_one_example():
     np.testing.assert_allclose(result.value / 2, w - users.reshape(6, 3).mean(axis=0), rtol=1e-6)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("jit", [False, True])
 def test_scalar_regression(microbatch, jit):
@@ -201,7 +201,7 @@ def test_float16_gradients_do_not_underflow():
     assert float(jnp.linalg.norm(summed["w"])) <= 0.01 * (1 + 1e-3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch", [1, 32, None])
 def test_bfloat16_sums_do_not_saturate(microbatch):
     clipped = dpjax.clipped_grad(jnp.vdot, clipping.flat(1.0), microbatch_size=microbatch)
@@ -287,7 +287,9 @@ def by_dtype(tree):
     return [int(leaf.dtype != jnp.bfloat16) for leaf in jax.tree.leaves(tree)]
 
 
-@kills("types.py", "(jnp.shape(x), jnp.float32), tree)", "(jnp.shape(x), x.dtype), tree)")
+@kills(
+    "types.py", "(jnp.shape(x), jnp.float32), tree)", "(jnp.shape(x), x.dtype), tree)", slow=True
+)
 def test_a_partition_sees_one_dtype_whatever_the_leaves_have():
     """Gradients are bfloat16 where their sum is float32: clipping and noise assigned otherwise."""
     seen = []
@@ -320,7 +322,9 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
 
 
 @kills("clipping/rules.py", "screen * (1 + ON_BOUND)", "screen", case="ghost")
-@kills("clipping/quantile.py", "norms.dtype) * (1 + ON_BOUND)", "norms.dtype)", case="ghost")
+@kills(
+    "clipping/quantile.py", "norms.dtype) * (1 + ON_BOUND)", "norms.dtype)", case="ghost", slow=True
+)
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
 def test_an_example_exactly_on_its_bound_is_within_for_every_engine(engine):
     """The book-keeping engine rounds norms up."""

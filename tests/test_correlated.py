@@ -55,8 +55,14 @@ def mechanism(steps=6, **options):
     return mechanism_with(12, 4, sampling=batches, steps=steps, **options)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STRATEGIES)
-@kills("noise/link.py", "mixed, memory = strategy.next(drawn, memory, step)", "mixed = drawn")
+@kills(
+    "noise/link.py",
+    "mixed, memory = strategy.next(drawn, memory, step)",
+    "mixed = drawn",
+    slow=True,
+)
 @kills("noise/link.py", "deviations = [x * scale for", "deviations = [x for", slow=True)
 def test_the_link_adds_rows_of_the_inverse(name):
     """The numbers of white noise of the same key, mixed by C^-1 and scaled by its sensitivity."""
@@ -119,6 +125,7 @@ def small_run(**options):
     return training.dpsgd(quadratic, optax.sgd(0.1, 0.9), mechanism(**options), jnp.arange(12.0))
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_however_it_is_cut(tmp_path):
     key, whole, parts = jax.random.key(5), small_run(), small_run()
     want, _ = whole.run(whole.init(key, ZEROS), 6)
@@ -131,6 +138,7 @@ def test_a_run_is_the_same_however_it_is_cut(tmp_path):
     assert card["mechanism"]["noise"]["kind"] == STRATEGIES["square root"].facts["kind"]
 
 
+@pytest.mark.slow
 @kills(
     "mechanism/link.py",
     "return mean, noise.GaussianState(state.key, state.step + 1, memory)",
@@ -139,7 +147,6 @@ def test_a_run_is_the_same_however_it_is_cut(tmp_path):
     slow=True,
 )
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.sample(2)
 def test_privatize_and_dpsgd_release_the_same(name):
     planned, key = mechanism(noise=STRATEGIES[name]), jax.random.key(11)
     seen = run(planned.privatize(key), 6)
@@ -569,7 +576,7 @@ def test_replaced_strategies_keep_nothing_of_the_old_one():
 
 @kills("testing.py", "float(one.strategy.column_norms()[step])", "1.0", slow=True)
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_users_chain_is_measured_over_the_run(name, monkeypatch):
     def chain(*links):
         link = noise.correlated(STRATEGIES[name], 1.3, RULE, key=jax.random.key(0))

@@ -134,6 +134,7 @@ def test_vectors_are_summed_wide():
     assert vectors.length(ones) == 64
 
 
+@pytest.mark.slow
 def test_norms_layer_by_layer():
     model = models.MLP(features=(4, 6), classes=2)
     x = RNG.normal(size=(5, 3)).astype("f4")
@@ -399,7 +400,7 @@ def test_the_bias_of_clipping_is_the_excess_of_two_optima(temperature):
     assert 0 < found.excess < found.excess_limit, "theorem 1"
 
 
-@kills("diagnostics/tempered.py", "jnp.maximum(longest - bound, 0)", "(longest - bound)")
+@kills("diagnostics/tempered.py", "jnp.maximum(longest - bound, 0)", "(longest - bound)", slow=True)
 @kills("diagnostics/tempered.py", "jnp.minimum(1, radius / ", "jnp.maximum(1, radius / ", slow=True)
 def test_without_clipping_a_logistic_regression_has_no_bias():
     z = DIGIT / np.linalg.norm(DIGIT, axis=1).max()

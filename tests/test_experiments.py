@@ -610,6 +610,7 @@ def test_tempered_sigmoids_smoke(asked, tmp_path):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_tempered_sigmoids_have_the_printed_epsilons(imported):
     paper = imported("papernot2021_tempered_sigmoids")
     FLAGS.mark_as_parsed()

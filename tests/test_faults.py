@@ -328,6 +328,7 @@ def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
     assert [row["step"] for row in rows][:3] == [7, 14, 21]
 
 
+@pytest.mark.slow
 @kills("_files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH", slow=True)
 def test_two_processes_do_not_share_a_folder(server, tmp_path):
     process = running(server, tmp_path)
@@ -404,6 +405,7 @@ def test_a_log_without_a_run_is_refused(tmp_path):
         runs.fit(tmp_path)
 
 
+@pytest.mark.slow
 @kills("training/run_folder.py", ' if row["step"] <= until]', "]", slow=True)
 def test_rows_that_will_be_written_again_are_taken_back(tmp_path):
     options = {"evaluate_every": 3, "save_every": 10}
@@ -496,6 +498,7 @@ def test_released_steps_are_spent_though_the_run_resumes_from_an_earlier_one(tmp
     assert _spent(tmp_path) == [runs.STEPS]
 
 
+@pytest.mark.slow
 @kills("training/run_folder.py", "(?:damaged-)?", "", slow=True)
 def test_released_steps_are_spent_though_their_checkpoints_are_damaged_or_gone(tmp_path):
     quiet = {"evaluate_every": 100, "save_every": 10}
@@ -665,10 +668,12 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     assert "not compared" not in caplog.text
 
 
+@pytest.mark.slow
 @kills(
     "training/environment.py",
     "return trees.fingerprint([np",
     'return ""\n    return trees.fingerprint([np',
+    slow=True,
 )
 @kills("training/environment.py", "np.asarray(part, np.int64)", "part", slow=True)
 @kills("types.py", "independent: bool = False", "independent: bool = True", slow=True)
@@ -879,6 +884,7 @@ def test_a_start_or_an_end_that_fails_releases_the_folder(tmp_path, monkeypatch)
     Folder(tmp_path, {"numerics": {}}).close()
 
 
+@pytest.mark.sample(2)
 @kills(
     "training/run_folder.py",
     "if self._lock is not None and not _is_lock(self._lock, self._path):",
@@ -942,9 +948,12 @@ def test_a_folder_that_was_removed_receives_no_file_of_its_run(tmp_path, place, 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # of the fork
 def test_a_forked_worker_does_not_hold_the_folder(tmp_path):
     """As of a loader, which lives on where its run is killed."""
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Event()
     with contextlib.closing(Folder(tmp_path, {"numerics": {}})):
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker = fork.Process(target=lambda: (begun.set(), time.sleep(60)))
         worker.start()
+        assert begun.wait(60)  # a child closes its handles when it begins, after `start` returns
         assert lock(tmp_path / "lock") is None, "its run still holds it"
     try:
         Folder(tmp_path, {"numerics": {}}).close()
@@ -983,6 +992,7 @@ def test_a_held_folder_is_joined_by_its_own_process_alone(tmp_path):
     assert (tmp_path / "checkpoints").exists(), "nothing says that a run made it"
 
 
+@pytest.mark.slow
 def test_a_running_run_is_not_forgotten(server, tmp_path):
     process = running(server, tmp_path)
     with pytest.raises(ledger.Refused, match="is running there"):
@@ -1044,6 +1054,7 @@ def test_an_algorithm_without_run_takes_single_steps(tmp_path):
         assert row["private"] == other["private"]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_for_their_owner_alone_and_the_last_three(tmp_path):
     runs.fit(tmp_path)
     folder = tmp_path / "checkpoints"

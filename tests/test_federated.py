@@ -127,7 +127,7 @@ def influences(sum_of, examples):
         yield length(jax.tree.map(np.subtract, whole, without)), length(whole)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "training/step.py",
     "clipped_sum(scaled, rule,",
@@ -162,7 +162,10 @@ def test_the_sensitivity_is_attained_by_heavy_clients_that_move_far(name):
 
 @kills("federated/weights.py", "np.minimum(shares, 1.0)", "shares")
 @kills(
-    "federated/weights.py", "(self.values, np.float64) / self.largest", "(self.values, np.float64)"
+    "federated/weights.py",
+    "(self.values, np.float64) / self.largest",
+    "(self.values, np.float64)",
+    slow=True,
 )
 def test_shares_are_weights_over_the_largest_and_never_above_one():
     shares = federated.Weights(values=[0, 30, 100, 700, -5, math.nan, math.inf], largest=100).shares
@@ -400,6 +403,7 @@ def images(*counts):
 KERNELS = [0.1 * jnp.ones((3, 3, 3, 4)), 0.1 * jnp.ones((3, 3, 4, 5))]
 
 
+@pytest.mark.slow
 @kills(
     "federated/local.py", "value_and_grad(fast(mean_loss))", "value_and_grad(mean_loss)", slow=True
 )
@@ -568,6 +572,7 @@ def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(t
     assert float(adam.noise[0]) == pytest.approx(float(jnp.mean(adam.second)), rel=0.02)
 
 
+@pytest.mark.slow
 @kills(
     "training/step.py",
     "    if recipe.rescales:\n        mean =",
@@ -589,6 +594,7 @@ def test_the_divisor_does_not_depend_on_who_was_drawn():
     assert len(drawn) > 2
 
 
+@pytest.mark.slow
 def test_an_empty_draw_is_a_round_of_pure_noise():
     plan = mechanism(1000, sampler=sampling.poisson(1000, 0.001), multiplier=1.0)
     state, info = first_round(fedavg(some_clients(*[2] * 1000), plan))
@@ -857,7 +863,7 @@ def test_examples_may_hold_keys():
         assert np.any(found)
 
 
-@kills("training/assembly.py", "    check_draw(name, mechanism.sampling)\n", "")
+@kills("training/assembly.py", "    check_draw(name, mechanism.sampling)\n", "", slow=True)
 def test_a_draw_that_is_made_once_is_refused():
     """As for examples: NumPy draws when the round is compiled."""
 

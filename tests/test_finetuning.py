@@ -165,10 +165,10 @@ def test_folded_batch_normalisation_is_that_of_inference(efficientnet, rng):
     np.testing.assert_allclose(found, norm.apply(variables, plain), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [7, 8])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [3, 5])
-@pytest.mark.sample(2)
 def test_shifted_images_add_up_to_a_grouped_convolution(kernel, stride, side, efficientnet, rng):
     x = jnp.asarray(rng.normal(size=(2, side, side + 2, 3)), jnp.float32)
     params = {

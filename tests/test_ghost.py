@@ -662,6 +662,7 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     "inputs = [view.of(leaves, memo) for view in views]",
     "inputs = [view.of(leaves, memo) for view in views[:1]] + [v.value for v in views[1:]]",
     case="two parameters meet",
+    slow=True,
 )
 @kills("gradients/_bookkeeping/scan_trace.py", "by_round,", "True,", case="lstm", slow=True)
 @kills(
@@ -1068,11 +1069,13 @@ def test_a_program_is_the_same_whenever_it_is_traced():
     assert len(programs) == 1
 
 
+@pytest.mark.sample(1)
 @kills(
     "gradients/_bookkeeping/trace.py",
     '{"copy"} or',
     '{"copy", "neg"} or',
     case="a negative table",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -1287,7 +1290,7 @@ def test_both_cotangents_of_a_convolution_are_those_of_jax(stride, options, padd
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pixel", [math.nan, math.inf])
 @pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked by the loss"])
 def test_a_broken_pixel_of_few_channels_stays_in_its_image(pixel, masked):
@@ -1414,7 +1417,7 @@ def assert_stays_within(loss, params, batch, *bounds, room=1.001):
         assert float(jnp.linalg.norm(result.value)) <= bound * room
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills("gradients/_bookkeeping/leaf_norms.py", "x * g + doubt, axis", "x * g, axis", slow=True)
 @pytest.mark.parametrize("left_over", [0.0, 1e-4, 1e-3, 3e-3, 1e-2, 1.0])
 def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
@@ -1496,6 +1499,7 @@ def test_what_adds_up_on_the_way_back_does_not_slip_past_the_bound(taken):
     "gradients/_bookkeeping/trace.py",
     'any(e.primitive.name == "new_ref" for e in equations(closed.jaxpr))',
     "False",
+    slow=True,
 )
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in a loop"])
 def test_a_parameter_in_a_reference_is_materialised(inside):
@@ -1653,6 +1657,7 @@ def test_roundings_that_conspire_do_not_slip_past_the_bound():
     assert_stays_within(loss, weights, jnp.asarray(x)[None], 1e-3, room=1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_a_key_in_the_example_may_be_typed():
     def loss(w, example):
         x, key = example
@@ -1756,7 +1761,7 @@ def test_a_broken_image_stays_alone_among_groups_of_channels():
     assert found.factors[others].all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "(x + inputs * tiny) * (g + outputs * tiny)",
@@ -1794,6 +1799,7 @@ def test_bfloat16_parameters_may_be_compared():
     assert_ghost_agrees(loss, params, x, clipping.flat(0.2), tolerance=2e-2)
 
 
+@pytest.mark.slow
 def test_convolutions_of_bfloat16_may_be_summed_in_float32():
     def model(p, x):
         x, kernel = ((x * p["s"])[None].astype(jnp.bfloat16), p["kernel"].astype(jnp.bfloat16))
@@ -1952,6 +1958,7 @@ NARROW = {
     "list(map(widened_exactly, jax.tree.leaves(gradients)))",
     "[x.astype(wide(x.dtype)) for x in jax.tree.leaves(gradients)]",
     case="auto-a materialised leaf",
+    slow=True,
 )
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("engine", ["auto", "vmap"])

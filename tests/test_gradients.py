@@ -512,6 +512,7 @@ def test_a_broken_image_takes_no_weight_from_others():
         np.testing.assert_allclose(w - sums.value / 5, released(1), rtol=1e-9)
 
 
+@pytest.mark.slow
 @kills("gradients/clipped_grad.py", "isolated(estimated, by_patches)", "estimated", slow=True)
 @pytest.mark.promotes
 def test_a_broken_image_leaves_estimated_norms_of_others_alone():

@@ -177,7 +177,7 @@ def test_a_model_that_would_round_the_sum_is_refused():
     narrow_data(jnp.zeros(3), jnp.ones((4, 3), jnp.int8), key=jax.random.key(0))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills(
     "gradients/_estimated_norms/jl.py",
     "products + roundings * jnp.finfo(products.dtype).eps * largest",
@@ -238,7 +238,9 @@ HIDDEN = {
     "return carry[0], outputs",
     case="a while",
 )
-@kills("_jaxpr.py", "before, after, strict", "before, before, strict", case="carried later")
+@kills(
+    "_jaxpr.py", "before, after, strict", "before, before, strict", case="carried later", slow=True
+)
 @kills(
     "_jaxpr.py",
     'return p["num_consts"], p["num_carry"]',
@@ -282,6 +284,7 @@ def test_a_loss_without_forward_mode_is_refused():
             clipped(jnp.zeros(3), X, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_wide_data_leave_narrower_parameters_as_they_are():
     with jax.enable_x64(True):
         clipped = estimated(lambda w, x: jnp.vdot(w, x) ** 2)

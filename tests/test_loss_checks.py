@@ -172,7 +172,13 @@ def run(loss, data=X, rule=None):
 @kills(
     "gradients/loss_checks.py", "set(others) - {_threefry()}", "set()", case="fold_in", slow=True
 )
-@kills("gradients/loss_checks.py", "not of_jax(equation.primitive)", "False", case="primitive")
+@kills(
+    "gradients/loss_checks.py",
+    "not of_jax(equation.primitive)",
+    "False",
+    case="primitive",
+    slow=True,
+)
 @kills(
     "_jaxpr.py",
     "return primitive in _defined(len(sys.modules))",
@@ -220,6 +226,7 @@ ROW_BY_ROW = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ROW_BY_ROW)
 def test_classes_of_jax_that_batch_row_by_row_are_accepted(name):
     """They were refused as a library's, on JAX 0.12."""
@@ -269,6 +276,7 @@ def noised(gradient):
     "gradients/_bookkeeping/trace.py",
     "jax.make_jaxpr(derivative)(params, example)",
     "jax.make_jaxpr(self)(params, example)",
+    slow=True,
 )
 @kills(
     "gradients/loss_checks.py",
@@ -491,6 +499,7 @@ def test_a_vouched_function_takes_what_no_jitted_one_does():
     jax.eval_shape(dpjax.clipped_grad(loss, clipping.flat(1.0)), W, X)
 
 
+@pytest.mark.slow
 def test_a_vouched_function_is_not_read():
     vouched = losses.vouched(lambda x: hosted(x, "sequential"))
     plain = dpjax.clipped_grad(loss_of(lambda x: x), clipping.flat(1.0))(W, X)

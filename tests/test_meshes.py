@@ -38,7 +38,7 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.sample(1)
-@kills("noise/normal.py", "z.imag, z.real)", "z.real, z.imag)")
+@kills("noise/normal.py", "z.imag, z.real)", "z.real, z.imag)", slow=True)
 @kills("noise/normal.py", "start += math.prod(shape)", "start += 0", slow=True)
 @kills("noise/normal.py", "second = place >= half", "second = place > half", slow=True)
 @pytest.mark.parametrize("shapes", [[(3, 5)], [(), (2, 1023), (1, 2, 3)], [(7, 600), (0, 4)]])
@@ -100,7 +100,12 @@ def test_no_order_of_devices_changes_a_bit_of_the_sum(parts):
     np.testing.assert_allclose(np.sum(found, axis=0, dtype=np.float64), exact, rtol=0, atol=error)
 
 
-@kills("gradients/batching.py", "return unit if unit >= info.tiny else math.inf", "return unit")
+@kills(
+    "gradients/batching.py",
+    "return unit if unit >= info.tiny else math.inf",
+    "return unit",
+    slow=True,
+)
 @pytest.mark.parametrize("reach", [math.inf, 1e-31])
 def test_what_has_no_exact_multiples_is_added_as_it_is(reach):
     """No bound limits it, or multiples of the unit would underflow."""
@@ -342,6 +347,7 @@ def test_committed_arrays_and_states_of_other_meshes_run():
     assert "clipped_grad: not all arrays are on the same devices: params on [0]" in done.stdout
 
 
+@pytest.mark.slow
 @kills(
     "training/assembly.py",
     "steps.run(self._at_home(state)",
@@ -374,13 +380,13 @@ def test_processes_with_unequal_numbers_of_devices_are_refused(monkeypatch):
         meshes.of()
 
 
+@pytest.mark.slow
 @kills(
     "meshes.py",
     "with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):",
     "with contextlib.nullcontext():",
     slow=True,
 )
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["before dpsgd", "after dpsgd"])
 def test_explicit_axes_in_force_change_nothing(when):
     """`jax.make_mesh` makes them by default. Before `dpsgd`, they are the mesh of the run."""
@@ -408,6 +414,7 @@ def test_data_that_explicit_axes_split_are_refused_by_the_call():
             run()
 
 
+@pytest.mark.slow
 def test_clients_train_under_explicit_axes():
     clients = federated.Clients.of([np.ones((k, 3), np.float32) for k in (0, 1, 4, 3)])
     mechanism = mechanism_with(4, 2, steps=2, unit="client")

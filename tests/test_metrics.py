@@ -60,6 +60,7 @@ def test_reliability_counts_everything_once():
     assert not table.confidence[table.counts == 0].any()
 
 
+@pytest.mark.slow
 def test_a_million_predictions_are_added_up_in_float32():
     """The confidences of one bin one after the other would be 2 per cent too large."""
     logits = np.log(np.float32([0.9, 0.1])) * np.ones((2_000_000, 1), np.float32)

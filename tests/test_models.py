@@ -307,7 +307,7 @@ def test_padding_changes_no_output():
     assert not np.allclose(TEXT.clone(padding=None).apply({"params": params}, x), full)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pre-norm", "bert"])
 @pytest.mark.parametrize("padding", [0, -1])
 def test_a_token_without_a_vector_is_not_the_last_word(layout, padding):

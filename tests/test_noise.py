@@ -27,6 +27,7 @@ def run(link, tree, steps=1):
     return outs
 
 
+@pytest.mark.slow
 @kills("noise/normal.py", "(low.astype(dtype) + 0.5) * 2.0**-8", "0.5", slow=True)
 def test_the_support_reaches_beyond_seven_on_both_sides():
     """The transform itself, at the extreme words that a generator can give."""
@@ -67,7 +68,7 @@ def test_the_halves_of_a_draw_know_nothing_of_each_other():
         assert abs(np.corrcoef(f(along), f(across))[0, 1]) < 0.005
 
 
-@kills("noise/normal.py", "_drawn(secret, ready,", "_drawn(secret + ready, ready,")
+@kills("noise/normal.py", "_drawn(secret, ready,", "_drawn(secret + ready, ready,", slow=True)
 @kills("noise/normal.py", "(ready | 1) != 0", "ready != 0", slow=True)
 def test_what_a_draw_waits_for_changes_no_number():
     """Neither NaN, nor an empty array, nor one of another type."""

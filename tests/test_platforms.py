@@ -160,7 +160,9 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
     assert "kept" not in gradients.explain(positions, w, (x, g))
 
 
-@kills("gradients/_bookkeeping/leaf_sums.py", "high, rounded(x - high)", "high, 0 * high")
+@kills(
+    "gradients/_bookkeeping/leaf_sums.py", "high, rounded(x - high)", "high, 0 * high", slow=True
+)
 @kills(
     "gradients/_bookkeeping/ghost.py",
     "entry.rounded().scaled(each)",
@@ -311,6 +313,7 @@ def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():
         assert found("BF16_BF16_F32_X3") is outer_products.HIGHEST
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",
     "x = trees.widened_exactly(x)  # kept gradients may be bfloat16",
@@ -341,10 +344,12 @@ def test_gradients_of_a_bfloat16_loss_are_kept_as_it_has_them(monkeypatch):
             assert not kept(w, x)
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/common.py",
     "norms(leaf, own, leaves, bool(commons))",
     "norms(leaf, own, leaves)",
+    slow=True,
 )
 def test_a_common_gradient_meets_gradients_that_are_not_rounded(monkeypatch):
     """The decay of the weights takes away all but 3 % of the gradient of the data."""
@@ -477,6 +482,7 @@ def test_examples_as_groups_are_the_definition(alone, name):
         assert "derivative, kept" in gradients.explain(loss, w, x[0])
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/common.py",
     "total + 2 * cross",
@@ -485,7 +491,6 @@ def test_examples_as_groups_are_the_definition(alone, name):
     slow=True,
 )
 @pytest.mark.parametrize("name", ON_A_GPU)
-@pytest.mark.sample(2)
 def test_kernels_on_a_gpu_are_products_of_all_patches(alone, name):
     loss, kernel, images = ON_A_GPU[name]
     w, x = drawn(kernel), drawn(images)
@@ -501,6 +506,7 @@ def test_kernels_on_a_gpu_are_products_of_all_patches(alone, name):
     "_, data, cotangent = entry.wiped(sound)",
     "_, data, cotangent = entry",
     case="few channels-nan",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",

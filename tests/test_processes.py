@@ -89,6 +89,7 @@ def test_a_signal_to_one_process_reaches_all(monkeypatch):
         assert found == 2 * [any(given)]
 
 
+@pytest.mark.sample(3)
 @kills(
     "training/assembly.py",
     "processes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())",
@@ -234,7 +235,12 @@ def test_processes_agree_on_every_field_of_the_state_once_a_run(monkeypatch, dif
     require_refused(in_threads(monkeypatch, work), words)
 
 
-@kills("training/environment.py", "(sampling.draw(root, jnp.int32(step)), numbers)", "numbers")
+@kills(
+    "training/environment.py",
+    "(sampling.draw(root, jnp.int32(step)), numbers)",
+    "numbers",
+    slow=True,
+)
 @kills("training/environment.py", "jnp.int32(step)), numbers)", "jnp.int32(step)),)", slow=True)
 def test_the_hash_of_draw_and_noise_follows_from_key_step_and_settings():
     """A setting that changes random numbers changes it, whether or not dpjax knows its name."""

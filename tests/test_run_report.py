@@ -601,6 +601,7 @@ def test_an_accuracy_is_of_the_last_row_or_of_none(tmp_path):
     assert "test accuracy" not in head
 
 
+@pytest.mark.slow
 @kills(
     "reports/html_report.py", "figure.png, public=public)", "figure.png, public=True)", slow=True
 )

@@ -213,8 +213,8 @@ def test_a_draw_of_pairs_of_words_is_read_from_a_stream_alone():
         sampling.fold(draw, 2, lambda rows, mask, total: total, jnp.zeros(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
-@pytest.mark.sample(1)
 def test_a_stream_of_a_million_millions_is_trained_on(name):
     read = []
 

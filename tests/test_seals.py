@@ -147,7 +147,7 @@ SOLVABLE = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @kills(
     "training/step.py",
     "seal((mean, bound_scale), in_parts)",
@@ -365,6 +365,7 @@ def rows(data):
     return dpjax.data.Stream(list(data))
 
 
+@pytest.mark.slow
 @kills(
     "training/runner.py",
     "seals.require_one_release(self.state.key, 0, folder.seals(), where)",

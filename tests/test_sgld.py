@@ -179,6 +179,7 @@ def test_on_the_mean_gradient_it_is_the_papers():
     assert np.std(state.params) == pytest.approx(0.1**0.5, rel=0.01)
 
 
+@pytest.mark.slow
 @kills("noise/langevin.py", "(rate(step), jnp.float32)", "(rate(0 * step), jnp.float32)", slow=True)
 def test_a_rate_that_decays_is_paid_for_step_by_step():
     algorithm = chain(rate=DECAY, rule=clipping.flat(1.0), steps=6)
@@ -267,7 +268,11 @@ def test_another_rate_prior_or_temperature_is_another_run():
 
 
 @kills(
-    "training/samples.py", "max(0, taken - size), taken) % size", "min(taken, size))", case="23-1-0"
+    "training/samples.py",
+    "max(0, taken - size), taken) % size",
+    "min(taken, size))",
+    case="23-1-0",
+    slow=True,
 )
 @pytest.mark.parametrize("burn_in", [0, 3])
 @pytest.mark.parametrize("every", [1, 4])

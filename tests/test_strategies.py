@@ -284,7 +284,7 @@ def test_a_sensitivity_is_rounded_up():
     slow=True,
 )
 @CASES
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 def test_the_stream_is_the_inverse_of_the_matrix(maker):
     for steps in LENGTHS:
         strategy = MAKERS[maker](steps)

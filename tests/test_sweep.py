@@ -352,7 +352,7 @@ def card(z=2.0, delta=1e-5, **changes):
 
 
 @kills("cli/sweep/search_cost.py", 'min(card["delta"]', 'max(card["delta"]', slow=True)
-@kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(")
+@kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(", slow=True)
 @kills("cli/sweep/search_cost.py", "*(other.event for other in others)", "", slow=True)
 def test_the_dearest_run_and_all_of_them_and_the_smallest_delta():
     cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
@@ -489,7 +489,9 @@ def test_a_range_is_no_list_of_every_cost():
         candidates_from_flags(given)
 
 
-@kills("cli/sweep/search_cost.py", "for run in spent_of(mechanism, steps)", "for run in []")
+@kills(
+    "cli/sweep/search_cost.py", "for run in spent_of(mechanism, steps)", "for run in []", slow=True
+)
 def test_random_bins_lower_the_price_as_on_the_card():
     (mechanism,), _ = drawable(f"{BINS};optimizer=adam", "learning_rate=1")
     run = {"mechanism": mechanism.facts, "steps": 40, "delta": 1e-5}
@@ -517,7 +519,12 @@ def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):
         search_cost.card_of(tmp_path)
 
 
-@kills("cli/sweep/search_cost.py", "for other in others if other.protects", "for other in []")
+@kills(
+    "cli/sweep/search_cost.py",
+    "for other in others if other.protects",
+    "for other in []",
+    slow=True,
+)
 def test_a_run_that_has_not_finished_protects_what_it_was_made_for(tmp_path):
     """A relation that one run of a search has no proof for is not stated for all."""
     shuffled = mechanism_with(1000, 10, noise_multiplier=1.0, sampling=sampling.shuffled(1000, 10))

@@ -147,6 +147,7 @@ def test_a_board_has_no_place_for_the_epsilon_of_a_run_without_noise(tmp_path):
     assert ("epsilon", 2) not in seen
 
 
+@pytest.mark.slow
 def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_path):
     algorithm = make(steps=2, multiplier=0.0)
     _, rows = fit(algorithm, directory=tmp_path)
@@ -161,6 +162,7 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
     "if not named or found.keys() & row.keys():",
     "if not named:",
     case="options7-TypeError-without the names of the log",
+    slow=True,
 )
 @pytest.mark.parametrize(
     ("options", "error", "message"),
@@ -655,7 +657,7 @@ def test_a_loss_object_may_have_a_method_called_apply():
     first_step(algorithm_with(loss=Loss()))
 
 
-@kills("training/checks.py", "    _check_public(optimizer_state)\n", "", case="noise")
+@kills("training/checks.py", "    _check_public(optimizer_state)\n", "", case="noise", slow=True)
 @pytest.mark.parametrize(
     ("link", "held"),
     [

@@ -62,7 +62,7 @@ def changed(card, path, value):
     return card
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -490,7 +490,7 @@ BATCHES = {
 @kills("sampling/epochs.py", "strategies.apart(1, -(-steps // epoch))", "strategies.cycles(epoch)")
 @kills("sampling/uniform.py", "strategies.apart(1),", "strategies.once(),", slow=True)
 @kills("sampling/epochs.py", "strategies.cycles(epoch),", "strategies.once(),", slow=True)
-@kills("verify/cards.py", "    require_hidden(spent)\n", "")
+@kills("verify/cards.py", "    require_hidden(spent)\n", "", slow=True)
 @pytest.mark.parametrize("name", CORRELATED)
 def test_correlated_noise_is_recomputed_with_its_strategy(name):
     """The sensitivity on the card is the one that this file finds by its own arithmetic."""
