@@ -118,9 +118,18 @@ def one_row(tree: PyTree) -> PyTree:
     return jax.tree.map(row, tree)
 
 
+@jax.jit
+def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    """One program for all shapes, where JAX compiles one for each shape outside of `jax.jit`."""
+    return [jnp.copy(x) for x in arrays]
+
+
 def copy(tree: PyTree) -> PyTree:
     """A tree whose JAX arrays are in buffers of their own; other leaves as they are."""
-    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    own = iter(_copies([leaf for leaf in leaves if isinstance(leaf, jax.Array)]))
+    whole = [next(own) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, whole)
 
 
 def expand(rows: Shaped[Array, " batch"], like: Array) -> Array:
