@@ -204,8 +204,14 @@ def program(task: dict[str, Any]) -> tuple[Any, PyTree, PyTree, Mesh, int]:
 
 def too_large(error: Exception) -> str | None:
     """How much memory a step needs of how much, where a compiler gave up for it."""
-    found = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
-    return f"{found[1]} of {found[2]}" if found else None
+    # The second form is that of libtpu 0.0.42.
+    for form in (
+        r"Used ([\d.]+\w) of ([\d.]+\w) hbm",
+        r"required .* \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)",
+    ):
+        if found := re.search(form, str(error)):
+            return f"{found[1]} of {found[2]}"
+    return None
 
 
 def plan(task: dict[str, Any]) -> dict[str, Any]:
