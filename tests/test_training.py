@@ -972,10 +972,17 @@ def test_bfloat16_parameters_stay_bfloat16(optimizer):
     assert training.averaged(state.optimizer).dtype == jnp.float32
 
 
-def test_the_step_is_not_to_be_traced():
+def test_an_algorithm_is_not_to_be_traced():
     algorithm = make()
-    with pytest.raises(TypeError, match="the ledger has to look before every one"):
-        jax.jit(algorithm.step)(start(algorithm))
+    state, keys = start(algorithm), jax.random.split(jax.random.key(0), 2)
+    traced = {
+        "step": lambda: jax.jit(algorithm.step)(state),
+        "run": lambda: jax.jit(lambda state: algorithm.run(state, 2))(state),
+        "init": lambda: jax.vmap(algorithm.init, (0, None))(keys, jnp.zeros(3)),
+    }
+    for name, call in traced.items():
+        with pytest.raises(TypeError, match=f"dpsgd: {name}: called inside a JAX transformation"):
+            call()
 
 
 def test_two_inits_differ_by_their_keys_and_replay_with_one():
