@@ -674,9 +674,26 @@ def test_an_optimizer_that_is_private_by_itself_is_refused(link, held):
         start(algorithm)
 
 
+def test_a_loss_of_another_number_of_arguments_is_refused():
+    for loss in (lambda w, x, y: w @ x - y, lambda w: w @ w):
+        with pytest.raises(TypeError, match="dpsgd: the loss does not take two arguments"):
+            start(algorithm_with(loss=loss))
+        with pytest.raises(TypeError, match="clipped_grad: the loss does not take two arguments"):
+            dpjax.clipped_grad(loss, clipping.flat(1.0))(jnp.zeros(3), jnp.ones((2, 3)))
+        with pytest.raises(TypeError, match=r"^test_") as raised:
+            start(algorithm_with(loss=lambda w, x, loss=loss: loss(*[w] * 4)))
+        assert "dpjax called loss(params, example)" in raised.value.__notes__[-1]
+
+
+def test_an_nnx_module_that_the_loss_changes_is_refused():
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"dpsgd: the loss changes an NNX module.*copy=True"):
+        start(algorithm_with(loss=lambda w, x: w @ model(x)))
+
+
 def test_a_loss_that_fails_is_reported_with_its_arguments():
-    with pytest.raises(TypeError, match=r"missing 1 required") as raised:
-        start(algorithm_with(loss=lambda w, x, y: w @ x - y))
+    with pytest.raises(TypeError, match=r"dot_general requires") as raised:
+        start(algorithm_with(loss=lambda w, x: w @ x.mean(0)[None]))
     note = "dpjax called loss(params, example), where example is float32[3]"
     assert note in raised.value.__notes__[-1]
     for loss in (lambda w, x: w @ x if x[0] > 0 else w @ w, lambda w, x: jnp.sum(w * np.sin(x))):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
+import traceback
 from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
@@ -112,23 +114,24 @@ def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> Clos
       name: How errors call the function that received the loss.
     """
     _check_trainable(params, name)
-    with noted(example):
+    with noted(example, name):
         program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
         _check_scalar(found[0], name)
     require_one_example(program.jaxpr, f"{name}: the loss")
     if has_own_derivatives(program.jaxpr):
-        with noted(example):
+        with noted(example, name):
             gradient = loss.gradient(params, example)
         require_one_example(gradient, f"{name}: the gradient of the loss")
     return program
 
 
 @contextlib.contextmanager
-def noted(example: PyTree) -> Iterator[None]:
+def noted(example: PyTree, name: str) -> Iterator[None]:
     """Notes at an error of a user's loss how dpjax called it, and what is usually wrong.
 
     Args:
       example: Shapes of one example.
+      name: How errors call the function that received the loss.
     """
     try:
         yield
@@ -140,19 +143,39 @@ def noted(example: PyTree) -> Iterator[None]:
         )
         raise
     except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # of Flax, which not all users load
+            raise TypeError(
+                f"{name}: the loss changes an NNX module that was made outside of it ({error}). "
+                "Usually it has dropout, whose keys it counts. Split the module outside, graph, "
+                "params, rest = nnx.split(model, nnx.Param, ...), and join a copy in the loss: "
+                "nnx.merge(graph, params, rest, copy=True)."
+            ) from error
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
         usual = (
             "a dictionary: read it by name, example['x']"
             if isinstance(example, dict)
             else "one argument: unpack it inside, x, y = example"
         )
+        cure = f"The example is {usual}. If the loss needs anything else, it must close over it."
+        if isinstance(error, TypeError) and _is_not_called(error):
+            raise TypeError(
+                f"{name}: the loss does not take two arguments ({error}); expected loss(params, "
+                f"example). Usually it was written as loss(params, x, y). {cure}"
+            ) from error
         error.add_note(
             f"dpjax called loss(params, example), where example is {shapes}: one example, without "
             "a batch axis. Usually the loss was written for a batch (x.mean(0), y[:, None], "
-            f"len(x)), or as loss(params, x, y). The example is {usual}. If the loss needs "
-            "anything else, it must close over it."
+            f"len(x)). {cure}"
         )
         raise
+
+
+def _is_not_called(error: TypeError) -> bool:
+    """Whether a function refused the number of its arguments, and this room had called it."""
+    # The frame of a function that was called would stand last.
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    ours = pathlib.Path(last).parent.is_relative_to(pathlib.Path(__file__).parent)
+    return ours and "positional argument" in str(error)
 
 
 def require_one_example(program: Jaxpr, name: str) -> None:
