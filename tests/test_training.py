@@ -22,6 +22,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, ledger, sampling, training, trees, types
 from dpjax.data import Dataset, Stream
+from dpjax.gradients.loss_checks import centres_alone
 from dpjax.training.progress import Progress
 from dpjax.training.runner import _means
 
@@ -405,6 +406,39 @@ def test_batch_normalisation_of_one_example_is_named(caplog):
     with caplog.at_level("WARNING"):
         make(loss=loss).init(dpjax.noise.secret_key(), params)
     assert "BatchNorm_0/scale belong to a batch normalisation" in caplog.text
+
+
+def centred(x, axis):
+    return x - x.mean(axis, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "zero"),
+    [
+        (lambda x: linen.BatchNorm(use_running_average=False, use_bias=False), True),
+        (lambda x: linen.BatchNorm(use_running_average=True), False),
+        (lambda x: linen.LayerNorm(), False),
+        (lambda x: linen.GroupNorm(num_groups=1), False),
+        (lambda x: jax.jit(centred, static_argnums=1)(x, 0), True),
+        (lambda x: centred(x.astype(jnp.bfloat16), 0), True),
+        (lambda x: centred(x, 1), False),
+        (lambda x: x[0, :, None] - x.sum(0), False),
+        (lambda x: x.mean(0) - 2 * x, False),
+        (lambda x: x - jax.lax.stop_gradient(x), False),
+    ],
+)
+def test_numbers_that_are_normalised_alone_are_named(function, zero):
+    """By the effect: in a chain of Linen no leaf has the name of a batch normalisation."""
+
+    def loss(x):
+        found = function(x)
+        if isinstance(found, linen.Module):
+            shapes = jax.eval_shape(found.init, jax.random.key(0), x)
+            empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
+            found, _ = found.apply(empty, x, mutable=["batch_stats"])
+        return jnp.sum(found)
+
+    assert centres_alone(jax.make_jaxpr(loss)(jnp.ones((1, 4))).jaxpr) == zero
 
 
 def test_parameters_that_are_not_finite_are_not_blamed_on_the_data(caplog):

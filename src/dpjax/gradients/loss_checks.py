@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from dpjax import trees
 from dpjax._jaxpr import (
@@ -75,6 +76,10 @@ _KEPT = {
     "squeeze",
     "transpose",
 }
+
+# What takes a mean, gives it the axes of its numbers, and subtracts it from them.
+_CENTRING = {"reduce_sum", "div", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze"}
+_CENTRING |= {"sub"}
 
 
 def check_params(call: str, params: PyTree) -> None:
@@ -247,6 +252,28 @@ def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:
     shapes = (getattr(constant, "shape", ()) for constant in _constants(program))
     # A single row would match every scalar that was given an axis.
     return next((shape for shape in shapes if examples > 1 and shape[:1] == (examples,)), None)
+
+
+def centres_alone(program: Jaxpr) -> bool:
+    """Whether a program subtracts from numbers their own mean over axes of length one: zero.
+
+    Batch normalisation in training mode does so behind a dense layer, as its batch is one example.
+    """
+    # From a variable to the one whose numbers it holds in their order, and whether as a mean.
+    held: dict[Any, tuple[Any, bool]] = {}
+    for equation in equations(program):
+        name, inputs, outputs = equation.primitive.name, equation.invars, equation.outvars
+        # Other counts are of numbers that were added up or repeated.
+        if name not in _CENTRING or outputs[0].aval.size != inputs[0].aval.size:
+            continue
+        seen = [(v, False) if isinstance(v, Literal) else held.get(v, (v, False)) for v in inputs]
+        of, mean = seen[0]
+        if name == "sub" and seen[1] == (of, True):
+            return True
+        by_one = name == "div" and isinstance(inputs[1], Literal) and np.all(inputs[1].val == 1)
+        if by_one or len(inputs) == 1:
+            held[outputs[0]] = of, mean or name == "reduce_sum"
+    return False
 
 
 def _check_trainable(params: PyTree, name: str) -> None:

@@ -262,7 +262,7 @@ def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: 
     loss = Traced(without_aux(recipe.loss))
     program = check_loss(loss, params, example, name)
     tell_of_idle(loss.gradient(params, example), params)
-    tell_of_batch_norm(params)
+    tell_of_batch_norm(program.jaxpr, params)
     if tell:
         tell_of_constants(program, recipe.mechanism.sampling.examples)
 
