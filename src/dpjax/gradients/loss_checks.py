@@ -263,8 +263,8 @@ def centres_alone(program: Jaxpr) -> bool:
     held: dict[Any, tuple[Any, bool]] = {}
     for equation in equations(program):
         name, inputs, outputs = equation.primitive.name, equation.invars, equation.outvars
-        # Other counts are of numbers that were added up or repeated.
-        if name not in _CENTRING or outputs[0].aval.size != inputs[0].aval.size:
+        counts = {getattr(v.aval, "size", None) for v in (*inputs[:1], *outputs)}
+        if name not in _CENTRING or len(counts) > 1:  # added up, or repeated
             continue
         seen = [(v, False) if isinstance(v, Literal) else held.get(v, (v, False)) for v in inputs]
         of, mean = seen[0]

@@ -104,9 +104,9 @@ def planned(
         drawn = draw(given, candidates)
         require_flags(given, drawn)  # before the plan binds this folder to them
         # Also of files that no run drew: the best of a random number pays for them too.
-        files = [search_space.pairs(given.fixed, "fixed").get("dataset")]
-        files += candidates.get("dataset", [])
-        hashes = {file: hash_of(file) for file in files if names.is_file(str(file))}
+        files = [search_space.pairs(given.fixed, "fixed").get("dataset", "")]
+        files += map(str, candidates.get("dataset", []))
+        hashes = {file: hash_of(file) for file in files if names.is_file(file)}
         plan = {"search": now, "files": hashes, "trials": search_space.stored(drawn)}
         replace(path, json.dumps(plan, indent=2) + "\n")
     plan = read_json(path)
