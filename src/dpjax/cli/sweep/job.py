@@ -116,7 +116,8 @@ def planned(
             f"another search is in {folder}:\n" + "\n".join(lines) + "\nChoose another --out; what "
             "both cost together is the price of all their runs."
         )
-    if changed := [f"--dataset={f}" for f, there in plan["files"].items() if hash_of(f) != there]:
+    kept = plan.get("files", {})  # of plans of dpjax 0.1 the costs alone tell
+    if changed := [f"--dataset={f}" for f, there in kept.items() if hash_of(f) != there]:
         raise app.UsageError(
             f"{', '.join(changed)}: the file differs from that with which the search in {folder} "
             "began; expected equal ones, because runs on different data have no common ranking or "
