@@ -283,7 +283,6 @@ def test_what_jax_holds_already_is_not_copied_to_the_host():
 
 
 LOSSES = {
-    "three arguments": (lambda w, x, y: w @ x - y, (X, Y), r"loss\(params, x, y\)"),
     "a batch": (lambda w, e: jnp.sum(e[0] @ w - e[1][:, None]), (X, Y), r"y\[:, None\]"),
     "a dictionary": (lambda w, e: e[0] @ w, {"x": X}, r"by name, example\['x'\]"),
 }

@@ -191,6 +191,14 @@ class Batch(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.BatchNorm(use_running_average=False)(nn.Dense(self.classes)(x))
+
+class Drop(nn.Module):
+    classes: int
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=not self.train)(nn.Dense(self.classes)(x))
 """
 
 
@@ -219,6 +227,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     plan = planned(f"--model={workshop}:make")
     assert (plan.model.classes, plan.model.width, plan.dataset.classes) == (3, 2, 3)
     assert planned(f"--model={workshop}:passed_on").model.classes == 3
+    assert not planned(f"--model={workshop}:Drop", "--model_options=train=false").model.train
     assert planned(f"--model={workshop}:make", "--classes=5").model.classes == 5
 
 
@@ -226,7 +235,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     ("model", "more", "answer"),
     [
         ("none_of_these:Net", [], "cannot be imported from"),
-        ("{}:Nte", [], "it has Batch, Flat, Net, made, make, number, passed_on, plain"),
+        ("{}:Nte", [], "it has Batch, Drop, Flat, Net, made, make, number, passed_on, plain"),
         ("{}:Net", ["--model_options=depth=2"], "takes classes, width, .*not depth"),
         ("{}:made", ["--model_options=width=2"], "takes no options"),
         ("{}:number", [], "makes a int; expected a Flax module"),
@@ -234,6 +243,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
         ("{}:Net", ["--hidden=3"], "--model_options=name=value"),
         ("{}:made", ["--classes=4"], "returns 3 numbers for one example; expected 4, one for"),
         ("{}:Batch", [], "batch_stats"),
+        ("{}:Drop", [], "dpjax train calls model.x., without a key.*--model_options=train=false"),
         ("{}:Flat", [], "the model has no parameters"),
         ("mlp", ["--stream"], "expected one of the two"),
         ("mlp", ["--model_options=name=3"], "no field name here; all of its fields have flags"),

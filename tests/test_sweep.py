@@ -278,6 +278,7 @@ def test_a_search_that_continues_a_published_seed_says_so(seeded, tmp_path):
     spent = dataclasses.replace(plain.spent(plain.multipliers), seeded=np.array(seeded))
     card = reports.card(dataclasses.replace(plain, before=[spent]), 1e-5, methods=["rdp"])
     (tmp_path / "privacy.json").write_text(json.dumps(card))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "epsilon": 1.0}\n')
     (tmp_path / "finished").touch()
     found, words = costs(given, {"x": ["1"]}, {tmp_path: search_space.Trial({"x": "1"}, None, 0)})
     assert found["seed_published"] is (True if seeded else None)
@@ -439,7 +440,7 @@ def drawable(fixed, ranges):
 
 @kills("cli/sweep/search_cost.py", "*(mechanism.event for mechanism in possible)", "", slow=True)
 @kills("cli/sweep/possible_runs.py", "        self.names_read.add(name)\n", "", slow=True)
-@kills("cli/sweep/job.py", "number, uncovered, possible)", "number, uncovered)", slow=True)
+@kills("cli/sweep/job.py", "uncovered, possible, different", "uncovered, (), different", slow=True)
 def test_the_best_run_pays_for_every_setting_that_could_be_drawn(tmp_path):
     """Momentum of SGD changes the strategy of correlated noise, and so what a step costs."""
     given = copy.deepcopy(FLAGS)
@@ -455,6 +456,7 @@ def test_the_best_run_pays_for_every_setting_that_could_be_drawn(tmp_path):
         (folder / "privacy.json").write_text(
             json.dumps(reports.card(mechanism, 1e-5, methods=["rdp"]))
         )
+        (folder / "metrics.jsonl").write_text('{"step": 40, "epsilon": 1.0}\n')
         (folder / "finished").touch()
         settings = {"optimizer": "sgd", "momentum": "0.9", "learning_rate": "1"}
         found, _ = costs(given, of, {folder: search_space.Trial(settings, None, 0)})
@@ -587,3 +589,47 @@ def test_a_plan_is_its_owners_alone(tmp_path):
     given(["sweep", "--grid=learning_rate=0.1", f"--out={tmp_path}"])
     planned(given, tmp_path, candidates_from_flags(given))
     assert (tmp_path / "sweep.json").stat().st_mode & 0o077 == 0
+
+
+@kills("cli/sweep/job.py", "if hash_of(f) != there", "if False", slow=True)
+@pytest.mark.parametrize("number", ["--random=2", "--random_runs=geometric:3"])
+def test_a_search_whose_file_of_data_changed_is_refused(number, tmp_path):
+    """Also a file that no run drew: the best of a random number pays for its settings too."""
+    files = [tmp_path / name for name in ("a.csv", "b.csv")]
+    for file in files:
+        file.write_text("x,label\n" + "0,0\n1,1\n" * 20)
+    given = copy.deepcopy(FLAGS)
+    ranges = f"--ranges=dataset={files[0]},{files[1]};learning_rate=0.1,0.2"
+    given(["sweep", ranges, "--fixed=epochs=1;model=linear", number, "--seed=0"])
+    begun = planned(given, tmp_path, candidates_from_flags(given))
+    for file in files:
+        before = file.read_text()
+        file.write_text(before + "1,1\n")
+        with pytest.raises(app.UsageError, match=f"--dataset={file}: the file differs"):
+            planned(given, tmp_path, candidates_from_flags(given))
+        file.write_text(before)
+        assert planned(given, tmp_path, candidates_from_flags(given)) == begun
+    files[0].unlink()
+    with pytest.raises(app.UsageError, match="restore the file, or give another --out"):
+        planned(given, tmp_path, candidates_from_flags(given))
+
+
+@kills("cli/sweep/job.py", "different = apart(", "different = '' and (", slow=True)
+@kills("cli/sweep/search_cost.py", "    if different:", "    if False:", slow=True)
+def test_costs_of_runs_on_different_data_are_not_added(tmp_path):
+    """As in `dpjax compare`: the data are named otherwise, or a script chose them."""
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--ranges=x=1,2", "--random_runs=geometric:3", "--binary=x.py", "--free=x"])
+    trials = {}
+    for name, data in (("1", "one"), ("2", "one"), ("3", "another")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "privacy.json").write_text(json.dumps(card() | {"epsilon": {}}))
+        (folder / "run.json").write_text(json.dumps({**card(), "data": data}))
+        (folder / "metrics.jsonl").write_text('{"step": 50, "epsilon": 1.0}\n')
+        (folder / "finished").touch()
+        trials[folder] = search_space.Trial({"x": name}, None, 0)
+        found, said = costs(given, {"x": ["1", "2", "3"]}, trials)
+        epsilons = [price["epsilon"] for price in found["prices"]]
+        assert [each is None for each in epsilons] == [False, *[name == "3"] * 2]
+    assert "their costs do not add: these runs were trained on different data" in said

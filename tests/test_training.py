@@ -22,6 +22,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, ledger, sampling, training, trees, types
 from dpjax.data import Dataset, Stream
+from dpjax.gradients.loss_checks import centres_alone
 from dpjax.training.progress import Progress
 from dpjax.training.runner import _means
 
@@ -407,6 +408,39 @@ def test_batch_normalisation_of_one_example_is_named(caplog):
     assert "BatchNorm_0/scale belong to a batch normalisation" in caplog.text
 
 
+def centred(x, axis):
+    return x - x.mean(axis, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "zero"),
+    [
+        (lambda x: linen.BatchNorm(use_running_average=False, use_bias=False), True),
+        (lambda x: linen.BatchNorm(use_running_average=True), False),
+        (lambda x: linen.LayerNorm(), False),
+        (lambda x: linen.GroupNorm(num_groups=1), False),
+        (lambda x: jax.jit(centred, static_argnums=1)(x, 0), True),
+        (lambda x: centred(x.astype(jnp.bfloat16), 0), True),
+        (lambda x: centred(x, 1), False),
+        (lambda x: x[0, :, None] - x.sum(0), False),
+        (lambda x: x.mean(0) - 2 * x, False),
+        (lambda x: x - jax.lax.stop_gradient(x), False),
+    ],
+)
+def test_numbers_that_are_normalised_alone_are_named(function, zero):
+    """By the effect: in a chain of Linen no leaf has the name of a batch normalisation."""
+
+    def loss(x):
+        found = function(x)
+        if isinstance(found, linen.Module):
+            shapes = jax.eval_shape(found.init, jax.random.key(0), x)
+            empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
+            found, _ = found.apply(empty, x, mutable=["batch_stats"])
+        return jnp.sum(found)
+
+    assert centres_alone(jax.make_jaxpr(loss)(jnp.ones((1, 4))).jaxpr) == zero
+
+
 def test_parameters_that_are_not_finite_are_not_blamed_on_the_data(caplog):
     with caplog.at_level("WARNING"):
         algorithm = make()
@@ -674,9 +708,26 @@ def test_an_optimizer_that_is_private_by_itself_is_refused(link, held):
         start(algorithm)
 
 
+def test_a_loss_of_another_number_of_arguments_is_refused():
+    for loss in (lambda w, x, y: w @ x - y, lambda w: w @ w):
+        with pytest.raises(TypeError, match="dpsgd: the loss does not take two arguments"):
+            start(algorithm_with(loss=loss))
+        with pytest.raises(TypeError, match="clipped_grad: the loss does not take two arguments"):
+            dpjax.clipped_grad(loss, clipping.flat(1.0))(jnp.zeros(3), jnp.ones((2, 3)))
+        with pytest.raises(TypeError, match=r"^test_") as raised:
+            start(algorithm_with(loss=lambda w, x, loss=loss: loss(*[w] * 4)))
+        assert "dpjax called loss(params, example)" in raised.value.__notes__[-1]
+
+
+def test_an_nnx_module_that_the_loss_changes_is_refused():
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"dpsgd: the loss changes an NNX module.*copy=True"):
+        start(algorithm_with(loss=lambda w, x: w @ model(x)))
+
+
 def test_a_loss_that_fails_is_reported_with_its_arguments():
-    with pytest.raises(TypeError, match=r"missing 1 required") as raised:
-        start(algorithm_with(loss=lambda w, x, y: w @ x - y))
+    with pytest.raises(TypeError, match=r"dot_general requires") as raised:
+        start(algorithm_with(loss=lambda w, x: w @ x.mean(0)[None]))
     note = "dpjax called loss(params, example), where example is float32[3]"
     assert note in raised.value.__notes__[-1]
     for loss in (lambda w, x: w @ x if x[0] > 0 else w @ w, lambda w, x: jnp.sum(w * np.sin(x))):
@@ -972,10 +1023,17 @@ def test_bfloat16_parameters_stay_bfloat16(optimizer):
     assert training.averaged(state.optimizer).dtype == jnp.float32
 
 
-def test_the_step_is_not_to_be_traced():
+def test_an_algorithm_is_not_to_be_traced():
     algorithm = make()
-    with pytest.raises(TypeError, match="the ledger has to look before every one"):
-        jax.jit(algorithm.step)(start(algorithm))
+    state, keys = start(algorithm), jax.random.split(jax.random.key(0), 2)
+    traced = {
+        "step": lambda: jax.jit(algorithm.step)(state),
+        "run": lambda: jax.jit(lambda state: algorithm.run(state, 2))(state),
+        "init": lambda: jax.vmap(algorithm.init, (0, None))(keys, jnp.zeros(3)),
+    }
+    for name, call in traced.items():
+        with pytest.raises(TypeError, match=f"dpsgd: {name}: called inside a JAX transformation"):
+            call()
 
 
 def test_two_inits_differ_by_their_keys_and_replay_with_one():

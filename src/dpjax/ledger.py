@@ -219,13 +219,15 @@ def terms(mechanism: Plan, budget: Budget | None) -> dict[str, str]:
     return {"the mechanism": _plan(mechanism), "the budget": repr(budget)}
 
 
-def require_untraced(state: PyTree, name: str) -> None:
-    """Refuses a step of the algorithm inside ``jit``, ``vmap`` or ``grad``."""
+def require_untraced(given: PyTree, call: str) -> None:
+    """Refuses a call of the algorithm inside ``jit``, ``vmap`` or ``grad``, which trace it."""
     # A traced step would be compiled into another program and run again without the ledger.
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
         raise TypeError(
-            f"{name}.step: called inside a JAX transformation. The step is compiled already, and "
-            "the ledger has to look before every one: call it directly."
+            f"{call}: called inside a JAX transformation; expected arrays with values. Steps are "
+            "compiled already, and the ledger has to look before every one. Call it directly: "
+            "algorithm.run(state, count) takes many steps in one dispatch, and [algorithm.init("
+            "key, params) for key in keys] begins several runs."
         )
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
+import traceback
 from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from dpjax import trees
 from dpjax._jaxpr import (
@@ -74,6 +77,10 @@ _KEPT = {
     "transpose",
 }
 
+# What takes a mean, gives it the axes of its numbers, and subtracts it from them.
+_CENTRING = {"reduce_sum", "div", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze"}
+_CENTRING |= {"sub"}
+
 
 def check_params(call: str, params: PyTree) -> None:
     """Refuses leaves that no gradient has; ``call`` is what received the parameters."""
@@ -112,23 +119,24 @@ def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> Clos
       name: How errors call the function that received the loss.
     """
     _check_trainable(params, name)
-    with noted(example):
+    with noted(example, name):
         program, found = jax.make_jaxpr(loss, return_shape=True)(params, example)
         _check_scalar(found[0], name)
     require_one_example(program.jaxpr, f"{name}: the loss")
     if has_own_derivatives(program.jaxpr):
-        with noted(example):
+        with noted(example, name):
             gradient = loss.gradient(params, example)
         require_one_example(gradient, f"{name}: the gradient of the loss")
     return program
 
 
 @contextlib.contextmanager
-def noted(example: PyTree) -> Iterator[None]:
+def noted(example: PyTree, name: str) -> Iterator[None]:
     """Notes at an error of a user's loss how dpjax called it, and what is usually wrong.
 
     Args:
       example: Shapes of one example.
+      name: How errors call the function that received the loss.
     """
     try:
         yield
@@ -140,19 +148,39 @@ def noted(example: PyTree) -> Iterator[None]:
         )
         raise
     except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # of Flax, which not all users load
+            raise TypeError(
+                f"{name}: the loss changes an NNX module that was made outside of it ({error}). "
+                "Usually it has dropout, whose keys it counts. Split the module outside, graph, "
+                "params, rest = nnx.split(model, nnx.Param, ...), and join a copy in the loss: "
+                "nnx.merge(graph, params, rest, copy=True)."
+            ) from error
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
         usual = (
             "a dictionary: read it by name, example['x']"
             if isinstance(example, dict)
             else "one argument: unpack it inside, x, y = example"
         )
+        cure = f"The example is {usual}. If the loss needs anything else, it must close over it."
+        if isinstance(error, TypeError) and _is_not_called(error):
+            raise TypeError(
+                f"{name}: the loss does not take two arguments ({error}); expected loss(params, "
+                f"example). Usually it was written as loss(params, x, y). {cure}"
+            ) from error
         error.add_note(
             f"dpjax called loss(params, example), where example is {shapes}: one example, without "
             "a batch axis. Usually the loss was written for a batch (x.mean(0), y[:, None], "
-            f"len(x)), or as loss(params, x, y). The example is {usual}. If the loss needs "
-            "anything else, it must close over it."
+            f"len(x)). {cure}"
         )
         raise
+
+
+def _is_not_called(error: TypeError) -> bool:
+    """Whether a function refused the number of its arguments, and this room had called it."""
+    # The frame of a function that was called would stand last.
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    ours = pathlib.Path(last).parent.is_relative_to(pathlib.Path(__file__).parent)
+    return ours and "positional argument" in str(error)
 
 
 def require_one_example(program: Jaxpr, name: str) -> None:
@@ -224,6 +252,28 @@ def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:
     shapes = (getattr(constant, "shape", ()) for constant in _constants(program))
     # A single row would match every scalar that was given an axis.
     return next((shape for shape in shapes if examples > 1 and shape[:1] == (examples,)), None)
+
+
+def centres_alone(program: Jaxpr) -> bool:
+    """Whether a program subtracts from numbers their own mean over axes of length one: zero.
+
+    Batch normalisation in training mode does so behind a dense layer, as its batch is one example.
+    """
+    # From a variable to the one whose numbers it holds in their order, and whether as a mean.
+    held: dict[Any, tuple[Any, bool]] = {}
+    for equation in equations(program):
+        name, inputs, outputs = equation.primitive.name, equation.invars, equation.outvars
+        counts = {getattr(v.aval, "size", None) for v in (*inputs[:1], *outputs)}
+        if name not in _CENTRING or len(counts) > 1:  # added up, or repeated
+            continue
+        seen = [(v, False) if isinstance(v, Literal) else held.get(v, (v, False)) for v in inputs]
+        of, mean = seen[0]
+        if name == "sub" and seen[1] == (of, True):
+            return True
+        by_one = name == "div" and isinstance(inputs[1], Literal) and np.all(inputs[1].val == 1)
+        if by_one or len(inputs) == 1:
+            held[outputs[0]] = of, mean or name == "reduce_sum"
+    return False
 
 
 def _check_trainable(params: PyTree, name: str) -> None:

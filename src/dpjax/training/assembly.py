@@ -119,6 +119,7 @@ class _Assembly:
     def init(self, key: Key, params: PyTree) -> State:
         """The first state, on the devices of the run."""
         name = self.name
+        ledger.require_untraced((key, params), f"{name}: init")
         with meshes.in_force(self.mesh):
             checks.key(f"{name}: init", key)
             params = arrays(params, f"{name}: init(params)")
@@ -139,13 +140,14 @@ class _Assembly:
     def step(self, state: State) -> tuple[State, Any]:
         """One step. It keeps the caller's state usable, for notebooks; `run` donates it."""
         check_state(self.name, state)
+        ledger.require_untraced(state, f"{self.name}: step")
         state, infos = self.run(trees.copy(state), 1)
         return state, jax.tree.map(lambda x: x[0], infos)
 
     def run(self, state: State, count: int) -> tuple[State, Any]:
         """Several steps in one dispatch."""
         check_state(self.name, state)
-        ledger.require_untraced(state, self.name)
+        ledger.require_untraced(state, f"{self.name}: run")
         count = checks.whole(f"{self.name}: run", "count", count)
         with meshes.in_force(self.mesh):
             return self._dispatch(state, count)
@@ -260,7 +262,7 @@ def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: 
     loss = Traced(without_aux(recipe.loss))
     program = check_loss(loss, params, example, name)
     tell_of_idle(loss.gradient(params, example), params)
-    tell_of_batch_norm(params)
+    tell_of_batch_norm(program.jaxpr, params)
     if tell:
         tell_of_constants(program, recipe.mechanism.sampling.examples)
 

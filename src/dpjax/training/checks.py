@@ -22,7 +22,7 @@ from dpjax import clipping, ledger, noise, schedules, trees
 from dpjax._foreign import arrays, no_arrays
 from dpjax.data import Dataset, Stream
 from dpjax.gradients.engines import named
-from dpjax.gradients.loss_checks import closed_over
+from dpjax.gradients.loss_checks import centres_alone, closed_over
 from dpjax.mechanism import Mechanism
 from dpjax.training.recipe import extra_arguments
 from dpjax.types import PyTree, Schedule, State
@@ -307,15 +307,20 @@ def tell_of_idle(gradient: Jaxpr, params: PyTree) -> None:
         )
 
 
-def tell_of_batch_norm(params: PyTree) -> None:
+def tell_of_batch_norm(loss: Jaxpr, params: PyTree) -> None:
     """Warns about batch normalisation, which would normalise an example by itself alone."""
-    named = [name for name in trees.leaf_names(params) if _BATCH_NORM.search(name)]
-    if named:
+    # By its effect, or by its name: behind a convolution it has a mean over pixels.
+    if centres_alone(loss):
+        logging.warning(
+            "dpsgd: the loss subtracts from numbers their own mean over an axis of length one. "
+            "This is zero, and no layer below learns. Usually it has batch normalisation in "
+            "training mode, whose batch is one example: use group or layer normalisation."
+        )
+    elif named := [name for name in trees.leaf_names(params) if _BATCH_NORM.search(name)]:
         logging.warning(
             "dpsgd: %s belong to a batch normalisation, by their names. A private loss sees one "
-            "example and has its statistics alone: behind a dense layer all values become zero, "
-            "and no layer below learns. Use group or layer normalisation. If the statistics are "
-            "fixed (use_running_average=True), all is well.",
+            "example and has its statistics alone: use group or layer normalisation. If the "
+            "statistics are fixed (use_running_average=True), all is well.",
             _few(named),
         )
 

@@ -56,10 +56,10 @@ def fit(
       algorithm: For example from `dpjax.dpsgd`.
       state: From ``algorithm.init``, or from an earlier `fit`; `fit` copies it.
       steps: How many more steps; by default all that are planned.
-      evaluate: ``state -> {name: number}``, for example the accuracy on test data. Numbers that
-        depend on private data go under ``{"private": {name: number}}``. The next steps reuse the
-        buffers of the state: copy what you keep. With ``"stop": True`` among the numbers the run
-        ends after this row.
+      evaluate: ``state -> {name: number}``, for example the accuracy on test data; an array is
+        logged as a list. Numbers that depend on private data go under ``{"private": {name:
+        number}}``. The next steps reuse the buffers of the state: copy what you keep. With
+        ``"stop": True`` among the numbers the run ends after this row.
       evaluate_every: Steps between evaluations; by default a twentieth of the run.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
         ``mechanism.target``, or 1e-5.

@@ -96,7 +96,8 @@ def tell_of_unscored(name: str, sums: Sums) -> bool:
     if unscored:
         logging.warning(
             "%s: %d of %d examples have a finite gradient and a loss that is not finite. They "
-            "count in the step and not in info.loss. Usually a label is out of range.",
+            "count in the step and not in info.loss. Usually their labels are out of range, 1 to K "
+            "instead of 0 to K-1: the losses of dpjax.losses learn nothing from such an example.",
             *(name, unscored, counted),
         )
     return unscored > 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import pathlib
 import sys
@@ -17,7 +18,7 @@ from absl import app, flags
 from dpjax import accounting, noise
 from dpjax._files import lock, read_json, replace
 from dpjax.accounting.rounding import upwards
-from dpjax.cli.compare.job import compare
+from dpjax.cli.compare.job import apart, compare
 from dpjax.cli.flag_checks import cure, writable_folder
 from dpjax.cli.sweep import (
     child_processes,
@@ -28,6 +29,7 @@ from dpjax.cli.sweep import (
 )
 from dpjax.cli.train import FLAGS as TRAIN
 from dpjax.cli.train import flags as train_flags
+from dpjax.cli.train import names
 from dpjax.mechanism.card import strict
 from dpjax.reports.figures import RELEASED
 from dpjax.reports.load_run import read
@@ -101,7 +103,11 @@ def planned(
     if not path.exists():
         drawn = draw(given, candidates)
         require_flags(given, drawn)  # before the plan binds this folder to them
-        plan = {"search": now, "trials": search_space.stored(drawn)}
+        # Also of files that no run drew: the best of a random number pays for them too.
+        files = [search_space.pairs(given.fixed, "fixed").get("dataset", "")]
+        files += map(str, candidates.get("dataset", []))
+        hashes = {file: hash_of(file) for file in files if names.is_file(file)}
+        plan = {"search": now, "files": hashes, "trials": search_space.stored(drawn)}
         replace(path, json.dumps(plan, indent=2) + "\n")
     plan = read_json(path)
     if differ := [name for name in now if plan["search"].get(name) != now[name]]:
@@ -110,7 +116,20 @@ def planned(
             f"another search is in {folder}:\n" + "\n".join(lines) + "\nChoose another --out; what "
             "both cost together is the price of all their runs."
         )
+    kept = plan.get("files", {})  # of plans of dpjax 0.1 the costs alone tell
+    if changed := [f"--dataset={f}" for f, there in kept.items() if hash_of(f) != there]:
+        raise app.UsageError(
+            f"{', '.join(changed)}: the file differs from that with which the search in {folder} "
+            "began; expected equal ones, because runs on different data have no common ranking or "
+            "cost. Usually rows were added or removed: restore the file, or give another --out."
+        )
     return [search_space.Trial(**trial) for trial in plan["trials"]]
+
+
+def hash_of(file: str) -> str | None:
+    """The hash of a file of data, or None without one."""
+    path = pathlib.Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def words_of(
@@ -207,7 +226,10 @@ def costs(
             candidates, lambda settings: flags_of(given, search_space.Trial(settings, None, 0))
         )
     unfinished = [search_cost.spent_so_far(folder) for folder in trials if folder not in done]
-    prices, delta, relation = search_cost.prices(cards, unfinished, number, uncovered, possible)
+    different = apart([read(folder, arrays=False) for folder in done])
+    prices, delta, relation = search_cost.prices(
+        cards, unfinished, number, uncovered, possible, different
+    )
     at = upwards(delta, ".6g")
     lines = [f"What this search costs at delta={at} for {relation} neighbours:"]
     lines += [f"  {price}" for price in prices]

@@ -91,6 +91,7 @@ def prices(
     number: tuple[str, float] | None,
     uncovered: str,
     possible: Sequence[Mechanism] = (),
+    different: str = "",
 ) -> tuple[list[Price], float, str]:
     """The costs of a search, with their delta and their neighbour relation.
 
@@ -100,6 +101,7 @@ def prices(
       number: The distribution and mean of the number of runs, if it was drawn.
       uncovered: Why the cost of some possible run is not known, or an empty text.
       possible: Mechanisms of runs that could have been drawn.
+      different: Why the costs of these runs do not add, or an empty text.
     """
     # An unfinished run counts too: a relation is proved for all runs together or not at all.
     of_cards = (protects(card["mechanism"]) for card in cards)
@@ -122,6 +124,8 @@ def prices(
     every, by_every = cost(accounting.compose(*spent, *(other.event for other in others)))
     alone = "right only if its settings were fixed without these data"
     together = "whichever is kept, and if all of them are published"
+    if different:
+        every, together, uncovered = None, f"their costs do not add: {different}", different
     found = [
         Price("one run alone", one, alone, by_one),
         Price("all runs together", every, together, by_every),

@@ -28,6 +28,12 @@ from dpjax import data, diagnostics, losses, metrics, processes, reports, traini
 from dpjax._files import replace, replacing
 
 _SAMPLE = 128  # training examples whose gradients are measured
+_NO_KEY = (
+    "the model draws random numbers, usually for dropout, and dpjax train calls model(x), without "
+    "a key. Disable it in the module: def __call__(self, x, train=False), or a field, train: bool "
+    "= False, which --model_options=train=false sets. To train with dropout, write a script: the "
+    "example of dpjax.losses.of derives a key for each example."
+)
 
 
 class Evaluation:
@@ -226,7 +232,9 @@ def rehearse(
                 raise ValueError("the parameters of the earlier run are of another model.")
     except (ArithmeticError, TypeError, ValueError, flax.errors.FlaxError) as error:
         among = f", --model_options={options} among them," if options else ""
+        # `losses.of` tells the author of a script; here the call is written down.
+        said = _NO_KEY if isinstance(error.__cause__, flax.errors.InvalidRngError) else error
         raise app.UsageError(
-            f"these flags{among} do not fit each other, or not these data: {error}\n"
+            f"these flags{among} do not fit each other, or not these data: {said}\n"
             "Nothing was spent, and nothing in --out was touched."
         ) from error
