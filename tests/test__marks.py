@@ -525,6 +525,24 @@ def test_without_noise_nothing_is_promised_and_nothing_refused():
     np.testing.assert_array_equal(found, 2.0)
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "correlated"])
+@kills(
+    "noise/link.py",
+    "updates = require_clipped_sum(",
+    "updates = updates if silent else require_clipped_sum(",
+    case="correlated",
+    slow=True,
+)
+def test_without_noise_a_clipped_sum_is_still_its_value(kind):
+    key, params, batch = jax.random.key(0), jnp.zeros(2), jnp.ones((3, 2))
+    clipped = dpjax.clipped_grad(lambda w, x: jnp.vdot(w, x), RULE)(params, batch)
+    link = noise.gaussian(0.0, RULE, key=key)
+    if kind == "correlated":
+        link = noise.correlated(strategies.square_root(3), 0.0, RULE, key=key)
+    found, _ = link.update(clipped, link.init(params), params)
+    np.testing.assert_array_equal(optax.apply_updates(params, found), clipped.value)
+
+
 @kills("_marks.py", "jnp.where(empty, x, jnp.nan)", "x")
 def test_a_traced_sum_without_a_mark_releases_nothing():
     link, params = noised(), jnp.zeros(3)

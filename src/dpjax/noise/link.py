@@ -131,10 +131,9 @@ def noise_link(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
         del extra
+        # Without noise no scale can be wrong, so any tree passes.
         silent = isinstance(noise_multiplier, float) and not noise_multiplier
-        if not silent:
-            alone = params is None
-            updates = require_clipped_sum(updates, rule, name, alone=alone)
+        updates = require_clipped_sum(updates, rule, name, plain=silent, alone=params is None)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         deviations = [x * scale for x in deviations]
         updates, _ = checked(updates, state, deviations)
