@@ -181,7 +181,7 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
 
 
 @kills("reports/figures.py", "RELEASED if run.seed is None else SEEDED", "RELEASED", slow=True)
-@kills("reports/load_run.py", 'known.get("--seed", known.get("seed"))', "None", slow=True)
+@kills("reports/load_run.py", "seed_of(self.identity or {})", "None", slow=True)
 def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
     """The seed is read from the card, or while there is no card from run.json."""
     (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from dpjax import accounting
 from dpjax._files import read_arrays, read_json, read_log
 from dpjax.accounting.rounding import upwards
-from dpjax.mechanism.card import check_format
+from dpjax.mechanism.card import check_format, seed_of
 
 _INTERRUPTED = (
     "Usually the run was interrupted while it wrote the file, or the disk was full. Run the same "
@@ -96,10 +96,9 @@ class Run(NamedTuple):
         """
         if self.card is not None:
             return self.card.get("seed_published")
-        known = self.identity or {}
-        seed = known.get("--seed", known.get("seed"))
+        seed = seed_of(self.identity or {})
         before = any(spent.get("seeded") for spent in self.mechanism.get("before", ()))
-        return seed if seed is not None else known.get("small seed") or before or None
+        return seed if seed is not None else before or None
 
     @property
     def epsilons(self) -> dict[str, float]:
