@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpjax import clipping, trees
+from dpjax import accounting, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.noise.measured import Release, measured
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -273,7 +273,7 @@ def assert_private(
             if not least - tolerance <= ratio <= drawn + tolerance:
                 raise LawBroken(
                     f"at step {step} {name} moves the release by {ratio:.4g} times what the "
-                    f"multiplier {float(without[step].multiplier):.4g} says; expected {drawn}. "
+                    f"multiplier {_multiplier(without[step], step):.4g} says; expected {drawn}. "
                     "Above it epsilon does not hold: usually a link before the clipping sees "
                     "several examples, or keeps gradients of earlier batches. Below it noise is "
                     "wasted, or the canary does not reach the bound."
@@ -303,7 +303,14 @@ def _ratios(with_it: Sequence[Release], without: Sequence[Release]) -> Iterator[
         # With correlated noise, the rows of the run that one step moves, in the metric of their
         # noise.
         share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
-        yield float(np.linalg.norm(moved)) * float(one.multiplier) * share
+        yield float(np.linalg.norm(moved)) * _multiplier(one, step) * share
+
+
+def _multiplier(release: Release, step: int) -> float:
+    """The one multiplier that is accounted for the noise of a release at this step."""
+    given = release.noise_multiplier
+    # The type of step that a link passes: a schedule may cast it.
+    return accounting.effective_multiplier(given(jnp.int32(step)) if callable(given) else given)
 
 
 def _runs(

@@ -24,12 +24,7 @@ from dpjax import checks, trees
 from dpjax._display import veiled
 from dpjax._marks import require_clipped_sum
 from dpjax.noise.measured import Release, unless_measured
-from dpjax.noise.multiplier import (
-    check_multiplier,
-    effective_at,
-    plain_multiplier,
-    standard_deviations,
-)
+from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.one_run import require_one_run, traced, unless_reset, with_own_noise
 from dpjax.noise.seals import seal_outside_jit
@@ -199,8 +194,7 @@ def checked_sums(
         total = with_own_noise(total, state, name)
         total = total if key_of_zeros else unless_reset(total, state.key, name)
         each = [deviations[group] for group in rule.partition.assign(total)]
-        multiplier = effective_at(noise_multiplier, state.step)
-        release = Release(total, each, multiplier, below, strategy)
+        release = Release(total, each, noise_multiplier, below, strategy)
         found = unless_measured(state.key, state.step, release)
         return found.total, found.below
 

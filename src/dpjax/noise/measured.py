@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from dpjax.types import PyTree
+from dpjax.types import NoiseMultiplier, PyTree
 
 
 class Release(NamedTuple):
@@ -25,8 +25,8 @@ class Release(NamedTuple):
     total: PyTree
     deviations: list[Any]
     """The standard deviation of the noise on the sum, for each of its leaves."""
-    multiplier: Any
-    """The effective multiplier that is accounted for this step."""
+    noise_multiplier: NoiseMultiplier
+    """The multiplier that is accounted, as the link received it."""
     below: Any = None
     """The count that an adapted bound follows."""
     strategy: Any = None
