@@ -19,7 +19,6 @@ import dp_accounting as dp
 import numpy as np
 import optax
 from absl import logging
-from jaxtyping import Array, Float, Int
 
 from dpjax import accounting, checks, clipping, noise
 from dpjax._display import brief, short, table
@@ -30,7 +29,7 @@ from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensiti
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
 from dpjax.strategies import Strategy
-from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
+from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
 
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
@@ -468,46 +467,6 @@ class Mechanism:
           >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
         """
         return link.private(self, key)
-
-    def private_mean(
-        self,
-        total: PyTree,
-        key: Key,
-        step: Int[Array, ""],
-        *,
-        memory: PyTree = (),
-        lost: PyTree | None = None,
-        bound_scale: Any = None,
-        below: Float[Array, ""] | None = None,
-        in_parts: bool = False,
-    ) -> tuple[PyTree, Any, PyTree]:
-        """The private mean of one step, from its clipped sum: a pure function of its arguments.
-
-        Args:
-          total: The clipped sum.
-          key: The root key of the run.
-          step: The number of the step, from 0.
-          memory: What correlated noise remembers of earlier steps.
-          lost: What ``total`` lacks of the sum, because float32 rounds.
-          bound_scale: The scale of an adapted bound at this step.
-          below: The count that an adapted bound follows.
-          in_parts: Whether a mesh splits the leaves; see `add_noise`.
-
-        Returns:
-          The mean, and the scale and the memory of the next step. `privatize` says what happens
-          past the planned steps.
-        """
-        return link.private_mean(
-            self,
-            total,
-            key,
-            step,
-            memory=memory,
-            lost=lost,
-            bound_scale=bound_scale,
-            below=below,
-            in_parts=in_parts,
-        )
 
 
 def _checked_before(before: Any) -> tuple[Spent, ...]:
