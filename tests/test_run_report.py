@@ -229,7 +229,7 @@ FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 
 
 @kills("reports/html_report.py", "{upwards(run.epsilon)},", "{run.epsilon:.4g},", slow=True)
-@kills("reports/card.py", "why_infinite(mechanism, ran),", "None,", slow=True)
+@kills("reports/card.py", "claim.not_private,", "None,", slow=True)
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
