@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import _draws, trees
-from dpjax.sampling.coins import WORDS, coins, gaussians
+from dpjax.sampling.coins import WORDS, coins
+from dpjax.sampling.events import gaussians
 from dpjax.sampling.sizes import checked, whole
 from dpjax.types import Draw, Key, Purpose, Sampler
 

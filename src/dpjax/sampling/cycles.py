@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from dpjax import _draws, strategies, trees
-from dpjax.sampling.coins import coins, gaussians, largest_word, least, parts_of
+from dpjax.sampling.coins import coins, largest_word, parts_of
+from dpjax.sampling.events import gaussians, least
 from dpjax.sampling.sizes import check_rate, checked, whole
 from dpjax.types import Draw, Key, Purpose, Sampler
 
