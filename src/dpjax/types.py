@@ -341,6 +341,8 @@ class Sampler:
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
         in them, for correlated noise; None if it can be in any of them.
       independent: Whether each step draws on its own. Otherwise a run keeps its generator.
+      random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
+        and independently of all others. Correlated noise then counts that the batch is unknown.
     """
 
     name: str
@@ -355,6 +357,7 @@ class Sampler:
     fingerprint: str | None = None
     participation: Callable[[int], Any] | None = None
     independent: bool = False
+    random_bins: bool = False
 
     def __repr__(self) -> str:
         return short(self, "name", "examples", "batch_size")

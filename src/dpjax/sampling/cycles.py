@@ -114,4 +114,5 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
         event=lambda multipliers: gaussians(least(multipliers, bins), 1.0),
         claim="one random batch of the epoch for each example, the same in every epoch",
         participation=lambda steps: strategies.cycles(bins),
+        random_bins=True,
     )
