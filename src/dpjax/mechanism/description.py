@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from absl import logging
 
-from dpjax import accounting, checks, clipping, noise
+from dpjax import accounting, checks, clipping
 from dpjax._display import brief, short, table
 from dpjax.accounting.events import runs_of
 from dpjax.mechanism import card, link
@@ -28,6 +28,7 @@ from dpjax.mechanism.adaptive import check_adaptive
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
+from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
 
@@ -115,7 +116,7 @@ class Mechanism:
                 "too many, or examples were counted in place of steps."
             )
         object.__setattr__(self, "steps", steps)
-        multiplier = planned(noise.plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
+        multiplier = planned(plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
         # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
         queries = checked_queries(self.preparation, "Mechanism")
@@ -130,7 +131,7 @@ class Mechanism:
                 )
         # Units do not mix: what one example costs says nothing of what one client costs.
         _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
-        noise.check_multiplier("Mechanism", self.noise_multiplier, self.clipping)
+        check_multiplier("Mechanism", self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
                 "Mechanism(noise_multiplier=schedule): the schedule is negative or NaN at "
@@ -223,7 +224,7 @@ class Mechanism:
 
     def deviations_on_sum(self, step: Any) -> list[Any]:
         """The standard deviation of the fresh noise of a step on the sum, in each group."""
-        each = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
+        each = standard_deviations(self.gradient_multiplier, self.clipping, step)
         return [deviation * self.strategy_sensitivity for deviation in each]
 
     def deviations(self, step: Any) -> list[Any]:
