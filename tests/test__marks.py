@@ -948,7 +948,7 @@ LEAKS = {
 
 @pytest.mark.sample(4)
 @kills("testing.py", "if not _equal(updates, again):", "if False:", case="the gradients", slow=True)
-@kills("noise/measured.py", "next(instead, release)", "release", case="nothing", slow=True)
+@kills("noise/measured.py", "next(instead, own)", "own", case="nothing", slow=True)
 @kills("testing.py", "([1e6,", "([1.0,", case="whether one is long", slow=True)
 @kills("testing.py", "1e-6, jnp.nan", "1.0, jnp.nan", case="whether one is clipped", slow=True)
 @kills("testing.py", "1e-6, jnp.nan", "1e-6, 1.0", case="whether one is NaN", slow=True)

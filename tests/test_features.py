@@ -500,7 +500,7 @@ def test_without_noise_it_is_not_private():
 @pytest.mark.slow
 @kills(
     "features/normalization.py",
-    '        trees.tell_of_seed(key, "Normalization.release")\n',
+    '        trees.warn_of_seed(key, "Normalization.release")\n',
     "",
     slow=True,
 )

@@ -21,7 +21,7 @@ import optax
 
 from dpjax import accounting, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
-from dpjax.noise.measured import Release, measured
+from dpjax.noise.measured import Measurement, measured
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = [
@@ -291,7 +291,7 @@ def assert_private(
             )
 
 
-def _ratios(with_it: Sequence[Release], without: Sequence[Release]) -> Iterator[float]:
+def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> Iterator[float]:
     """At each step, how far an example moves the release, over what the multiplier says."""
     for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
@@ -306,9 +306,9 @@ def _ratios(with_it: Sequence[Release], without: Sequence[Release]) -> Iterator[
         yield float(np.linalg.norm(moved)) * _multiplier(one, step) * share
 
 
-def _multiplier(release: Release, step: int) -> float:
-    """The one multiplier that is accounted for the noise of a release at this step."""
-    given = release.noise_multiplier
+def _multiplier(one: Measurement, step: int) -> float:
+    """The one multiplier that is accounted for the noise of this step."""
+    given = one.noise_multiplier
     # The type of step that a link passes: a schedule may cast it.
     return accounting.effective_multiplier(given(jnp.int32(step)) if callable(given) else given)
 
@@ -318,8 +318,8 @@ def _runs(
     begin: Callable[[], PyTree],
     params: PyTree,
     batches: Sequence[PyTree],
-    instead: Sequence[Release] = (),
-) -> tuple[list[Release], list[PyTree]]:
+    instead: Sequence[Measurement] = (),
+) -> tuple[list[Measurement], list[PyTree]]:
     """What the noise link of a chain releases, and the updates of the chain.
 
     Args:

@@ -186,7 +186,7 @@ class Normalization:
           runs=(), preparation=normalization.multipliers, seeded=True)]``: it costs as much, and
           statement and card say that nothing is for release.
         """
-        trees.tell_of_seed(key, "Normalization.release")
+        trees.warn_of_seed(key, "Normalization.release")
         if features.shape[0] != self.examples:
             raise ValueError(
                 f"features.Normalization.release: got {features.shape[0]} examples; expected "

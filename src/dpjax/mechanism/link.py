@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dpjax import checks, clipping, noise
 from dpjax._marks import require_clipped_sum
 from dpjax.mechanism.adaptive import AdaptiveState, followed
-from dpjax.noise.link import add_noise, begin, checked_sums
+from dpjax.noise.link import add_noise, checked_sums, first_state
 from dpjax.noise.seals import seal_outside_jit
 from dpjax.types import Key, PyTree
 
@@ -45,7 +45,7 @@ def privatize(mechanism: Mechanism, key: Key) -> optax.GradientTransformationExt
     )
 
     def init(params: PyTree) -> Any:
-        state = begin(name, key, params, mechanism.noise)
+        state = first_state(name, key, params, mechanism.noise)
         if mechanism.adaptive is None:
             return state
         return AdaptiveState(state.key, state.step, jnp.ones((), jnp.float32))

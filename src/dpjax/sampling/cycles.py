@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dpjax import _draws, strategies, trees
 from dpjax.sampling.coins import coins, largest_word, parts_of
 from dpjax.sampling.events import gaussians, least
-from dpjax.sampling.sizes import check_rate, checked, whole
+from dpjax.sampling.sizes import check_rate, checked, checked_count
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 
@@ -44,7 +44,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
       Factorization: A unified approach to private training", 2023, theorem 4.
     """
     examples, batch_size = checked("cyclic_poisson", examples, batch_size, _draws.LARGEST)
-    cycle = whole("cyclic_poisson", "cycle", cycle)
+    cycle = checked_count("cyclic_poisson", "cycle", cycle)
     rate = cycle * batch_size / examples
     if rate > 1:
         raise ValueError(
