@@ -35,7 +35,7 @@ class Missing(LookupError):
     """The folder lacks what a figure needs; the message names it and its file."""
 
 
-class Run(NamedTuple):
+class SavedRun(NamedTuple):
     """The files of a folder; None where a file does not exist or belongs to an earlier run.
 
     ``foreign`` says why the card belongs to an earlier run; it is empty if the card is this run's.
@@ -158,7 +158,7 @@ class Run(NamedTuple):
         return _number((self.card or self.rows[-1]).get("delta"))
 
 
-def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
+def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     """Reads the folder of a run.
 
     Args:
@@ -166,7 +166,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
       arrays: Whether ``evaluation.npz`` and ``diagnostics.npz`` are read too.
 
     Returns:
-      A `Run`, with rows in the order of their steps.
+      A `SavedRun`, with rows in the order of their steps.
 
     Raises:
       FileNotFoundError: Without ``metrics.jsonl`` there is no run.
@@ -178,13 +178,13 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
     # not stand on this run's page.
     if card is not None and (why := _foreign(path, card, identity or {}, rows)):
-        return Run(path, rows, identity, foreign=why)
+        return SavedRun(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
         read_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
     statement, config = _text(path / "statement.txt"), _json(path / "config.json")
-    return Run(path, rows, identity, card, statement, config, evaluation, diagnostics)
+    return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
 
 
 def _foreign(
