@@ -169,8 +169,8 @@ def beside(total, count):
 @pytest.mark.sample(1)
 @kills(
     "mechanism/description.py",
-    "each = noise.standard_deviations(self.gradient_multiplier,",
-    "each = noise.standard_deviations(self.noise_multiplier,",
+    "each = standard_deviations(self.gradient_multiplier,",
+    "each = standard_deviations(self.noise_multiplier,",
     case="False",
     slow=True,
 )

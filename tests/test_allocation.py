@@ -190,7 +190,13 @@ def test_a_simulated_attack_is_within_the_bound():
     assert accounting.epsilon(event, DELTA) < 0.9 * plain
 
 
-@kills("mechanism/correlated.py", 'sampler.name != "balls_in_bins" or ', "")
+@kills("mechanism/correlated.py", "not sampler.random_bins or ", "")
+@kills(
+    "mechanism/correlated.py",
+    "not sampler.random_bins or",
+    'sampler.name != "balls_in_bins" or',
+    slow=True,
+)
 @kills("mechanism/correlated.py", "sensitivity_of(strategy, sampler) ** 2", "4", slow=True)
 def test_bins_alone_are_amplified_and_where_they_differ():
     white = strategies.white(12)
@@ -199,10 +205,13 @@ def test_bins_alone_are_amplified_and_where_they_differ():
     np.testing.assert_allclose(planned.event.overlaps, [1, 0, 0, 0, 0, 0], atol=1e-8)
     assert planned.event_of(planned.multipliers[:1]) == planned.event, "a prefix costs the same"
     assert planned.epsilon_of(planned.multipliers[:0], DELTA) == 0
+    known = sampling.curriculum(np.arange(120), 20, public=True)
     for sampler in (
         sampling.shuffled(120, 20),
-        sampling.curriculum(np.arange(120), 20, public=True),
+        known,
         sampling.full(120),
+        # The name of a user's own sampler says nothing of how it draws.
+        dataclasses.replace(known, name="balls_in_bins"),
     ):
         fixed = mechanism(white, sampling=sampler, noise_multiplier=1.2)
         assert fixed.event == accounting.gaussian(1.2)

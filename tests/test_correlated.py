@@ -392,7 +392,7 @@ class TestSamplers:
         assert (rows.argmax(axis=0) == parts[0]).all()
 
     @kills(
-        "sampling/coins.py",
+        "sampling/events.py",
         "return np.minimum.reduceat(multipliers, starts)",
         "return multipliers[starts]",
         slow=True,

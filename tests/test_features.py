@@ -500,7 +500,7 @@ def test_without_noise_it_is_not_private():
 @pytest.mark.slow
 @kills(
     "features/normalization.py",
-    '        trees.tell_of_seed(key, "Normalization.release")\n',
+    '        trees.warn_of_seed(key, "Normalization.release")\n',
     "",
     slow=True,
 )
@@ -534,7 +534,7 @@ def test_the_card_and_the_statement_carry_it(tmp_path):
 
 @kills(
     "features/normalization.py",
-    "noise.check_multiplier(call, multiplier, clipping.flat(bound))",
+    "check_multiplier(call, multiplier, clipping.flat(bound))",
     "pass",
     case="changes3-infinite",
     slow=True,

@@ -241,11 +241,8 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
 
 @kills("training/fit.py", "= trees.seeded(state.key)", "= False", slow=True)
 @kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
-@kills("training/run_folder.py", 'run.get("small seed", False) or ', "", slow=True)
-@kills("reports/load_run.py", 'known.get("small seed") or before', "before", slow=True)
-@kills(
-    "reports/load_run.py", 'known.get("small seed") or before', 'known.get("small seed")', slow=True
-)
+@kills("mechanism/card.py", 'run.get("small seed") or None', "None", slow=True)
+@kills("reports/load_run.py", "else before or None", "else None", slow=True)
 @kills(
     "reports/claims.py",
     "small or any(spent.seeded for spent in mechanism.before)",
@@ -289,12 +286,29 @@ def test_the_key_of_the_first_step_says_whether_its_seed_is_small(small, tmp_pat
     assert ("Small seed" in words) is small
 
 
-@kills("training/run_folder.py", ' or run.get("--seed") is not None', "", slow=True)
-@pytest.mark.parametrize("seed", [None, 2**40])
-def test_a_seed_of_the_command_line_is_published_whatever_its_size(seed, tmp_path):
-    facts = {**MECHANISM.identity, "small seed": False, "--seed": seed}
-    (tmp_path / "run.json").write_text(json.dumps(facts))
-    assert dpjax.training.earlier(tmp_path)[0].seeded is (seed is not None)
+@kills("training/run_folder.py", "seeded=seed_of(run) is not None", "seeded=False", slow=True)
+@kills(
+    "mechanism/card.py", 'in ("--seed", "seed") if', 'in ("--seed",) if', case="seed-3", slow=True
+)
+@kills("verify/cards.py", 'in ("--seed", "seed"))', 'in ("--seed",))', case="seed-3", slow=True)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("value", [0, 3, 2**40, None])
+@pytest.mark.parametrize("name", ["--seed", "seed"])
+def test_a_seed_that_a_run_names_is_published_to_all_readers(name, value, tmp_path, capsys):
+    """Whatever its size, and where the key does not show it: it may be derived from the seed."""
+    run = algorithm()
+    options = {"directory": tmp_path, "progress": False, "configuration": {name: value}}
+    dpjax.fit(run, started(run), **options)
+    card, named = left(tmp_path)[0], value is not None
+    assert card["seed_published"] == value
+    assert dpjax.training.earlier(tmp_path)[0].seeded is named
+    assert verify.main([str(tmp_path)]) == named
+    assert ("not for release: the seed of the run" in capsys.readouterr().out) is named
+    (tmp_path / "privacy.json").write_text(json.dumps({**card, "seed_published": None}))
+    assert verify.main([str(tmp_path)]) == named
+    assert ("hides the seed" in capsys.readouterr().err) is named
+    (tmp_path / "privacy.json").unlink()
+    assert load_run.read(tmp_path).seed == value
 
 
 @kills("_files.py", "0o666 if public else 0o600", "0o666")
@@ -306,7 +320,7 @@ def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     assert open_to_all == {"privacy.json", "statement.txt", "params.msgpack"}
 
 
-@kills("training/released.py", 'folder.identity.get("--seed")', "None", slow=True)
+@kills("training/released.py", "seed_of(folder.identity)", "None", slow=True)
 def test_every_row_says_that_its_seed_is_published(tmp_path):
     """Also where the key does not show it, as of a seed above 2^32 with x64."""
     run, words = algorithm(), []

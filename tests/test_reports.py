@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 import xml.etree.ElementTree as ET
 
 import jax.numpy as jnp
@@ -77,7 +76,7 @@ def test_a_claim_is_rounded_up(value, form, printed):
 
 
 @pytest.mark.sample(2)
-@kills("reports/statement.py", 'claim = f"({upwards(best)}, ', 'claim = f"({best:.4g}, ', slow=True)
+@kills("reports/statement.py", 'pair = f"({upwards(best)}, ', 'pair = f"({best:.4g}, ', slow=True)
 @pytest.mark.parametrize("noise", [1.0, 1.01, 1.02, 1.03, 1.04, 1.05])
 def test_no_verdict_claims_less_than_is_proved(noise):
     mechanism = make(sampling=sampling.poisson(1000, 10), noise_multiplier=noise, steps=100)
@@ -201,8 +200,9 @@ def test_what_no_method_proves_is_not_said_to_be_infinite():
 )
 def test_an_infinite_bound_is_not_said_to_be_a_bare_release(monkeypatch, changes, why):
     # What pld says of two projections, after a minute.
-    page = sys.modules["dpjax.reports.statement"]
-    monkeypatch.setattr(page, "epsilons", lambda *_: [("pld", math.inf)])
+    from dpjax.reports import claims
+
+    monkeypatch.setattr(claims, "_epsilons", lambda *_: [("pld", math.inf)])
     words = dpjax.statement(make(steps=100, **changes), 1e-5)
     assert "NOT PROVED to be differentially private" in words
     assert why in words
@@ -395,7 +395,7 @@ def verdicts(card):
 
 
 @pytest.mark.slow
-@kills("reports/card.py", '"steps": len(ran)', '"steps": mechanism.steps', slow=True)
+@kills("reports/card.py", '"steps": len(claim.ran)', '"steps": mechanism.steps', slow=True)
 def test_a_card_counts_the_steps_that_ran():
     """The mechanism on the card is the plan; `dpjax verify` counts its first steps."""
     schedule = lambda step: jnp.where(step < 30, 2.0, 0.5)  # noqa: E731

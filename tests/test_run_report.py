@@ -181,7 +181,7 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
 
 
 @kills("reports/figures.py", "RELEASED if run.seed is None else SEEDED", "RELEASED", slow=True)
-@kills("reports/load_run.py", 'known.get("--seed", known.get("seed"))', "None", slow=True)
+@kills("reports/load_run.py", "seed_of(self.identity or {})", "None", slow=True)
 def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
     """The seed is read from the card, or while there is no card from run.json."""
     (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
@@ -229,7 +229,7 @@ FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 
 
 @kills("reports/html_report.py", "{upwards(run.epsilon)},", "{run.epsilon:.4g},", slow=True)
-@kills("reports/card.py", "why_infinite(mechanism, ran),", "None,", slow=True)
+@kills("reports/card.py", "claim.not_private,", "None,", slow=True)
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [

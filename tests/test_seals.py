@@ -212,7 +212,7 @@ LINKS = pytest.mark.parametrize(
 )
 
 
-@kills("noise/link.py", "    trees.tell_of_seed(key, name)\n", "", case="privatize", slow=True)
+@kills("noise/link.py", "    trees.warn_of_seed(key, name)\n", "", case="privatize", slow=True)
 @LINKS
 def test_links_warn_of_a_small_seed(make_link, caplog):
     with caplog.at_level("WARNING"):

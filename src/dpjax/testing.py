@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpjax import clipping, trees
+from dpjax import accounting, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
-from dpjax.noise.measured import Release, measured
+from dpjax.noise.measured import Measurement, measured
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 __all__ = [
@@ -273,7 +273,7 @@ def assert_private(
             if not least - tolerance <= ratio <= drawn + tolerance:
                 raise LawBroken(
                     f"at step {step} {name} moves the release by {ratio:.4g} times what the "
-                    f"multiplier {float(without[step].multiplier):.4g} says; expected {drawn}. "
+                    f"multiplier {_multiplier(without[step], step):.4g} says; expected {drawn}. "
                     "Above it epsilon does not hold: usually a link before the clipping sees "
                     "several examples, or keeps gradients of earlier batches. Below it noise is "
                     "wasted, or the canary does not reach the bound."
@@ -291,7 +291,7 @@ def assert_private(
             )
 
 
-def _ratios(with_it: Sequence[Release], without: Sequence[Release]) -> Iterator[float]:
+def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> Iterator[float]:
     """At each step, how far an example moves the release, over what the multiplier says."""
     for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
@@ -303,7 +303,14 @@ def _ratios(with_it: Sequence[Release], without: Sequence[Release]) -> Iterator[
         # With correlated noise, the rows of the run that one step moves, in the metric of their
         # noise.
         share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
-        yield float(np.linalg.norm(moved)) * float(one.multiplier) * share
+        yield float(np.linalg.norm(moved)) * _multiplier(one, step) * share
+
+
+def _multiplier(one: Measurement, step: int) -> float:
+    """The one multiplier that is accounted for the noise of this step."""
+    given = one.noise_multiplier
+    # The type of step that a link passes: a schedule may cast it.
+    return accounting.effective_multiplier(given(jnp.int32(step)) if callable(given) else given)
 
 
 def _runs(
@@ -311,8 +318,8 @@ def _runs(
     begin: Callable[[], PyTree],
     params: PyTree,
     batches: Sequence[PyTree],
-    instead: Sequence[Release] = (),
-) -> tuple[list[Release], list[PyTree]]:
+    instead: Sequence[Measurement] = (),
+) -> tuple[list[Measurement], list[PyTree]]:
     """What the noise link of a chain releases, and the updates of the chain.
 
     Args:

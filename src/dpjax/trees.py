@@ -318,7 +318,7 @@ def seeded(key: Key) -> bool:
     return not on_host(key).reshape(-1)[0]
 
 
-def tell_of_seed(key: Key, where: str) -> bool:
+def warn_of_seed(key: Key, where: str) -> bool:
     """Warns of a root key that is that of a small seed, and returns whether it is.
 
     Args:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes that flow between the rooms of dpjax, and the glossary.
 
-Every other file imports from here. `Clipping` says how much one example may move a sum and holds
-every rule to that, `ClippedSum` is the sum before any noise, `Sampler` says which examples a step
-sees and what that is worth, `State` is what the next step needs, and `Algorithm` is anything that
-runs.
+All rooms that clip, sample, add noise or run a step share them. `Clipping` says how much one
+example may move a sum and holds every rule to that, `ClippedSum` is the sum before any noise,
+`Sampler` says which examples a step sees and what that is worth, `State` is what the next step
+needs, and `Algorithm` is anything that runs.
 
 Glossary. *bound*: largest L2 norm that one example may contribute, per group. *sensitivity*: how
 far the sum moves when one example joins or leaves. *noise_multiplier*: standard deviation of the
@@ -84,10 +84,10 @@ class Neighbours(enum.StrEnum):
 
 
 @enum.unique
-# The values are folded into keys, so a changed value changes every run of that key.
 class Purpose(enum.IntEnum):
     """What a random stream is for; folded into the root key so that no two meet."""
 
+    # A changed value changes every run of a key.
     NOISE = 1
     SAMPLING = 2
     PREPARATION = 3
@@ -341,6 +341,8 @@ class Sampler:
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
         in them, for correlated noise; None if it can be in any of them.
       independent: Whether each step draws on its own. Otherwise a run keeps its generator.
+      random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
+        and independently of all others. Correlated noise then counts that the batch is unknown.
     """
 
     name: str
@@ -355,6 +357,7 @@ class Sampler:
     fingerprint: str | None = None
     participation: Callable[[int], Any] | None = None
     independent: bool = False
+    random_bins: bool = False
 
     def __repr__(self) -> str:
         return short(self, "name", "examples", "batch_size")

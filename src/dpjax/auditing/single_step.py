@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 from dpjax import clipping, trees
 from dpjax.mechanism import Mechanism
-from dpjax.noise.link import start
+from dpjax.mechanism.link import private_mean
+from dpjax.noise.link import first_memory
 from dpjax.types import Key, PyTree
 
 _ENOUGH = 4096  # the standard deviation of this many numbers is known to about one per cent
@@ -69,8 +70,8 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     def privatized(summed: PyTree, key: Key) -> list[Array]:
         # The pure function, and not the link: an audit gives one noise to two sums on purpose.
-        memory = start(mechanism.noise, like)
-        mean, *_ = mechanism.private_mean(summed, key, jnp.int32(0), memory=memory)
+        memory = first_memory(mechanism.noise, like)
+        mean, *_ = private_mean(mechanism, summed, key, jnp.int32(0), memory=memory)
         return jax.tree.leaves(mean)
 
     with_canary = privatized(clipping.clip(mechanism.clipping, both)[0], key)

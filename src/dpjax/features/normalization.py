@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dpjax import checks, clipping, noise, trees
+from dpjax import checks, clipping, trees
 from dpjax.features.scaling import Moments, checked
 from dpjax.noise.link import add_noise
+from dpjax.noise.multiplier import check_multiplier, standard_deviations
 from dpjax.noise.seals import require_one_release, seal
 from dpjax.types import Key, Purpose
 
@@ -185,7 +186,7 @@ class Normalization:
           runs=(), preparation=normalization.multipliers, seeded=True)]``: it costs as much, and
           statement and card say that nothing is for release.
         """
-        trees.tell_of_seed(key, "Normalization.release")
+        trees.warn_of_seed(key, "Normalization.release")
         if features.shape[0] != self.examples:
             raise ValueError(
                 f"features.Normalization.release: got {features.shape[0]} examples; expected "
@@ -225,7 +226,7 @@ def _check_number(call: str, multiplier: float, bound: float) -> None:
             f"{call}(noise_multiplier={multiplier}): expected one number. Every query runs once, "
             "so there is neither a schedule nor a multiplier per group."
         )
-    noise.check_multiplier(call, multiplier, clipping.flat(bound))
+    check_multiplier(call, multiplier, clipping.flat(bound))
 
 
 @jax.jit
@@ -250,7 +251,7 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     # The library's own rule and noise link: the tests of training also cover this query. The
     # purpose keeps its noise apart from the noise of every training step with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
-    deviations = noise.standard_deviations(multiplier, rule, 0)
+    deviations = standard_deviations(multiplier, rule, 0)
     released, _ = add_noise(total, rule.partition, deviations, stream, 0, lost=lost)
     # The root key says whether it is a published seed; no key of a stream looks like one.
     if not trees.seeded(key):

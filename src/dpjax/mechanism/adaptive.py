@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive bounds: the state, and the noised count that moves the scale of the bounds.
 
-The scale multiplies the rule's bounds and the noise alike. It is part of the noise's state.
+The scale multiplies the rule's bounds and the noise alike. The link `Mechanism.privatize` keeps it
+in an `AdaptiveState`, a run in ``State.bound_scale``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dpjax.types import Clipping, Key, Purpose
 
 
 class AdaptiveState(NamedTuple):
-    """The state of the noise if bounds are adapted.
+    """The state of the link `Mechanism.privatize` if bounds are adapted.
 
     Privacy:
       The key is secret. The scale may be released: it is computed from noised counts.

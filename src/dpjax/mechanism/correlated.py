@@ -103,7 +103,7 @@ def sensitivity_of(strategy: Strategy, sampler: Sampler) -> float:
 def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | None:
     """How much two possible bins of an example have in common; None where that gains nothing."""
     # Overlaps are found from the whole matrix.
-    if sampler.name != "balls_in_bins" or strategy.steps > LARGEST_MATRIX:
+    if not sampler.random_bins or strategy.steps > LARGEST_MATRIX:
         return None
     bins = participation_of(strategy, sampler).separation
     found = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2

@@ -19,9 +19,8 @@ import dp_accounting as dp
 import numpy as np
 import optax
 from absl import logging
-from jaxtyping import Array, Float, Int
 
-from dpjax import accounting, checks, clipping, noise
+from dpjax import accounting, checks, clipping
 from dpjax._display import brief, short, table
 from dpjax.accounting.events import runs_of
 from dpjax.mechanism import card, link
@@ -29,8 +28,9 @@ from dpjax.mechanism.adaptive import check_adaptive
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
+from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.strategies import Strategy
-from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, PyTree, Sampler
+from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
 
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
@@ -116,7 +116,7 @@ class Mechanism:
                 "too many, or examples were counted in place of steps."
             )
         object.__setattr__(self, "steps", steps)
-        multiplier = planned(noise.plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
+        multiplier = planned(plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
         # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
         queries = checked_queries(self.preparation, "Mechanism")
@@ -131,7 +131,7 @@ class Mechanism:
                 )
         # Units do not mix: what one example costs says nothing of what one client costs.
         _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
-        noise.check_multiplier("Mechanism", self.noise_multiplier, self.clipping)
+        check_multiplier("Mechanism", self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
                 "Mechanism(noise_multiplier=schedule): the schedule is negative or NaN at "
@@ -224,7 +224,7 @@ class Mechanism:
 
     def deviations_on_sum(self, step: Any) -> list[Any]:
         """The standard deviation of the fresh noise of a step on the sum, in each group."""
-        each = noise.standard_deviations(self.gradient_multiplier, self.clipping, step)
+        each = standard_deviations(self.gradient_multiplier, self.clipping, step)
         return [deviation * self.strategy_sensitivity for deviation in each]
 
     def deviations(self, step: Any) -> list[Any]:
@@ -468,46 +468,6 @@ class Mechanism:
           >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
         """
         return link.private(self, key)
-
-    def private_mean(
-        self,
-        total: PyTree,
-        key: Key,
-        step: Int[Array, ""],
-        *,
-        memory: PyTree = (),
-        lost: PyTree | None = None,
-        bound_scale: Any = None,
-        below: Float[Array, ""] | None = None,
-        in_parts: bool = False,
-    ) -> tuple[PyTree, Any, PyTree]:
-        """The private mean of one step, from its clipped sum: a pure function of its arguments.
-
-        Args:
-          total: The clipped sum.
-          key: The root key of the run.
-          step: The number of the step, from 0.
-          memory: What correlated noise remembers of earlier steps.
-          lost: What ``total`` lacks of the sum, because float32 rounds.
-          bound_scale: The scale of an adapted bound at this step.
-          below: The count that an adapted bound follows.
-          in_parts: Whether a mesh splits the leaves; see `add_noise`.
-
-        Returns:
-          The mean, and the scale and the memory of the next step. `privatize` says what happens
-          past the planned steps.
-        """
-        return link.private_mean(
-            self,
-            total,
-            key,
-            step,
-            memory=memory,
-            lost=lost,
-            bound_scale=bound_scale,
-            below=below,
-            in_parts=in_parts,
-        )
 
 
 def _checked_before(before: Any) -> tuple[Spent, ...]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a mechanism: from a clipped sum to a private mean, as Optax links and as a function.
 
-These are the bodies of three methods of `Mechanism`, whose docstrings say what each promises.
+`private` and `privatize` are the bodies of methods of `Mechanism`, whose docstrings say what each
+promises. A step of `dpjax.training` and an audit call `private_mean`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dpjax import checks, clipping, noise
 from dpjax._marks import require_clipped_sum
 from dpjax.mechanism.adaptive import AdaptiveState, followed
-from dpjax.noise.link import add_noise, begin, checked_sums
+from dpjax.noise.link import add_noise, checked_sums, first_state
 from dpjax.noise.seals import seal_outside_jit
 from dpjax.types import Key, PyTree
 
@@ -44,7 +45,7 @@ def privatize(mechanism: Mechanism, key: Key) -> optax.GradientTransformationExt
     )
 
     def init(params: PyTree) -> Any:
-        state = begin(name, key, params, mechanism.noise)
+        state = first_state(name, key, params, mechanism.noise)
         if mechanism.adaptive is None:
             return state
         return AdaptiveState(state.key, state.step, jnp.ones((), jnp.float32))
@@ -86,7 +87,23 @@ def private_mean(
     below: Float[Array, ""] | None = None,
     in_parts: bool = False,
 ) -> tuple[PyTree, Any, PyTree]:
-    """The private mean of one step, from its clipped sum: `Mechanism.private_mean`."""
+    """The private mean of one step, from its clipped sum: a pure function of its arguments.
+
+    Args:
+      mechanism: What runs.
+      total: The clipped sum.
+      key: The root key of the run.
+      step: The number of the step, from 0.
+      memory: What correlated noise remembers of earlier steps.
+      lost: What ``total`` lacks of the sum, because float32 rounds.
+      bound_scale: The scale of an adapted bound at this step.
+      below: The count that an adapted bound follows.
+      in_parts: Whether a mesh splits the leaves; see `add_noise`.
+
+    Returns:
+      The mean, and the scale and the memory of the next step. `Mechanism.privatize` says what
+      happens past the planned steps.
+    """
     beyond = step >= mechanism.steps
     if not isinstance(beyond, Tracer) and beyond:
         raise ValueError(

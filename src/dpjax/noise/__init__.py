@@ -13,18 +13,14 @@ randomness; see README.
 from dpjax.noise.correlated import correlated
 from dpjax.noise.langevin import langevin, langevin_multiplier
 from dpjax.noise.link import GaussianState, gaussian, secret_key
-from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.noise.normal import standard_normal
 
 __all__ = [
     "GaussianState",
-    "check_multiplier",
     "correlated",
     "gaussian",
     "langevin",
     "langevin_multiplier",
-    "plain_multiplier",
     "secret_key",
-    "standard_deviations",
     "standard_normal",
 ]

@@ -23,13 +23,8 @@ from jaxtyping import Array, Int
 from dpjax import checks, trees
 from dpjax._display import veiled
 from dpjax._marks import require_clipped_sum
-from dpjax.noise.measured import Release, unless_measured
-from dpjax.noise.multiplier import (
-    check_multiplier,
-    effective_at,
-    plain_multiplier,
-    standard_deviations,
-)
+from dpjax.noise.measured import Measurement, unless_measured
+from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.one_run import require_one_run, traced, unless_reset, with_own_noise
 from dpjax.noise.seals import seal_outside_jit
@@ -125,16 +120,15 @@ def noise_link(
     checked = checked_sums(name, rule, noise_multiplier, key, strategy)
 
     def init(params: PyTree) -> GaussianState:
-        return begin(name, key, params, strategy)
+        return first_state(name, key, params, strategy)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
         del extra
+        # Without noise no scale can be wrong, so any tree passes.
         silent = isinstance(noise_multiplier, float) and not noise_multiplier
-        if not silent:
-            alone = params is None
-            updates = require_clipped_sum(updates, rule, name, alone=alone)
+        updates = require_clipped_sum(updates, rule, name, plain=silent, alone=params is None)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         deviations = [x * scale for x in deviations]
         updates, _ = checked(updates, state, deviations)
@@ -147,7 +141,7 @@ def noise_link(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def begin(name: str, key: Key, params: PyTree, strategy: Strategy | None) -> GaussianState:
+def first_state(name: str, key: Key, params: PyTree, strategy: Strategy | None) -> GaussianState:
     """The state of a link before the first step; refuses several states that share one key.
 
     Args:
@@ -159,10 +153,10 @@ def begin(name: str, key: Key, params: PyTree, strategy: Strategy | None) -> Gau
     step = jnp.zeros((), jnp.int32)
     require_one_run(key, step, params, name)
     # A copy: a step that donates the state would delete the key of the caller.
-    return GaussianState(jnp.copy(key), step, start(strategy, params))
+    return GaussianState(jnp.copy(key), step, first_memory(strategy, params))
 
 
-def start(strategy: Strategy | None, params: PyTree) -> PyTree:
+def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
     """The memory of correlated noise before the first step; empty for white noise."""
     return () if strategy is None else strategy.start(trees.zeros_wide(params))
 
@@ -190,7 +184,7 @@ def checked_sums(
     """
     check_multiplier(name, noise_multiplier, rule)
     checks.key(name, key)
-    trees.tell_of_seed(key, name)
+    trees.warn_of_seed(key, name)
     # A traced key cannot be read, so it may be the key of zeros.
     key_of_zeros = traced(key) or not np.any(trees.on_host(key))
 
@@ -200,9 +194,8 @@ def checked_sums(
         total = with_own_noise(total, state, name)
         total = total if key_of_zeros else unless_reset(total, state.key, name)
         each = [deviations[group] for group in rule.partition.assign(total)]
-        multiplier = effective_at(noise_multiplier, state.step)
-        release = Release(total, each, multiplier, below, strategy)
-        found = unless_measured(state.key, state.step, release)
+        own = Measurement(total, each, noise_multiplier, below, strategy)
+        found = unless_measured(state.key, state.step, own)
         return found.total, found.below
 
     return checked
@@ -229,7 +222,7 @@ def add_noise(
       key: The root key of the run.
       step: The number of the step.
       strategy: How the noise of different steps is correlated; None for white noise.
-      memory: What the strategy remembers of earlier steps, from `start`.
+      memory: What the strategy remembers of earlier steps, from `first_memory`.
       lost: What ``total`` lacks of the sum. It is far smaller than the last bits of a long sum,
         and meets the noise first, where it counts.
       in_parts: Whether a mesh splits the leaves. Then each device draws the numbers of its own
@@ -264,8 +257,8 @@ def secret_key() -> Key:
     """A root key from the operating system's randomness, for runs that are released."""
     # Threefry by name: under jax_default_prng_impl='rbg' the default generator is not a function of
     # the key alone on every platform.
-    # Inside a traced function it is drawn once, for all calls and rounds: a constant, and `begin`
-    # must see that.
+    # Inside a traced function it is drawn once, for all calls and rounds: a constant, and
+    # `first_state` must see that.
     with jax.ensure_compile_time_eval():
         words = jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32))
         return jax.random.wrap_key_data(words, impl="threefry2x32")

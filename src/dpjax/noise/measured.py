@@ -16,38 +16,38 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from dpjax.types import PyTree
+from dpjax.types import NoiseMultiplier, PyTree
 
 
-class Release(NamedTuple):
+class Measurement(NamedTuple):
     """What the noise of one step of a link meets."""
 
     total: PyTree
     deviations: list[Any]
     """The standard deviation of the noise on the sum, for each of its leaves."""
-    multiplier: Any
-    """The effective multiplier that is accounted for this step."""
+    noise_multiplier: NoiseMultiplier
+    """The multiplier that is accounted, as the link received it."""
     below: Any = None
     """The count that an adapted bound follows."""
     strategy: Any = None
     """How the noise is correlated over the steps; None for white noise."""
 
 
-# The releases so far, and what meets the noise of the next steps instead; None outside of a
-# measurement. A context variable: another thread may train at the same time.
-_measured: ContextVar[tuple[list[Release], Iterator[Release]] | None] = ContextVar(
+# The steps so far, and what meets the noise of the next steps instead; None while nothing is
+# measured. A context variable: another thread may train at the same time.
+_measured: ContextVar[tuple[list[Measurement], Iterator[Measurement]] | None] = ContextVar(
     "dpjax_measured", default=None
 )
 
 
 @contextlib.contextmanager
-def measured(instead: Sequence[Release] = ()) -> Iterator[list[Release]]:
-    """Collects the releases of links, instead of sealing them.
+def measured(instead: Sequence[Measurement] = ()) -> Iterator[list[Measurement]]:
+    """Collects what meets the noise of links, instead of sealing what they release.
 
     Args:
-      instead: Releases of the first steps, in the place of the links' own.
+      instead: What meets the noise of the first steps, in the place of the links' own sums.
     """
-    found: list[Release] = []
+    found: list[Measurement] = []
     token = _measured.set((found, iter(instead)))
     try:
         yield found
@@ -56,16 +56,16 @@ def measured(instead: Sequence[Release] = ()) -> Iterator[list[Release]]:
 
 
 def is_measured() -> bool:
-    """Whether releases are collected now."""
+    """Whether links are measured now."""
     return _measured.get() is not None
 
 
-def unless_measured(key: Any, step: Any, release: Release) -> Release:
-    """What meets the noise of a link: its release, or what `measured` exchanges it for."""
-    measurement = _measured.get()
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, *release[:-1])))
-    if measurement is None or traced:
-        return release
-    found, instead = measurement
-    found.append(release)
-    return next(instead, release)
+def unless_measured(key: Any, step: Any, own: Measurement) -> Measurement:
+    """What meets the noise of a link: its own sum, or what `measured` exchanges it for."""
+    collecting = _measured.get()
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, *own[:-1])))
+    if collecting is None or traced:
+        return own
+    found, instead = collecting
+    found.append(own)
+    return next(instead, own)

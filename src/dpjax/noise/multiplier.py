@@ -110,11 +110,3 @@ def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clippin
             "the rule a finite bound; or, for a run that is not private, set noise_multiplier=0.0 "
             "too."
         )
-
-
-def effective_at(noise_multiplier: NoiseMultiplier, step: Any) -> Any:
-    """The multiplier of one Gaussian that is worth the multipliers of all groups at a step."""
-    if callable(noise_multiplier):
-        return noise_multiplier(step)
-    each = np.ravel(noise_multiplier)
-    return float(np.sum(each**-2.0) ** -0.5) if np.all(each > 0) else 0.0

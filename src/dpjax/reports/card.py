@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dpjax import accounting, checks
+from dpjax import accounting
 from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.card import strict
-from dpjax.reports.claims import epsilons, multipliers, published_seed, why_infinite
+from dpjax.reports.claims import claim_of
 
 
 def card(
@@ -54,24 +54,20 @@ def card(
       >>> card(mechanism, delta=1e-5)["mechanism"]["multiplier_and_steps"]
       [[4.0, 2]]
     """
-    checks.instance(
-        "reports.card", "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism."
-    )
-    delta, _ = mechanism.stated(delta, None)
-    ran = multipliers(mechanism, ledger)
+    claim = claim_of("reports.card", mechanism, delta, ledger, seed, methods)
     facts = {
         # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,
-        "steps": len(ran),
+        "steps": len(claim.ran),
         "claim": mechanism.claim,
-        "delta": delta,
+        "delta": claim.delta,
         "epsilon": {
             # Not rounded: `verify` compares the number with the one that it recomputes.
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
-            for method, value in epsilons(mechanism, ran, delta, methods)
+            for method, value in claim.epsilons.items()
         },
-        "not_private": why_infinite(mechanism, ran),
-        "seed_published": published_seed(seed, ledger, mechanism),
+        "not_private": claim.not_private,
+        "seed_published": claim.seed,
         "versions": {
             name: version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is claimed: the steps that count, their epsilon by every method, and what takes it away.
 
-The statement and the card both call these functions, so they claim the same. Nothing is rounded
-here.
+The statement and the card both print one `Claim`. Nothing is rounded here.
 """
 
 from __future__ import annotations
@@ -10,33 +9,63 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting
+from dpjax import accounting, checks
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.types import Sampler
 
 
-def multipliers(mechanism: Mechanism, ledger: Ledger | None) -> np.ndarray:
-    """The noise multiplier of every step that counts; without a ledger, of all planned ones."""
-    return mechanism.multipliers if ledger is None else counted(ledger, mechanism)
+class Claim(NamedTuple):
+    """What is claimed for a mechanism."""
+
+    mechanism: Mechanism
+    ran: np.ndarray
+    """The noise multiplier of every step that counts, ``[steps]``."""
+    delta: float
+    epsilons: dict[str, float]
+    """By every method that has an answer for this sampler."""
+    not_private: str | None
+    """What was released without protection, as a sentence, or None.
+
+    With None, an infinite or missing epsilon means that nothing is proved, not that the
+    computation is not private.
+    """
+    seed: int | bool | None
+    """The published seed; True for another below 2^32, or that of an earlier run; or None."""
 
 
-def epsilons(
+def claim_of(
+    who: str,
     mechanism: Mechanism,
-    multipliers: np.ndarray,
-    delta: float,
-    methods: Sequence[str] | None = None,
-) -> tuple[tuple[str, float], ...]:
-    """Epsilon by every method, or by those asked for, that has an answer for this sampler.
+    delta: float | None,
+    ledger: Ledger | None,
+    seed: int | None,
+    methods: Sequence[str] | None,
+) -> Claim:
+    """The claim of a mechanism.
+
+    ``who`` is how errors call the function that states it. The other arguments are as in
+    `dpjax.statement`.
 
     Raises:
       ValueError: A name is no method, or none of ``methods`` proves a bound.
     """
+    checks.instance(who, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
+    delta, _ = mechanism.stated(delta, None)
+    ran = mechanism.multipliers if ledger is None else counted(ledger, mechanism)
+    found = _epsilons(mechanism, tuple(ran.tolist()), delta, _asked(methods))
+    why, published = _why_infinite(mechanism, ran), _published_seed(seed, ledger, mechanism)
+    return Claim(mechanism, ran, delta, dict(found), why, published)
+
+
+def _asked(methods: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of methods, in the order of their table."""
     given = accounting.METHODS if methods is None else methods
     names = [given] if isinstance(given, str) else list(given)
     rows = [checked_method("dpjax.statement", name) for name in names]
@@ -47,8 +76,7 @@ def epsilons(
             f"dpjax.statement(methods={methods!r}): expected a method that proves a bound: one of "
             f"{bounds}. gdp is an estimate. Add one of these, or leave methods out."
         )
-    asked = tuple(name for name in accounting.METHODS if name in names)
-    return _epsilons(mechanism, tuple(multipliers.tolist()), delta, asked)
+    return tuple(name for name in accounting.METHODS if name in names)
 
 
 # Statement and card of one run ask for the same numbers, which can take seconds.
@@ -68,22 +96,16 @@ def _epsilons(
     return tuple(found)
 
 
-def published_seed(
+def _published_seed(
     seed: int | None, ledger: Ledger | None, mechanism: Mechanism
 ) -> int | bool | None:
-    """The seed of a run; True if its root key, or an earlier run's, is that of another; or None."""
     small = ledger is not None and bool(ledger.seeded)
     # A run that starts from what such a run released shows it, whatever its own key.
     small = small or any(spent.seeded for spent in mechanism.before)
     return seed if seed is not None else (small or None)
 
 
-def why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
-    """What was released without protection, as a sentence, or None.
-
-    With None, an infinite or missing epsilon means that nothing is proved, not that the
-    computation is not private.
-    """
+def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
     # The first reason that holds is named: a reader can act on one sentence.
     if math.isinf(mechanism.clipping.sensitivity) and len(ran):
         return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."

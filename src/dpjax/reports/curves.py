@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a run went: accuracy, loss, noise and gradient norms, evaluation by evaluation.
 
-Each function draws one figure from a `load_run.Run` and returns a sentence that says what the
+Each function draws one figure from a `load_run.SavedRun` and returns a sentence that says what the
 figure shows, or raises `load_run.Missing`. Lines have gaps where numbers were not finite. With
 several groups, the line is their mean and the band their range.
 """
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from dpjax.mechanism.card import first_steps
-from dpjax.reports.load_run import Missing, Run
+from dpjax.reports.load_run import Missing, SavedRun
 from dpjax.reports.style import DOTS, PALETTE, band, legend, panel
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _COLUMNS = 60  # a column of `shades` would otherwise be thinner than a pixel
 
 
-def accuracy(figure: Figure, run: Run) -> str:
+def accuracy(figure: Figure, run: SavedRun) -> str:
     """Test accuracy against the epsilon spent."""
     y = 100 * run.series("accuracy")
     against_epsilon(figure.subplots(), run, y, "test accuracy (%)", "blue")
     return f"{_last(y):.1f} % at the end, {_means(y).max():.1f} % at best.{_groups(y)}"
 
 
-def test_loss(figure: Figure, run: Run) -> str:
+def test_loss(figure: Figure, run: SavedRun) -> str:
     """The loss on test examples (logged as ``nll`` or ``test_loss``) against the epsilon spent."""
     try:
         # Classifiers log `nll`, other models `test_loss`; a run has at most one of them.
@@ -45,14 +45,14 @@ def test_loss(figure: Figure, run: Run) -> str:
     return f"{_last(y):.3g} at the end, {_means(y).min():.3g} at best.{_groups(y)}"
 
 
-def training_loss(figure: Figure, run: Run) -> str:
+def training_loss(figure: Figure, run: SavedRun) -> str:
     """The mean loss of the drawn examples against the epsilon spent."""
     y = run.series("private", "loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of drawn examples", "clay")
     return f"{_last(y):.3g} at the end."
 
 
-def noise(figure: Figure, run: Run) -> str:
+def noise(figure: Figure, run: SavedRun) -> str:
     """The noise multiplier of each step that ran."""
     if run.card is None:
         raise run.missing("privacy.json")
@@ -70,7 +70,7 @@ def noise(figure: Figure, run: Run) -> str:
     return f"{each}, over {int(edges[-1]):,} steps.{earlier}"
 
 
-def clipping(figure: Figure, run: Run) -> str:
+def clipping(figure: Figure, run: SavedRun) -> str:
     """The fraction of clipped examples, and how far clipping turned their mean gradient."""
     cut = run.series("private", "clipped")
     since = 0 if len(run.rows) < 2 else run.rows[-2]["step"]
@@ -91,7 +91,7 @@ def clipping(figure: Figure, run: Run) -> str:
     return f"{seen}.{_groups(cut)}"
 
 
-def norms(figure: Figure, run: Run) -> str:
+def norms(figure: Figure, run: SavedRun) -> str:
     """The mean gradient norm of the drawn examples before clipping, and the bound."""
     y = run.series("private", "norm")
     axes = panel(figure, "step", "mean gradient norm")
@@ -101,7 +101,7 @@ def norms(figure: Figure, run: Run) -> str:
     return f"{_last(y):.3g} at the end.{_groups(y)}"
 
 
-def shades(figure: Figure, run: Run) -> str:
+def shades(figure: Figure, run: SavedRun) -> str:
     """A histogram of gradient norms per evaluation, as a column of shades."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
@@ -176,7 +176,7 @@ def _name(edges: np.ndarray, at: int) -> str:
     return f"{low} and more" if at == len(edges) - 2 else f"{low} to {high}"
 
 
-def against_epsilon(axes: Axes, run: Run, y: np.ndarray, name: str, color: str) -> None:
+def against_epsilon(axes: Axes, run: SavedRun, y: np.ndarray, name: str, color: str) -> None:
     """One number per evaluation against epsilon; against steps if epsilon is not finite."""
     try:
         x, label = run.series("epsilon")[:, 0], f"epsilon spent{run.stated}"
@@ -187,7 +187,7 @@ def against_epsilon(axes: Axes, run: Run, y: np.ndarray, name: str, color: str) 
     band(axes, x, y, color, **DOTS)
 
 
-def _draw_bound(axes: Axes, run: Run) -> None:
+def _draw_bound(axes: Axes, run: SavedRun) -> None:
     """The adapted bounds from the log, or else one fixed bound of all groups and all steps."""
     dashed = {"linewidth": 1.2, "linestyle": "--", "label": "bound"}
     try:
@@ -202,7 +202,7 @@ def _draw_bound(axes: Axes, run: Run) -> None:
     legend(axes)
 
 
-def _steps(run: Run) -> np.ndarray:
+def _steps(run: SavedRun) -> np.ndarray:
     return run.series("step")[:, 0]
 
 

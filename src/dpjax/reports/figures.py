@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpjax.reports import curves, layers, predictions
 from dpjax.reports.figure_output import png, svg
-from dpjax.reports.load_run import Run
+from dpjax.reports.load_run import SavedRun
 from dpjax.reports.style import WIDTH, canvas, style
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ SEEDED = "the seed of its noise is published, so the noise can be subtracted: do
 # A badge is a function of the run and stands in this one table, so no drawing function can decide
 # for itself that private data may be shown.
 class Plot(NamedTuple):
-    """A figure that a run can have; ``draw`` and ``badge`` take the `Run`."""
+    """A figure that a run can have; ``draw`` and ``badge`` take the `SavedRun`."""
 
     name: str
     title: str
     words: str
-    draw: Callable[[Figure, Run], str]
-    badge: Callable[[Run], str]
+    draw: Callable[[Figure, SavedRun], str]
+    badge: Callable[[SavedRun], str]
 
 
 class Drawn(NamedTuple):
@@ -50,7 +50,7 @@ class Drawn(NamedTuple):
     png: bytes
 
 
-def draw(plot: Plot, run: Run) -> Drawn:
+def draw(plot: Plot, run: SavedRun) -> Drawn:
     """Draws a figure of a run as SVG and PNG.
 
     Raises:
@@ -64,7 +64,7 @@ def draw(plot: Plot, run: Run) -> Drawn:
         return Drawn(plot, badge, seen, image, png(figure, "" if badge == RELEASED else badge))
 
 
-def of_what_was_released(run: Run) -> str:
+def of_what_was_released(run: SavedRun) -> str:
     """The badge of a figure that is computed from the trained model, protected by its noise."""
     # Without a finite proven epsilon the parameters protect no one, and neither does a figure of
     # them.
@@ -73,11 +73,11 @@ def of_what_was_released(run: Run) -> str:
     return RELEASED if run.seed is None else SEEDED
 
 
-def _private(_: Run) -> str:
+def _private(_: SavedRun) -> str:
     return PRIVATE
 
 
-def _of_activations(run: Run) -> str:
+def _of_activations(run: SavedRun) -> str:
     # A diagnostics file that does not say whose activations it holds counts as training data.
     of = (run.diagnostics or {}).get("activations_of", "train")
     return of_what_was_released(run) if str(of) == "test" else PRIVATE

@@ -17,7 +17,7 @@ from typing import Any
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
-from dpjax.reports.load_run import Missing, Run, read
+from dpjax.reports.load_run import Missing, SavedRun, read
 from dpjax.reports.page import badge, page, power, section, table, three_digits
 from dpjax.reports.statement import seed_notice
 from dpjax.reports.statement_html import as_html
@@ -78,7 +78,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     return path
 
 
-def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
+def _drawn(run: SavedRun) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
     """The figures that the folder has data for, and the other figures with the reason."""
     figures, absent = [], []
     for plot in PLOTS:
@@ -92,7 +92,7 @@ def _drawn(run: Run) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
     return figures, absent
 
 
-def _header(run: Run) -> Iterator[str]:
+def _header(run: SavedRun) -> Iterator[str]:
     last, config = run.rows[-1], run.config or {}
     units = f"{run.mechanism.get('unit', 'example')}s"
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
@@ -129,7 +129,7 @@ def _header(run: Run) -> Iterator[str]:
     yield "</dl>\n</header>"
 
 
-def _verdict(run: Run, accuracy: str) -> str:
+def _verdict(run: SavedRun, accuracy: str) -> str:
     """As in the statement: proved, not private, or neither."""
     right = f", with {accuracy} test accuracy" if accuracy else ""
     # An infinite epsilon means two things: known not to be private, or merely not proved.
@@ -140,7 +140,7 @@ def _verdict(run: Run, accuracy: str) -> str:
     return f"<strong>Not proved</strong> to be differentially private{right}."
 
 
-def _promise(run: Run) -> Iterator[str]:
+def _promise(run: SavedRun) -> Iterator[str]:
     yield "<h2>What is promised</h2>"
     missing = f"<p>{str(run.missing('statement.txt')).capitalize()}.</p>"
     note = (
@@ -150,7 +150,7 @@ def _promise(run: Run) -> Iterator[str]:
     yield section(note, missing if run.statement is None else as_html(run.statement))
 
 
-def _figures(run: Run, figures: Iterable[Drawn]) -> Iterator[str]:
+def _figures(run: SavedRun, figures: Iterable[Drawn]) -> Iterator[str]:
     yield "<h2>What happened</h2>"
     yield f'<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
@@ -165,7 +165,7 @@ def _figures(run: Run, figures: Iterable[Drawn]) -> Iterator[str]:
         yield section(note, figure.svg, tag="figure", name=plot.name)
 
 
-def _made_with(run: Run) -> Iterator[str]:
+def _made_with(run: SavedRun) -> Iterator[str]:
     config = run.config or {}
     if not config:
         return
@@ -186,7 +186,7 @@ def _left_out(absent: list[tuple[Plot, str]]) -> Iterator[str]:
         yield f'<p class="aside" id="left-out">Left out: {escape(each)}.</p>'
 
 
-def _name(run: Run) -> str:
+def _name(run: SavedRun) -> str:
     """The model and its data set, or else the folder's name."""
     config = run.config or {}
     model, dataset = config.get("model"), config.get("dataset")

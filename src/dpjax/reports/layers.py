@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpjax.reports.load_run import Missing, Run
+from dpjax.reports.load_run import Missing, SavedRun
 from dpjax.reports.style import PALETTE, WIDTH, legend, panel
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _GROUPS = 12  # more histograms would be too small to read
 _DECADES = 1e-4  # shorter norms, relative to the longest, share the first bin
 
 
-def gradients(figure: Figure, run: Run) -> str:
+def gradients(figure: Figure, run: SavedRun) -> str:
     """A histogram of per-example gradient norms for each group, with its bound."""
     norms = run.array("diagnostics", "norms")
     bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
@@ -55,14 +55,14 @@ def gradients(figure: Figure, run: Run) -> str:
     return _cut(norms, bounds, shown, below, run.measured_at)
 
 
-def weights(figure: Figure, run: Run) -> str:
+def weights(figure: Figure, run: SavedRun) -> str:
     """The norm of each layer's weights at the end."""
     names, values = _layers(run, "weight")
     _lollipops(figure, names, values, "norm of the weights", "blue")
     return _largest(names, values)
 
 
-def activations(figure: Figure, run: Run) -> str:
+def activations(figure: Figure, run: SavedRun) -> str:
     """The mean norm of each layer's pre-activations at the end."""
     names, values = _layers(run, "activation")
     _lollipops(figure, names, values, "norm of the pre-activations", "green")
@@ -106,7 +106,7 @@ def _cut(norms: np.ndarray, bounds: np.ndarray, shown: int, below: int, at: str)
     return words
 
 
-def _layers(run: Run, what: str) -> tuple[list[str], np.ndarray]:
+def _layers(run: SavedRun, what: str) -> tuple[list[str], np.ndarray]:
     values = run.array("diagnostics", f"{what}_norms").astype(float).ravel()
     names = [str(name) for name in run.array("diagnostics", f"{what}_names").ravel()]
     if len(names) != len(values):

@@ -20,7 +20,7 @@ from absl import logging
 from dpjax.reports.curves import against_epsilon
 from dpjax.reports.figure_output import png
 from dpjax.reports.figures import PRIVATE, RELEASED, of_what_was_released
-from dpjax.reports.load_run import Missing, Run
+from dpjax.reports.load_run import Missing, SavedRun
 from dpjax.reports.style import WIDTH, canvas, style
 
 # What `fit` itself writes into a row; `evaluate` returns the other numbers.
@@ -71,7 +71,7 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
 def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
     """The rows as PNG: a panel for each number, one above the other."""
-    run = Run(pathlib.Path(), rows)
+    run = SavedRun(pathlib.Path(), rows)
     hidden = any(name.startswith("private/") for name in names)
     badge = PRIVATE if hidden else of_what_was_released(run)
     with style():

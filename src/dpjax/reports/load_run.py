@@ -23,7 +23,7 @@ from jaxtyping import Float
 from dpjax import accounting
 from dpjax._files import read_arrays, read_json, read_log
 from dpjax.accounting.rounding import upwards
-from dpjax.mechanism.card import check_format
+from dpjax.mechanism.card import check_format, seed_of
 
 _INTERRUPTED = (
     "Usually the run was interrupted while it wrote the file, or the disk was full. Run the same "
@@ -35,7 +35,7 @@ class Missing(LookupError):
     """The folder lacks what a figure needs; the message names it and its file."""
 
 
-class Run(NamedTuple):
+class SavedRun(NamedTuple):
     """The files of a folder; None where a file does not exist or belongs to an earlier run.
 
     ``foreign`` says why the card belongs to an earlier run; it is empty if the card is this run's.
@@ -96,10 +96,9 @@ class Run(NamedTuple):
         """
         if self.card is not None:
             return self.card.get("seed_published")
-        known = self.identity or {}
-        seed = known.get("--seed", known.get("seed"))
+        seed = seed_of(self.identity or {})
         before = any(spent.get("seeded") for spent in self.mechanism.get("before", ()))
-        return seed if seed is not None else known.get("small seed") or before or None
+        return seed if seed is not None else before or None
 
     @property
     def epsilons(self) -> dict[str, float]:
@@ -159,7 +158,7 @@ class Run(NamedTuple):
         return _number((self.card or self.rows[-1]).get("delta"))
 
 
-def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
+def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     """Reads the folder of a run.
 
     Args:
@@ -167,7 +166,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
       arrays: Whether ``evaluation.npz`` and ``diagnostics.npz`` are read too.
 
     Returns:
-      A `Run`, with rows in the order of their steps.
+      A `SavedRun`, with rows in the order of their steps.
 
     Raises:
       FileNotFoundError: Without ``metrics.jsonl`` there is no run.
@@ -179,13 +178,13 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> Run:
     # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
     # not stand on this run's page.
     if card is not None and (why := _foreign(path, card, identity or {}, rows)):
-        return Run(path, rows, identity, foreign=why)
+        return SavedRun(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
         read_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
     statement, config = _text(path / "statement.txt"), _json(path / "config.json")
-    return Run(path, rows, identity, card, statement, config, evaluation, diagnostics)
+    return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
 
 
 def _foreign(

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dpjax import metrics
-from dpjax.reports.load_run import Missing, Run
+from dpjax.reports.load_run import Missing, SavedRun
 from dpjax.reports.style import PALETTE, WIDTH, legend, panel
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _FEW = 16  # with more classes, the numbers in the cells are too small to read
 
 
-def classes(figure: Figure, run: Run) -> str:
+def classes(figure: Figure, run: SavedRun) -> str:
     """The accuracy of each class, and its distance from the total accuracy."""
     logits, labels = _predictions(run)
     each = 100 * np.asarray(metrics.per_class_accuracy(logits, labels))
@@ -43,7 +43,7 @@ def classes(figure: Figure, run: Run) -> str:
     return f"Lowest: class {worst}, {each[worst]:.1f} % of {count:,} examples."
 
 
-def confusion(figure: Figure, run: Run) -> str:
+def confusion(figure: Figure, run: SavedRun) -> str:
     """How often each class was predicted for each true class, as a fraction of its examples."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
@@ -80,7 +80,7 @@ def confusion(figure: Figure, run: Run) -> str:
     return f"{words}: {wrong[row, column]} of {counts[row].sum():,} examples."
 
 
-def calibration(figure: Figure, run: Run) -> str:
+def calibration(figure: Figure, run: SavedRun) -> str:
     """Accuracy against confidence, in bins, and how many predictions each bin holds."""
     logits, labels = _predictions(run)
     table = metrics.reliability(logits, labels)
@@ -104,7 +104,7 @@ def calibration(figure: Figure, run: Run) -> str:
     return f"Expected calibration error (ECE) {ece:.3f}, largest (MCE) {mce:.3f}."
 
 
-def _predictions(run: Run) -> tuple[Array, Array]:
+def _predictions(run: SavedRun) -> tuple[Array, Array]:
     """Logits and labels; the logits are log probabilities, which softmax inverts."""
     labels, p = run.array("evaluation", "labels"), run.array("evaluation", "probabilities")
     # A diverged model has no reliability; the reason is said on the page instead of a drawing of

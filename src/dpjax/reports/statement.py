@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dpjax import accounting, checks
+from dpjax import accounting
 from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.correlated import is_amplified
-from dpjax.reports.claims import epsilons, multipliers, published_seed, why_infinite
+from dpjax.reports.claims import Claim, claim_of
 from dpjax.reports.references import references
 from dpjax.reports.statement_html import Statement
 from dpjax.types import Neighbours
@@ -84,57 +84,47 @@ def statement(
         unit          one example
       ...
     """
-    checks.instance(
-        "statement", "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism."
-    )
-    delta, _ = mechanism.stated(delta, None)
-    ran = multipliers(mechanism, ledger)
-    found = dict(epsilons(mechanism, ran, delta, methods))
+    claim = claim_of("statement", mechanism, delta, ledger, seed, methods)
     lines = [
         "Privacy statement",
         "",
-        *_verdict(mechanism, ran, found, delta, published_seed(seed, ledger, mechanism)),
+        *_verdict(claim),
         "",
-        *_facts(mechanism, ran, ledger, delta, scaled_by),
+        *_facts(claim, ledger, scaled_by),
         "",
-        *_figures(mechanism, ran, found, delta),
+        *_figures(claim),
         "",
         "Not covered",
         _NOT_COVERED.format(unit=mechanism.unit, together=_TOGETHER[mechanism.unit]),
         "",
         "References",
-        *references(mechanism, found),
+        *references(mechanism, claim.epsilons),
     ]
     return Statement("\n".join(lines))
 
 
-def _verdict(
-    mechanism: Mechanism,
-    ran: np.ndarray,
-    found: dict[str, float],
-    delta: float,
-    seed: int | bool | None,
-) -> Iterator[str]:
-    proven = [value for method, value in found.items() if accounting.METHODS[method].proven]
+def _verdict(claim: Claim) -> Iterator[str]:
+    each = claim.epsilons.items()
+    proven = [value for method, value in each if accounting.METHODS[method].proven]
     # The smallest of several upper bounds is an upper bound: methods are not chosen by looking at
     # data.
     best = min(proven, default=math.inf)
     if math.isfinite(best):
-        claim = f"({upwards(best)}, {upwards(delta, '.6g')})"
-        yield f"  {claim}-differentially private, as proved by the best accountant."
-    elif why := why_infinite(mechanism, ran):
+        pair = f"({upwards(best)}, {upwards(claim.delta, '.6g')})"
+        yield f"  {pair}-differentially private, as proved by the best accountant."
+    elif claim.not_private:
         yield "  This computation is NOT differentially private (epsilon is infinite)."
-        yield f"  {why}"
+        yield f"  {claim.not_private}"
     else:
         yield "  This computation is NOT PROVED to be differentially private."
-        yield f"  {_why_unproved(mechanism, proven)}"
-    if seed is not None:
-        yield f"  {seed_notice(seed)}"
-    examples, unit = mechanism.sampling.examples, mechanism.unit
+        yield f"  {_why_unproved(claim.mechanism, proven)}"
+    if claim.seed is not None:
+        yield f"  {seed_notice(claim.seed)}"
+    examples, unit = claim.mechanism.sampling.examples, claim.mechanism.unit
     # Publishing one record at random satisfies delta = 1/n, so such a delta promises nothing.
-    if delta * examples >= 1:
+    if claim.delta * examples >= 1:
         yield (
-            f"  delta={delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
+            f"  delta={claim.delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
             f"{unit} outright would satisfy it. Choose a smaller delta."
         )
 
@@ -168,13 +158,8 @@ def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
     return "No method has a finite number for it. Usually the noise is far too small."
 
 
-def _facts(
-    mechanism: Mechanism,
-    ran: np.ndarray,
-    ledger: Ledger | None,
-    delta: float,
-    scaled_by: str | None,
-) -> Iterator[str]:
+def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterator[str]:
+    mechanism, ran = claim.mechanism, claim.ran
     rule = mechanism.clipping
     # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
     neighbours, unit = mechanism.relation, mechanism.unit
@@ -215,7 +200,7 @@ def _facts(
         yield f"                results chose where to stop, so {len(ran):,} that could run count"
     elif len(ran) < mechanism.steps:
         yield "                if results chose where to stop, all planned steps count"
-    yield f"  delta         {upwards(delta, '.6g')}"
+    yield f"  delta         {upwards(claim.delta, '.6g')}"
 
 
 def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
@@ -279,20 +264,19 @@ def _words(mechanism: Mechanism) -> str:
     return f"{strategy.name}, x {moved:.4g} for {covers} of an example"
 
 
-def _figures(
-    mechanism: Mechanism, ran: np.ndarray, found: dict[str, float], delta: float
-) -> Iterator[str]:
-    for method, value in found.items():
+def _figures(claim: Claim) -> Iterator[str]:
+    for method, value in claim.epsilons.items():
         yield f"  epsilon       {upwards(value):>8}   {method}: {accounting.METHODS[method].words}"
-    if not found:
+    if not claim.epsilons:
         yield f"  epsilon       {'none':>8}   no method has a number for this"
     # The papers print the Poisson figure for shuffled batches. It stands beside the proved one,
     # labelled, so that a reader can compare with print.
+    mechanism = claim.mechanism
     if mechanism.sampling.name in ("shuffled", "curriculum") and mechanism.noise is None:
-        steps = accounting.scheduled_gaussian(ran, mechanism.sampling.sampling_rate)
+        steps = accounting.scheduled_gaussian(claim.ran, mechanism.sampling.sampling_rate)
         event = accounting.compose(mechanism.prepared, steps)
         with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with
-            value = accounting.epsilon(event, delta, "rdp-classic")
+            value = accounting.epsilon(event, claim.delta, "rdp-classic")
             yield (
                 f"  as if Poisson {upwards(value):>8}   rdp-classic: the papers' figure for such "
                 "batches. It does not hold for them: nothing proves amplification here."

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import _draws, trees
-from dpjax.sampling.coins import WORDS, coins, gaussians
-from dpjax.sampling.sizes import checked, whole
+from dpjax.sampling.coins import WORDS, coins
+from dpjax.sampling.events import gaussians
+from dpjax.sampling.sizes import checked, checked_count
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def scored(
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
     _, batch_size = checked("scored", places.size, batch_size, _draws.LARGEST)
     # A step is an int32, which cannot be divided by more.
-    steps_per_row = whole("scored", "steps_per_row", steps_per_row, most=_draws.LARGEST)
+    steps_per_row = checked_count("scored", "steps_per_row", steps_per_row, most=_draws.LARGEST)
     _check_rates(places, table)
     # An upper bound for every example: who is in which bin must not be revealed by the accounting.
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)

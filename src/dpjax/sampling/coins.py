@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coin for each example, and the Gaussian events of such draws.
+"""A coin for each example.
 
 A coin is one 32-bit word of the example's own, so no example moves another in or out of a draw.
 """
@@ -7,18 +7,14 @@ A coin is one 32-bit word of the example's own, so no example moves another in o
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from dpjax import _draws, trees
 from dpjax.types import Draw, Key, Purpose
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 WORDS = 2**32
 
@@ -41,18 +37,3 @@ def parts_of(key: Key, examples: int, parts: int) -> Array:
     # By a word of its own, so that no example moves another one to a different part. A part is at
     # most 2^-32 likelier than one over their number, which `accounting.allocation` counts.
     return jax.random.bits(trees.step_key(key, Purpose.PARTS, 0), (examples,), jnp.uint32) % parts
-
-
-def least(multipliers: np.ndarray, cycle: int) -> np.ndarray:
-    """The smallest multiplier of each cycle."""
-    starts = np.arange(0, len(multipliers), cycle)
-    return np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
-
-
-def gaussians(multipliers: np.ndarray, rate: float | np.ndarray) -> DpEvent:
-    """Gaussian steps, Poisson-subsampled at one rate or at one for each step."""
-    # Imported for events alone: drawing batches does not need the accounting library, which imports
-    # most of SciPy.
-    from dpjax import accounting
-
-    return accounting.scheduled_gaussian(multipliers, rate)

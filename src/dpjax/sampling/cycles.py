@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from dpjax import _draws, strategies, trees
-from dpjax.sampling.coins import coins, gaussians, largest_word, least, parts_of
-from dpjax.sampling.sizes import check_rate, checked, whole
+from dpjax.sampling.coins import coins, largest_word, parts_of
+from dpjax.sampling.events import gaussians, least
+from dpjax.sampling.sizes import check_rate, checked, checked_count
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 
@@ -43,7 +44,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
       Factorization: A unified approach to private training", 2023, theorem 4.
     """
     examples, batch_size = checked("cyclic_poisson", examples, batch_size, _draws.LARGEST)
-    cycle = whole("cyclic_poisson", "cycle", cycle)
+    cycle = checked_count("cyclic_poisson", "cycle", cycle)
     rate = cycle * batch_size / examples
     if rate > 1:
         raise ValueError(
@@ -113,4 +114,5 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
         event=lambda multipliers: gaussians(least(multipliers, bins), 1.0),
         claim="one random batch of the epoch for each example, the same in every epoch",
         participation=lambda steps: strategies.cycles(bins),
+        random_bins=True,
     )

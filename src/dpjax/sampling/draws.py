@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dpjax._marks import marked_again, marks_of
-from dpjax.sampling.sizes import whole
+from dpjax.sampling.sizes import checked_count
 from dpjax.types import Draw
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def fold(
       >>> int(fold(draw, size=2, add=add, first=jnp.array(0)))
       7
     """
-    size = whole("fold", "size", size)
+    size = checked_count("fold", "size", size)
     if draw.indices.ndim != 1:
         raise ValueError(
             f"sampling.fold(draw with indices {draw.indices.shape}): expected int32 indices, one "

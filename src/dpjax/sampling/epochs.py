@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dpjax import _draws, strategies, trees
-from dpjax.sampling.coins import gaussians, least
+from dpjax.sampling.events import bare, gaussians, least
 from dpjax.sampling.sizes import checked_whole, is_sparse
 from dpjax.strategies import Participation
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
@@ -123,12 +123,6 @@ def curriculum(
     sampler = dataclasses.replace(sampler, facts={"public": public})
     if public:
         return sampler
-
-    def bare(multipliers: np.ndarray) -> DpEvent:
-        from dp_accounting import NonPrivateDpEvent
-
-        del multipliers
-        return NonPrivateDpEvent()
 
     claim = "the order comes from the private data without noise: not private"
     return dataclasses.replace(sampler, event=bare, claim=claim, participation=None)

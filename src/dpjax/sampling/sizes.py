@@ -24,7 +24,7 @@ def is_sparse(examples: int, batch_size: float) -> bool:
     return examples > _FEW and batch_size <= _SPARSE * examples
 
 
-def whole(who: str, what: str, value: Any, most: float = math.inf) -> int:
+def checked_count(who: str, what: str, value: Any, most: float = math.inf) -> int:
     """A whole number among the arguments of a sampler."""
     hint = (
         "Only a batch_size that is an expected number may be a fraction, as of sampling.poisson. "
@@ -35,12 +35,14 @@ def whole(who: str, what: str, value: Any, most: float = math.inf) -> int:
 
 def checked_whole(name: str, examples: int, batch_size: int, most: int = MOST) -> tuple[int, int]:
     """Both sizes, for a sampler whose batches all have that size."""
-    return checked(name, examples, batch_size, most)[0], whole(name, "batch_size", batch_size)
+    return checked(name, examples, batch_size, most)[0], checked_count(
+        name, "batch_size", batch_size
+    )
 
 
 def checked(name: str, examples: int, batch_size: float, most: int = MOST) -> tuple[int, float]:
     """Both sizes as Python numbers: arithmetic on narrow NumPy types rounds or overflows."""
-    examples = whole(name, "examples", examples)
+    examples = checked_count(name, "examples", examples)
     checks.number(f"sampling.{name}", "batch_size", batch_size)
     batch_size = np.asarray(batch_size).item()  # 256 stays an int, also on the privacy card
     if examples > most:

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 
 from dpjax import _draws, strategies, trees
-from dpjax.sampling.coins import coins, gaussians, largest_word
+from dpjax.sampling.coins import coins, largest_word
+from dpjax.sampling.events import gaussians, subsets
 from dpjax.sampling.sizes import check_rate, checked, checked_whole, is_sparse
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 
 def poisson(examples: int, batch_size: float) -> Sampler:
@@ -137,18 +134,13 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         # A prefix of a uniform permutation is a uniform subset.
         return Draw(jax.random.permutation(key, examples)[:batch_size], size)
 
-    def event(multipliers: np.ndarray) -> DpEvent:
-        from dpjax.accounting.events import without_replacement
-
-        return without_replacement(multipliers, examples, batch_size)
-
     return Sampler(
         name="fixed",
         examples=examples,
         batch_size=batch_size,
         capacity=batch_size,
         draw=draw,
-        event=event,
+        event=lambda multipliers: subsets(multipliers, examples, batch_size),
         neighbours=Neighbours.REPLACE_ONE,
         # The size is public and constant, so an example cannot leave without another taking its
         # place.

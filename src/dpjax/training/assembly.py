@@ -26,7 +26,7 @@ from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.sharding_checks import refuse_explicit
 from dpjax.mechanism.check_sampler import check_draw
-from dpjax.noise.link import start
+from dpjax.noise.link import first_memory
 from dpjax.noise.seals import require_one_release
 from dpjax.training import environment
 from dpjax.training.checks import (
@@ -271,8 +271,8 @@ def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree, mesh: Mesh
     """The state before the first step, on the mesh of the run."""
     optimizer = recipe.optimizer.init(trees.widened(params))
     check_optimizer(recipe.optimizer, optimizer, params)
-    seeded = trees.tell_of_seed(key, f"{name}: init(key, params)")
-    memory = start(recipe.mechanism.noise, params)
+    seeded = trees.warn_of_seed(key, f"{name}: init(key, params)")
+    memory = first_memory(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     state = State(

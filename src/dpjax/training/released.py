@@ -17,6 +17,7 @@ from absl import logging
 from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
+from dpjax.mechanism.card import seed_of
 from dpjax.training.run_folder import Folder
 from dpjax.types import Plan, State
 
@@ -53,7 +54,7 @@ def write_released(
             # Loss distributions of many different steps take seconds: the last card has them.
             methods = None if last else ("rdp", "rdp-classic", method)
             facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-            facts["seed"] = folder.identity.get("--seed")  # a flag, so a command publishes it
+            facts["seed"] = seed_of(folder.identity)
             card = reports.card(mechanism, delta, **facts)
             facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
             words = reports.statement(mechanism, delta, **facts)

@@ -31,7 +31,7 @@ from dpjax._files import lock, overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
-from dpjax.mechanism.card import check_format, spent_of
+from dpjax.mechanism.card import check_format, seed_of, spent_of
 
 # Numerics that do not change how loss and optimizer are traced.
 PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size", "processor", "XLA_FLAGS"})
@@ -296,8 +296,7 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
     steps = max(_furthest(folder), _chosen(folder))
-    seeded = run.get("small seed", False) or run.get("--seed") is not None
-    return spent_of(run["mechanism"], steps, seeded=seeded)
+    return spent_of(run["mechanism"], steps, seeded=seed_of(run) is not None)
 
 
 def forget(directory: str | os.PathLike[str]) -> None:

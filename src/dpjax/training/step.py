@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 from dpjax import meshes, trees
 from dpjax.gradients.batching import Layout, join, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
+from dpjax.mechanism.link import private_mean
 from dpjax.noise.seals import seal
 from dpjax.training.info import Sums, no_sums
 from dpjax.training.recipe import (
@@ -133,7 +134,8 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
     total, lost, sums = join(sums.gradients, rest, layout, reach_of(recipe, state.params))
     scale = recipe.bound_scale(state)
     in_parts = meshes.splits_parameters(layout.mesh)
-    mean, bound_scale, memory = recipe.mechanism.private_mean(  # line 6
+    mean, bound_scale, memory = private_mean(  # line 6
+        recipe.mechanism,
         total,
         state.key,
         state.step,

@@ -142,8 +142,10 @@ def require_of_run(card: dict[str, Any], run: dict[str, Any], mark: pathlib.Path
         few = card.get("steps", 0) < steps
     except (OSError, TypeError, ValueError) as error:
         raise Unreadable(f"steps of the card, or {mark.name}, are no numbers ({error}).") from None
-    # A flag --seed of any size is published; a small seed can also be that of the caller's key.
-    seeded = run.get("small seed") or run.get("--seed") is not None
+    # A seed that is named is published, of any size; a small one can also be that of the caller's
+    # key.
+    named = (run.get(name) is not None for name in ("--seed", "seed"))
+    seeded = run.get("small seed") or any(named)
     wrong = {
         "describes another mechanism": run.get("mechanism") != card.get("mechanism"),
         "hides the seed": seeded and card.get("seed_published") is None,

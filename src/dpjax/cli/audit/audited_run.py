@@ -29,7 +29,7 @@ from dpjax.cli.train import FLAGS, inputs, run_files
 from dpjax.cli.train.classifier import first_parameters
 from dpjax.cli.train.flags import settings
 from dpjax.cli.train.job import Planned, configuration_of, load, plan
-from dpjax.reports.load_run import Run, read
+from dpjax.reports.load_run import SavedRun, read
 from dpjax.training.fit import identity_of
 from dpjax.training.run_folder import differences
 
@@ -45,7 +45,7 @@ _USUAL = (
 class Rebuilt(NamedTuple):
     """A run, built again from its folder."""
 
-    run: Run
+    run: SavedRun
     planned: Planned
     dataset: dpjax.data.Dataset
     first: Any
@@ -120,7 +120,7 @@ def _require_same(rebuilt: Rebuilt, configuration: dict[str, Any]) -> str:
     return unseen
 
 
-def _files(folder: pathlib.Path) -> tuple[Run, bytes]:
+def _files(folder: pathlib.Path) -> tuple[SavedRun, bytes]:
     """What the folder holds, and the parameters that the run released."""
     if not folder.is_dir():
         raise app.UsageError(f"{folder}: there is no such folder; expected that of a run.")
@@ -153,7 +153,7 @@ def _files(folder: pathlib.Path) -> tuple[Run, bytes]:
         ) from error
 
 
-def _flags(run: Run) -> flags.FlagValues:
+def _flags(run: SavedRun) -> flags.FlagValues:
     """The flags of the run, by value: a command line would need quotes around lists in options."""
     config: Any = run.config
     given = copy.deepcopy(FLAGS)
@@ -167,7 +167,7 @@ def _flags(run: Run) -> flags.FlagValues:
     return given
 
 
-def _fix_steps(given: flags.FlagValues, run: Run) -> None:
+def _fix_steps(given: flags.FlagValues, run: SavedRun) -> None:
     """Fixes the number of steps: no file says which flags were given, and so decided it."""
     multipliers = run.mechanism["multiplier_and_steps"]
     given["steps"].value = sum(steps for _, steps in multipliers)

@@ -23,7 +23,7 @@ from dpjax.mechanism.card import protects
 from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
-from dpjax.reports.load_run import Missing, Run, read
+from dpjax.reports.load_run import Missing, SavedRun, read
 from dpjax.training.run_folder import PLACES
 
 REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
@@ -34,7 +34,7 @@ class RunGroup(NamedTuple):
     """Runs of one and the same configuration."""
 
     label: str
-    runs: list[Run]
+    runs: list[SavedRun]
 
     def finals(self) -> np.ndarray:
         """The accuracy of each run that has one, in per cent."""
@@ -46,28 +46,28 @@ class RunGroup(NamedTuple):
         return max(run.epsilon for run in self.runs)
 
 
-def groups_of(runs: Iterable[Run]) -> list[RunGroup]:
+def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
     """Groups runs by their flags, and names each group by the flags in which groups differ."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[SavedRun]] = {}
     for run in runs:
         found.setdefault(experiment(run), []).append(run)
     labels = labels_of([members[0] for members in found.values()])
     return [RunGroup(*each) for each in zip(labels, found.values(), strict=True)]
 
 
-def experiment(run: Run) -> str:
+def experiment(run: SavedRun) -> str:
     """A text that is equal for runs of equal flags, data, program and versions."""
     if configuration(run) is None:
         return f"folder {run.path}"
     return f"{planned(run)} {program_of(run)}"
 
 
-def planned(run: Run) -> str:
+def planned(run: SavedRun) -> str:
     """A text that is equal for runs of equal flags, data and versions."""
     return json.dumps([configuration(run), data_of(run), traced(run)], sort_keys=True)
 
 
-def data_of(run: Run) -> tuple[str | None, str | None]:
+def data_of(run: SavedRun) -> tuple[str | None, str | None]:
     """Hashes of the training and of the test part of the data, as far as they are comparable."""
     known = run.identity or {}
     there, test = known.get("data"), known.get("test data")
@@ -76,25 +76,25 @@ def data_of(run: Run) -> tuple[str | None, str | None]:
     return (None if derived or " streamed, " in str(there) else there), test
 
 
-def traced(run: Run) -> dict[str, Any]:
+def traced(run: SavedRun) -> dict[str, Any]:
     """Versions and settings under which a program was traced; others give other programs."""
     found = (run.identity or {}).get("numerics", {})
     return {name: value for name, value in found.items() if name not in PLACES}
 
 
-def program_of(run: Run) -> str | None:
+def program_of(run: SavedRun) -> str | None:
     """The hash of loss and optimizer."""
     return (run.identity or {}).get("program", {}).get("functions")
 
 
-def configuration(run: Run) -> dict[str, Any] | None:
+def configuration(run: SavedRun) -> dict[str, Any] | None:
     """The flags that make two runs the same experiment."""
     if run.config is None or "flags" not in run.config:
         return None
     return {name: v for name, v in run.config["flags"].items() if name not in REPEATED}
 
 
-def labels_of(runs: list[Run]) -> list[str]:
+def labels_of(runs: list[SavedRun]) -> list[str]:
     """The names of groups with these first runs: the flags and versions in which they differ."""
     settings = [shown(run) for run in runs]
     names = sorted({name for each in settings for name in each})
@@ -118,7 +118,7 @@ def labels_of(runs: list[Run]) -> list[str]:
     ]
 
 
-def shown(run: Run) -> dict[str, Any]:
+def shown(run: SavedRun) -> dict[str, Any]:
     """The flags that have an effect, and the versions; empty without known flags."""
     settings = configuration(run)
     if settings is None:
@@ -132,7 +132,7 @@ def shown(run: Run) -> dict[str, Any]:
 
 
 def _told_apart(
-    labels: list[str], runs: list[Run], what: str, scopes: Sequence[Any], values: Sequence[Any]
+    labels: list[str], runs: list[SavedRun], what: str, scopes: Sequence[Any], values: Sequence[Any]
 ) -> list[str]:
     """Labels, with the first folder of its value where groups of one scope have several values."""
     found = []
@@ -193,7 +193,7 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
         return image, png(figure, "" if badge == RELEASED else badge), absent
 
 
-def protected(runs: Iterable[Run]) -> list[str]:
+def protected(runs: Iterable[SavedRun]) -> list[str]:
     """Whose data these runs protect, as far as their folders say it."""
     return sorted({protects(run.mechanism) for run in runs if run.mechanism})
 
@@ -273,7 +273,7 @@ def compare(
     return out
 
 
-def seeds(runs: list[Run]) -> Iterator[str]:
+def seeds(runs: list[SavedRun]) -> Iterator[str]:
     """Which runs are not for release although they had noise."""
     found = [f"{run.path.resolve().name} ({run.seed})" for run in runs if run.seed is not None]
     if found:
@@ -283,7 +283,7 @@ def seeds(runs: list[Run]) -> Iterator[str]:
         )
 
 
-def price(runs: list[Run]) -> str:
+def price(runs: list[SavedRun]) -> str:
     """What all runs cost together, by adding up, or why their costs do not add."""
     chosen = (
         "To choose among runs by looking at private data, be it a part held out of them, has a "
@@ -301,7 +301,7 @@ def price(runs: list[Run]) -> str:
     )
 
 
-def apart(runs: list[Run]) -> str:
+def apart(runs: list[SavedRun]) -> str:
     """Why the costs of runs do not add, or an empty text."""
     if len(kinds := protected(runs)) > 1:
         return f"these runs protect {' and '.join(kinds)}"
