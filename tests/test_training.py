@@ -657,7 +657,9 @@ def test_a_loss_object_may_have_a_method_called_apply():
     first_step(algorithm_with(loss=Loss()))
 
 
-@kills("training/checks.py", "    _check_public(optimizer_state)\n", "", case="noise", slow=True)
+@kills(
+    "training/checks.py", "    _check_public(name, optimizer_state)\n", "", case="noise", slow=True
+)
 @pytest.mark.parametrize(
     ("link", "held"),
     [

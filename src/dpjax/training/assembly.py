@@ -57,7 +57,6 @@ def assemble(
     data: PyTree,
     identity: Mapping[str, Any],
     *,
-    name: str = "dpsgd",
     shared: PyTree = None,
     budget: ledger.Budget | None = None,
     info: Callable[[Sums], Any] = mean_info,
@@ -68,17 +67,16 @@ def assemble(
       recipe: What every step does.
       data: A tree of arrays with one row per example (or per client), or a `Stream`.
       identity: What else tells the run from others, beside mechanism and data.
-      name: How errors call it.
       shared: Arrays that ``recipe.loss`` takes before the parameters; see `in_memory`.
       budget: What no step may pass.
       info: From the sums of steps to what the observer sees.
     """
-    mechanism = recipe.mechanism
+    name, mechanism = recipe.name, recipe.mechanism
     check_draw(name, mechanism.sampling)
     size = checked_size(name, "microbatch_size", recipe.microbatch_size)
     check_rule(mechanism.clipping)
     recipe = recipe._replace(microbatch_size=size)
-    its = _Assembly(recipe, data, identity, name, shared, budget, info)
+    its = _Assembly(recipe, data, identity, shared, budget, info)
     return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)
 
 
@@ -93,14 +91,13 @@ class _Assembly:
         recipe: Recipe,
         data: PyTree,
         facts: Mapping[str, Any],
-        name: str,
         shared: PyTree,
         budget: ledger.Budget | None,
         info: Callable[[Sums], Any],
     ) -> None:
         self.recipe, self.data, self.shared = recipe, data, shared
         self.facts, self.budget, self.info = facts, budget, info
-        self.name, self.mechanism, self.mesh = name, recipe.mechanism, recipe.mesh
+        self.name, self.mechanism, self.mesh = recipe.name, recipe.mechanism, recipe.mesh
         self.stream = isinstance(data, Stream)
         # Shapes alone: nothing is read from a stream before the first step but its first row.
         self.row = data.row if self.stream else trees.one_row(jax.eval_shape(lambda x: x, data))
@@ -127,14 +124,14 @@ class _Assembly:
                 params = meshes.placed(params, self.mesh)
             elif not self.stream:
                 refuse_explicit(name, self.data)
-            _read_loss(name, self.with_shared, params, self.row, tell=self.shared is None)
+            _read_loss(self.with_shared, params, self.row, tell=self.shared is None)
             home = self.home(params)
             if home is None:
                 meshes.committed(name, parameters=params, key=key, data=self.data)
             else:
                 params = meshes.placed(params, home)
             self.once.pop(trees.on_host(key).tobytes(), None)  # a run that begins again
-            return _first_state(name, self.recipe, key, params, home)
+            return _first_state(self.recipe, key, params, home)
 
     def step(self, state: State) -> tuple[State, Any]:
         """One step. It keeps the caller's state usable, for notebooks; `run` donates it."""
@@ -246,30 +243,29 @@ def _facts_of_dispatch(state: State, count: int) -> dict[str, Any]:
     }
 
 
-def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> None:
+def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> None:
     """Refuses a loss that is no loss of one example, before anything is compiled.
 
     Args:
-      name: The algorithm.
       recipe: What the run does, bound to its shared arrays.
       params: Parameters.
       row: Shapes of one row of the data.
       tell: Whether constants may be the data; a client's loss closes over all clients.
     """
-    example = example_of(recipe, row)
+    name, example = recipe.name, example_of(recipe, row)
     loss = Traced(without_aux(recipe.loss))
     program = check_loss(loss, params, example, name)
-    tell_of_idle(loss.gradient(params, example), params)
-    tell_of_batch_norm(params)
+    tell_of_idle(name, loss.gradient(params, example), params)
+    tell_of_batch_norm(name, params)
     if tell:
-        tell_of_constants(program, recipe.mechanism.sampling.examples)
+        tell_of_constants(name, program, recipe.mechanism.sampling.examples)
 
 
-def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) -> State:
+def _first_state(recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the mesh of the run."""
     optimizer = recipe.optimizer.init(trees.widened(params))
-    check_optimizer(recipe.optimizer, optimizer, params)
-    seeded = trees.tell_of_seed(key, f"{name}: init(key, params)")
+    check_optimizer(recipe, optimizer, params)
+    seeded = trees.tell_of_seed(key, f"{recipe.name}: init(key, params)")
     memory = start(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)

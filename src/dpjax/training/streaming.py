@@ -60,7 +60,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
 
     def whole(pieces: list[np.ndarray]) -> Iterator[np.ndarray]:
         for piece in pieces:
-            _require_all(stream, recipe.mechanism.sampling.examples)
+            _require_all(recipe, stream)
             yield piece
 
     def run(state: State, count: int) -> tuple[State, Sums]:
@@ -103,13 +103,14 @@ def _pieces(draw: Any, size: int) -> list[np.ndarray]:
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _require_all(stream: Stream, examples: int) -> None:
+def _require_all(recipe: Recipe, stream: Stream) -> None:
     """Refuses a source that became shorter: rows may have moved, and a draw may miss its own."""
+    examples = recipe.mechanism.sampling.examples
     if (found := len(stream)) < examples:
         raise IndexError(
-            f"dpsgd: the source of the data.Stream had {examples} examples and has {found}; "
-            "expected that it does not change during a run. Usually its file was cut off or "
-            "another program wrote it again. Restore it and resume the run."
+            f"{recipe.name}: the source of the data.Stream had {examples} examples and has "
+            f"{found}; expected that it does not change during a run. Usually its file was cut "
+            "off or another program wrote it again. Restore it and resume the run."
         )
 
 
