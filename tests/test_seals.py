@@ -92,7 +92,7 @@ AGAIN = {
 @pytest.mark.sample(2)
 @kills(
     "training/assembly.py",
-    "require_one_release(key, first, sums.seal, name)",
+    "require_one_release(key, first, sealed, name)",
     "pass",
     case="loss",
     slow=True,

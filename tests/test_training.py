@@ -341,7 +341,7 @@ def test_a_folder_in_which_queries_were_made_is_not_overwritten(tmp_path):
 
 
 @kills(
-    "training/step.py", "dropped + jnp.sum(real & ~finite, dtype=jnp.int32)", "dropped", slow=True
+    "training/step.py", "dropped=jnp.sum(real & ~finite, dtype=jnp.int32)", "dropped=0", slow=True
 )
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)

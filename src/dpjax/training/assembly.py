@@ -39,7 +39,7 @@ from dpjax.training.checks import (
     tell_of_idle,
 )
 from dpjax.training.in_memory import in_memory
-from dpjax.training.info import Sums, mean_info, tell_of_unscored
+from dpjax.training.info import Seen, mean_info, tell_of_unscored
 from dpjax.training.recipe import (
     Recipe,
     bound_to,
@@ -59,7 +59,7 @@ def assemble(
     *,
     shared: PyTree = None,
     budget: ledger.Budget | None = None,
-    info: Callable[[Sums], Any] = mean_info,
+    info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
     """The algorithm of a recipe: what `dpsgd` and the federated algorithms have in common.
 
@@ -69,7 +69,7 @@ def assemble(
       identity: What else tells the run from others, beside mechanism and data.
       shared: Arrays that ``recipe.loss`` takes before the parameters; see `in_memory`.
       budget: What no step may pass.
-      info: From the sums of steps to what the observer sees.
+      info: From the sums of steps to their means, which the observer sees.
     """
     name, mechanism = recipe.name, recipe.mechanism
     check_draw(name, mechanism.sampling)
@@ -93,7 +93,7 @@ class _Assembly:
         facts: Mapping[str, Any],
         shared: PyTree,
         budget: ledger.Budget | None,
-        info: Callable[[Sums], Any],
+        info: Callable[[Seen], Any],
     ) -> None:
         self.recipe, self.data, self.shared = recipe, data, shared
         self.facts, self.budget, self.info = facts, budget, info
@@ -164,12 +164,12 @@ class _Assembly:
             check_same_optimizer(name, self.recipe.optimizer, state)
             processes.require_agreement(name, lambda: self._facts_of_run(state))
             happened.add("agreed")
-        state, sums = self.steps.run(self._at_home(state), count)
+        state, (seen, sealed) = self.steps.run(self._at_home(state), count)
         # Before anything of these steps leaves: each has one release.
-        require_one_release(key, first, sums.seal, name)
-        if "warned" not in happened and tell_of_unscored(name, sums):
+        require_one_release(key, first, sealed, name)
+        if "warned" not in happened and tell_of_unscored(name, seen):
             happened.add("warned")
-        return state._replace(ledger=spent), self.info(sums)
+        return state._replace(ledger=spent), self.info(seen)
 
     def _at_home(self, state: State) -> State:
         """What a program takes of a state, moved if it is of another mesh, or of files."""

@@ -20,9 +20,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import meshes
-from dpjax.gradients.batching import Layout
 from dpjax.training.environment import repeatable
-from dpjax.training.info import Sums, no_sums
+from dpjax.training.info import Seal, Seen, nothing_seen
 from dpjax.training.recipe import Recipe
 from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
@@ -31,14 +30,14 @@ from dpjax.types import PyTree, State
 class Steps(NamedTuple):
     """The steps of a run."""
 
-    run: Callable[[State, int], tuple[State, Sums]]
-    """``(state, count)`` to the state ``count`` steps later and the sums of these steps,
-    ``[count, ...]`` as NumPy arrays without gradients. The state's buffers are donated."""
+    run: Callable[[State, int], tuple[State, tuple[Seen, Any]]]
+    """``(state, count)`` to the state ``count`` steps later, and what each of these steps saw and
+    released, ``[count, ...]`` as NumPy arrays. The state's buffers are donated."""
     programs: Callable[[State], list[ClosedJaxpr]]
     """The traced programs of a step, for states of these shapes."""
 
 
-# Steps in one dispatch: the sums of all of them have a place in one buffer.
+# Steps in one dispatch: what all of them saw has a place in one buffer.
 _MOST = 512
 
 
@@ -70,16 +69,15 @@ def in_memory(
 
     def several(
         state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
-    ) -> tuple[State, Sums]:
+    ) -> tuple[State, tuple[Seen, Seal]]:
         # The trip count is an argument of the loop: no number of steps compiles a new program, and
         # a run is the same to the last bit however it is cut into dispatches.
-        def body(i: Int[Array, ""], carry: tuple[State, Sums]) -> tuple[State, Sums]:
+        def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
             state, seen = carry
-            state, sums = private_step(recipe, data, state, shared)
-            return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
+            state, last = private_step(recipe, data, state, shared)
+            return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, last)
 
-        none = no_sums(recipe.mechanism, state.params, Layout(1))
-        none = none._replace(gradients=None)
+        none = nothing_seen(recipe.mechanism), jnp.zeros(2, jnp.uint32)
         seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
         return jax.lax.fori_loop(0, count, body, (state, seen))
 
@@ -95,10 +93,10 @@ def in_memory(
         places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
         return compiled(places, structure), on(mesh)
 
-    def run(state: State, count: int) -> tuple[State, Sums]:
+    def run(state: State, count: int) -> tuple[State, tuple[Seen, Any]]:
         parts = []
         while count > 0:
-            # One program serves every count, because the buffer of infos has a fixed size.
+            # One program serves every count, because the buffer has a fixed size.
             some = min(count, _MOST)
             step, held = program(state)
             state, seen = step(state, *held, some)

@@ -21,7 +21,7 @@ from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
 from dpjax.sampling import on_host
 from dpjax.training.environment import repeatable
 from dpjax.training.in_memory import Steps
-from dpjax.training.info import Sums, no_sums
+from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
 from dpjax.training.step import add_clipped, draw_step, end_block, release
 from dpjax.types import PyTree, State
@@ -63,7 +63,7 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
             _require_all(recipe, stream)
             yield piece
 
-    def run(state: State, count: int) -> tuple[State, Sums]:
+    def run(state: State, count: int) -> tuple[State, tuple[Seen, Any]]:
         chosen = layout(state)
         size, first, seen = chosen.microbatch_size * chosen.shares, int(state.step), []
         block = microbatches_in_block(chosen.microbatch_size)
@@ -77,8 +77,8 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
                 sums = addition(state, *place(next(batches), len(piece)), sums)
                 if sums.gradients.high is not None and not number % block:
                     sums = settle(sums)
-            state, sums = finish(state, sums)
-            seen.append(sums)
+            state, last = finish(state, sums)
+            seen.append(last)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
     def programs(state: State) -> list[ClosedJaxpr]:
