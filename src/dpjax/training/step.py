@@ -52,20 +52,26 @@ def private_step(
     draw = draw_step(recipe, state.key, state.step)  # line 3: sample
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
+
+    def add(held: Any, rows: PyTree, mask: Bool[Array, " size"], sums: Sums) -> Sums:
+        before, arrays = held
+        return add_clipped(bound_to(recipe, arrays), before, rows, mask, sums)
+
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
-    seen = state._replace(optimizer=None, memory=()), shared
-
-    def add(seen: Any, *rows_mask_sums: Any) -> Sums:
-        state, shared = seen
-        return add_clipped(bound_to(recipe, shared), state, *rows_mask_sums)
-
-    sums = sum_over(add, zero, layout, draw, data, seen, end_block)
+    held = without_optimizer(state), shared
+    sums = sum_over(add, zero, layout, draw, data, held, end_block)
     return release(recipe, layout, state, sums)  # lines 6 and 7: noise, mean, update
 
 
 def draw_step(recipe: Recipe, key: Key, step: Int[Array, ""]) -> Draw:
     """The rows of one step, a pure function of the root key and the step."""
     return recipe.mechanism.sampling.draw(key, step)
+
+
+def without_optimizer(state: State) -> State:
+    """What clipping reads of a state: neither the optimizer's part nor the memory of the noise."""
+    # Every device receives all of what it gets here, and a mesh may split what is left out.
+    return state._replace(optimizer=None, memory=())
 
 
 def add_clipped(

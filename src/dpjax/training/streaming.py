@@ -23,7 +23,7 @@ from dpjax.training.environment import repeatable
 from dpjax.training.in_memory import Steps
 from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
-from dpjax.training.step import add_clipped, draw_step, end_block, release
+from dpjax.training.step import add_clipped, draw_step, end_block, release, without_optimizer
 from dpjax.types import PyTree, State
 
 
@@ -47,8 +47,8 @@ def streamed(recipe: Recipe, stream: Stream) -> Steps:
         def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
             return add_clipped(recipe, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
 
-        seen = state._replace(optimizer=None, memory=())
-        return on_each(share, layout(state), split={1, 2, 3})(seen, rows, mask, sums)
+        before = without_optimizer(state)
+        return on_each(share, layout(state), split={1, 2, 3})(before, rows, mask, sums)
 
     draw = repeatable(lambda key, step: draw_step(recipe, key, step))
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
