@@ -1075,7 +1075,7 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     slow=True,
 )
 @kills("training/step.py", "data, held, end_block)", "data, held)", case="in memory", slow=True)
-@kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed", slow=True)
+@kills("training/streaming.py", "sums = its.settle(sums)", "pass", case="streamed", slow=True)
 @kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory", slow=True)
 @kills(
     "gradients/batching.py",

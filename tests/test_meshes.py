@@ -333,8 +333,8 @@ except ValueError as error:
 @pytest.mark.slow
 @kills(
     "training/in_memory.py",
-    "compiled(places, structure), on(mesh)",
-    "compiled(places, structure), on(None)",
+    "structure), self._held_on(mesh)",
+    "structure), self._held_on(None)",
     slow=True,
 )
 @kills("meshes.py", " and _devices(leaf.sharding) != devices", " and False", slow=True)

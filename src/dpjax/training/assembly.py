@@ -38,7 +38,7 @@ from dpjax.training.checks import (
     tell_of_constants,
     tell_of_idle,
 )
-from dpjax.training.in_memory import in_memory
+from dpjax.training.in_memory import InMemory
 from dpjax.training.info import Seen, mean_info, tell_of_unscored
 from dpjax.training.recipe import (
     Recipe,
@@ -48,7 +48,7 @@ from dpjax.training.recipe import (
     home_of,
     layout_of,
 )
-from dpjax.training.streaming import streamed
+from dpjax.training.streaming import Streamed
 from dpjax.types import Algorithm, Key, PyTree, State
 
 
@@ -67,7 +67,7 @@ def assemble(
       recipe: What every step does.
       data: A tree of arrays with one row per example (or per client), or a `Stream`.
       identity: What else tells the run from others, beside mechanism and data.
-      shared: Arrays that ``recipe.loss`` takes before the parameters; see `in_memory`.
+      shared: Arrays that ``recipe.loss`` takes before the parameters; see `InMemory`.
       budget: What no step may pass.
       info: From the sums of steps to their means, which the observer sees.
     """
@@ -104,7 +104,7 @@ class _Assembly:
         self.with_shared = bound_to(recipe, shared)
         self.home = home_of(self.with_shared, self.row)
         self.steps = (
-            streamed(recipe, data) if self.stream else in_memory(recipe, data, self.home, shared)
+            Streamed(recipe, data) if self.stream else InMemory(recipe, data, self.home, shared)
         )
         # What happens once a run, and happened already, by the key of the run.
         self.once: dict[bytes, set[str]] = collections.defaultdict(set)
