@@ -8,6 +8,7 @@ of its processes compare what they run, and no step leaves before its release is
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,23 +81,22 @@ def assemble(
     return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Assembly:
     """The functions of an `Algorithm`, and what they know of its runs.
 
     It takes the arguments of `assemble`, checked; ``facts`` is its ``identity``.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        data: PyTree,
-        facts: Mapping[str, Any],
-        shared: PyTree,
-        budget: ledger.Budget | None,
-        info: Callable[[Seen], Any],
-    ) -> None:
-        self.recipe, self.data, self.shared = recipe, data, shared
-        self.facts, self.budget, self.info = facts, budget, info
+    recipe: Recipe
+    data: PyTree
+    facts: Mapping[str, Any]
+    shared: PyTree
+    budget: ledger.Budget | None
+    info: Callable[[Seen], Any]
+
+    def __post_init__(self) -> None:
+        recipe, data, shared = self.recipe, self.data, self.shared
         self.name, self.mechanism, self.mesh = recipe.name, recipe.mechanism, recipe.mesh
         self.stream = isinstance(data, Stream)
         # Shapes alone: nothing is read from a stream before the first step but its first row.
