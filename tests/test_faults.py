@@ -187,9 +187,7 @@ def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
 @kills(
     "training/run_folder.py", "overwrite(path, size, bytes(max(0, room - size)))", "pass", slow=True
 )
-@kills(
-    "training/runner.py", "            folder.reserve(_mechanism(algorithm).steps)\n", "", slow=True
-)
+@kills("training/runner.py", "            folder.reserve(mechanism.steps)\n", "", slow=True)
 def test_what_says_which_steps_were_released_needs_no_room_on_a_full_disk(tmp_path):
     files, seen = [tmp_path / "furthest", tmp_path / "seals"], []
 

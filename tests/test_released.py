@@ -195,7 +195,7 @@ def test_a_budget_admits_no_step_of_a_run_whose_plan_passes_it():
 
 @kills(
     "training/runner.py",
-    "mechanism, self.algorithm.budget, least",
+    "mechanism, budget, least",
     "mechanism, None, least",
     slow=True,
 )

@@ -159,9 +159,16 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
 
 @kills(
     "training/fit.py",
-    "if not named or found.keys() & row.keys():",
+    "if not named or found.keys() & set(taken):",
     "if not named:",
     case="options7-TypeError-without the names of the log",
+    slow=True,
+)
+@kills(
+    "training/fit.py",
+    "[*row, _COUNTED]",
+    "[*row]",
+    case="options12-TypeError-without the names of the log",
     slow=True,
 )
 @pytest.mark.parametrize(
@@ -179,6 +186,7 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
         ({"evaluate": lambda state: {1: 0.5}}, TypeError, r"returned \[1\]; .* by words"),
         ({"evaluate": lambda state: {"private": 3.0}}, TypeError, "'private' is 3.0; expected a"),
         ({"evaluate": lambda state: {"stop": np.zeros(2)}}, TypeError, "expected one truth value"),
+        ({"evaluate": lambda state: {"counted": 0}}, TypeError, "without the names of the log"),
     ],
 )
 def test_options_that_fit_cannot_use_are_refused(options, error, message):

@@ -33,6 +33,9 @@ from dpjax.types import Algorithm, Plan
 Evaluate = Callable[[Any], Mapping[str, Any]]
 Show = Callable[[Sequence[Mapping[str, Any]]], object]
 
+# The row's name for the number of planned steps. A row gets it after its evaluation ended the run,
+# and no evaluation may have a number of that name.
+_COUNTED = "counted"
 _SAVE = 300.0  # seconds between checkpoints
 
 
@@ -147,7 +150,8 @@ def fit(
             identity = identity_of(algorithm, state, configuration or {})
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         # Signals are caught after the folder is locked, and restored before the lock is released.
-        run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
+        run = Run(algorithm, terms.mechanism, state, folder)
+        stop = stack.enter_context(Stop())
         stack.callback(run.close)
         _check_further(run, terms)
         shown = processes.first_process() and bool(progress) and not callable(progress)
@@ -338,7 +342,7 @@ def _evaluated_row(
     # the step counts as released.
     run.mark()
     if evaluate is not None:
-        row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
+        row |= _evaluated(evaluate(run.state), [*row, _COUNTED])
     # Processes may measure different numbers, and all of them stop at one step.
     ended = processes.from_first(lambda: bool(row.get("stop")))
     if ended:
@@ -385,19 +389,19 @@ def identity_of(
 
 def _cost(spent: ledger.Ledger, terms: _Terms) -> dict[str, Any]:
     """Epsilon, and of how many steps it is where these are not the steps that ran."""
-    mechanism: Any = terms.mechanism
-    counted = {"counted": len(ledger.counted(spent, mechanism))} if spent.chosen else {}
+    mechanism = terms.mechanism
+    counted = {_COUNTED: len(ledger.counted(spent, mechanism))} if spent.chosen else {}
     return {"epsilon": ledger.epsilon(spent, mechanism, terms.delta, terms.method), **counted}
 
 
-def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an evaluation, checked against the names of the log."""
+def _evaluated(found: Any, taken: Sequence[str]) -> dict[str, Any]:
+    """The numbers of an evaluation, checked against the names of the log that are taken."""
     named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-    if not named or found.keys() & row.keys():
+    if not named or found.keys() & set(taken):
         what = list(found) if isinstance(found, Mapping) else type(found).__name__
         raise TypeError(
             f"fit(evaluate=...): it returned {what}; expected a mapping such as "
-            f"{{'accuracy': 0.9}}, by words and without the names of the log: {', '.join(row)}."
+            f"{{'accuracy': 0.9}}, by words and without the names of the log: {', '.join(taken)}."
         )
     if not isinstance(found.get("private", {}), Mapping):
         raise TypeError(

@@ -99,12 +99,13 @@ def add_clipped(
     scored = real & finite & jnp.isfinite(part.losses)
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
     over = part.norms > jnp.asarray([rule.bounds])
+    below = adaptive.below(rule, part.norms, real) if adaptive else jnp.zeros((), jnp.float32)
     more = Seen(
         losses=jnp.sum(losses, dtype=jnp.float32) * scale,
         scored=jnp.sum(scored, dtype=jnp.int32),
         norms=jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
         over=jnp.sum(over, axis=0, dtype=jnp.float32),
-        below=0.0 if adaptive is None else adaptive.below(rule, part.norms, real),
+        below=below,
         drawn=jnp.sum(mask, dtype=jnp.int32),
         working=jnp.sum(real, dtype=jnp.int32),
         dropped=jnp.sum(real & ~finite, dtype=jnp.int32),
