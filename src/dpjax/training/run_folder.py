@@ -65,7 +65,7 @@ class Folder:
         self._sealed = 0  # how many seals this process has written
         try:
             # Where several processes run, the first one alone touches files.
-            processes.from_first(self._open)
+            self._open()
             self.checkpoints = Checkpoints(self.path / "checkpoints")
         except BaseException:
             self._unlock()
@@ -93,6 +93,7 @@ class Folder:
         """The rows of the run."""
         return self.path / "metrics.jsonl"
 
+    @processes.in_first
     def _open(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
@@ -103,15 +104,13 @@ class Folder:
         self._marked = _furthest(self.path), _chosen(self.path)
         self._write_mark(*self._marked)
 
+    @processes.in_first
     def resume(self, done: int) -> bool:
         """Resumes the run after ``done`` steps, and returns whether its numerics changed.
 
         Raises:
           Refused: They changed, and released steps would run a second time.
         """
-        return processes.from_first(lambda: self._resume(done))
-
-    def _resume(self, done: int) -> bool:
         path, now = self.path / "run.json", self.identity["numerics"]
         before = read_json(path)
         was = before.get("numerics", {})
@@ -140,20 +139,19 @@ class Folder:
             replace(path, json.dumps(kept, indent=2) + "\n")
         return bool(changed)
 
+    @processes.in_first
     def begin(self) -> None:
         """Records the identity again, with the key of a run that has no checkpoint yet."""
-        content = json.dumps(self.identity, indent=2) + "\n"
-        processes.from_first(lambda: replace(self.path / "run.json", content))
+        replace(self.path / "run.json", json.dumps(self.identity, indent=2) + "\n")
 
+    @processes.in_first
     def reserve(self, steps: int) -> None:
         """Makes room for the seals of ``steps`` steps, at most a million, before they run."""
-        processes.from_first(lambda: self._reserve(8 * min(steps, 2**20)))
-
-    def _reserve(self, room: int) -> None:
-        path = self.path / "seals"
+        path, room = self.path / "seals", 8 * min(steps, 2**20)
         size = path.stat().st_size if path.exists() else 0
         overwrite(path, size, bytes(max(0, room - size)))
 
+    @processes.in_first
     def mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
         """Counts a step as released, before its parameters leave `fit`.
 
@@ -165,9 +163,6 @@ class Folder:
         Raises:
           OSError: The disk refused.
         """
-        processes.from_first(lambda: self._mark(step, chosen, seals))
-
-    def _mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
         path, mark = self.path, (max(step, self._marked[0]), max(chosen, self._marked[1]))
         try:
             # First, because the seals of released steps bind every later process.
@@ -194,20 +189,16 @@ class Folder:
         """The last released step, in the first process, which counts them."""
         return self._marked[0]
 
+    @processes.in_first
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
-        return processes.from_first(self._seals)
-
-    def _seals(self) -> np.ndarray:
         data = (self.path / "seals").read_bytes()
         # Steps that ran and were not released may run again with another sum.
         return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)[: _furthest(self.path)]
 
+    @processes.in_first
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
-        return processes.from_first(lambda: self._rows(until))
-
-    def _rows(self, until: int) -> list[dict[str, Any]]:
         rows = read_log(self.log)
         kept = [row for row in rows if row["step"] <= until]
         # Compared as text, so that an unchanged log is not written again.
@@ -216,13 +207,15 @@ class Folder:
             replace(self.log, again)
         return kept
 
+    @processes.in_first
     def furthest(self) -> int:
         """The last step that was ever on disk, or that an evaluation saw."""
-        return processes.from_first(lambda: _furthest(self.path))
+        return _furthest(self.path)
 
+    @processes.in_first
     def chosen(self) -> int:
         """How many steps were planned, if results ever ended the run; 0 if not."""
-        return processes.from_first(lambda: _chosen(self.path))
+        return _chosen(self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
@@ -230,11 +223,9 @@ class Folder:
             self._waiting.append(_line(row))
         self.flush()
 
+    @processes.in_first
     def flush(self) -> None:
         """Appends the rows that the disk rejected so far to the log."""
-        processes.from_first(self._flush)
-
-    def _flush(self) -> None:
         if not self._waiting:
             return
         size = None
