@@ -641,7 +641,7 @@ def test_a_run_that_has_ended_keeps_its_time(workshop, tmp_path):
 
 
 @kills("cli/train/job.py", "with hold(folder):", "with contextlib.nullcontext():", slow=True)
-@kills("training/run_folder.py", "        del _held[folder]\n", "        pass\n", slow=True)
+@kills("training/folder_lock.py", "        del _held[folder]\n", "        pass\n", slow=True)
 def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, monkeypatch):
     """Two commands that query the same data would release twice what one of them counts."""
     folder, seen = tmp_path / "run", []

@@ -27,7 +27,8 @@ import dpjax
 from dpjax import checkpoints, clipping, ledger, noise, training
 from dpjax._files import lock
 from dpjax.gradients import platforms
-from dpjax.training.run_folder import Folder, hold
+from dpjax.training.folder_lock import hold
+from dpjax.training.run_folder import Folder
 
 
 @pytest.fixture(scope="module")
@@ -631,7 +632,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 
 @pytest.mark.slow
-@kills("training/run_folder.py", ', "processor", "XLA_FLAGS"}', "}", slow=True)
+@kills("training/run_identity.py", ', "processor", "XLA_FLAGS"}', "}", slow=True)
 @kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', '""', slow=True)
 @kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', "BLIND", slow=True)
 @kills(
@@ -885,7 +886,7 @@ def test_a_start_or_an_end_that_fails_releases_the_folder(tmp_path, monkeypatch)
 @pytest.mark.sample(2)
 @kills(
     "training/run_folder.py",
-    "if self._lock is not None and not _is_lock(self._lock, self._path):",
+    "if self._lock is not None and not is_lock(self._lock, self._path):",
     "if False:",
     slow=True,
 )
@@ -941,7 +942,10 @@ def test_a_folder_that_was_removed_receives_no_file_of_its_run(tmp_path, place, 
 
 
 @kills(
-    "training/run_folder.py", "os.register_at_fork(after_in_child=_close_in_child)\n", "", slow=True
+    "training/folder_lock.py",
+    "os.register_at_fork(after_in_child=_close_in_child)\n",
+    "",
+    slow=True,
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # of the fork
 def test_a_forked_worker_does_not_hold_the_folder(tmp_path):
@@ -973,7 +977,7 @@ def test_a_folder_that_is_held_says_by_which_process(tmp_path):
     os.close(handle)
 
 
-@kills("training/run_folder.py", "else os.dup(held)", "else held", slow=True)
+@kills("training/folder_lock.py", "else os.dup(held)", "else held", slow=True)
 def test_a_held_folder_is_joined_by_its_own_process_alone(tmp_path):
     with hold(tmp_path):
         runs.fit(tmp_path, steps=3)

@@ -216,7 +216,7 @@ def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     assert ledger.epsilon(state.ledger, MECHANISM, 1e-3) == MECHANISM.epsilon(1e-3)
 
 
-@kills("training/run_folder.py", 'in ("numerics", "small seed")', 'in ("numerics",)', slow=True)
+@kills("training/run_identity.py", 'in ("numerics", "small seed")', 'in ("numerics",)', slow=True)
 @kills("training/runner.py", "        folder.begin()\n", "", slow=True)
 def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     run = algorithm()
@@ -239,7 +239,7 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     assert not dpjax.training.earlier(fresh)[0].seeded
 
 
-@kills("training/fit.py", "= trees.seeded(state.key)", "= False", slow=True)
+@kills("training/run_identity.py", "= trees.seeded(state.key)", "= False", slow=True)
 @kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
 @kills("training/run_folder.py", 'run.get("small seed", False) or ', "", slow=True)
 @kills("reports/load_run.py", 'known.get("small seed") or before', "before", slow=True)

@@ -320,7 +320,7 @@ PROGRAMS = {
     slow=True,
 )
 @kills(
-    "training/run_folder.py",
+    "training/run_identity.py",
     "not names and comparable",
     "not names and not changed",
     case="rate",
@@ -340,7 +340,7 @@ def test_released_steps_belong_to_one_program(tmp_path, change, monkeypatch):
 
 
 @kills(
-    "training/run_folder.py",
+    "training/run_identity.py",
     "    if not names and not changed:\n        names = differ\n",
     "",
     slow=True,

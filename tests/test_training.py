@@ -210,7 +210,7 @@ def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
         fit(make(steps=2), directory=tmp_path, configuration={name: 60_000})
 
 
-@kills("training/run_folder.py", "json.dumps(value, sort_keys=True)\n", "value\n", slow=True)
+@kills("training/run_identity.py", "json.dumps(value, sort_keys=True)\n", "value\n", slow=True)
 def test_a_run_whose_configuration_holds_nan_resumes(tmp_path):
     algorithm = make(steps=2)
     options = {"directory": tmp_path, "configuration": {"decay": math.nan}}

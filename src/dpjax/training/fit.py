@@ -23,9 +23,9 @@ from absl import logging
 
 from dpjax import accounting, checks, ledger, processes, trees
 from dpjax.training.checks import check_state
-from dpjax.training.environment import machine, numerics
 from dpjax.training.progress import Progress
 from dpjax.training.run_folder import Folder
+from dpjax.training.run_identity import identity_of
 from dpjax.training.runner import Run, numbers
 from dpjax.training.signals import Stop
 from dpjax.types import Algorithm, Plan
@@ -365,26 +365,6 @@ def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
     if speed:
         row[f"{mechanism.unit}s_per_second"] = speed * mechanism.batch_size
     return row
-
-
-def identity_of(
-    algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The identity of the run. The configuration may not replace accounted facts."""
-    # Versions, devices and machine join what the algorithm says of itself: they may change last
-    # bits.
-    identity = dict(algorithm.identity(state))
-    identity["numerics"] = {**numerics(), **machine(), **identity.get("numerics", {})}
-    # Not the key: one bit, by which a run that continues this one knows that its seed is public.
-    identity["small seed"] = trees.seeded(state.key)
-    taken = sorted(identity.keys() & configuration.keys())
-    if taken:
-        raise ValueError(
-            f"fit(configuration=...): {', '.join(taken)} would replace facts by which the run is "
-            "accounted. Usually all flags are passed as they are: leave these out, or rename them, "
-            "for example 'microbatch' for a batch on the device."
-        )
-    return {**identity, **configuration}
 
 
 def _cost(spent: ledger.Ledger, terms: _Terms) -> dict[str, Any]:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
-`run.json` says what the run is: the mechanism, the hashes of the data and of the program of a step,
-whether the seed of its key is small, the caller's configuration. `seals` says what each step
-released. A later process with another identity is refused with the differences. With an
-equal identity it resumes from the last checkpoint and drops the rows of the log after that
-checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
-rows (versions, settings of JAX and XLA, devices, the machine): it may change only where no released
-step would run again. Under other versions or settings of JAX, programs cannot be compared; where
-devices or the machine changed alone, loss and optimizer are.
+`run.json` says what the run is, see `run_identity`; `seals` says what each step released. A later
+process with another identity is refused with the differences. With an equal identity it resumes
+from the last checkpoint and drops the rows of the log after that checkpoint: the same steps write
+the same rows again. Numerics may change only where no released step would run again.
 """
 
 from __future__ import annotations
@@ -20,28 +16,20 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from absl import logging
 
 from dpjax import processes
-from dpjax._files import lock, overwrite, read_json, read_log, replace
+from dpjax._files import overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
-
-# Numerics that do not change how loss and optimizer are traced.
-PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size", "processor", "XLA_FLAGS"})
-BLIND = (
-    "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
-    "compared. See that they did not change."
-)
-
-_held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
-_handles: set[int] = set()  # of all locks of this process
+from dpjax.training.folder_lock import close, is_lock, locked
+from dpjax.training.run_identity import BLIND, PLACES, changed_numerics, differences
 
 
 class Folder:
@@ -79,7 +67,7 @@ class Folder:
           Refused: The folder that this process holds is not there any more.
         """
         # Another run may have begun there, which holds a lock of its own.
-        if self._lock is not None and not _is_lock(self._lock, self._path):
+        if self._lock is not None and not is_lock(self._lock, self._path):
             raise Refused(
                 f"fit(directory={str(self._path)!r}): this folder was removed while its run "
                 "continued, so nothing says any more which steps it released, and another run may "
@@ -97,7 +85,7 @@ class Folder:
     def _open(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
-        self._lock = _locked(self._path)
+        self._lock = locked(self._path)
         _same_run(self.path / "run.json", self.identity, self.path)
         # Before `rows` removes rows that the resumed run writes again: someone may have seen
         # them; and before the first step, so that a full disk has room for it.
@@ -116,7 +104,7 @@ class Folder:
         was = before.get("numerics", {})
         # Other versions or devices may change draws, noise or last bits. A repeated step would
         # then be a second release of the same data, counted once.
-        names = _changed(was, now)
+        names = changed_numerics(was, now)
         changed = "\n".join(
             f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now" for name in names
         )
@@ -249,7 +237,7 @@ class Folder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            _close(self._lock)
+            close(self._lock)
             self._lock = None
 
 
@@ -304,30 +292,11 @@ def forget(directory: str | os.PathLike[str]) -> None:
     # Names that runs alone have: without any of them `checkpoints` may be another program's.
     if not any((folder / name).exists() for name in ("run.json", "furthest", "seals")):
         return
-    held = _locked(folder)
+    held = locked(folder)
     try:
         _remove(folder)
     finally:
-        _close(held)
-
-
-@contextlib.contextmanager
-def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Locks a folder for the work before and after `fit`, which joins this lock.
-
-    Privacy:
-      Of two processes that query private data before their first steps, one alone would be counted.
-
-    Raises:
-      Refused: Another process holds the folder.
-    """
-    handle, folder = _locked(pathlib.Path(directory)), pathlib.Path(directory).resolve()
-    _held[folder] = handle
-    try:
-        yield
-    finally:
-        del _held[folder]
-        _close(handle)
+        close(held)
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -377,64 +346,8 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
 
 
-def _is_lock(handle: int, folder: pathlib.Path) -> bool:
-    """Whether a handle is that of the lock that is in a folder now."""
-    try:
-        return os.path.samestat(os.fstat(handle), (folder / "lock").stat())
-    except FileNotFoundError:
-        return False
-
-
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _locked(folder: pathlib.Path) -> int:
-    """Takes the lock of a run's folder, or joins the lock of `hold`."""
-    held = _held.get(folder.resolve())
-    # The system frees the lock with its last handle.
-    handle = lock(folder / "lock") if held is None else os.dup(held)
-    if handle is None:
-        raise Refused(
-            f"fit(directory={str(folder)!r}): {_holder(folder / 'lock')} Two processes in one "
-            "folder would overwrite each other's checkpoints. Wait until it ends, or choose "
-            "another folder."
-        )
-    _handles.add(handle)
-    return handle
-
-
-def _holder(path: pathlib.Path) -> str:
-    """Says which process holds a lock."""
-    number = path.read_text()
-    try:
-        os.kill(int(number), 0)  # sends nothing
-    except ProcessLookupError:
-        return (
-            f"process {number} was running there and is not on this machine. Either it runs on "
-            "another one, or it was killed and a process that it had started still holds the "
-            f"folder: `fuser {path}` names it."
-        )
-    except (OSError, ValueError, OverflowError):  # another user's, or it has not written yet
-        pass
-    return f"process {number or 'unknown'} is running there."
-
-
-def _close(handle: int) -> None:
-    """Closes a handle of a lock, unless this process is a forked child, which closed it already."""
-    if handle in _handles:
-        _handles.remove(handle)
-        os.close(handle)
-
-
-def _close_in_child() -> None:
-    """A worker that outlives a killed run would hold its folder."""
-    for handle in _handles.copy():
-        _close(handle)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:
@@ -469,64 +382,5 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         )
 
 
-def differences(before: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[list[str], str]:
-    """In what a run differs from the one in a folder, and what could not be compared.
-
-    Args:
-      before: What ``run.json`` holds.
-      identity: The identity of the run now, in JSON types.
-
-    Returns:
-      A line for each difference, none for the same run; and a warning where other versions or
-      settings trace other programs, else an empty text.
-    """
-    there, now = map(_leaves, (before, identity))
-    differ = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    # A changed mechanism changes the program too, and is named instead of it.
-    names = [name for name in differ if name[0] != "program"]
-    changed = _changed(before.get("numerics", {}), identity["numerics"])
-    # Other versions trace other programs of one loss, and another mesh another step of one loss.
-    # `Folder.resume` compares both.
-    comparable = PLACES.issuperset(changed)
-    if not names and comparable:
-        names = [name for name in differ if name == ("program", "functions")]
-    if not names and not changed:
-        names = differ
-    lines = [
-        f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
-        for name in names
-    ]
-    if names and names[0][0] == "program":
-        lines.append(
-            "  The program follows from loss, optimizer, rate, weights, per_step, "
-            "the arrays that they close over, and the shapes of the parameters."
-        )
-    return lines, "" if comparable else BLIND
-
-
-def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names of numerics that differ."""
-    return [name for name in {**was, **now} if was.get(name, "unknown") != now.get(name)]
-
-
 def _holds(path: pathlib.Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """The values of nested mappings as JSON, by path, without numerics and kind of key."""
-    leaves = {}
-    for name, value in facts.items():
-        # `Folder.resume` compares the first, and a resumed run has the key of its checkpoint.
-        if not path and name in ("numerics", "small seed"):
-            continue
-        if isinstance(value, Mapping) and value:
-            leaves |= _leaves(value, (*path, name))
-        else:  # as JSON, because NaN is not equal to itself
-            leaves[*path, name] = json.dumps(value, sort_keys=True)
-    return leaves
-
-
-def _short(text: str | None) -> str:
-    text = "null" if text is None else text
-    return text if len(text) <= 60 else text[:57] + "..."

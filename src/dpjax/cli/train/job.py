@@ -32,7 +32,7 @@ from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import refusal, settings, without_effect
-from dpjax.training.run_folder import hold
+from dpjax.training.folder_lock import hold
 
 
 class Planned(NamedTuple):
