@@ -114,25 +114,15 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     "(allowed := 0) or self.state",
     slow=True,
 )
+@kills("training/run_folder.py", "max(_marked(folder))", "_marked(folder).furthest", slow=True)
 @kills(
     "training/run_folder.py",
-    "max(_furthest(folder), _chosen(folder))",
-    "_furthest(folder)",
+    "self._write_mark(*self._mark)",
+    "self._write_mark(self._mark.furthest, 0)",
     slow=True,
 )
-@kills(
-    "training/run_folder.py",
-    "self._write_mark(*self._marked)",
-    "self._write_mark(self._marked[0], 0)",
-    slow=True,
-)
-@kills("training/run_folder.py", "max([*counted, *_mark(folder)[1:]]", "max(counted", slow=True)
-@kills(
-    "training/run_folder.py",
-    "max([*counted, *_mark(folder)[1:]]",
-    "max(_mark(folder)[1:]",
-    slow=True,
-)
+@kills("training/run_folder.py", "max([*counted, *mark[1:]]", "max(counted", slow=True)
+@kills("training/run_folder.py", "max([*counted, *mark[1:]]", "max(mark[1:]", slow=True)
 def test_a_stop_by_results_is_not_forgotten(tmp_path):
     """Not by another folder, by a lost log or mark, nor by a run that was killed as it stopped."""
     run, (one, two) = algorithm(), (tmp_path / name for name in ("one", "two"))

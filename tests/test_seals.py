@@ -419,7 +419,7 @@ def test_steps_before_the_folder_stay_known(tmp_path, monkeypatch):
     assert remembered(key, 1) == known
 
 
-@kills("training/run_folder.py", "np.uint64)[: _furthest(self.path)]", "np.uint64)", slow=True)
+@kills("training/run_folder.py", "np.uint64)[: self._mark.furthest]", "np.uint64)", slow=True)
 def test_steps_that_were_not_released_may_run_otherwise(tmp_path, monkeypatch):
     """A run may die between two evaluations: the last steps ran, and no one saw them."""
     died(tmp_path, make(), after=2)

@@ -17,7 +17,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -89,8 +89,8 @@ class Folder:
         _same_run(self.path / "run.json", self.identity, self.path)
         # Before `rows` removes rows that the resumed run writes again: someone may have seen
         # them; and before the first step, so that a full disk has room for it.
-        self._marked = _furthest(self.path), _chosen(self.path)
-        self._write_mark(*self._marked)
+        self._mark = _marked(self.path)
+        self._write_mark(*self._mark)
 
     @processes.in_first
     def resume(self, done: int) -> bool:
@@ -108,7 +108,7 @@ class Folder:
         changed = "\n".join(
             f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now" for name in names
         )
-        if changed and (furthest := _furthest(self.path)) > done:
+        if changed and (furthest := self._mark.furthest) > done:
             raise Refused(
                 f"fit(directory={str(self.path)!r}): steps up to {furthest} were released, "
                 f"the last checkpoint is of step {done}, and these settings changed since then:"
@@ -151,15 +151,16 @@ class Folder:
         Raises:
           OSError: The disk refused.
         """
-        path, mark = self.path, (max(step, self._marked[0]), max(chosen, self._marked[1]))
+        path, before = self.path, self._mark
+        mark = Mark(max(step, before.furthest), max(chosen, before.chosen))
         try:
             # First, because the seals of released steps bind every later process.
             if self._sealed < step:
                 overwrite(path / "seals", 8 * self._sealed, seals[self._sealed :].tobytes())
                 self._sealed = step
-            if mark != self._marked:
+            if mark != before:
                 self._write_mark(*mark)
-                self._marked = mark
+                self._mark = mark
         # A step that no file counts could be released again, with other noise.
         except OSError as error:
             raise OSError(
@@ -175,14 +176,14 @@ class Folder:
     @property
     def marked(self) -> int:
         """The last released step, in the first process, which counts them."""
-        return self._marked[0]
+        return self._mark.furthest
 
     @processes.in_first
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
         data = (self.path / "seals").read_bytes()
         # Steps that ran and were not released may run again with another sum.
-        return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)[: _furthest(self.path)]
+        return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)[: self._mark.furthest]
 
     @processes.in_first
     def rows(self, until: int) -> list[dict[str, Any]]:
@@ -198,12 +199,12 @@ class Folder:
     @processes.in_first
     def furthest(self) -> int:
         """The last step that was ever on disk, or that an evaluation saw."""
-        return _furthest(self.path)
+        return self._mark.furthest
 
     @processes.in_first
     def chosen(self) -> int:
         """How many steps were planned, if results ever ended the run; 0 if not."""
-        return _chosen(self.path)
+        return self._mark.chosen
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
@@ -274,7 +275,7 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
             "run of dpjax.fit(directory=...). Usually the folder above it was given."
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
-    steps = max(_furthest(folder), _chosen(folder))
+    steps = max(_marked(folder))
     seeded = run.get("small seed", False) or run.get("--seed") is not None
     return spent_of(run["mechanism"], steps, seeded=seeded)
 
@@ -319,25 +320,25 @@ def _remove_folder(folder: pathlib.Path) -> None:
             shutil.rmtree(folder)
 
 
-def _furthest(folder: pathlib.Path) -> int:
+class Mark(NamedTuple):
+    """How far a run is released."""
+
+    furthest: int
     """The last step that is on disk, was marked as released, or was removed from the log."""
+    chosen: int
+    """How many steps were planned, if results ever ended the run; 0 if not."""
+
+
+def _marked(folder: pathlib.Path) -> Mark:
+    """How far a run is released, by its checkpoints, its log and what `Folder.mark` wrote."""
     names = (path.name for path in (folder / "checkpoints").glob("*"))
     saved = (re.fullmatch(r"(?:damaged-)?(\d+)(?:-\d+)?", name) for name in names)
     steps = [int(found[1]) for found in saved if found]
-    steps += [row["step"] for row in read_log(folder / "metrics.jsonl")]
-    return max([*steps, *_mark(folder)[:1]], default=0)
-
-
-def _chosen(folder: pathlib.Path) -> int:
-    """How many steps were planned, if results ever ended the run."""
-    counted = [row.get("counted", 0) for row in read_log(folder / "metrics.jsonl")]
-    return max([*counted, *_mark(folder)[1:]], default=0)
-
-
-def _mark(folder: pathlib.Path) -> list[int]:
-    """What `Folder.mark` wrote: the last released step, and the steps that were planned."""
-    mark = folder / "furthest"
-    return [int(word) for word in mark.read_text().split()] if mark.exists() else []
+    rows, path = read_log(folder / "metrics.jsonl"), folder / "furthest"
+    steps += [row["step"] for row in rows]
+    counted = [row.get("counted", 0) for row in rows]
+    mark = [int(word) for word in path.read_text().split()] if path.exists() else []
+    return Mark(max([*steps, *mark[:1]], default=0), max([*counted, *mark[1:]], default=0))
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -367,8 +368,9 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     if "mechanism" in identity:
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
     lines, _ = differences(before, identity)
+    queried = before.get("mechanism", {}).get("preparation")
     # Queries of preparation are spent before the first step, so such a folder is never replaced.
-    if lines and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
+    if lines and not queried and not _marked(folder).furthest:
         # A first step that does not compile would otherwise block the folder for good.
         logging.info("fit: the run in %s spent nothing; a new run replaces it.", folder)
         _remove(folder)
