@@ -453,7 +453,7 @@ def test_a_folder_whose_run_is_unknown_is_refused(tmp_path):
     died(tmp_path, make(), after=2)
     (tmp_path / "run.json").unlink()
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(ledger.Refused, match=r"checkpoints, furthest, seals and no run\.json"):
+    with pytest.raises(ledger.Refused, match=r"furthest, seals, checkpoints and no run\.json"):
         died(tmp_path, make(), after=None)
 
 

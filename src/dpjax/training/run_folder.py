@@ -31,6 +31,12 @@ from dpjax.mechanism.card import check_format, spent_of
 from dpjax.training.folder_lock import close, is_lock, locked
 from dpjax.training.run_identity import BLIND, PLACES, changed_numerics, differences
 
+# The files and folders of a run, whose identity is in run.json.
+_RECORDS = ("metrics.jsonl", "furthest", "seals")
+_FOLDERS = ("checkpoints", "tensorboard")
+PRIVATE = ("run.json", *_RECORDS, "lock", *_FOLDERS)
+RELEASED = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
+
 
 class Folder:
     """The folder of one run, held by this process until `close`.
@@ -301,12 +307,11 @@ def forget(directory: str | os.PathLike[str]) -> None:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    for name in ("checkpoints", "tensorboard"):
+    for name in _FOLDERS:
         _remove_folder(folder / name)
-    released = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
     left = (path.name for path in folder.glob("*.part"))  # by a process that was killed
     # In this order: the run exists as long as run.json does.
-    for name in ("metrics.jsonl", "furthest", "seals", *released, *left, "run.json"):
+    for name in (*_RECORDS, *RELEASED, *left, "run.json"):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -354,9 +359,8 @@ def _private(path: str, flags: int) -> int:
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Writes the identity of a run, or compares it with the one in the folder."""
     if not path.exists():
-        names = ("metrics.jsonl", "checkpoints", "furthest", "seals")
         # An empty folder is of no run: the user may have linked one on another disk.
-        if left := [name for name in names if _holds(folder / name)]:
+        if left := [name for name in (*_RECORDS, "checkpoints") if _holds(folder / name)]:
             raise Refused(
                 f"fit(directory={str(folder)!r}): found {', '.join(left)} and no run.json that "
                 "says which run wrote them. Usually run.json was deleted. Choose another folder; "
