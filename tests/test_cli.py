@@ -751,7 +751,7 @@ def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(job, "describe", lambda *_, **__: None)
     given(["train", "--report"])
     state = types.SimpleNamespace(ledger=dpjax.ledger.empty())
-    job.report(given, plan.mechanism, plan.dataset, job.Trained({}, state, []), time.time(), {})
+    job.report(given, plan.mechanism, plan.dataset, ({}, state, []), time.time(), {})
     said = capsys.readouterr().out
     assert f"The report was not drawn: {full}; `dpjax report {tmp_path / 'run'}` draws it" in said
     assert "Recompute epsilon" in said
