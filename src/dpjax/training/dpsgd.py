@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD, for any loss and any Optax optimizer.
 
-`dpsgd` checks its arguments and makes a `Recipe` of them, which `training.assembly` turns into an
+`dpsgd` makes a `Recipe` of its arguments and checks it, and `training.assembly` turns it into an
 `Algorithm`. What a step does stands in `training.step`.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step sums over its draw, and what an observer sees of these sums.
 
-Everything in this file is computed **before** the noise, so all of it is private.
+Everything in this file but a `Seal` is computed **before** the noise, so it is private.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def with_entry(
 
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
-    """The weight of each example. It is mapped over examples, so none can see another."""
+    """The weight of each example."""
     weigh = recipe.weights
     if weigh is None:
         return None

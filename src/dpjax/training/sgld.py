@@ -3,7 +3,7 @@ r"""DP-SGLD: samples from a posterior, private by the noise that Langevin dynami
 
 The step size determines the noise and therefore the cost of a step, the prior is weight decay, and
 the composition of the steps covers the parameters after every step. This file computes a noise
-multiplier, an optimizer and a `Mechanism`, and hands them to `dpsgd`.
+multiplier, an optimizer and a `Mechanism`. It shares all checks and steps with `dpsgd`.
 """
 
 from __future__ import annotations
