@@ -1089,8 +1089,8 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     case="in memory",
     slow=True,
 )
-@kills("training/step.py", "data, seen, end_block)", "data, seen)", case="in memory", slow=True)
-@kills("training/streaming.py", "sums = settle(sums)", "pass", case="streamed", slow=True)
+@kills("training/step.py", "data, held, end_block)", "data, held)", case="in memory", slow=True)
+@kills("training/streaming.py", "sums = its.settle(sums)", "pass", case="streamed", slow=True)
 @kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory", slow=True)
 @kills(
     "gradients/batching.py",

@@ -651,7 +651,7 @@ def test_a_run_that_has_ended_keeps_its_time(workshop, tmp_path):
 
 
 @kills("cli/train/job.py", "with hold(folder):", "with contextlib.nullcontext():", slow=True)
-@kills("training/run_folder.py", "        del _held[folder]\n", "        pass\n", slow=True)
+@kills("training/folder_lock.py", "        del _held[folder]\n", "        pass\n", slow=True)
 def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, monkeypatch):
     """Two commands that query the same data would release twice what one of them counts."""
     folder, seen = tmp_path / "run", []
@@ -761,7 +761,7 @@ def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(job, "describe", lambda *_, **__: None)
     given(["train", "--report"])
     state = types.SimpleNamespace(ledger=dpjax.ledger.empty())
-    job.report(given, plan.mechanism, plan.dataset, job.Trained({}, state, []), time.time(), {})
+    job.report(given, plan.mechanism, plan.dataset, ({}, state, []), time.time(), {})
     said = capsys.readouterr().out
     assert f"The report was not drawn: {full}; `dpjax report {tmp_path / 'run'}` draws it" in said
     assert "Recompute epsilon" in said

@@ -27,7 +27,8 @@ import dpjax
 from dpjax import checkpoints, clipping, ledger, noise, training
 from dpjax._files import lock
 from dpjax.gradients import platforms
-from dpjax.training.run_folder import Folder, hold
+from dpjax.training.folder_lock import hold
+from dpjax.training.run_folder import Folder
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +188,7 @@ def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
 @kills(
     "training/run_folder.py", "overwrite(path, size, bytes(max(0, room - size)))", "pass", slow=True
 )
-@kills(
-    "training/runner.py", "            folder.reserve(_mechanism(algorithm).steps)\n", "", slow=True
-)
+@kills("training/runner.py", "            folder.reserve(mechanism.steps)\n", "", slow=True)
 def test_what_says_which_steps_were_released_needs_no_room_on_a_full_disk(tmp_path):
     files, seen = [tmp_path / "furthest", tmp_path / "seals"], []
 
@@ -449,12 +448,7 @@ def unmarked(monkeypatch):
 UNSEEN = {"evaluate": None, "evaluate_every": 3, "save_every": 20}
 
 
-@kills(
-    "training/run_folder.py",
-    '    steps += [row["step"] for row in read_log(folder / "metrics.jsonl")]\n',
-    "",
-    slow=True,
-)
+@kills("training/run_folder.py", '    steps += [row["step"] for row in rows]\n', "", slow=True)
 @kills("mechanism/card.py", '(*facts["before"], ran)', "(ran,)", slow=True)
 def test_a_run_continues_another_and_pays_for_both(tmp_path, unmarked):
     """Other settings, another folder, another key: the earlier steps are added up, twice over."""
@@ -483,7 +477,7 @@ def _spent(folder):
 
 @kills(
     "training/run_folder.py",
-    "        self._write_mark(*self._marked)\n",
+    "        self._write_mark(*self._mark)\n",
     "        self._write_mark(0, 0)\n",
     slow=True,
 )
@@ -625,7 +619,7 @@ def test_released_steps_do_not_run_again_by_another_engine(tmp_path):
             _seen(tmp_path, runs.make(steps=4, **options))
 
 
-@kills("training/run_folder.py", "max(step, self._marked[0])", "step", slow=True)
+@kills("training/run_folder.py", "max(step, before.furthest)", "step", slow=True)
 def test_a_mark_stays_where_it_was_furthest(tmp_path):
     for last in (3, 1):
         _seen(tmp_path, last=last)
@@ -633,7 +627,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 
 
 @pytest.mark.slow
-@kills("training/run_folder.py", ', "processor", "XLA_FLAGS"}', "}", slow=True)
+@kills("training/run_identity.py", ', "processor", "XLA_FLAGS"}', "}", slow=True)
 @kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', '""', slow=True)
 @kills("training/run_folder.py", '"" if PLACES.issuperset(names) else BLIND', "BLIND", slow=True)
 @kills(
@@ -887,14 +881,14 @@ def test_a_start_or_an_end_that_fails_releases_the_folder(tmp_path, monkeypatch)
 @pytest.mark.sample(2)
 @kills(
     "training/run_folder.py",
-    "if self._lock is not None and not _is_lock(self._lock, self._path):",
+    "if self._lock is not None and not is_lock(self._lock, self._path):",
     "if False:",
     slow=True,
 )
 @kills(
     "training/run_folder.py",
-    "path, mark = self.path, (",
-    "path, mark = self._path, (",
+    "path, before = self.path, ",
+    "path, before = self._path, ",
     case="step-True",
     slow=True,
 )
@@ -943,7 +937,10 @@ def test_a_folder_that_was_removed_receives_no_file_of_its_run(tmp_path, place, 
 
 
 @kills(
-    "training/run_folder.py", "os.register_at_fork(after_in_child=_close_in_child)\n", "", slow=True
+    "training/folder_lock.py",
+    "os.register_at_fork(after_in_child=_close_in_child)\n",
+    "",
+    slow=True,
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # of the fork
 def test_a_forked_worker_does_not_hold_the_folder(tmp_path):
@@ -975,7 +972,7 @@ def test_a_folder_that_is_held_says_by_which_process(tmp_path):
     os.close(handle)
 
 
-@kills("training/run_folder.py", "else os.dup(held)", "else held", slow=True)
+@kills("training/folder_lock.py", "else os.dup(held)", "else held", slow=True)
 def test_a_held_folder_is_joined_by_its_own_process_alone(tmp_path):
     with hold(tmp_path):
         runs.fit(tmp_path, steps=3)

@@ -107,7 +107,7 @@ def released(rule, shares, **work):
 
     @jax.jit
     def run(clients):
-        recipe = recipe_of(what, optimizer, plan, clients, 1.0, 2)
+        recipe = recipe_of("fedavg", what, optimizer, plan, clients, 1.0, 2)
         rows = rounds.Row(jnp.arange(4), jnp.asarray(shares), clients.counts)
         return private_step(bound_to(recipe, clients), rows, state)[0].params
 
@@ -412,7 +412,7 @@ def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
     """XLA computes convolutions fast in a loop if their channels are last and have no groups."""
     clients, plan, server = images(2, 3), mechanism(2), optax.sgd(1.0)
     what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, steps=None, ball=None)
-    recipe = recipe_of(what, server, plan, clients, 1.0, None)
+    recipe = recipe_of("fedavg", what, server, plan, clients, 1.0, None)
     key, scale = jax.random.key(0), jnp.float32(1)
     state = State(KERNELS, server.init(KERNELS), scale, key, jnp.int32(0), None)
 
@@ -802,6 +802,7 @@ VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items(
 NO_CLIENTS = r"clients is a list.*Clients\.of"
 WORDS = np.array(["a", "b"])
 NO_NUMBERS = r"^federated\.Clients\.(of: leaf 0/1|split: leaf 1) is of type <U1.*np\.unique"
+PLATEAU = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
 LOSS_WANTED = r"^federated\.fedavg: client_optimizer does not run on .*has no loss to give"
 
 
@@ -813,8 +814,16 @@ TYPES_REFUSED = [
     (work(weights=[1.0]), "expected a Weights"),
     (work(client_optimizer=0.1), "client_optimizer is a float"),
     (work(server=optax.sgd), "server_optimizer is a function"),
-    (started(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())), LOSS_WANTED),
+    (started(PLATEAU), LOSS_WANTED),
     (started(optax.lbfgs()), LOSS_WANTED),
+    (
+        lambda: start(federated.fedsgd(squared, PLATEAU, mechanism(1), ONE)),
+        r"^federated\.fedsgd: the optimizer does not run on .*has no loss to give",
+    ),
+    (
+        lambda: start(work(server=PLATEAU)()),
+        r"^federated\.fedavg: the optimizer does not run on .*has no loss to give",
+    ),
     (started(optax.lookahead(optax.sgd(0.1), 2, 0.5)), r"take dpjax\.training\.lookahead"),
     (started(optax.monitor({"size": optax.tree.norm})), "another structure after an update"),
     (

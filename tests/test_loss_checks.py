@@ -360,7 +360,12 @@ def test_forward_derivatives_of_the_user_are_read():
         dpjax.clipped_grad(lambda w, x: jnp.sum(double(w * x)), clipping.flat(1.0))(W, X)
 
 
-@kills("training/recipe.py", 'require_one_example(program, "dpsgd: weights")', "pass", slow=True)
+@kills(
+    "training/recipe.py",
+    'require_one_example(program, f"{recipe.name}: weights")',
+    "pass",
+    slow=True,
+)
 def test_weights_are_read():
     def weigh(step, params, x):
         return centred(x)[0]

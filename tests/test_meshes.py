@@ -125,7 +125,7 @@ def test_what_has_no_exact_multiples_is_added_as_it_is(reach):
 def test_the_reach_of_a_leaf_is_that_of_its_own_group():
     """Twice a usual draw, each example at the bound of the group, in one coordinate."""
     rule = dataclasses.replace(clipping.grouped(1.0, 2), bounds=(0.25, 8.0))
-    recipe = Recipe(None, None, mechanism_with(60, 20, clipping=rule))
+    recipe = Recipe("dpsgd", None, None, mechanism_with(60, 20, clipping=rule))
     usual = recipe.mechanism.sampling.usual_size
     assert 20 <= usual < 60
     assert reach_of(recipe, {"b": jnp.zeros(3), "w": jnp.zeros(3)}) == [usual / 2, usual * 16]
@@ -333,8 +333,8 @@ except ValueError as error:
 @pytest.mark.slow
 @kills(
     "training/in_memory.py",
-    "compiled(places, structure), on(mesh)",
-    "compiled(places, structure), on(None)",
+    "structure), self._held_on(mesh)",
+    "structure), self._held_on(None)",
     slow=True,
 )
 @kills("meshes.py", " and _devices(leaf.sharding) != devices", " and False", slow=True)

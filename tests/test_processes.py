@@ -35,8 +35,8 @@ def test_processes_that_differ_are_refused_by_name(monkeypatch, differs, words):
     require_refused(in_threads(monkeypatch, work), words)
 
 
-def require_refused(found, words):
-    assert len(found) == 2
+def require_refused(found, words, count=2):
+    assert len(found) == count
     for error in found:
         with pytest.raises(Refused, match=words):
             raise error
@@ -54,6 +54,32 @@ def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
     found = in_threads(monkeypatch, lambda _: processes.from_first(make))
     assert found == 2 * [{"rows": ["a" * 300]}]
     assert ran == [0]
+
+
+class Folder:
+    """Says which of its methods ran, with the process that ran it."""
+
+    @processes.in_first
+    def read(self, name, *, times=1):
+        return times * f"{name} in {jax.process_index()} "
+
+    @processes.in_first
+    def write(self, name):
+        return name
+
+
+@kills("processes.py", "        return from_first(call)\n", "        return call()\n", slow=True)
+@kills("processes.py", "inspect.unwrap(function), ", "function, ", slow=True)
+def test_a_method_runs_in_the_first_process_and_returns_in_all(monkeypatch):
+    folder = Folder()
+    found = in_threads(monkeypatch, lambda _: folder.read("log", times=2))
+    assert found == 2 * ["log in 0 log in 0 "]
+    assert folder.read.__name__ == "read"
+    different = in_threads(monkeypatch, lambda i: folder.write("log") if i else folder.read("log"))
+    line = Folder.read.__wrapped__.__code__.co_firstlineno
+    require_refused(
+        different[:1], rf"at '.*Folder\.read:{line}', and processes \[1\] are elsewhere", count=1
+    )
 
 
 @kills("processes.py", "found = False, error", "found = True, error", slow=True)

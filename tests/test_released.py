@@ -114,25 +114,15 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     "(allowed := 0) or self.state",
     slow=True,
 )
+@kills("training/run_folder.py", "max(_marked(folder))", "_marked(folder).furthest", slow=True)
 @kills(
     "training/run_folder.py",
-    "max(_furthest(folder), _chosen(folder))",
-    "_furthest(folder)",
+    "self._write_mark(*self._mark)",
+    "self._write_mark(self._mark.furthest, 0)",
     slow=True,
 )
-@kills(
-    "training/run_folder.py",
-    "self._write_mark(*self._marked)",
-    "self._write_mark(self._marked[0], 0)",
-    slow=True,
-)
-@kills("training/run_folder.py", "max([*counted, *_mark(folder)[1:]]", "max(counted", slow=True)
-@kills(
-    "training/run_folder.py",
-    "max([*counted, *_mark(folder)[1:]]",
-    "max(_mark(folder)[1:]",
-    slow=True,
-)
+@kills("training/run_folder.py", "max([*counted, *mark[1:]]", "max(counted", slow=True)
+@kills("training/run_folder.py", "max([*counted, *mark[1:]]", "max(mark[1:]", slow=True)
 def test_a_stop_by_results_is_not_forgotten(tmp_path):
     """Not by another folder, by a lost log or mark, nor by a run that was killed as it stopped."""
     run, (one, two) = algorithm(), (tmp_path / name for name in ("one", "two"))
@@ -195,7 +185,7 @@ def test_a_budget_admits_no_step_of_a_run_whose_plan_passes_it():
 
 @kills(
     "training/runner.py",
-    "mechanism, self.algorithm.budget, least",
+    "mechanism, budget, least",
     "mechanism, None, least",
     slow=True,
 )
@@ -216,7 +206,7 @@ def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     assert ledger.epsilon(state.ledger, MECHANISM, 1e-3) == MECHANISM.epsilon(1e-3)
 
 
-@kills("training/run_folder.py", 'in ("numerics", "small seed")', 'in ("numerics",)', slow=True)
+@kills("training/run_identity.py", 'in ("numerics", "small seed")', 'in ("numerics",)', slow=True)
 @kills("training/runner.py", "        folder.begin()\n", "", slow=True)
 def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     run = algorithm()
@@ -239,7 +229,7 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     assert not dpjax.training.earlier(fresh)[0].seeded
 
 
-@kills("training/fit.py", "= trees.seeded(state.key)", "= False", slow=True)
+@kills("training/run_identity.py", "= trees.seeded(state.key)", "= False", slow=True)
 @kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
 @kills("mechanism/card.py", 'run.get("small seed") or None', "None", slow=True)
 @kills("reports/load_run.py", "else before or None", "else None", slow=True)

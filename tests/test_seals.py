@@ -92,7 +92,7 @@ AGAIN = {
 @pytest.mark.sample(2)
 @kills(
     "training/assembly.py",
-    "require_one_release(key, first, sums.seal, name)",
+    "require_one_release(key, first, sealed, name)",
     "pass",
     case="loss",
     slow=True,
@@ -320,7 +320,7 @@ PROGRAMS = {
     slow=True,
 )
 @kills(
-    "training/run_folder.py",
+    "training/run_identity.py",
     "not names and comparable",
     "not names and not changed",
     case="rate",
@@ -340,7 +340,7 @@ def test_released_steps_belong_to_one_program(tmp_path, change, monkeypatch):
 
 
 @kills(
-    "training/run_folder.py",
+    "training/run_identity.py",
     "    if not names and not changed:\n        names = differ\n",
     "",
     slow=True,
@@ -419,7 +419,7 @@ def test_steps_before_the_folder_stay_known(tmp_path, monkeypatch):
     assert remembered(key, 1) == known
 
 
-@kills("training/run_folder.py", "np.uint64)[: _furthest(self.path)]", "np.uint64)", slow=True)
+@kills("training/run_folder.py", "np.uint64)[: self._mark.furthest]", "np.uint64)", slow=True)
 def test_steps_that_were_not_released_may_run_otherwise(tmp_path, monkeypatch):
     """A run may die between two evaluations: the last steps ran, and no one saw them."""
     died(tmp_path, make(), after=2)
@@ -453,7 +453,7 @@ def test_a_folder_whose_run_is_unknown_is_refused(tmp_path):
     died(tmp_path, make(), after=2)
     (tmp_path / "run.json").unlink()
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(ledger.Refused, match=r"checkpoints, furthest, seals and no run\.json"):
+    with pytest.raises(ledger.Refused, match=r"furthest, seals, checkpoints and no run\.json"):
         died(tmp_path, make(), after=None)
 
 

@@ -390,6 +390,11 @@ def test_arguments_in_the_wrong_place_and_narrow_parameters_are_refused():
             noise.langevin(wrong, WIDE, **MNIST, key=jax.random.key(0))
         with pytest.raises(ValueError, match=r"^training\.dp_sgld\(learning_rate="):
             chain(rate=wrong)
+    # Checks that DP-SGD has too say which function was called.
+    with pytest.raises(TypeError, match=r"^training\.dp_sgld: the loss is a float"):
+        chain(loss=0.5)
+    with pytest.raises(ValueError, match=r"^training\.dp_sgld: the data hold 9 examples"):
+        training.dp_sgld(flat, 1e-4, sampling.poisson(10, 2), WIDE, 4, np.zeros((9, 3)))
     with pytest.raises(TypeError, match="narrow dtype rounds them to zero"):
         chain().init(jax.random.key(0), {"w": jnp.zeros(3, jnp.bfloat16)})
 

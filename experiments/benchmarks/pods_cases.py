@@ -192,7 +192,7 @@ def program(task: dict[str, Any]) -> tuple[Any, PyTree, PyTree, Mesh, int]:
         noise_multiplier=1.0,
         steps=1000,
     )
-    recipe = Recipe(loss, OPTIMIZER, mechanism, microbatch_size=size, mesh=mesh)
+    recipe = Recipe("dpsgd", loss, OPTIMIZER, mechanism, microbatch_size=size, mesh=mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
     one, zero = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
     state = placed(State(params, optimizer, one, key, zero, None), mesh)

@@ -14,11 +14,13 @@ carry their names. Nothing here knows of meshes; `dpjax.meshes` says which devic
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
+import inspect
 import json
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +28,7 @@ from jax.experimental import multihost_utils
 
 from dpjax.checks import Refused
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 __all__ = []
@@ -57,6 +60,18 @@ def from_first(make: Callable[[], T]) -> T:
     if not went_well:
         raise value
     return value
+
+
+def in_first(method: Callable[P, T]) -> Callable[P, T]:
+    """A method that runs in the first process and returns in all of them, by `from_first`."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Under the method's own name: questions carry the names of their functions.
+        call = functools.update_wrapper(functools.partial(method, *args, **kwargs), method)
+        return from_first(call)
+
+    return run
 
 
 def any_process(value: bool) -> bool:
@@ -130,7 +145,7 @@ def _answers(question: str, answer: bytes) -> list[bytes]:
 
 def _place(function: Callable[[], Any]) -> str:
     """Where a function stands in the source, which is equal in all processes."""
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{function.__module__}.{function.__qualname__}:{code and code.co_firstlineno}"
 
 

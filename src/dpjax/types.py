@@ -478,7 +478,7 @@ class Algorithm:
 
     ``program``, the hash of what a step computes, is compared between runs of equal
     ``numerics``, and its entry ``functions``, of loss and optimizer, also on other devices; see
-    `dpjax.training.run_folder`."""
+    `dpjax.training.run_identity`."""
     released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     """What of a state is released beside its params, and worth a place in the log."""
 

@@ -197,13 +197,11 @@ def _algorithm(
     # Shares are relative to the largest weight. Their public total, not their drawn total, makes
     # the mean.
     scale = len(clients) / weights.total_share
-    recipe = recipe_of(local, server, mechanism, clients, scale, microbatch_size)
+    recipe = recipe_of(call, local, server, mechanism, clients, scale, microbatch_size)
     rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
     held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
     identity = {**name, "weights": held}
-    algorithm = assemble(
-        recipe, rows, identity, name=call, shared=clients, budget=budget, info=round_info
-    )
+    algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
     def init(key: Key, params: PyTree) -> State:
         one = trees.one_row(clients.examples)
@@ -221,6 +219,7 @@ def _algorithm(
 
 
 def recipe_of(
+    call: str,
     local: Local,
     server: optax.GradientTransformation,
     mechanism: Mechanism,
@@ -230,9 +229,11 @@ def recipe_of(
 ) -> Recipe:
     """One round as a private step, on `Row`s that stand for clients.
 
-    ``scale`` is the number of clients over the public sum of all shares.
+    ``call`` is its name in errors, ``scale`` the number of clients over the public sum of all
+    shares.
     """
     return Recipe(
+        name=call,
         loss=client_loss(local),
         optimizer=_scaled(server, scale),
         mechanism=replace(mechanism, sampling=by_size(mechanism.sampling, clients)),

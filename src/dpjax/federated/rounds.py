@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, trained
-from dpjax.training.info import Sums, mean_info
+from dpjax.training.info import Seen, mean_info
 from dpjax.types import Draw, Key, LossFn, PyTree, Sampler
 
 
@@ -92,7 +92,7 @@ class Info(NamedTuple):
     """Fraction of the updates with a norm above the bound, per group."""
 
 
-def round_info(sums: Sums) -> Info:
-    """The means of rounds, from the sums that the step returned; `mean_info` of a client."""
-    found, sums = mean_info(sums), jax.tree.map(np.asarray, sums)
-    return Info(found.loss, sums.examples, sums.drawn, found.dropped, found.norm, found.clipped)
+def round_info(seen: Seen) -> Info:
+    """The means of rounds, from what they saw; `mean_info` of a client."""
+    found, seen = mean_info(seen), jax.tree.map(np.asarray, seen)
+    return Info(found.loss, seen.examples, seen.drawn, found.dropped, found.norm, found.clipped)

@@ -8,6 +8,7 @@ of its processes compare what they run, and no step leaves before its release is
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,8 +39,8 @@ from dpjax.training.checks import (
     tell_of_constants,
     tell_of_idle,
 )
-from dpjax.training.in_memory import in_memory
-from dpjax.training.info import Sums, mean_info, tell_of_unscored
+from dpjax.training.in_memory import InMemory
+from dpjax.training.info import Seen, mean_info, tell_of_unscored
 from dpjax.training.recipe import (
     Recipe,
     bound_to,
@@ -48,7 +49,7 @@ from dpjax.training.recipe import (
     home_of,
     layout_of,
 )
-from dpjax.training.streaming import streamed
+from dpjax.training.streaming import Streamed
 from dpjax.types import Algorithm, Key, PyTree, State
 
 
@@ -57,10 +58,9 @@ def assemble(
     data: PyTree,
     identity: Mapping[str, Any],
     *,
-    name: str = "dpsgd",
     shared: PyTree = None,
     budget: ledger.Budget | None = None,
-    info: Callable[[Sums], Any] = mean_info,
+    info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
     """The algorithm of a recipe: what `dpsgd` and the federated algorithms have in common.
 
@@ -68,46 +68,43 @@ def assemble(
       recipe: What every step does.
       data: A tree of arrays with one row per example (or per client), or a `Stream`.
       identity: What else tells the run from others, beside mechanism and data.
-      name: How errors call it.
-      shared: Arrays that ``recipe.loss`` takes before the parameters; see `in_memory`.
+      shared: Arrays that ``recipe.loss`` takes before the parameters; see `InMemory`.
       budget: What no step may pass.
-      info: From the sums of steps to what the observer sees.
+      info: From the sums of steps to their means, which the observer sees.
     """
-    mechanism = recipe.mechanism
+    name, mechanism = recipe.name, recipe.mechanism
     check_draw(name, mechanism.sampling)
     size = checked_size(name, "microbatch_size", recipe.microbatch_size)
     check_rule(mechanism.clipping)
     recipe = recipe._replace(microbatch_size=size)
-    its = _Assembly(recipe, data, identity, name, shared, budget, info)
+    its = _Assembly(recipe, data, identity, shared, budget, info)
     return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Assembly:
     """The functions of an `Algorithm`, and what they know of its runs.
 
     It takes the arguments of `assemble`, checked; ``facts`` is its ``identity``.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        data: PyTree,
-        facts: Mapping[str, Any],
-        name: str,
-        shared: PyTree,
-        budget: ledger.Budget | None,
-        info: Callable[[Sums], Any],
-    ) -> None:
-        self.recipe, self.data, self.shared = recipe, data, shared
-        self.facts, self.budget, self.info = facts, budget, info
-        self.name, self.mechanism, self.mesh = name, recipe.mechanism, recipe.mesh
+    recipe: Recipe
+    data: PyTree
+    facts: Mapping[str, Any]
+    shared: PyTree
+    budget: ledger.Budget | None
+    info: Callable[[Seen], Any]
+
+    def __post_init__(self) -> None:
+        recipe, data, shared = self.recipe, self.data, self.shared
+        self.name, self.mechanism, self.mesh = recipe.name, recipe.mechanism, recipe.mesh
         self.stream = isinstance(data, Stream)
         # Shapes alone: nothing is read from a stream before the first step but its first row.
         self.row = data.row if self.stream else trees.one_row(jax.eval_shape(lambda x: x, data))
         self.with_shared = bound_to(recipe, shared)
         self.home = home_of(self.with_shared, self.row)
         self.steps = (
-            streamed(recipe, data) if self.stream else in_memory(recipe, data, self.home, shared)
+            Streamed(recipe, data) if self.stream else InMemory(recipe, data, self.home, shared)
         )
         # What happens once a run, and happened already, by the key of the run.
         self.once: dict[bytes, set[str]] = collections.defaultdict(set)
@@ -128,14 +125,14 @@ class _Assembly:
                 params = meshes.placed(params, self.mesh)
             elif not self.stream:
                 refuse_explicit(name, self.data)
-            _read_loss(name, self.with_shared, params, self.row, tell=self.shared is None)
+            _read_loss(self.with_shared, params, self.row, tell=self.shared is None)
             home = self.home(params)
             if home is None:
                 meshes.committed(name, parameters=params, key=key, data=self.data)
             else:
                 params = meshes.placed(params, home)
             self.once.pop(trees.on_host(key).tobytes(), None)  # a run that begins again
-            return _first_state(name, self.recipe, key, params, home)
+            return _first_state(self.recipe, key, params, home)
 
     def step(self, state: State) -> tuple[State, Any]:
         """One step. It keeps the caller's state usable, for notebooks; `run` donates it."""
@@ -169,12 +166,12 @@ class _Assembly:
             check_same_optimizer(name, self.recipe.optimizer, state)
             processes.require_agreement(name, lambda: self._facts_of_run(state))
             happened.add("agreed")
-        state, sums = self.steps.run(self._at_home(state), count)
+        state, (seen, sealed) = self.steps.run(self._at_home(state), count)
         # Before anything of these steps leaves: each has one release.
-        require_one_release(key, first, sums.seal, name)
-        if "warned" not in happened and tell_of_unscored(name, sums):
+        require_one_release(key, first, sealed, name)
+        if "warned" not in happened and tell_of_unscored(name, seen):
             happened.add("warned")
-        return state._replace(ledger=spent), self.info(sums)
+        return state._replace(ledger=spent), self.info(seen)
 
     def _at_home(self, state: State) -> State:
         """What a program takes of a state, moved if it is of another mesh, or of files."""
@@ -248,30 +245,29 @@ def _facts_of_dispatch(state: State, count: int) -> dict[str, Any]:
     }
 
 
-def _read_loss(name: str, recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> None:
+def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> None:
     """Refuses a loss that is no loss of one example, before anything is compiled.
 
     Args:
-      name: The algorithm.
       recipe: What the run does, bound to its shared arrays.
       params: Parameters.
       row: Shapes of one row of the data.
       tell: Whether constants may be the data; a client's loss closes over all clients.
     """
-    example = example_of(recipe, row)
+    name, example = recipe.name, example_of(recipe, row)
     loss = Traced(without_aux(recipe.loss))
     program = check_loss(loss, params, example, name)
-    tell_of_idle(loss.gradient(params, example), params)
-    tell_of_batch_norm(program.jaxpr, params)
+    tell_of_idle(name, loss.gradient(params, example), params)
+    tell_of_batch_norm(name, program.jaxpr, params)
     if tell:
-        tell_of_constants(program, recipe.mechanism.sampling.examples)
+        tell_of_constants(name, program, recipe.mechanism.sampling.examples)
 
 
-def _first_state(name: str, recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) -> State:
+def _first_state(recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the mesh of the run."""
     optimizer = recipe.optimizer.init(trees.widened(params))
-    check_optimizer(recipe.optimizer, optimizer, params)
-    seeded = trees.warn_of_seed(key, f"{name}: init(key, params)")
+    check_optimizer(recipe, optimizer, params)
+    seeded = trees.warn_of_seed(key, f"{recipe.name}: init(key, params)")
     memory = first_memory(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)

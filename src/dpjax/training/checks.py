@@ -24,38 +24,39 @@ from dpjax.data import Dataset, Stream
 from dpjax.gradients.engines import named
 from dpjax.gradients.loss_checks import centres_alone, closed_over
 from dpjax.mechanism import Mechanism
-from dpjax.training.recipe import extra_arguments
-from dpjax.types import PyTree, Schedule, State
+from dpjax.training.recipe import Recipe, extra_arguments
+from dpjax.types import PyTree, State
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
-def check_kinds(loss: Any, optimizer: Any, mechanism: Any, engine: Any, budget: Any) -> None:
+def check_kinds(recipe: Recipe, budget: Any) -> None:
     """Refuses arguments of `dpjax.dpsgd` of the wrong kind; usually two were swapped."""
+    name, mechanism, loss = recipe.name, recipe.mechanism, recipe.loss
     if not isinstance(mechanism, Mechanism):
         raise TypeError(
-            f"dpsgd: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism. "
+            f"{name}: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism. "
             "Usually arguments were swapped: dpsgd(loss, optimizer, mechanism, data)."
         )
-    check_is_optimizer("dpsgd: the optimizer", optimizer)
+    check_is_optimizer(f"{name}: the optimizer", recipe.optimizer)
     # A Linen module has both methods; a loss object of the user may have one that is called so.
     if not callable(loss) or (hasattr(loss, "apply") and hasattr(loss, "init")):
         raise TypeError(
-            f"dpsgd: the loss is a {type(loss).__name__}; expected a function, loss(params, "
+            f"{name}: the loss is a {type(loss).__name__}; expected a function, loss(params, "
             "example) -> scalar. For a Linen module, dpjax.losses.of(model, "
             "dpjax.losses.cross_entropy) makes one."
         )
     if budget is not None and not isinstance(budget, ledger.Budget):
         raise TypeError(
-            f"dpsgd(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...), "
+            f"{name}(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...), "
             "because an epsilon needs its delta."
         )
-    named("dpsgd", engine)
+    named(name, recipe.engine)
     if mechanism.unit != "example":
         raise ValueError(
-            f"dpsgd: the mechanism protects one {mechanism.unit}, and dpsgd draws and clips single "
-            "examples. Leave unit= out. dpjax.federated protects a client with all of its "
+            f"{name}: the mechanism protects one {mechanism.unit}, and a step draws and clips "
+            "single examples. Leave unit= out. dpjax.federated protects a client with all of its "
             "examples; dpjax.accounting.for_groups bounds what example-level training costs it."
         )
 
@@ -75,24 +76,23 @@ def check_is_optimizer(name: str, given: Any) -> None:
         )
 
 
-def check_optimizer(
-    optimizer: optax.GradientTransformation, optimizer_state: Any, params: PyTree
-) -> None:
+def check_optimizer(recipe: Recipe, optimizer_state: Any, params: PyTree) -> None:
     """Refuses an optimizer that adds noise itself, and one that needs more than gradients.
 
     Args:
-      optimizer: Receives private mean gradients.
-      optimizer_state: From its ``init``.
+      recipe: Its optimizer receives private mean gradients.
+      optimizer_state: From the optimizer's ``init``.
       params: Parameters.
     """
-    _check_public(optimizer_state)
-    program = update_program("dpsgd: the optimizer", optimizer, optimizer_state, params)
+    name = f"{recipe.name}: the optimizer"
+    _check_public(name, optimizer_state)
+    program = update_program(name, recipe.optimizer, optimizer_state, params)
     if idle := _zeros(program, params):
         logging.warning(
-            "dpsgd: the optimizer never moves %d of %d leaves (%s). Their gradients take a part of "
-            "the bound all the same. Usually they are frozen by optax.set_to_zero: let the loss "
-            "close over frozen leaves, and the bound is for the others.",
-            *(len(idle), len(jax.tree.leaves(params)), _few(idle)),
+            "%s never moves %d of %d leaves (%s). Their gradients take a part of the bound all the "
+            "same. Usually they are frozen by optax.set_to_zero: let the loss close over frozen "
+            "leaves, and the bound is for the others.",
+            *(name, len(idle), len(jax.tree.leaves(params)), _few(idle)),
         )
 
 
@@ -140,8 +140,8 @@ def update_program(
     return program.jaxpr
 
 
-def _check_public(optimizer_state: Any) -> None:
-    """Refuses an optimizer that clips or adds noise: `dpsgd` would do both a second time."""
+def _check_public(name: str, optimizer_state: Any) -> None:
+    """Refuses an optimizer that clips or adds noise: a step would do both a second time."""
     private = (
         clipping.ClipState,
         noise.GaussianState,
@@ -149,9 +149,9 @@ def _check_public(optimizer_state: Any) -> None:
     )
     if found := [type(node).__name__ for node in trees.nodes(optimizer_state, private)]:
         raise ValueError(
-            f"dpsgd: the optimizer holds {', '.join(found)}, so it clips or adds noise itself; "
-            "expected an optimizer of private means, such as optax.sgd(0.1). dpsgd clips and adds "
-            "the noise of the mechanism, so both would be done twice. Usually the chain has "
+            f"{name} holds {', '.join(found)}, so it clips or adds noise itself; expected an "
+            "optimizer of private means, such as optax.sgd(0.1). The step clips and adds the "
+            "noise of the mechanism, so both would be done twice. Usually the chain has "
             "clip_and_sum, noise.gaussian, mechanism.privatize or a link of optax.contrib: leave "
             "these links out, or keep the chain and write your own loop."
         )
@@ -206,122 +206,125 @@ def _deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
-def check_schedule(bound_schedule: Schedule | None, mechanism: Mechanism) -> None:
-    """Refuses a schedule that is not positive at every planned step."""
+def check_schedule(recipe: Recipe) -> None:
+    """Refuses a schedule of bounds that is not positive at every planned step."""
+    name, bound_schedule, mechanism = recipe.name, recipe.bound_schedule, recipe.mechanism
     if bound_schedule is not None and mechanism.adaptive is not None:
         raise ValueError(
-            "dpsgd(bound_schedule=...): the mechanism adapts its bounds to the gradients, so they "
-            "cannot follow a schedule. Leave one of the two out."
+            f"{name}(bound_schedule=...): the mechanism adapts its bounds to the gradients, so "
+            "they cannot follow a schedule. Leave one of the two out."
         )
     # The table of all planned steps, as the ledger's multipliers are: a schedule cannot answer
     # differently later.
     scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else np.ones(1)
     if not np.all((scales > 0) & np.isfinite(scales)):
         raise ValueError(
-            "dpsgd(bound_schedule=...): expected positive numbers at all planned steps; the number "
-            f"at step {int(np.argmin((scales > 0) & np.isfinite(scales)))} is not positive and "
-            "finite. It multiplies the bounds of the rule; to silence a step, do not plan it."
+            f"{name}(bound_schedule=...): expected positive numbers at all planned steps; the "
+            f"number at step {int(np.argmin((scales > 0) & np.isfinite(scales)))} is not positive "
+            "and finite. It multiplies the bounds of the rule; to silence a step, do not plan it."
         )
 
 
-def checked_data(data: PyTree, mechanism: Mechanism, per_step: Any) -> PyTree:
+def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     """The data as arrays; refuses a size that differs from the accounted one."""
+    name = recipe.name
     # A data set has test examples too; training on both would void every accuracy that is reported.
     if isinstance(data, Dataset):
         raise TypeError(
-            f"dpsgd: the data are the data.Dataset {data.name!r}, which holds test examples too; "
+            f"{name}: the data are the data.Dataset {data.name!r}, which holds test examples too; "
             f"expected the training examples: give its .train, of {data.examples} examples."
         )
-    data = data if isinstance(data, Stream) else _arrays_of_rows(data)
-    _check_size(data, mechanism.sampling.examples)
+    data = data if isinstance(data, Stream) else _arrays_of_rows(name, data)
+    _check_size(name, data, recipe.mechanism.sampling.examples)
     row = data.row if isinstance(data, Stream) else data
-    if per_step is not None and not isinstance(row, tuple):
+    if recipe.entry is not None and not isinstance(row, tuple):
         raise TypeError(
-            f"dpsgd(per_step=...): the data are a {type(row).__name__}; expected a tuple such as "
+            f"{name}(per_step=...): the data are a {type(row).__name__}; expected a tuple such as "
             "(x, y), because the step appends its entry to every example: (x, y, per_step(step)). "
             "For a single array write (x,)."
         )
     return data
 
 
-def _check_size(data: PyTree, expected: int) -> None:
+def _check_size(name: str, data: PyTree, expected: int) -> None:
     """Refuses another number of examples than is accounted."""
     stream = isinstance(data, Stream)
-    size = len(data) if stream else trees.leading_size(data, name="dpsgd data")
+    size = len(data) if stream else trees.leading_size(data, name=f"{name} data")
     if not size:
         raise ValueError(
-            "dpsgd: the data hold no examples; expected at least one. Usually a filter or a split "
-            "left no row: look at the shapes of what was loaded."
+            f"{name}: the data hold no examples; expected at least one. Usually a filter or a "
+            "split left no row: look at the shapes of what was loaded."
         )
     if size != expected:
         batched = " If a record is a batch, let the source give single examples." if stream else ""
         raise ValueError(
-            f"dpsgd: the data hold {size} examples, the mechanism's sampler {expected}; the "
+            f"{name}: the data hold {size} examples, the mechanism's sampler {expected}; the "
             "sampling rate would not be the accounted one. Build the sampler for this data set: "
             f"dpjax.sampling.poisson(examples={size}, batch_size=...).{batched}"
         )
 
 
-def _arrays_of_rows(data: PyTree) -> PyTree:
+def _arrays_of_rows(name: str, data: PyTree) -> PyTree:
     """The data as arrays; refuses single numbers and objects, which have no rows."""
-    data = arrays(data, "dpsgd data")
-    for name, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
+    data = arrays(data, f"{name} data")
+    for path, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
         if isinstance(leaf, int | float | np.number):
             raise TypeError(
-                f"dpsgd data: leaf {name or '(the data)'} is {leaf!r:.20}, one number; expected "
+                f"{name} data: leaf {path or '(the data)'} is {leaf!r:.20}, one number; expected "
                 "arrays with a row for each example. Usually lists of numbers or of pairs were "
                 "given: make arrays with (np.stack(inputs), np.array(targets))."
             )
         if not hasattr(leaf, "dtype"):
-            raise no_arrays(leaf, "dpsgd data")
+            raise no_arrays(leaf, f"{name} data")
     return data
 
 
-def tell_of_constants(loss: ClosedJaxpr, examples: int) -> None:
+def tell_of_constants(name: str, loss: ClosedJaxpr, examples: int) -> None:
     """Warns about a constant of the loss that has a row for each example of the data."""
     # A warning, since frozen weights may have this length by chance.
     if shape := closed_over(loss, examples):
         logging.warning(
-            "dpsgd: the loss closes over an array of shape %s, one row for each of the %d "
-            "examples. If these are the data, each loss sees all examples, and clipping bounds "
-            "nothing: give them as data. If they are fixed weights, all is well.",
-            shape,
-            examples,
+            "%s: the loss closes over an array of shape %s, one row for each of the %d examples. "
+            "If these are the data, each loss sees all examples, and clipping bounds nothing: "
+            "give them as data. If they are fixed weights, all is well.",
+            *(name, shape, examples),
         )
 
 
-def tell_of_idle(gradient: Jaxpr, params: PyTree) -> None:
+def tell_of_idle(name: str, gradient: Jaxpr, params: PyTree) -> None:
     """Warns about leaves without a gradient, which receive noise like all others.
 
     Args:
+      name: The algorithm.
       gradient: The program of the gradient of the loss.
       params: Parameters.
     """
     count = len(jax.tree.leaves(params))
     if idle := _zeros(gradient, params):
         logging.warning(
-            "dpsgd: %d of %d leaves have no gradient (%s). They receive noise like all others "
+            "%s: %d of %d leaves have no gradient (%s). They receive noise like all others "
             "and drift. Usually they are frozen by stop_gradient, or unused: let the loss close "
             "over frozen leaves, and they receive no noise.",
-            *(len(idle), count, _few(idle)),
+            *(name, len(idle), count, _few(idle)),
         )
 
 
-def tell_of_batch_norm(loss: Jaxpr, params: PyTree) -> None:
+def tell_of_batch_norm(name: str, loss: Jaxpr, params: PyTree) -> None:
     """Warns about batch normalisation, which would normalise an example by itself alone."""
     # By its effect, or by its name: behind a convolution it has a mean over pixels.
     if centres_alone(loss):
         logging.warning(
-            "dpsgd: the loss subtracts from numbers their own mean over an axis of length one. "
+            "%s: the loss subtracts from numbers their own mean over an axis of length one. "
             "This is zero, and no layer below learns. Usually it has batch normalisation in "
-            "training mode, whose batch is one example: use group or layer normalisation."
+            "training mode, whose batch is one example: use group or layer normalisation.",
+            name,
         )
-    elif named := [name for name in trees.leaf_names(params) if _BATCH_NORM.search(name)]:
+    elif found := [leaf for leaf in trees.leaf_names(params) if _BATCH_NORM.search(leaf)]:
         logging.warning(
-            "dpsgd: %s belong to a batch normalisation, by their names. A private loss sees one "
+            "%s: %s belong to a batch normalisation, by their names. A private loss sees one "
             "example and has its statistics alone: use group or layer normalisation. If the "
             "statistics are fixed (use_running_average=True), all is well.",
-            _few(named),
+            *(name, _few(found)),
         )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD, for any loss and any Optax optimizer.
 
-`dpsgd` checks its arguments and makes a `Recipe` of them, which `training.assembly` turns into an
+`dpsgd` makes a `Recipe` of its arguments and checks it, and `training.assembly` turns it into an
 `Algorithm`. What a step does stands in `training.step`.
 """
 
@@ -17,7 +17,7 @@ from dpjax import ledger, meshes, schedules, trees
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
 from dpjax.training.checks import check_kinds, check_schedule, checked_data
-from dpjax.training.recipe import Recipe
+from dpjax.training.recipe import Entry, Recipe
 from dpjax.types import Algorithm, LossFn, PyTree, Schedule
 
 
@@ -114,23 +114,40 @@ def dpsgd(
       ...     weights=easy,
       ... )
     """
-    check_kinds(loss, optimizer, mechanism, engine, budget)
-    check_schedule(bound_schedule, mechanism)
-    data = checked_data(data, mechanism, per_step)
-    entry = None if per_step is None else (lambda key, step: per_step(step))
     recipe = Recipe(
+        name="dpsgd",
         loss=loss,
         optimizer=optimizer,
         mechanism=mechanism,
         engine=engine,
-        entry=entry,
+        entry=entry_of(per_step),
         bound_schedule=bound_schedule,
         weights=weights,
         microbatch_size=microbatch_size,
         mesh=meshes.of(mesh),
     )
+    return on_examples(recipe, data, budget)
+
+
+def entry_of(per_step: Callable[[Int[Array, ""]], PyTree] | None) -> Entry | None:
+    """What a step appends to every example: of the step alone, which is public."""
+    return None if per_step is None else (lambda key, step: per_step(step))
+
+
+def on_examples(recipe: Recipe, data: PyTree, budget: ledger.Budget | None) -> Algorithm:
+    """The algorithm of a recipe whose rows are examples, checked.
+
+    Args:
+      recipe: What every step does.
+      data: As for `dpsgd`.
+      budget: As for `dpsgd`.
+    """
+    check_kinds(recipe, budget)
+    check_schedule(recipe)
+    data = checked_data(recipe, data)
+    bound_schedule = recipe.bound_schedule
     # A function cannot be compared with the one of a resumed run; the table of its values can.
-    scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else None
+    scales = schedules.values(bound_schedule, recipe.mechanism.steps) if bound_schedule else None
     identity = {
         "algorithm": "dpsgd",
         "bound schedule": scales if scales is None else trees.fingerprint(scales),

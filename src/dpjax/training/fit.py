@@ -23,9 +23,9 @@ from absl import logging
 
 from dpjax import accounting, checks, ledger, processes, trees
 from dpjax.training.checks import check_state
-from dpjax.training.environment import machine, numerics
 from dpjax.training.progress import Progress
 from dpjax.training.run_folder import Folder
+from dpjax.training.run_identity import identity_of
 from dpjax.training.runner import Run, numbers
 from dpjax.training.signals import Stop
 from dpjax.types import Algorithm, Plan
@@ -33,6 +33,9 @@ from dpjax.types import Algorithm, Plan
 Evaluate = Callable[[Any], Mapping[str, Any]]
 Show = Callable[[Sequence[Mapping[str, Any]]], object]
 
+# The row's name for the number of planned steps. A row gets it after its evaluation ended the run,
+# and no evaluation may have a number of that name.
+_COUNTED = "counted"
 _SAVE = 300.0  # seconds between checkpoints
 
 
@@ -147,7 +150,8 @@ def fit(
             identity = identity_of(algorithm, state, configuration or {})
             folder = stack.enter_context(contextlib.closing(Folder(directory, identity)))
         # Signals are caught after the folder is locked, and restored before the lock is released.
-        run, stop = Run(algorithm, state, folder), stack.enter_context(Stop())
+        run = Run(algorithm, terms.mechanism, state, folder)
+        stop = stack.enter_context(Stop())
         stack.callback(run.close)
         _check_further(run, terms)
         shown = processes.first_process() and bool(progress) and not callable(progress)
@@ -338,7 +342,7 @@ def _evaluated_row(
     # the step counts as released.
     run.mark()
     if evaluate is not None:
-        row |= _evaluated(evaluate(run.state), {**row, "counted": 0})
+        row |= _evaluated(evaluate(run.state), [*row, _COUNTED])
     # Processes may measure different numbers, and all of them stop at one step.
     ended = processes.from_first(lambda: bool(row.get("stop")))
     if ended:
@@ -363,41 +367,21 @@ def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
     return row
 
 
-def identity_of(
-    algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The identity of the run. The configuration may not replace accounted facts."""
-    # Versions, devices and machine join what the algorithm says of itself: they may change last
-    # bits.
-    identity = dict(algorithm.identity(state))
-    identity["numerics"] = {**numerics(), **machine(), **identity.get("numerics", {})}
-    # Not the key: one bit, by which a run that continues this one knows that its seed is public.
-    identity["small seed"] = trees.seeded(state.key)
-    taken = sorted(identity.keys() & configuration.keys())
-    if taken:
-        raise ValueError(
-            f"fit(configuration=...): {', '.join(taken)} would replace facts by which the run is "
-            "accounted. Usually all flags are passed as they are: leave these out, or rename them, "
-            "for example 'microbatch' for a batch on the device."
-        )
-    return {**identity, **configuration}
-
-
 def _cost(spent: ledger.Ledger, terms: _Terms) -> dict[str, Any]:
     """Epsilon, and of how many steps it is where these are not the steps that ran."""
-    mechanism: Any = terms.mechanism
-    counted = {"counted": len(ledger.counted(spent, mechanism))} if spent.chosen else {}
+    mechanism = terms.mechanism
+    counted = {_COUNTED: len(ledger.counted(spent, mechanism))} if spent.chosen else {}
     return {"epsilon": ledger.epsilon(spent, mechanism, terms.delta, terms.method), **counted}
 
 
-def _evaluated(found: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an evaluation, checked against the names of the log."""
+def _evaluated(found: Any, taken: Sequence[str]) -> dict[str, Any]:
+    """The numbers of an evaluation, checked against the names of the log that are taken."""
     named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-    if not named or found.keys() & row.keys():
+    if not named or found.keys() & set(taken):
         what = list(found) if isinstance(found, Mapping) else type(found).__name__
         raise TypeError(
             f"fit(evaluate=...): it returned {what}; expected a mapping such as "
-            f"{{'accuracy': 0.9}}, by words and without the names of the log: {', '.join(row)}."
+            f"{{'accuracy': 0.9}}, by words and without the names of the log: {', '.join(taken)}."
         )
     if not isinstance(found.get("private", {}), Mapping):
         raise TypeError(

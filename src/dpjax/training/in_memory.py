@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,34 +20,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import meshes
-from dpjax.gradients.batching import Layout
 from dpjax.training.environment import repeatable
-from dpjax.training.info import Sums, no_sums
+from dpjax.training.info import Seen, nothing_seen
 from dpjax.training.recipe import Recipe
 from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
 
-
-class Steps(NamedTuple):
-    """The steps of a run."""
-
-    run: Callable[[State, int], tuple[State, Sums]]
-    """``(state, count)`` to the state ``count`` steps later and the sums of these steps,
-    ``[count, ...]`` as NumPy arrays without gradients. The state's buffers are donated."""
-    programs: Callable[[State], list[ClosedJaxpr]]
-    """The traced programs of a step, for states of these shapes."""
-
-
-# Steps in one dispatch: the sums of all of them have a place in one buffer.
+# Steps in one dispatch: what all of them saw has a place in one buffer.
 _MOST = 512
 
 
-def in_memory(
-    recipe: Recipe,
-    data: PyTree,
-    home: Callable[[PyTree], Mesh | None],
-    shared: PyTree = None,
-) -> Steps:
+class InMemory:
     """Steps on data in device memory.
 
     Args:
@@ -58,57 +41,76 @@ def in_memory(
         needs arrays that are no rows. An argument of the program: a closure would be copied
         into it as constants.
     """
-    # Whole on every device: a draw takes rows from everywhere. `dpjax.data.Stream` is for data
-    # that do not fit.
-    data, shared = meshes.whole((data, shared), recipe.mesh)
 
-    @functools.lru_cache(maxsize=1)
-    def on(mesh: Mesh | None) -> tuple[PyTree, PyTree]:
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: PyTree,
+        home: Callable[[PyTree], Mesh | None],
+        shared: PyTree = None,
+    ) -> None:
+        self._home = home
+        # Whole on every device: a draw takes rows from everywhere. `dpjax.data.Stream` is for data
+        # that do not fit.
+        held = meshes.whole((data, shared), recipe.mesh)
         # The layout's mesh is known with the parameters. Left where they are, arrays that are
         # committed to one device would be refused by JAX, and others copied in every dispatch.
-        return meshes.whole((data, shared), mesh)
+        self._held_on = functools.lru_cache(maxsize=1)(functools.partial(meshes.whole, held))
+        self._compiled = functools.lru_cache(maxsize=4)(functools.partial(_compiled, recipe))
 
-    def several(
-        state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
-    ) -> tuple[State, Sums]:
-        # The trip count is an argument of the loop: no number of steps compiles a new program, and
-        # a run is the same to the last bit however it is cut into dispatches.
-        def body(i: Int[Array, ""], carry: tuple[State, Sums]) -> tuple[State, Sums]:
-            state, seen = carry
-            state, sums = private_step(recipe, data, state, shared)
-            return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, sums)
+    def run(self, state: State, count: int) -> tuple[State, tuple[Seen, Any]]:
+        """Takes steps. The state's buffers are donated.
 
-        none = no_sums(recipe.mechanism, state.params, Layout(1))
-        none = none._replace(gradients=None)
-        seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
-        return jax.lax.fori_loop(0, count, body, (state, seen))
-
-    @functools.lru_cache(maxsize=4)
-    def compiled(places: tuple[Any, ...] | None, structure: Any) -> Any:
-        # What a step returns lies where it lay before, so the next step finds the same program.
-        out = None if places is None else (structure.unflatten(places), None)
-        return repeatable(several, donate_argnums=0, out_shardings=out)
-
-    def program(state: State) -> tuple[Any, tuple[PyTree, PyTree]]:
-        leaves, structure = jax.tree.flatten(state)
-        mesh = home(state.params)
-        places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
-        return compiled(places, structure), on(mesh)
-
-    def run(state: State, count: int) -> tuple[State, Sums]:
+        Returns:
+          The state ``count`` steps later; and what each of these steps saw, with the checksum of
+          its release, ``[count, ...]`` as NumPy arrays.
+        """
         parts = []
         while count > 0:
-            # One program serves every count, because the buffer of infos has a fixed size.
+            # One program serves every count, because the buffer has a fixed size.
             some = min(count, _MOST)
-            step, held = program(state)
+            step, held = self._program(state)
             state, seen = step(state, *held, some)
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))
             count -= some
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
-    def programs(state: State) -> list[ClosedJaxpr]:
+    def programs(self, state: State) -> list[ClosedJaxpr]:
+        """The traced programs of a step, for states of these shapes."""
         # `jit` keeps the trace, so the first dispatch does not trace the loss again.
-        step, held = program(state)
+        step, held = self._program(state)
         return [step.trace(state, *held, 1).jaxpr]
 
-    return Steps(run, programs)
+    def _program(self, state: State) -> tuple[Any, tuple[PyTree, PyTree]]:
+        """The program for a state, and the data where it reads them."""
+        leaves, structure = jax.tree.flatten(state)
+        mesh = self._home(state.params)
+        places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
+        return self._compiled(places, structure), self._held_on(mesh)
+
+
+# Functions of the module: a method in its object's own cache would keep the data in memory until
+# Python looks for cycles.
+def _compiled(recipe: Recipe, places: tuple[Any, ...] | None, structure: Any) -> Any:
+    """The program of several steps on states that lie in these places."""
+    # What a step returns lies where it lay before, so the next step finds the same program.
+    out = None if places is None else (structure.unflatten(places), None)
+    several = functools.partial(_several, recipe)
+    return repeatable(several, donate_argnums=0, out_shardings=out)
+
+
+def _several(
+    recipe: Recipe, state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
+) -> tuple[State, tuple[Seen, Any]]:
+    """`private_step`, ``count`` times."""
+
+    # The trip count is an argument of the loop: no number of steps compiles a new program, and
+    # a run is the same to the last bit however it is cut into dispatches.
+    def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
+        state, seen = carry
+        state, last = private_step(recipe, data, state, shared)
+        return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, last)
+
+    none = nothing_seen(recipe.mechanism), jnp.zeros(2, jnp.uint32)
+    seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
+    return jax.lax.fori_loop(0, count, body, (state, seen))

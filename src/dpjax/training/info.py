@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step sums over its draw, and what an observer sees of these sums.
 
-Everything in this file is computed **before** the noise, so all of it is private.
+Everything in this file but a `Seal` is computed **before** the noise, so it is private.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from dpjax.gradients.batching import Layout, Total, no_total
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
+Seal = UInt32[Array, "2"]
+"""A checksum of what a step releases; see `dpjax.noise.seals`."""
 
-class Sums(NamedTuple):
-    """What a step has summed over its draw, **before** any noise: all of it is secret."""
 
-    gradients: Total
+class Seen(NamedTuple):
+    """What a step sums beside gradients, **before** any noise: all of it is secret."""
+
     losses: Float[Array, ""]
     scored: Int[Array, ""]
     """How many losses were summed. A loss may be NaN although its gradient is finite."""
@@ -36,8 +38,30 @@ class Sums(NamedTuple):
     """Drawn rows that hold at least one example."""
     dropped: Int[Array, ""]
     examples: Int[Array, ""]
-    seal: UInt32[Array, "2"]
-    """A checksum of what the step releases; see `dpjax.noise.seals`."""
+
+
+class Sums(NamedTuple):
+    """What a step has summed over its draw, **before** any noise: all of it is secret."""
+
+    gradients: Total
+    seen: Seen
+
+
+def nothing_seen(mechanism: Mechanism) -> Seen:
+    """The sums over no examples, without gradients; the mechanism's rule has the groups."""
+    groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    return Seen(
+        losses=zero,
+        scored=none,
+        norms=groups,
+        over=groups,
+        below=zero,
+        drawn=none,
+        working=none,
+        dropped=none,
+        examples=none,
+    )
 
 
 def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
@@ -48,22 +72,8 @@ def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
       params: Parameters.
       layout: The microbatch.
     """
-    groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
-    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     gradients = no_total(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
-    return Sums(
-        gradients=gradients,
-        losses=zero,
-        scored=none,
-        norms=groups,
-        over=groups,
-        below=zero,
-        drawn=none,
-        working=none,
-        dropped=none,
-        examples=none,
-        seal=jnp.zeros(2, jnp.uint32),
-    )
+    return Sums(gradients, nothing_seen(mechanism))
 
 
 class Info(NamedTuple):
@@ -84,15 +94,15 @@ class Info(NamedTuple):
     """Fraction of the drawn examples with a norm above the bound, per group."""
 
 
-def tell_of_unscored(name: str, sums: Sums) -> bool:
+def tell_of_unscored(name: str, seen: Seen) -> bool:
     """Warns of examples without a finite loss, and returns whether there are any.
 
     Args:
       name: The algorithm.
-      sums: The sums of steps, as NumPy arrays.
+      seen: What steps saw, as NumPy arrays.
     """
-    counted = int(np.sum(sums.working - sums.dropped))
-    unscored = counted - int(np.sum(sums.scored))
+    counted = int(np.sum(seen.working - seen.dropped))
+    unscored = counted - int(np.sum(seen.scored))
     if unscored:
         logging.warning(
             "%s: %d of %d examples have a finite gradient and a loss that is not finite. They "
@@ -103,19 +113,19 @@ def tell_of_unscored(name: str, sums: Sums) -> bool:
     return unscored > 0
 
 
-def mean_info(sums: Sums) -> Info:
-    """The means of steps, ``[steps, ...]``, from the sums that `release` returned.
+def mean_info(seen: Seen) -> Info:
+    """The means of steps, ``[steps, ...]``, from what they saw.
 
     NumPy computes the means on the host: an empty draw is lawful and has none, and
     ``jax_debug_nans`` would end the run there.
     """
-    sums = jax.tree.map(np.asarray, sums)
+    seen = jax.tree.map(np.asarray, seen)
     # Dropped examples contributed zero to the sum, so the means leave them out too.
-    counted = sums.working - sums.dropped
+    counted = seen.working - seen.dropped
     with np.errstate(divide="ignore", invalid="ignore"):
         means: dict[str, Any] = {
-            "loss": np.float32(sums.losses / sums.scored),
-            "norm": np.float32(sums.norms / counted[:, None]),
-            "clipped": np.float32(sums.over / sums.working[:, None]),
+            "loss": np.float32(seen.losses / seen.scored),
+            "norm": np.float32(seen.norms / counted[:, None]),
+            "clipped": np.float32(seen.over / seen.working[:, None]),
         }
-    return Info(examples=sums.examples, dropped=sums.dropped, **means)
+    return Info(examples=seen.examples, dropped=seen.dropped, **means)

@@ -33,8 +33,10 @@ Entry = Callable[[Key, Int[Array, ""]], PyTree]
 
 
 class Recipe(NamedTuple):
-    """What every step of a run does; the arguments of `dpjax.dpsgd`, and two of federated runs."""
+    """What every step of a run does: the arguments of `dpjax.dpsgd`, and two more."""
 
+    name: str
+    """How errors call the algorithm."""
     loss: LossFn
     optimizer: optax.GradientTransformation
     mechanism: Mechanism
@@ -177,7 +179,7 @@ def with_entry(
 
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
-    """The weight of each example. It is mapped over examples, so none can see another."""
+    """The weight of each example."""
     weigh = recipe.weights
     if weigh is None:
         return None
@@ -188,5 +190,5 @@ def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, "
     # `each` maps over examples, so a weight cannot see another example: a weight that took a mean
     # over the batch would move everyone's contribution when one example leaves.
     program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
-    require_one_example(program, "dpsgd: weights")
+    require_one_example(program, f"{recipe.name}: weights")
     return each(weight, examples)

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
-`run.json` says what the run is: the mechanism, the hashes of the data and of the program of a step,
-whether the seed of its key is small, the caller's configuration. `seals` says what each step
-released. A later process with another identity is refused with the differences. With an
-equal identity it resumes from the last checkpoint and drops the rows of the log after that
-checkpoint: the same steps write the same rows again. ``numerics`` lists what could change these
-rows (versions, settings of JAX and XLA, devices, the machine): it may change only where no released
-step would run again. Under other versions or settings of JAX, programs cannot be compared; where
-devices or the machine changed alone, loss and optimizer are.
+`run.json` says what the run is, see `run_identity`; `seals` says what each step released. A later
+process with another identity is refused with the differences. With an equal identity it resumes
+from the last checkpoint and drops the rows of the log after that checkpoint: the same steps write
+the same rows again. Numerics may change only where no released step would run again.
 """
 
 from __future__ import annotations
@@ -20,28 +16,26 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
 from dpjax import processes
-from dpjax._files import lock, overwrite, read_json, read_log, replace
+from dpjax._files import overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, seed_of, spent_of
+from dpjax.training.folder_lock import close, is_lock, locked
+from dpjax.training.run_identity import BLIND, PLACES, changed_numerics, differences
 
-# Numerics that do not change how loss and optimizer are traced.
-PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size", "processor", "XLA_FLAGS"})
-BLIND = (
-    "\nOther versions and settings trace other programs, so loss, optimizer and rate were not "
-    "compared. See that they did not change."
-)
-
-_held: dict[pathlib.Path, int] = {}  # locks of this process, by `hold`
-_handles: set[int] = set()  # of all locks of this process
+# The files and folders of a run, whose identity is in run.json.
+_RECORDS = ("metrics.jsonl", "furthest", "seals")
+_FOLDERS = ("checkpoints", "tensorboard")
+PRIVATE = ("run.json", *_RECORDS, "lock", *_FOLDERS)
+RELEASED = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
 
 
 class Folder:
@@ -65,7 +59,7 @@ class Folder:
         self._sealed = 0  # how many seals this process has written
         try:
             # Where several processes run, the first one alone touches files.
-            processes.from_first(self._open)
+            self._open()
             self.checkpoints = Checkpoints(self.path / "checkpoints")
         except BaseException:
             self._unlock()
@@ -79,7 +73,7 @@ class Folder:
           Refused: The folder that this process holds is not there any more.
         """
         # Another run may have begun there, which holds a lock of its own.
-        if self._lock is not None and not _is_lock(self._lock, self._path):
+        if self._lock is not None and not is_lock(self._lock, self._path):
             raise Refused(
                 f"fit(directory={str(self._path)!r}): this folder was removed while its run "
                 "continued, so nothing says any more which steps it released, and another run may "
@@ -93,35 +87,34 @@ class Folder:
         """The rows of the run."""
         return self.path / "metrics.jsonl"
 
+    @processes.in_first
     def _open(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
-        self._lock = _locked(self._path)
+        self._lock = locked(self._path)
         _same_run(self.path / "run.json", self.identity, self.path)
         # Before `rows` removes rows that the resumed run writes again: someone may have seen
         # them; and before the first step, so that a full disk has room for it.
-        self._marked = _furthest(self.path), _chosen(self.path)
-        self._write_mark(*self._marked)
+        self._mark = _marked(self.path)
+        self._write_mark(*self._mark)
 
+    @processes.in_first
     def resume(self, done: int) -> bool:
         """Resumes the run after ``done`` steps, and returns whether its numerics changed.
 
         Raises:
           Refused: They changed, and released steps would run a second time.
         """
-        return processes.from_first(lambda: self._resume(done))
-
-    def _resume(self, done: int) -> bool:
         path, now = self.path / "run.json", self.identity["numerics"]
         before = read_json(path)
         was = before.get("numerics", {})
         # Other versions or devices may change draws, noise or last bits. A repeated step would
         # then be a second release of the same data, counted once.
-        names = _changed(was, now)
+        names = changed_numerics(was, now)
         changed = "\n".join(
             f"  {name}: {was.get(name, 'unknown')} there, {now.get(name)} now" for name in names
         )
-        if changed and (furthest := _furthest(self.path)) > done:
+        if changed and (furthest := self._mark.furthest) > done:
             raise Refused(
                 f"fit(directory={str(self.path)!r}): steps up to {furthest} were released, "
                 f"the last checkpoint is of step {done}, and these settings changed since then:"
@@ -140,20 +133,19 @@ class Folder:
             replace(path, json.dumps(kept, indent=2) + "\n")
         return bool(changed)
 
+    @processes.in_first
     def begin(self) -> None:
         """Records the identity again, with the key of a run that has no checkpoint yet."""
-        content = json.dumps(self.identity, indent=2) + "\n"
-        processes.from_first(lambda: replace(self.path / "run.json", content))
+        replace(self.path / "run.json", json.dumps(self.identity, indent=2) + "\n")
 
+    @processes.in_first
     def reserve(self, steps: int) -> None:
         """Makes room for the seals of ``steps`` steps, at most a million, before they run."""
-        processes.from_first(lambda: self._reserve(8 * min(steps, 2**20)))
-
-    def _reserve(self, room: int) -> None:
-        path = self.path / "seals"
+        path, room = self.path / "seals", 8 * min(steps, 2**20)
         size = path.stat().st_size if path.exists() else 0
         overwrite(path, size, bytes(max(0, room - size)))
 
+    @processes.in_first
     def mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
         """Counts a step as released, before its parameters leave `fit`.
 
@@ -165,18 +157,16 @@ class Folder:
         Raises:
           OSError: The disk refused.
         """
-        processes.from_first(lambda: self._mark(step, chosen, seals))
-
-    def _mark(self, step: int, chosen: int, seals: np.ndarray) -> None:
-        path, mark = self.path, (max(step, self._marked[0]), max(chosen, self._marked[1]))
+        path, before = self.path, self._mark
+        mark = Mark(max(step, before.furthest), max(chosen, before.chosen))
         try:
             # First, because the seals of released steps bind every later process.
             if self._sealed < step:
                 overwrite(path / "seals", 8 * self._sealed, seals[self._sealed :].tobytes())
                 self._sealed = step
-            if mark != self._marked:
+            if mark != before:
                 self._write_mark(*mark)
-                self._marked = mark
+                self._mark = mark
         # A step that no file counts could be released again, with other noise.
         except OSError as error:
             raise OSError(
@@ -192,22 +182,18 @@ class Folder:
     @property
     def marked(self) -> int:
         """The last released step, in the first process, which counts them."""
-        return self._marked[0]
+        return self._mark.furthest
 
+    @processes.in_first
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
-        return processes.from_first(self._seals)
-
-    def _seals(self) -> np.ndarray:
         data = (self.path / "seals").read_bytes()
         # Steps that ran and were not released may run again with another sum.
-        return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)[: _furthest(self.path)]
+        return np.frombuffer(data[: len(data) // 8 * 8], np.uint64)[: self._mark.furthest]
 
+    @processes.in_first
     def rows(self, until: int) -> list[dict[str, Any]]:
         """The rows of the log up to a step. Later rows are removed and stay counted as released."""
-        return processes.from_first(lambda: self._rows(until))
-
-    def _rows(self, until: int) -> list[dict[str, Any]]:
         rows = read_log(self.log)
         kept = [row for row in rows if row["step"] <= until]
         # Compared as text, so that an unchanged log is not written again.
@@ -216,13 +202,15 @@ class Folder:
             replace(self.log, again)
         return kept
 
+    @processes.in_first
     def furthest(self) -> int:
         """The last step that was ever on disk, or that an evaluation saw."""
-        return processes.from_first(lambda: _furthest(self.path))
+        return self._mark.furthest
 
+    @processes.in_first
     def chosen(self) -> int:
         """How many steps were planned, if results ever ended the run; 0 if not."""
-        return processes.from_first(lambda: _chosen(self.path))
+        return self._mark.chosen
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
@@ -230,11 +218,9 @@ class Folder:
             self._waiting.append(_line(row))
         self.flush()
 
+    @processes.in_first
     def flush(self) -> None:
         """Appends the rows that the disk rejected so far to the log."""
-        processes.from_first(self._flush)
-
-    def _flush(self) -> None:
         if not self._waiting:
             return
         size = None
@@ -258,7 +244,7 @@ class Folder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            _close(self._lock)
+            close(self._lock)
             self._lock = None
 
 
@@ -295,7 +281,7 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
             "run of dpjax.fit(directory=...). Usually the folder above it was given."
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
-    steps = max(_furthest(folder), _chosen(folder))
+    steps = max(_marked(folder))
     return spent_of(run["mechanism"], steps, seeded=seed_of(run) is not None)
 
 
@@ -312,39 +298,19 @@ def forget(directory: str | os.PathLike[str]) -> None:
     # Names that runs alone have: without any of them `checkpoints` may be another program's.
     if not any((folder / name).exists() for name in ("run.json", "furthest", "seals")):
         return
-    held = _locked(folder)
+    held = locked(folder)
     try:
         _remove(folder)
     finally:
-        _close(held)
-
-
-@contextlib.contextmanager
-def hold(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Locks a folder for the work before and after `fit`, which joins this lock.
-
-    Privacy:
-      Of two processes that query private data before their first steps, one alone would be counted.
-
-    Raises:
-      Refused: Another process holds the folder.
-    """
-    handle, folder = _locked(pathlib.Path(directory)), pathlib.Path(directory).resolve()
-    _held[folder] = handle
-    try:
-        yield
-    finally:
-        del _held[folder]
-        _close(handle)
+        close(held)
 
 
 def _remove(folder: pathlib.Path) -> None:
-    for name in ("checkpoints", "tensorboard"):
+    for name in _FOLDERS:
         _remove_folder(folder / name)
-    released = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
     left = (path.name for path in folder.glob("*.part"))  # by a process that was killed
     # In this order: the run exists as long as run.json does.
-    for name in ("metrics.jsonl", "furthest", "seals", *released, *left, "run.json"):
+    for name in (*_RECORDS, *RELEASED, *left, "run.json"):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -358,25 +324,25 @@ def _remove_folder(folder: pathlib.Path) -> None:
             shutil.rmtree(folder)
 
 
-def _furthest(folder: pathlib.Path) -> int:
+class Mark(NamedTuple):
+    """How far a run is released."""
+
+    furthest: int
     """The last step that is on disk, was marked as released, or was removed from the log."""
+    chosen: int
+    """How many steps were planned, if results ever ended the run; 0 if not."""
+
+
+def _marked(folder: pathlib.Path) -> Mark:
+    """How far a run is released, by its checkpoints, its log and what `Folder.mark` wrote."""
     names = (path.name for path in (folder / "checkpoints").glob("*"))
     saved = (re.fullmatch(r"(?:damaged-)?(\d+)(?:-\d+)?", name) for name in names)
     steps = [int(found[1]) for found in saved if found]
-    steps += [row["step"] for row in read_log(folder / "metrics.jsonl")]
-    return max([*steps, *_mark(folder)[:1]], default=0)
-
-
-def _chosen(folder: pathlib.Path) -> int:
-    """How many steps were planned, if results ever ended the run."""
-    counted = [row.get("counted", 0) for row in read_log(folder / "metrics.jsonl")]
-    return max([*counted, *_mark(folder)[1:]], default=0)
-
-
-def _mark(folder: pathlib.Path) -> list[int]:
-    """What `Folder.mark` wrote: the last released step, and the steps that were planned."""
-    mark = folder / "furthest"
-    return [int(word) for word in mark.read_text().split()] if mark.exists() else []
+    rows, path = read_log(folder / "metrics.jsonl"), folder / "furthest"
+    steps += [row["step"] for row in rows]
+    counted = [row.get("counted", 0) for row in rows]
+    mark = [int(word) for word in path.read_text().split()] if path.exists() else []
+    return Mark(max([*steps, *mark[:1]], default=0), max([*counted, *mark[1:]], default=0))
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -385,72 +351,15 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
 
 
-def _is_lock(handle: int, folder: pathlib.Path) -> bool:
-    """Whether a handle is that of the lock that is in a folder now."""
-    try:
-        return os.path.samestat(os.fstat(handle), (folder / "lock").stat())
-    except FileNotFoundError:
-        return False
-
-
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _locked(folder: pathlib.Path) -> int:
-    """Takes the lock of a run's folder, or joins the lock of `hold`."""
-    held = _held.get(folder.resolve())
-    # The system frees the lock with its last handle.
-    handle = lock(folder / "lock") if held is None else os.dup(held)
-    if handle is None:
-        raise Refused(
-            f"fit(directory={str(folder)!r}): {_holder(folder / 'lock')} Two processes in one "
-            "folder would overwrite each other's checkpoints. Wait until it ends, or choose "
-            "another folder."
-        )
-    _handles.add(handle)
-    return handle
-
-
-def _holder(path: pathlib.Path) -> str:
-    """Says which process holds a lock."""
-    number = path.read_text()
-    try:
-        os.kill(int(number), 0)  # sends nothing
-    except ProcessLookupError:
-        return (
-            f"process {number} was running there and is not on this machine. Either it runs on "
-            "another one, or it was killed and a process that it had started still holds the "
-            f"folder: `fuser {path}` names it."
-        )
-    except (OSError, ValueError, OverflowError):  # another user's, or it has not written yet
-        pass
-    return f"process {number or 'unknown'} is running there."
-
-
-def _close(handle: int) -> None:
-    """Closes a handle of a lock, unless this process is a forked child, which closed it already."""
-    if handle in _handles:
-        _handles.remove(handle)
-        os.close(handle)
-
-
-def _close_in_child() -> None:
-    """A worker that outlives a killed run would hold its folder."""
-    for handle in _handles.copy():
-        _close(handle)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Writes the identity of a run, or compares it with the one in the folder."""
     if not path.exists():
-        names = ("metrics.jsonl", "checkpoints", "furthest", "seals")
         # An empty folder is of no run: the user may have linked one on another disk.
-        if left := [name for name in names if _holds(folder / name)]:
+        if left := [name for name in (*_RECORDS, "checkpoints") if _holds(folder / name)]:
             raise Refused(
                 f"fit(directory={str(folder)!r}): found {', '.join(left)} and no run.json that "
                 "says which run wrote them. Usually run.json was deleted. Choose another folder; "
@@ -462,8 +371,9 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
     if "mechanism" in identity:
         check_format(before.get("mechanism"), f"fit(directory={str(folder)!r})")
     lines, _ = differences(before, identity)
+    queried = before.get("mechanism", {}).get("preparation")
     # Queries of preparation are spent before the first step, so such a folder is never replaced.
-    if lines and not _furthest(folder) and not before.get("mechanism", {}).get("preparation"):
+    if lines and not queried and not _marked(folder).furthest:
         # A first step that does not compile would otherwise block the folder for good.
         logging.info("fit: the run in %s spent nothing; a new run replaces it.", folder)
         _remove(folder)
@@ -477,64 +387,5 @@ def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.P
         )
 
 
-def differences(before: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[list[str], str]:
-    """In what a run differs from the one in a folder, and what could not be compared.
-
-    Args:
-      before: What ``run.json`` holds.
-      identity: The identity of the run now, in JSON types.
-
-    Returns:
-      A line for each difference, none for the same run; and a warning where other versions or
-      settings trace other programs, else an empty text.
-    """
-    there, now = map(_leaves, (before, identity))
-    differ = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    # A changed mechanism changes the program too, and is named instead of it.
-    names = [name for name in differ if name[0] != "program"]
-    changed = _changed(before.get("numerics", {}), identity["numerics"])
-    # Other versions trace other programs of one loss, and another mesh another step of one loss.
-    # `Folder.resume` compares both.
-    comparable = PLACES.issuperset(changed)
-    if not names and comparable:
-        names = [name for name in differ if name == ("program", "functions")]
-    if not names and not changed:
-        names = differ
-    lines = [
-        f"  {'.'.join(name)}: {_short(there.get(name))} there, {_short(now.get(name))} now"
-        for name in names
-    ]
-    if names and names[0][0] == "program":
-        lines.append(
-            "  The program follows from loss, optimizer, rate, weights, per_step, "
-            "the arrays that they close over, and the shapes of the parameters."
-        )
-    return lines, "" if comparable else BLIND
-
-
-def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names of numerics that differ."""
-    return [name for name in {**was, **now} if was.get(name, "unknown") != now.get(name)]
-
-
 def _holds(path: pathlib.Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """The values of nested mappings as JSON, by path, without numerics and kind of key."""
-    leaves = {}
-    for name, value in facts.items():
-        # `Folder.resume` compares the first, and a resumed run has the key of its checkpoint.
-        if not path and name in ("numerics", "small seed"):
-            continue
-        if isinstance(value, Mapping) and value:
-            leaves |= _leaves(value, (*path, name))
-        else:  # as JSON, because NaN is not equal to itself
-            leaves[*path, name] = json.dumps(value, sort_keys=True)
-    return leaves
-
-
-def _short(text: str | None) -> str:
-    text = "null" if text is None else text
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -25,7 +25,7 @@ from dpjax.noise import seals
 from dpjax.training.released import write_released
 from dpjax.training.run_folder import Folder
 from dpjax.training.tensorboard import Board
-from dpjax.types import Algorithm
+from dpjax.types import Algorithm, Plan
 
 _DISPATCH = 0.25  # seconds of steps per dispatch; signals and the clock are read between them
 
@@ -35,12 +35,15 @@ class Run:
 
     Args:
       algorithm: What is run.
+      mechanism: Its mechanism, which `fit` requires.
       state: The first state, unless the folder has a later one.
       folder: The folder of the run, or None.
     """
 
-    def __init__(self, algorithm: Algorithm, state: Any, folder: Folder | None) -> None:
-        self.algorithm, self.folder = algorithm, folder
+    def __init__(
+        self, algorithm: Algorithm, mechanism: Plan, state: Any, folder: Folder | None
+    ) -> None:
+        self.algorithm, self.mechanism, self.folder = algorithm, mechanism, folder
         self.rows: list[dict[str, Any]] = []
         self.seen: list[Mapping[str, Any]] = []
         self.state, self.pace, self.saved = trees.copy(state), 1, time.monotonic()
@@ -49,7 +52,7 @@ class Run:
             # In the checkpoint beside the key, not in run.json: where one seed makes both key and
             # parameters, the hash would let anyone search for the seed.
             self.began = trees.fingerprint(state.params)
-            folder.reserve(_mechanism(algorithm).steps)
+            folder.reserve(mechanism.steps)
             self._take_up(folder)
             # Its files may know that results ended it and its last checkpoint not, or the reverse.
             if (allowed := folder.chosen()) or self.state.ledger.chosen:
@@ -134,8 +137,8 @@ class Run:
         Args:
           least: How many steps count at the least.
         """
-        mechanism = _mechanism(self.algorithm)
-        spent = ledger.ended(self.state.ledger, mechanism, self.algorithm.budget, least=least)
+        mechanism, budget = self.mechanism, self.algorithm.budget
+        spent = ledger.ended(self.state.ledger, mechanism, budget, least=least)
         # The states of dpjax are named tuples, a user's may be a dataclass.
         replace: Any = getattr(type(self.state), "_replace", dataclasses.replace)
         self.state = replace(self.state, ledger=spent)
@@ -144,8 +147,7 @@ class Run:
     def write_released(self, delta: float, method: str, *, last: bool) -> None:
         """Writes what may be released of the last row into the folder, if there is one."""
         if self.folder is not None:
-            mechanism = _mechanism(self.algorithm)
-            write_released(self.folder, mechanism, self.state, delta, method, last=last)
+            write_released(self.folder, self.mechanism, self.state, delta, method, last=last)
 
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
@@ -182,7 +184,7 @@ class Run:
         dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
         if dropped and not self._told:
             self._told = True
-            units = f"{self.algorithm.mechanism.unit}s" if self.algorithm.mechanism else "examples"
+            units = f"{self.mechanism.unit}s"
             drawn = sum(int(np.sum(s[units])) for s in self.seen)
             usual = "there is a NaN in the data, a label out of range, or a loss that overflows"
             if dropped == drawn:  # a bad example spoils itself alone
@@ -214,10 +216,6 @@ class Run:
         facts = {"seen": list(self.seen), "began": self.began}
         started = kept.save(self.done, self.state, facts)
         return kept.wait() and started if wait else started
-
-
-def _mechanism(algorithm: Algorithm) -> Any:
-    return algorithm.mechanism  # `fit` refuses an algorithm without one
 
 
 def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@ r"""DP-SGLD: samples from a posterior, private by the noise that Langevin dynami
 
 The step size determines the noise and therefore the cost of a step, the prior is weight decay, and
 the composition of the steps covers the parameters after every step. This file computes a noise
-multiplier, an optimizer and a `Mechanism`, and hands them to `dpsgd`.
+multiplier, an optimizer and a `Mechanism`. It shares all checks and steps with `dpsgd`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int
 
-from dpjax import checks, ledger, schedules, trees
+from dpjax import checks, ledger, meshes, schedules, trees
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.noise.langevin import multiplier_of
-from dpjax.training.dpsgd import dpsgd
+from dpjax.training.dpsgd import entry_of, on_examples
+from dpjax.training.recipe import Recipe
 from dpjax.training.samples import keep_samples
 from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule, State
 
@@ -149,16 +150,17 @@ def dp_sgld(
     )
     # Langevin dynamics are DP-SGD with this multiplier and this optimizer: draw, clipping, noise
     # and ledger exist once.
-    inner = dpsgd(
-        loss,
-        optimizer,
-        mechanism,
-        data,
-        engine,
-        per_step=per_step,
+    recipe = Recipe(
+        name="training.dp_sgld",
+        loss=loss,
+        optimizer=optimizer,
+        mechanism=mechanism,
+        engine=engine,
+        entry=entry_of(per_step),
         microbatch_size=microbatch_size,
-        budget=budget,
+        mesh=meshes.of(),
     )
+    inner = on_examples(recipe, data, budget)
 
     def init(key: Key, params: PyTree) -> State:
         _check_width(params)

@@ -20,7 +20,7 @@ from dpjax.gradients.batching import Layout, join, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.mechanism.link import private_mean
 from dpjax.noise.seals import seal
-from dpjax.training.info import Sums, no_sums
+from dpjax.training.info import Seal, Seen, Sums, no_sums
 from dpjax.training.recipe import (
     Recipe,
     bound_to,
@@ -35,7 +35,7 @@ from dpjax.types import Draw, Key, Purpose, PyTree, State
 
 def private_step(
     recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
-) -> tuple[State, Sums]:
+) -> tuple[State, tuple[Seen, Seal]]:
     """One step of Algorithm 1 on data that lie on the device.
 
     Args:
@@ -45,28 +45,34 @@ def private_step(
       shared: What the loss takes before the parameters, if it needs arrays that are no rows.
 
     Returns:
-      The state after the step, and the sums without the gradient.
+      The state after the step; and what it saw, with the checksum of its release.
 
     Privacy:
-      ``state.params`` may be released. The sums may not.
+      ``state.params`` may be released. What the step saw may not.
     """
     draw = draw_step(recipe, state.key, state.step)  # line 3: sample
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
+
+    def add(held: Any, rows: PyTree, mask: Bool[Array, " size"], sums: Sums) -> Sums:
+        before, arrays = held
+        return add_clipped(bound_to(recipe, arrays), before, rows, mask, sums)
+
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
-    seen = state._replace(optimizer=None, memory=()), shared
-
-    def add(seen: Any, *rows_mask_sums: Any) -> Sums:
-        state, shared = seen
-        return add_clipped(bound_to(recipe, shared), state, *rows_mask_sums)
-
-    sums = sum_over(add, zero, layout, draw, data, seen, end_block)
+    held = without_optimizer(state), shared
+    sums = sum_over(add, zero, layout, draw, data, held, end_block)
     return release(recipe, layout, state, sums)  # lines 6 and 7: noise, mean, update
 
 
 def draw_step(recipe: Recipe, key: Key, step: Int[Array, ""]) -> Draw:
     """The rows of one step, a pure function of the root key and the step."""
     return recipe.mechanism.sampling.draw(key, step)
+
+
+def without_optimizer(state: State) -> State:
+    """What clipping reads of a state: neither the optimizer's part nor the memory of the noise."""
+    # Every device receives all of what it gets here, and a mesh may split what is left out.
+    return state._replace(optimizer=None, memory=())
 
 
 def add_clipped(
@@ -94,18 +100,20 @@ def add_clipped(
     scored = real & finite & jnp.isfinite(part.losses)
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
     over = part.norms > jnp.asarray([rule.bounds])
-    return sums._replace(
-        gradients=sums.gradients._replace(block=part.value),
-        losses=sums.losses + jnp.sum(losses, dtype=jnp.float32) * scale,
-        scored=sums.scored + jnp.sum(scored, dtype=jnp.int32),
-        norms=sums.norms + jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
-        over=sums.over + jnp.sum(over, axis=0, dtype=jnp.float32),
-        below=sums.below + (0.0 if adaptive is None else adaptive.below(rule, part.norms, real)),
-        drawn=sums.drawn + jnp.sum(mask, dtype=jnp.int32),
-        working=sums.working + jnp.sum(real, dtype=jnp.int32),
-        dropped=sums.dropped + jnp.sum(real & ~finite, dtype=jnp.int32),
-        examples=sums.examples + jnp.sum(sizes, dtype=jnp.int32),
+    below = adaptive.below(rule, part.norms, real) if adaptive else jnp.zeros((), jnp.float32)
+    more = Seen(
+        losses=jnp.sum(losses, dtype=jnp.float32) * scale,
+        scored=jnp.sum(scored, dtype=jnp.int32),
+        norms=jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
+        over=jnp.sum(over, axis=0, dtype=jnp.float32),
+        below=below,
+        drawn=jnp.sum(mask, dtype=jnp.int32),
+        working=jnp.sum(real, dtype=jnp.int32),
+        dropped=jnp.sum(real & ~finite, dtype=jnp.int32),
+        examples=jnp.sum(sizes, dtype=jnp.int32),
     )
+    seen = jax.tree.map(jnp.add, sums.seen, more)
+    return Sums(sums.gradients._replace(block=part.value), seen)
 
 
 def end_block(sums: Sums) -> Sums:
@@ -113,7 +121,9 @@ def end_block(sums: Sums) -> Sums:
     return sums._replace(gradients=settled(sums.gradients))
 
 
-def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Sums]:
+def release(
+    recipe: Recipe, layout: Layout, state: State, sums: Sums
+) -> tuple[State, tuple[Seen, Seal]]:
     """Turns the sums of a step into the next state: noise once, the mean, the optimizer.
 
     Args:
@@ -123,15 +133,15 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
       sums: One entry per share of the batch, stacked.
 
     Returns:
-      The state after the step, and the sums of all shares without the gradient.
+      The state after the step; and what all shares saw, with a checksum of what the step
+      releases, see `dpjax.noise.seals`.
 
     Privacy:
-      The parameters that come out are private. The sums are not.
+      The parameters that come out are private. What the shares saw is not.
     """
     # Two parts, until the noise is added: one array would round the sum of a million examples by
     # more than a twentieth of a bound.
-    rest = sums._replace(gradients=None)
-    total, lost, sums = join(sums.gradients, rest, layout, reach_of(recipe, state.params))
+    total, lost, seen = join(sums.gradients, sums.seen, layout, reach_of(recipe, state.params))
     scale = recipe.bound_scale(state)
     in_parts = meshes.splits_parameters(layout.mesh)
     mean, bound_scale, memory = private_mean(  # line 6
@@ -142,7 +152,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         memory=state.memory,
         lost=lost,
         bound_scale=state.bound_scale,
-        below=sums.below,
+        below=seen.below,
         in_parts=in_parts,
     )
     sealed = seal((mean, bound_scale), in_parts)
@@ -158,4 +168,4 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
         step=state.step + 1,
         memory=memory,
     )
-    return after, sums._replace(seal=sealed)
+    return after, (seen, sealed)

@@ -8,8 +8,10 @@ than memory microbatch by microbatch before the noise is added.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,97 +22,113 @@ from dpjax.data import Stream
 from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
 from dpjax.sampling import on_host
 from dpjax.training.environment import repeatable
-from dpjax.training.in_memory import Steps
-from dpjax.training.info import Sums, no_sums
+from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
-from dpjax.training.step import add_clipped, draw_step, end_block, release
+from dpjax.training.step import add_clipped, draw_step, end_block, release, without_optimizer
 from dpjax.types import PyTree, State
 
 
-def streamed(recipe: Recipe, stream: Stream) -> Steps:
-    """Steps on data that are read by index.
+class Streamed:
+    """Steps on data that are read by index, with the methods of `InMemory`.
 
     Args:
       recipe: What the run does.
       stream: Where examples are read.
     """
 
-    def layout(state: State) -> Layout:
-        return layout_of(recipe, state.params, stream.row)
+    def __init__(self, recipe: Recipe, stream: Stream) -> None:
+        self._recipe, self._stream = recipe, stream
+        self._programs_on = functools.lru_cache(maxsize=4)(functools.partial(_programs, recipe))
 
-    def start(state: State) -> Sums:
-        chosen = layout(state)
-        empty = on_each(lambda _, p: no_sums(recipe.mechanism, p, chosen), chosen)
+    def run(self, state: State, count: int) -> tuple[State, tuple[Seen, Any]]:
+        """Takes steps; see `InMemory.run`."""
+        layout, its = self._laid_out(state)
+        size, first, seen = layout.microbatch_size * layout.shares, int(state.step), []
+        block = microbatches_in_block(layout.microbatch_size)
+        draws = [_pieces(its.draw(state.key, step), size) for step in range(first, first + count)]
+        place = Placement(layout, size)
+        # Draws are known in advance, so rows of the next steps are read while this one runs.
+        batches = self._stream.batches(map(place.ours, self._checked(draws)))
+        for pieces in draws:
+            sums = its.begin(state)
+            for number, piece in enumerate(pieces, 1):
+                sums = its.add(state, *place(next(batches), len(piece)), sums)
+                if sums.gradients.high is not None and not number % block:
+                    sums = its.settle(sums)
+            state, last = its.finish(state, sums)
+            seen.append(last)
+        return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
+
+    def programs(self, state: State) -> list[ClosedJaxpr]:
+        """The traced programs of a step, for states of these shapes."""
+        layout, its = self._laid_out(state)
+        size, row = layout.microbatch_size * layout.shares, self._stream.row
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), row)
+        mask, sums = jax.ShapeDtypeStruct((size,), bool), jax.eval_shape(its.begin, state)
+        traced = (
+            its.draw.trace(state.key, state.step),
+            its.add.trace(state, rows, mask, sums),
+            its.settle.trace(sums),
+            its.finish.trace(state, sums),
+        )
+        return [each.jaxpr for each in traced]
+
+    def _laid_out(self, state: State) -> tuple[Layout, _Programs]:
+        layout = layout_of(self._recipe, state.params, self._stream.row)
+        return layout, self._programs_on(layout)
+
+    def _checked(self, draws: list[list[np.ndarray]]) -> Iterator[np.ndarray]:
+        """The indices of each microbatch; refuses a source that became shorter."""
+        examples = self._recipe.mechanism.sampling.examples
+        for piece in itertools.chain.from_iterable(draws):
+            # Rows may have moved, and a draw may miss its own.
+            if (found := len(self._stream)) < examples:
+                raise IndexError(
+                    f"{self._recipe.name}: the source of the data.Stream had {examples} examples "
+                    f"and has {found}; expected that it does not change during a run. Usually its "
+                    "file was cut off or another program wrote it again. Restore it and resume "
+                    "the run."
+                )
+            yield piece
+
+
+class _Programs(NamedTuple):
+    """The programs of a step, which the host runs one after the other."""
+
+    draw: Any
+    begin: Any
+    add: Any
+    settle: Any
+    finish: Any
+
+
+def _programs(recipe: Recipe, layout: Layout) -> _Programs:
+    """The programs of a step in a layout."""
+
+    def begin(state: State) -> Sums:
+        empty = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
         return empty(state.params)
 
     def add(state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
         def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
             return add_clipped(recipe, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
 
-        seen = state._replace(optimizer=None, memory=())
-        return on_each(share, layout(state), split={1, 2, 3})(seen, rows, mask, sums)
+        return on_each(share, layout, split={1, 2, 3})(without_optimizer(state), rows, mask, sums)
 
-    draw = repeatable(lambda key, step: draw_step(recipe, key, step))
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
-    begin, addition = repeatable(start), repeatable(add, donate_argnums=3)
-    settle = repeatable(end_block, donate_argnums=0)
-    finish = repeatable(
-        lambda state, sums: release(recipe, layout(state), state, sums), donate_argnums=0
+    return _Programs(
+        draw=repeatable(functools.partial(draw_step, recipe)),
+        begin=repeatable(begin),
+        add=repeatable(add, donate_argnums=3),
+        settle=repeatable(end_block, donate_argnums=0),
+        finish=repeatable(functools.partial(release, recipe, layout), donate_argnums=0),
     )
-
-    def whole(pieces: list[np.ndarray]) -> Iterator[np.ndarray]:
-        for piece in pieces:
-            _require_all(stream, recipe.mechanism.sampling.examples)
-            yield piece
-
-    def run(state: State, count: int) -> tuple[State, Sums]:
-        chosen = layout(state)
-        size, first, seen = chosen.microbatch_size * chosen.shares, int(state.step), []
-        block = microbatches_in_block(chosen.microbatch_size)
-        draws = [_pieces(draw(state.key, step), size) for step in range(first, first + count)]
-        place = Placement(chosen, size)
-        # Draws are known in advance, so rows of the next steps are read while this one runs.
-        batches = stream.batches(place.ours(piece) for pieces in draws for piece in whole(pieces))
-        for pieces in draws:
-            sums = begin(state)
-            for number, piece in enumerate(pieces, 1):
-                sums = addition(state, *place(next(batches), len(piece)), sums)
-                if sums.gradients.high is not None and not number % block:
-                    sums = settle(sums)
-            state, sums = finish(state, sums)
-            seen.append(sums)
-        return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
-
-    def programs(state: State) -> list[ClosedJaxpr]:
-        chosen = layout(state)
-        size = chosen.microbatch_size * chosen.shares
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), stream.row)
-        mask, sums = jax.ShapeDtypeStruct((size,), bool), jax.eval_shape(start, state)
-        traced = (
-            draw.trace(state.key, state.step),
-            addition.trace(state, rows, mask, sums),
-            settle.trace(sums),
-            finish.trace(state, sums),
-        )
-        return [each.jaxpr for each in traced]
-
-    return Steps(run, programs)
 
 
 def _pieces(draw: Any, size: int) -> list[np.ndarray]:
     """The indices of a draw, one microbatch after the other."""
     indices = on_host(draw)
     return [indices[i : i + size] for i in range(0, len(indices), size)]
-
-
-def _require_all(stream: Stream, examples: int) -> None:
-    """Refuses a source that became shorter: rows may have moved, and a draw may miss its own."""
-    if (found := len(stream)) < examples:
-        raise IndexError(
-            f"dpsgd: the source of the data.Stream had {examples} examples and has {found}; "
-            "expected that it does not change during a run. Usually its file was cut off or "
-            "another program wrote it again. Restore it and resume the run."
-        )
 
 
 class Placement:

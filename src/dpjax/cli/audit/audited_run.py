@@ -30,8 +30,7 @@ from dpjax.cli.train.classifier import first_parameters
 from dpjax.cli.train.flags import settings
 from dpjax.cli.train.job import Planned, configuration_of, load, plan
 from dpjax.reports.load_run import SavedRun, read
-from dpjax.training.fit import identity_of
-from dpjax.training.run_folder import differences
+from dpjax.training.run_identity import differences, identity_of
 
 _MOST = 10_000  # rows whose losses are compared
 _KNOWN = 2_000  # rows whose gradients the attacker subtracts

@@ -32,7 +32,7 @@ from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import refusal, settings, without_effect
-from dpjax.training.run_folder import hold
+from dpjax.training.folder_lock import hold
 
 
 class Planned(NamedTuple):
@@ -54,14 +54,6 @@ class Planned(NamedTuple):
         """What the loss takes of the step."""
         epoch = self.per_epoch
         return None if epoch is None else lambda step: step // epoch
-
-
-class Trained(NamedTuple):
-    """What training returns."""
-
-    params: Any
-    state: Any
-    history: list[dict[str, Any]]
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -140,8 +132,16 @@ def plan(given: flags.FlagValues) -> Planned:
     # Last, because only the whole plan has a price, and still before a file is touched.
     require_affordable(given, mechanism, budget)
     return Planned(
-        *(dataset, model, loss, normalization, mechanism, optimizer, method),
-        *(per_epoch, earlier, budget),
+        dataset=dataset,
+        model=model,
+        loss=loss,
+        normalization=normalization,
+        mechanism=mechanism,
+        optimizer=optimizer,
+        method=method,
+        per_epoch=per_epoch,
+        earlier=earlier,
+        budget=budget,
     )
 
 
@@ -210,7 +210,7 @@ def run_and_report(
     configuration = configuration_of(settings(given), planned.dataset)
     before = run_files.described(folder) if processes.first_process() else {}
     try:
-        params, state, history = train(
+        trained = train(
             dataset,
             planned.model,
             planned.loss,
@@ -233,8 +233,7 @@ def run_and_report(
             describe(given, dataset, started, before)
         raise
     if processes.first_process():
-        trained = Trained(params, state, history)
-        report(given, planned.mechanism, dataset, trained, started, before)
+        report(given, mechanism, dataset, trained, started, before)
 
 
 def configuration_of(flags_of: Mapping[str, Any], dataset: data.Dataset) -> dict[str, Any]:
@@ -271,11 +270,11 @@ def report(
     given: flags.FlagValues,
     mechanism: dpjax.Mechanism,
     dataset: data.Dataset,
-    trained: Trained,
+    trained: tuple[Any, Any, list[dict[str, Any]]],
     started: float,
     before: Mapping[str, Any],
 ) -> None:
-    """Writes and prints what a run that has ended leaves."""
+    """Writes and prints what a run that has ended leaves; ``trained`` is what `train` returned."""
     folder, (params, state, history) = pathlib.Path(given.out), trained
     quoted = shlex.quote(str(folder))  # in commands, to be copied
     # What ran, and not what was planned: a budget may have ended the run earlier.

@@ -25,12 +25,11 @@ from dpjax._files import read_json, replace
 from dpjax._versions import version
 from dpjax.cli.train.inputs import MOMENTS
 from dpjax.reports.figures import PLOTS
+from dpjax.training.run_folder import PRIVATE, RELEASED
 
-WRITTEN = ("privacy.json", "statement.txt", "config.json", "digest", "params.msgpack")
-WRITTEN += ("evaluation.npz",)
+WRITTEN = (*RELEASED, "config.json", "digest", "evaluation.npz")
 WRITTEN += ("diagnostics.npz", "audit.json", "audit.png")
 WRITTEN += ("report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
-_OF_FIT = ("run.json", "metrics.jsonl", "furthest", "seals", "lock", "checkpoints", "tensorboard")
 
 
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
@@ -85,7 +84,7 @@ def clear(folder: pathlib.Path, *more: str) -> None:
 
 def present(folder: pathlib.Path) -> list[str]:
     """The names of the run's files and folders; files of others stay unnamed."""
-    names = {pathlib.Path(name).parts[0] for name in (*WRITTEN, *_OF_FIT, MOMENTS)}
+    names = {pathlib.Path(name).parts[0] for name in (*WRITTEN, *PRIVATE, MOMENTS)}
     return sorted(name for name in names if (folder / name).exists())
 
 
