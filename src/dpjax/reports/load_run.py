@@ -195,7 +195,8 @@ def _foreign(
 ) -> str:
     """Why a card does not belong to the run with these rows and this identity, or nothing."""
     check_format(card.get("mechanism"), str(path / "privacy.json"))
-    steps, counted = int(rows[-1].get("counted", rows[-1]["step"])), card.get("steps", 0)
+    steps = int(rows[-1].get("counted", rows[-1]["step"]))
+    counted = _number(card.get("steps", 0))  # NaN for text, which is another run's
     # A resumed run writes the rows of released steps again. Its card counts all of these steps.
     mark = path / "furthest"
     released = max(map(int, mark.read_text().split()[:1]), default=0) if mark.is_file() else 0
