@@ -81,6 +81,7 @@ def main(folder, task):
     import jax.numpy as jnp
     import numpy as np
     import optax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from small_mechanisms import mechanism_with
 
     import dpjax
@@ -105,6 +106,17 @@ def main(folder, task):
     mechanism = mechanism_with(60, 20, steps=12)
     optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=rate)
     mesh = meshes.parse(task["mesh"]) if "mesh" in task else None
+    devices = {
+        "order": jax.devices()[:: -1 if last else 1],
+        "left out": jax.devices()[:1],
+        "own": jax.local_devices(),
+    }
+    if task.get("meshes"):
+        mesh = Mesh(np.array(devices[task["meshes"]]), ("data",))
+    if task.get("link"):
+        # A loop of one's own, whose parameters lie on all processes.
+        everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
+        mechanism.privatize(key).init(meshes.put(first, everywhere))
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, microbatch_size=4, mesh=mesh)
     state = algorithm.init(key, first)
     if task.get("differs") == "state":

@@ -22,6 +22,7 @@ import dpjax
 from dpjax import clipped_grad, clipping, gradients, losses, meshes, testing
 from dpjax.gradients._bookkeeping import sites
 from dpjax.gradients.batching import Rows
+from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.gradients.layout import bytes_per_example
 from dpjax.gradients.nan_isolation import isolated
 
@@ -430,21 +431,63 @@ for jitted, devices in [(True, 2), (True, None), (False, None)]:
 """
 
 
+def link_of(rows):
+    """What a user's loop does with `Mechanism.private`, up to the noise."""
+
+    def find(w, x):
+        link = clipping.clip_and_sum(RULE)
+        return link.update(rows(w, x), link.init(w))[0]
+
+    return find
+
+
+def over_index(w, x):
+    """The shard is a constant of the loss, so the batch of indices is equal on all devices."""
+    return clipped_grad(lambda w, i: loss(w, x[i]), RULE, "vmap")(w, jnp.arange(len(x))).value
+
+
+def rows_of(w, x):
+    return jax.vmap(jax.grad(loss), (None, 0))(w, x)
+
+
+def step_of(w, x):
+    real, wide = jnp.ones(len(x), bool), jnp.zeros_like(w)
+    return clipped_sum(loss, RULE, "vmap", w, x, real, None, None, wide).value
+
+
+IN_A_SHARD_MAP = {
+    "clipped_grad": over_index,
+    "clip_and_sum": link_of(rows_of),
+    "clipping.clip": lambda w, x: clipping.clip(RULE, rows_of(w, x))[0],
+    "dpsgd": step_of,
+    "gradients.plain_grad": lambda w, x: gradients.plain_grad(loss)(w, x),
+}
+
+
+@kills("clipping/application.py", 'refuse_tracking("clip_and_sum")', "", case="clip_and_sum")
+@kills("clipping/application.py", 'refuse_tracking("clipping.clip")', "", case="clipping.clip")
+@kills("gradients/clipped_grad.py", 'refuse_tracking("clipped_grad")', "", case="clipped_grad")
+@kills("gradients/clipped_grad.py", 'refuse_tracking("dpsgd")', "", case="dpsgd", slow=True)
+@pytest.mark.parametrize("call", IN_A_SHARD_MAP)
+def test_a_shard_map_that_sums_gradients_by_itself_is_refused(call):
+    """Also where no argument varies: in a closure, or after the user's own `jax.grad`."""
+    auto, w, x = (jax.sharding.AxisType.Auto,), jnp.zeros(3), jnp.ones((4, 3))
+    specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P()}
+    for devices in (1, 2):
+        mesh = jax.sharding.AbstractMesh((devices,), ("d",), auto)
+        split = functools.partial(jax.shard_map, IN_A_SHARD_MAP[call], mesh=mesh, **specs)
+        with pytest.raises(ValueError, match=rf"^{call}: .* clipped as one\. Give .* check_vma="):
+            jax.eval_shape(split(), w, x)
+        jax.eval_shape(split(check_vma=False), w, x)
+
+
 @pytest.mark.slow
-def test_a_shard_map_that_sums_gradients_by_itself_is_refused():
+@pytest.mark.parametrize("call", IN_A_SHARD_MAP)
+def test_a_shard_map_that_sums_no_gradients_changes_no_sum(call):
+    find, w, x = IN_A_SHARD_MAP[call], jnp.zeros(3), jnp.ones((2, 3)) / 4
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    over, whole = jax.P("d"), jax.P()
-    for find in (
-        lambda w, x: dpjax.clipped_grad(loss, RULE, "vmap")(w, x).value,
-        lambda w, x: dpjax.gradients.plain_grad(loss)(w, x),
-    ):
-        split = functools.partial(
-            jax.shard_map, find, mesh=mesh, in_specs=(whole, over), out_specs=whole
-        )
-        w, x = jnp.zeros(3), jnp.ones((2, 3)) / 4
-        with pytest.raises(ValueError, match=r"clipped as one\. Give .* check_vma=False"):
-            split()(w, x)
-        np.testing.assert_allclose(split(check_vma=False)(w, x), find(w, x))
+    specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P(), "check_vma": False}
+    np.testing.assert_allclose(jax.shard_map(find, mesh=mesh, **specs)(w, x), find(w, x))
 
 
 def test_under_a_mesh_of_ones_own_devices_are_not_chosen():

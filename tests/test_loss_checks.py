@@ -483,9 +483,9 @@ def test_collectives_are_refused(name):
 
 @kills("gradients/loss_checks.py", 'name != "pvary" and not', "not", slow=True)
 def test_a_change_of_type_is_no_collective():
-    """`jax.shard_map` casts an example that all devices share where it meets a part of a model."""
-    clipped = dpjax.clipped_grad(loss_of(lambda x: x), clipping.flat(1.0), "vmap")
-    jax.eval_shape(over_devices(lambda w: clipped(w, X).value, True), W)
+    """A `jax.shard_map` in a loss casts a constant where it meets a part of an array."""
+    whole = over_devices(lambda x: 2 * x, check_vma=True)
+    jax.eval_shape(dpjax.clipped_grad(loss_of(whole), clipping.flat(1.0), "vmap"), W, X)
 
 
 @kills("gradients/loss_checks.py", 'equation.params.get("name") != VOUCHED', "True", slow=True)

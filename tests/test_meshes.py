@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -23,11 +24,12 @@ from flax import serialization
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from killable_runs import environment
 from mutation import kills
-from processes_in_threads import small_run
+from processes_in_threads import in_threads, small_run
 from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, federated, meshes, noise
+from dpjax.checks import Refused
 from dpjax.cli import mesh_flag, process_flags
 from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
@@ -380,6 +382,61 @@ def test_processes_with_unequal_numbers_of_devices_are_refused(monkeypatch):
         meshes.of()
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What `meshes.of` reads of a device."""
+
+    id: int
+    process_index: int
+
+
+@kills("meshes.py", "        _require_one_mesh(mesh)\n", "", case="order")
+@kills("meshes.py", "[device.id for", "[0 for", case="order", slow=True)
+@kills("meshes.py", "[list(mesh.shape.items()), devices]", "devices", case="names", slow=True)
+@kills("meshes.py", "own = reached ==", "own = reached >=", case="order", slow=True)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        pytest.param(["0123", "2301"], "2 processes differ in the mesh; .*own way", id="order"),
+        pytest.param(["d 0123", "e 0123"], "2 processes differ in the mesh;", id="names"),
+        pytest.param(["01", "01"], "2 processes differ in the mesh; .*has none in", id="left out"),
+        pytest.param(["0123", "23"], "2 processes differ in the mesh;", id="one of its own"),
+        pytest.param(["0213", "0213"], None, id="equal"),
+        pytest.param(["01", "23"], None, id="each of its own"),
+    ],
+)
+def test_processes_agree_on_the_mesh_before_they_use_it(monkeypatch, given, words):
+    """They would wait for each other for ever, after steps were admitted."""
+    devices = [Device(i, i // 2) for i in range(4)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(meshes, "automatic", lambda mesh: mesh)
+
+    def work(process):
+        *name, places = given[process].split()
+        flat = np.array([devices[int(i)] for i in places])
+        mesh = SimpleNamespace(devices=flat, shape={"".join(name): len(flat)})
+        return meshes.of(mesh).devices.size
+
+    found = in_threads(monkeypatch, work)
+    if words is None:
+        assert found == 2 * [len(given[0])]
+        return
+    for error in found:
+        with pytest.raises(Refused, match=f"^meshes.of: the {words}"):
+            raise error
+
+
+def test_a_mesh_that_leaves_a_process_out_is_refused_in_all(monkeypatch):
+    """Also in the process without a device, where JAX raised, and the others waited for it."""
+    devices = [Device(i, i) for i in range(3)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    mesh = SimpleNamespace(devices=np.array(devices[:2]), shape={"data": 2})
+    found = in_threads(monkeypatch, lambda _: meshes.of(mesh), count=3)
+    for error in found:
+        with pytest.raises(ValueError, match=r"of the processes \[0, 1\], and 3 processes run"):
+            raise error
+
+
 @pytest.mark.slow
 @kills(
     "meshes.py",
@@ -401,17 +458,33 @@ def test_explicit_axes_in_force_change_nothing(when):
     np.testing.assert_array_equal(state.params, expected.params)
 
 
-def test_data_that_explicit_axes_split_are_refused_by_the_call():
+def test_arrays_that_explicit_axes_split_are_refused_by_the_call():
+    """JAX would raise within an engine, where a product or a reshape has no sharding."""
     split = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
     rows = jax.device_put(np.ones((50, 3), np.float32), split)
+    w = jax.device_put(np.zeros(3, np.float32), split)
     clipped = dpjax.clipped_grad(lambda w, x: jnp.sum((w - x) ** 2), clipping.flat(1.0))
+    link = dpjax.clip_and_sum(clipping.flat(1.0))
     calls = {
-        "dpsgd": lambda: small_run(data=rows),
-        "clipped_grad": lambda: clipped(jnp.zeros(3), rows),
+        "dpsgd: the data": lambda: small_run(data=rows),
+        "clipped_grad: the data": lambda: clipped(jnp.zeros(3), rows),
+        "clipped_grad: the parameters": lambda: clipped(w, np.ones((50, 3))),
+        "clip_and_sum: the gradients": lambda: link.update(rows, link.init(w)),
     }
     for call, run in calls.items():
-        with pytest.raises(ValueError, match=rf"^{call}: the data are split by a mesh of explicit"):
+        with pytest.raises(ValueError, match=rf"^{call} are split by a mesh of explicit"):
             run()
+
+
+def test_a_link_takes_gradients_of_parameters_that_explicit_axes_split():
+    """Only the axis that is summed has to be whole."""
+    mesh, rows = jax.make_mesh((1,), ("model",)), np.eye(4, 3, dtype=np.float32)
+    link = dpjax.clip_and_sum(clipping.flat(0.5))
+    state = link.init(jnp.zeros(3))
+    summed = jax.jit(lambda rows: link.update(rows, state)[0])
+    with jax.set_mesh(mesh):
+        found = summed(jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, "model"))))
+    np.testing.assert_allclose(found, summed(rows))
 
 
 @pytest.mark.slow
@@ -447,6 +520,34 @@ def test_two_processes_of_two_runs_are_refused(tmp_path, differs, words):
     codes, texts = processes.finish(started, tmp_path / "run")
     assert all(codes)
     assert all(words in text for text in texts), texts
+
+
+@pytest.mark.slow
+@kills("noise/link.py", "not all(x.is_fully_addressable", "not any(x", case="link", slow=True)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param({"meshes": "order"}, "meshes.of: .* differ in the mesh", id="order"),
+        pytest.param({"meshes": "left out"}, "meshes.of: .* differ in the mesh", id="left out"),
+        pytest.param(
+            {"link": True, "differs": "key"},
+            "Mechanism.privatize: the 2 processes differ in the root key",
+            id="link",
+        ),
+    ],
+)
+def test_two_processes_that_would_not_meet_are_refused(tmp_path, options, words):
+    """Whose devices have another order or none of one process, or whose links have two keys."""
+    started = processes.start(tmp_path / "run", 2, **options)
+    codes, texts = processes.finish(started, tmp_path / "run", seconds=100)
+    assert all(codes)
+    assert all(re.search(words, text) for text in texts), texts
+
+
+@pytest.mark.slow
+def test_each_process_may_have_a_mesh_of_its_own_devices(tmp_path):
+    one, other = processes.run(tmp_path / "run", 2, steps=2, meshes="own", link=True)
+    assert one["params"] == other["params"]
 
 
 @kills(

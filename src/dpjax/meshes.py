@@ -40,7 +40,7 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     """The mesh of a run: the given one, else that of `jax.set_mesh`, else none.
 
     Where several processes run, all of their devices are the default: without a mesh each process
-    would run the whole computation.
+    would run the whole computation. They compare a given mesh, so all of them must call this.
 
     Returns:
       The mesh with automatic axes, or None for a run that `dpjax.gradients.layout` places.
@@ -48,10 +48,34 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     processes.require_equal_hosts()
     if mesh is None and not jax.sharding.get_abstract_mesh().empty:
         mesh = jax.sharding.get_mesh()
-    if mesh is None and jax.process_count() > 1:
-        mesh = Mesh(np.array(jax.devices()), ("data",))
-    # Explicit axes would ask the loss for the sharding of every reshape.
-    return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+    if mesh is not None:
+        _require_one_mesh(mesh)
+        return automatic(mesh)
+    return Mesh(np.array(jax.devices()), ("data",)) if jax.process_count() > 1 else None
+
+
+def _require_one_mesh(mesh: Mesh) -> None:
+    """Refuses meshes that leave a process out or differ; each process may have one of its own."""
+    if jax.process_count() == 1:
+        return
+    reached = {device.process_index for device in mesh.devices.flat}
+    own = reached == {jax.process_index()}
+    devices = None if own else [device.id for device in mesh.devices.flat]
+    facts = {"the mesh": [list(mesh.shape.items()), devices]}
+    # Programs that order devices differently, or that one process does not run, wait for ever.
+    processes.require_agreement("meshes.of", lambda: facts)
+    if not own and len(reached) < jax.process_count():
+        raise ValueError(
+            f"meshes.of: the mesh has devices of the processes {sorted(reached)}, and "
+            f"{jax.process_count()} processes run; expected devices of all of them, or a mesh of "
+            "its own in each. Usually jax.devices() was cut: make the mesh of all of them, or "
+            "start fewer processes."
+        )
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with automatic axes: explicit ones ask for the sharding of every reshape."""
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 @contextlib.contextmanager

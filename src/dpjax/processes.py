@@ -87,6 +87,9 @@ _CURES = {
     "file, and give it to all.",
     "the data": "Data are whole in every process; a stream reads the rows of its own devices by "
     "itself.",
+    "the mesh": "Usually one process ordered the devices in its own way, or has none in the mesh: "
+    "make it of jax.devices() in all of them, as jax.make_mesh does; or give each process a mesh "
+    "of its jax.local_devices().",
     "directory": "Usually one process alone was given the folder: give it to all. The first "
     "process alone reads and writes there.",
 }

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool
 from dpjax import checks, trees
 from dpjax._marks import mark
 from dpjax.clipping.rules import Norms
+from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.types import Clipping, PyTree
 
 
@@ -54,6 +55,7 @@ def clip(
       ([0.0, 1.5], [[4.0], [0.5]], [[0.25], [1.0]])
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
+    refuse_tracking("clipping.clip")
     # On the shapes of the parameters, as the noise and the other engines assign: a partition by
     # rank or size would answer otherwise for a batch, and give one group the noise of another.
     groups = rule.partition.assign(trees.one_row(gradients))
@@ -141,6 +143,8 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
         del params, extra
         _refuse_masked(updates)
         _refuse_unbatched(updates, state.shapes)
+        refuse_tracking("clip_and_sum")
+        refuse_explicit("clip_and_sum", "gradients", updates, rows=True)
         real = real_rows("clip_and_sum", mask, trees.leading_size(updates, name="clip_and_sum"))
         return mark(clip(rule, updates, real)[0], rule), state
 

@@ -21,6 +21,7 @@ from dpjax import checks, trees
 from dpjax._foreign import arrays
 from dpjax._marks import certified
 from dpjax.clipping.application import real_rows
+from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients import complex_leaves
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._bookkeeping.trace import Traced, without_aux
@@ -30,7 +31,6 @@ from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
 from dpjax.gradients.layout import run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
-from dpjax.gradients.sharding_checks import refuse_meshes
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 
@@ -168,9 +168,9 @@ def _of_reals(
     params = jax.tree.map(jnp.asarray, params)
     batch = arrays(batch, "clipped_grad: batch")
     size = trees.leading_size(batch)
-    # Before anything is traced: inside a `shard_map` that tracks varying values JAX sums the
-    # gradients of a device before they are clipped.
-    refuse_meshes("clipped_grad", batch)
+    refuse_tracking("clipped_grad")
+    refuse_explicit("clipped_grad", "data", batch)
+    refuse_explicit("clipped_grad", "parameters", params)
     traced = Traced(loss)
     check_loss(traced, params, trees.one_row(batch), "clipped_grad")
     real = real_rows("clipped_grad", mask, size)
@@ -222,7 +222,7 @@ def clipped_sum(
       key: For estimated norms.
       start: The sum to which this one is added.
     """
-    refuse_meshes("dpsgd", rows)
+    refuse_tracking("dpsgd")
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named("dpsgd", engine), rule, key)
     traced = Traced(without_aux(loss))

@@ -138,7 +138,7 @@ def run_laid_out(
     """
     example, size = trees.one_row(rows.batch), rows.mask.shape[0]
     parts = {"params": params, "batch": rows, "key": key, "start": start}
-    mesh = meshes.of(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
+    mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
         parts = {part: meshes.gathered(tree, mesh) for part, tree in parts.items()}
     committed = meshes.committed(called, **parts)
@@ -168,7 +168,7 @@ def _beside(
 def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
     """The user's mesh; or one of host devices, for a batch of several microbatches."""
     if isinstance(devices, Mesh):
-        return meshes.of(devices)
+        return meshes.automatic(devices)
     # Under a mesh or inside a shard_map the user chooses the devices.
     ours = jax.sharding.get_abstract_mesh().empty and jax.devices()[0].platform == "cpu"
     several = ours and microbatches > 1 and platforms.on_cpu()

@@ -16,13 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dpjax import clipping, trees
+from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import run_laid_out
 from dpjax.gradients.nan_isolation import differentiates_kernels
-from dpjax.gradients.sharding_checks import refuse_meshes, refuse_split
+from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 
@@ -55,7 +56,9 @@ def plain_grad(
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
-        refuse_meshes("gradients.plain_grad", batch)
+        refuse_tracking("gradients.plain_grad")
+        refuse_explicit("gradients.plain_grad", "data", batch)
+        refuse_explicit("gradients.plain_grad", "parameters", params)
         # The private engine with weights 1: the benchmark then compares privacy and not two
         # implementations.
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))

@@ -13,44 +13,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
 
 from dpjax.types import PyTree
-
-
-def refuse_meshes(call: str, batch: PyTree) -> None:
-    """Raises if the type of the batch varies over a mesh, or explicit axes split it.
-
-    A `jax.shard_map` that checks varying axes sums the gradients of shared parameters over devices
-    before they can be clipped, so examples of several devices would be clipped as one. Most models
-    do not run on a mesh of explicit axes.
-    """
-    for leaf in jax.tree.leaves(batch):
-        kind = jax.typeof(leaf)
-        # Read from the type of the traced value: this is known while tracing, before anything was
-        # summed.
-        if varying := sorted(kind.manual_axis_type.varying):
-            raise ValueError(
-                f"{call}: the batch varies over the axes {varying} of a jax.shard_map, which sums "
-                "gradients of shared parameters over devices by itself, so that examples of "
-                "several devices would be clipped as one. Give the shard_map check_vma=False; or "
-                "give the batch whole and devices=..."
-            )
-    refuse_explicit(call, batch)
-
-
-def refuse_explicit(call: str, data: PyTree) -> None:
-    """Raises if a mesh of explicit axes splits the data, before JAX does within the step."""
-    for leaf in jax.tree.leaves(data):
-        sharding = jax.typeof(leaf).sharding
-        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
-            raise ValueError(
-                f"{call}: the data are split by a mesh of explicit axes ({sharding.spec}); "
-                "expected arrays that lie on one device, or are split by automatic axes. "
-                "jax.make_mesh makes explicit axes by default, and then a loss has to give the "
-                "sharding of the result of every reshape. Make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,), or give NumPy arrays."
-            )
 
 
 def may_be_split() -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Int
 
-from dpjax import checks, trees
+from dpjax import checks, processes, trees
 from dpjax._display import veiled
 from dpjax._marks import require_clipped_sum
 from dpjax.noise.measured import Measurement, unless_measured
@@ -152,6 +152,12 @@ def first_state(name: str, key: Key, params: PyTree, strategy: Strategy | None) 
     """
     step = jnp.zeros((), jnp.int32)
     require_one_run(key, step, params, name)
+    # A key of each process would release one sum with several noises. Compared where parameters lie
+    # on several processes, because a link of one process alone would wait for the others.
+    arrays = [x for x in (key, *jax.tree.leaves(params)) if isinstance(x, jax.Array)]
+    if not any(map(traced, arrays)) and not all(x.is_fully_addressable for x in arrays):
+        facts = {"the root key": trees.fingerprint(key)}
+        processes.require_agreement(name, lambda: facts)
     # A copy: a step that donates the state would delete the key of the caller.
     return GaussianState(jnp.copy(key), step, first_memory(strategy, params))
 

@@ -21,11 +21,11 @@ from jax.sharding import Mesh
 from dpjax import checks, ledger, meshes, processes, trees
 from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
+from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
 from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import check_loss, check_params
-from dpjax.gradients.sharding_checks import refuse_explicit
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import first_memory
 from dpjax.noise.seals import require_one_release
@@ -124,7 +124,7 @@ class _Assembly:
             if self.mesh is not None:
                 params = meshes.placed(params, self.mesh)
             elif not self.stream:
-                refuse_explicit(name, self.data)
+                refuse_explicit(name, "data", self.data)
             _read_loss(self.with_shared, params, self.row, tell=self.shared is None)
             home = self.home(params)
             if home is None:
