@@ -1433,6 +1433,82 @@ def test_positions_that_cancel_do_not_slip_past_the_bound(left_over):
         assert_stays_within(loss, w, (x[None], c[None]), 0.1, 10.0, 1e4)
 
 
+def in_two_dtypes(name):
+    """Gradients in parts that cancel but for a float32 rounding; another part is in float64."""
+    x, g, noise = np.random.default_rng(0).normal(size=(3, 10, 2, 64))
+    (x32, g32), w = float32(x, g), jnp.zeros((64, 64), jnp.float32)
+    near = x32.at[:, 1].set(x32[:, 0] + 3e-4 * np.float32(noise[:, 0]))
+    opposite, in_float64 = np.stack([g[:, 0], -g[:, 0]], axis=1), jnp.float64
+    if name == "two uses":
+
+        def loss(w, e):
+            return jnp.sum(e[0] @ w.astype(in_float64) * e[1]) - jnp.sum(e[2] @ w * e[3])
+
+        return loss, w, (np.float64(x32), np.float64(g32) * (1 + 1e-7 * noise), x32, g32)
+    if name == "a common gradient":
+
+        def loss(w, e):
+            return jnp.sum(e[0] @ w.astype(jnp.float32) * e[1]) - jnp.sum(w**2) / 2
+
+        scale = np.exp2(noise[:, :1, :1])
+        return (
+            loss,
+            np.outer(x[0, 0], g[0, 0]) + 1e-4,
+            float32(x[:1, :1] * scale, g[:1, :1] / scale),
+        )
+    if name == "a product":
+        return (
+            pulled(lambda w, x: jnp.dot(x, w, preferred_element_type=in_float64)),
+            w,
+            (near, opposite),
+        )
+
+    def convolved(w, x):
+        kinds = {"dimension_numbers": NWC, "preferred_element_type": in_float64}
+        return lax.conv_general_dilated(x[None], w, (1,), "SAME", **kinds)[0]
+
+    return pulled(convolved), w[None], (near, opposite)
+
+
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    'if sources and name != "scan" and _mixes(equation):',
+    "if False:",
+    case="two uses",
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    'name != "scan" and _mixes',
+    'name == "convert_element_type" and _mixes',
+    case="a product",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    'name != "scan" and _mixes',
+    'name not in {"scan", "conv_general_dilated"} and _mixes',
+    case="a convolution",
+    slow=True,
+)
+@kills(
+    "gradients/_bookkeeping/trace.py",
+    'name != "scan" and _mixes',
+    'name == "dot_general" and _mixes',
+    case="a common gradient",
+    slow=True,
+)
+@pytest.mark.parametrize("name", ["two uses", "a product", "a convolution", "a common gradient"])
+def test_parts_in_two_dtypes_do_not_slip_past_the_bound(name):
+    """The norm allowed for the roundings of one dtype: a sum was 20,000 times its bound."""
+    bound = 1e-6
+    with jax.enable_x64(True):
+        loss, w, batch = in_two_dtypes(name)
+        clipped = jax.jit(clipped_grad(loss, clipping.flat(bound), "ghost"))
+        sums = [clipped(w, [x[i : i + 1] for x in batch]).value for i in range(10)]
+        assert "of float32 and float64" in gradients.explain(loss, w, [x[0] for x in batch])
+    assert max(map(np.linalg.norm, sums)) <= 1.001 * bound
+
+
 @pytest.mark.sample(1)
 @kills(
     "gradients/_bookkeeping/leaf_norms.py",

@@ -197,6 +197,11 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         return _walk(inner, constants, inputs, book)
     if name == _REMATERIALISED:
         return _rematerialised(equation, inputs, book)
+    sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
+    if sources and name != "scan" and _mixes(equation):
+        # Norms add a bound on rounding errors in one dtype. The pull-back through this equation
+        # rounds each part of the sum in another one.
+        return bind_fast(equation, plain(inputs, book, f"{name} of float32 and float64"))
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
@@ -208,7 +213,6 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
-    sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if sources and (better := rewritten(equation, inputs)):
         function, arguments = better
         program = jax.make_jaxpr(function)(*plain(arguments))
@@ -461,6 +465,12 @@ def _is(kind: Any, x: Any) -> bool:
 def _narrow(x: Any) -> bool:
     """Whether the dtype rounds more coarsely than float32."""
     return _is(jnp.floating, x) and x.dtype.itemsize < 4
+
+
+def _mixes(equation: JaxprEqn) -> bool:
+    """Whether float64 and a narrower dtype meet in an equation, also as input and output."""
+    kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+    return len({trees.wide(x.dtype) for x in kinds if _is(jnp.floating, x)}) > 1
 
 
 def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:
