@@ -12,7 +12,7 @@ $$ \lVert D_i + c_i R \rVert^2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,9 +27,11 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     Squares,
     added,
     placed,
+    pulled,
     weighted_sum,
 )
 from dpjax.gradients._bookkeeping.outer_products import form_of, product
+from dpjax.gradients._bookkeeping.sites import Site
 
 
 class Common(NamedTuple):
@@ -58,33 +60,48 @@ class Common(NamedTuple):
 
 
 def divided(
-    leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]
-) -> tuple[list[Entry], list[Common]]:
-    """The entries that have gradients of their own for each example, and the common gradients."""
-    forms = [form_of(*entry) for entry in entries]
-    chosen = aside(leaf, leaves[leaf], [entry.site for entry in entries], forms)
-    own = [entry for k, entry in enumerate(entries) if k not in chosen]
-    if chosen:
-        # Inner products with a common gradient are of the gradient as its sum has it.
-        own = [entry.rounded() for entry in own]
-    return own, [_common(leaf, entries[k], leaves) for k in chosen]
+    entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
+) -> tuple[dict[int, list[Entry]], dict[int, list[Common]]]:
+    """For each leaf the entries with a gradient for each example, and the common gradients.
+
+    Args:
+      entries: All entries of each leaf.
+      leaves: All leaves, in full precision.
+    """
+    own, commons = dict[int, list[Entry]](), dict[int, list[Common]]()
+    # What a weight decay of all leaves needs is computed once, and not once for each leaf.
+    each = {id(entry): entry for found in entries.values() for entry in found}
+    forms = {key: form_of(*entry) for key, entry in each.items()}
+    parts: dict[int, tuple[dict[int, Array], Array]] = {}
+    for leaf, found in entries.items():
+        sites = [entry.site for entry in found]
+        chosen = aside(leaf, leaves[leaf], sites, [forms[id(entry)] for entry in found])
+        own[leaf] = [entry for k, entry in enumerate(found) if k not in chosen]
+        if chosen:
+            # Inner products with a common gradient are of the gradient as its sum has it.
+            own[leaf] = [entry.rounded() for entry in own[leaf]]
+        for entry in (found[k] for k in chosen):
+            parts[id(entry)] = parts.get(id(entry)) or _parts(entry, leaves)
+        commons[leaf] = [_common(leaf, sites[k], *parts[id(found[k])]) for k in chosen]
+    return own, commons
 
 
-def _common(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Common:
-    site, axes = entry.site, entry.site.slices[leaf]
+def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
+    """What the scales of an entry multiply in the gradient of each leaf; and the scales."""
+    site = entry.site
     assert site.scales is not None
     assert site.unscaled is not None
-    of = site.unscaled
+    ones = jnp.ones_like(site.unscaled(leaves))
+    gradients = pulled(sorted(site.leaves), leaves, site.unscaled)(ones)
+    return gradients, jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
 
-    def of_one(chosen: Array) -> Array:
-        return of([*leaves[:leaf], chosen, *leaves[leaf + 1 :]])
 
-    value, pull = jax.vjp(of_one, leaves[leaf])
-    scales = jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
+def _common(leaf: int, site: Site, gradients: Mapping[int, Array], scales: Array) -> Common:
     # In the order of the leaf's axes, whatever the order of the view's.
+    axes = site.slices[leaf]
     order = sorted(range(len(axes)), key=lambda k: axes[k])
     scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
-    return Common(pull(jnp.ones_like(value))[0], scales, tuple(sorted(axes)))
+    return Common(gradients[leaf], scales, tuple(sorted(axes)))
 
 
 def norms_with(

@@ -13,6 +13,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,15 +21,18 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients._bookkeeping.common import Common, divided, norms_with
+from dpjax.gradients._bookkeeping.common import divided, norms_with
+from dpjax.gradients._bookkeeping.leaf_norms import squared
 from dpjax.gradients._bookkeeping.leaf_sums import (
     Entry,
     Kept,
     Pieces,
     Recomputed,
     clipped_sums,
+    instantiated,
     into_table,
 )
+from dpjax.gradients._bookkeeping.outer_products import form_of
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Rows
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -46,10 +50,13 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         squares[groups[i]] = squares[groups[i]] + square
         # A materialised leaf has its per-example gradients already: they are summed as they are.
         kept[i] = Pieces([gradient])
-    commons: dict[int, list[Common]] = {}
-    for i, found in entries.items():
-        entries[i], commons[i] = divided(i, found, leaves)
-        square, kept[i] = norms_with(i, entries[i], commons[i], leaves)
+    own, commons = divided(entries, leaves)
+    together = computed(own, leaves)
+    for i, found in own.items():
+        if i in together:
+            square, kept[i] = squared(together[i]), Pieces([together[i]])
+        else:
+            square, kept[i] = norms_with(i, found, commons[i], leaves)
         squares[groups[i]] = squares[groups[i]] + square
     # Squared norms of leaves add up within a group, so no per-example gradient is needed for the
     # factor.
@@ -61,7 +68,7 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     totals: dict[int, Kept | Recomputed] = {}
     for i, pieces in kept.items():
         each = factors[:, groups[i]]
-        found = entries.get(i, [])
+        found = own.get(i, [])
         # In place: a microbatch of a language model touches few rows of a table that is larger than
         # all its other leaves.
         if found and (put := into_table(i, found)):
@@ -84,6 +91,18 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         factors,
         aux,
     )
+
+
+def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) -> dict[int, Array]:
+    """Each example's gradients of the leaves from which kernels are computed, in one derivative.
+
+    A norm of the kernel's gradient is no norm of the leaf's, so these gradients are always kept.
+    """
+    # No leaf with a common gradient is among them: by `cost.aside` its other sites are isometric.
+    by = [i for i, found in entries.items() if not all(entry.site.isometry for entry in found)]
+    found = list({id(entry): entry for i in by for entry in entries[i]}.values())
+    forms = [form_of(*entry) for entry in found]
+    return instantiated(by, found, forms, leaves, exact=False) if by else {}
 
 
 def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:

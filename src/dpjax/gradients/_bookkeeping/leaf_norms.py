@@ -70,8 +70,8 @@ def norms(
         place, gradients = placed(leaf, entries[0], alone, leaves, exact)
         kept = Pieces(gradients, place)
     else:
-        kept = Pieces([instantiated(leaf, entries, forms, leaves, exact)])
-    squares = added([_square(x) for x in kept.gradients])
+        kept = Pieces([instantiated([leaf], entries, forms, leaves, exact)[leaf]])
+    squares = added([squared(x) for x in kept.gradients])
     if choice.keep:
         return squares, kept
     # The sum will come from another product than this norm, with other rounding errors.
@@ -219,6 +219,7 @@ def roundings(terms: int) -> int:
     return min(terms, BLOCK) + round(math.log2(paired(terms)))
 
 
-def _square(x: Array) -> Squares:
+def squared(x: Array) -> Squares:
+    """The squared norm of each example's array."""
     x = trees.widened_exactly(x)  # kept gradients may be bfloat16
     return jnp.sum(x * x, axis=tuple(range(1, x.ndim)))

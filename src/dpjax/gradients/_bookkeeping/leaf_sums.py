@@ -30,7 +30,7 @@ from dpjax.gradients._bookkeeping.outer_products import (
     rounded,
     rounds,
 )
-from dpjax.gradients._bookkeeping.sites import Site
+from dpjax.gradients._bookkeeping.sites import Memo, Site, union
 
 Squares = Float[Array, " batch"]
 
@@ -200,11 +200,11 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         # One-hot columns have no product; their VJP is a scatter-add.
         # The pull-back through the view runs once, after the sum over examples.
         if form is not None and not form.chosen:
-            part = _pulled(leaf, leaves, entry.site.of)(form.joined(_over_all(form)))
+            part = pulled([leaf], leaves, entry.site.of)(form.joined(_over_all(form)))[leaf]
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients, so only their
             # sum remains to be taken.
-            part = _ones_times(instantiated(leaf, [entry], [None], leaves))
+            part = _ones_times(instantiated([leaf], [entry], [None], leaves)[leaf])
         else:
             part = _summing(leaf, entry, leaves)(entry.cotangent)
         total = total + part
@@ -227,7 +227,8 @@ def halves(x: Array) -> tuple[Array, Array]:
 def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Array], Array]:
     """From cotangents of all examples at one site to the sum of their gradients of a leaf."""
     run = jax.vmap(entry.site.apply, (None, 0))
-    return _pulled(leaf, leaves, lambda p: run(p, entry.data))
+    pull = pulled([leaf], leaves, lambda p: run(p, entry.data))
+    return lambda cotangents: pull(cotangents)[leaf]
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
@@ -239,12 +240,13 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
       leaf: Which leaf.
       entries: All its sites.
     """
-    site, form = entries[0].site, form_of(*entries[0])
+    site = entries[0].site
     # Only for a table that is used once, as it is, outside of scans: then rows of the form are rows
     # of the leaf.
-    if len(entries) > 1 or form is None or not form.chosen or site.stacks:
+    if len(entries) > 1 or site.stacks or not site.isometry or site.leaves != {leaf}:
         return None
-    if not site.isometry or site.leaves != {leaf} or site.axes != tuple(range(len(site.shape))):
+    form = form_of(*entries[0])
+    if form is None or not form.chosen or site.axes != tuple(range(len(site.shape))):
         return None
 
     def put(total: Array, factors: Squares) -> Array:
@@ -278,8 +280,8 @@ def placed(
 
     Unless ``exact``, the gradients may be rounded to bfloat16.
     """
-    pull = _pulled(leaf, leaves, entry.site.of)
-    return lambda parts: pull(form.joined(parts)), _products(entry, form, exact)
+    pull = pulled([leaf], leaves, entry.site.of)
+    return lambda parts: pull(form.joined(parts))[leaf], _products(entry, form, exact)
 
 
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
@@ -294,56 +296,75 @@ def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
 
 
 def instantiated(
-    leaf: int,
+    by: Sequence[int],
     entries: Sequence[Entry],
     forms: Sequence[Outer | None],
     leaves: Sequence[Array],
     exact: bool = True,
-) -> Float[Array, "batch ..."]:
-    """Each example's gradient of a leaf, from all its sites; ``exact`` as in `placed`."""
-    parts, by_view = [], dict[Any, list[Array]]()
+) -> dict[int, Float[Array, "batch ..."]]:
+    """Each example's gradients of some leaves, from all their sites.
+
+    Args:
+      by: Which leaves.
+      entries: All their sites.
+      forms: The form of each site, if it has one.
+      leaves: All leaves, in full precision.
+      exact: As in `placed`.
+    """
+    by_view, rest = dict[Any, list[Array]](), list[Entry]()
     for entry, form in zip(entries, forms, strict=True):
         if form is None or form.chosen:
-            parts.append(_derivatives(leaf, entry, leaves))
+            rest.append(entry)
         else:
             gradients = jax.vmap(form.joined)(_products(entry, form, exact))
             wide = gradients.astype(trees.wide(gradients.dtype))
             by_view.setdefault(entry.site.of, []).append(wide)
-    # A kernel that several sites share, as the steps of a loop, is differentiated once for their
-    # sum, as JAX does it: to compute it may take longer than the sites.
-    for of, gradients in by_view.items():
-        parts.append(jax.vmap(_pulled(leaf, leaves, of))(added(gradients)))
-    return added(parts)
+    sound = {k: entry.sound() for k, entry in enumerate(rest) if _may_become_groups(entry.site)}
+    rest = [entry.wiped(sound[k]) if k in sound else entry for k, entry in enumerate(rest)]
+
+    def one(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> dict[int, Array]:
+        def run(leaves: Sequence[Array]) -> list[Array]:
+            memo: Memo = {}
+            views = [of(leaves, memo) for of in by_view]
+            uses = zip(rest, data, strict=True)
+            return [*views, *(entry.site.apply(leaves, x, memo) for entry, x in uses)]
+
+        # By all leaves of the sites: JAX cannot differentiate by a padding value alone.
+        return pulled(sorted(union(e.site.leaves for e in entries)), leaves, run)(cotangents)
+
+    # One derivative for all leaves and sites, as JAX takes it: a value that many of them share,
+    # such as a kernel or a norm of all parameters, may take longer than the sites.
+    cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
+    found = jax.vmap(one)([entry.data for entry in rest], cotangents)
+    for k, each in sound.items():
+        for leaf in rest[k].site.leaves:
+            kept = trees.expand(each, found[leaf])
+            found[leaf] = jnp.where(kept, found[leaf], jnp.nan)
+    return {leaf: found[leaf] for leaf in by}
 
 
-def _derivatives(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Float[Array, "batch ..."]:
-    """Each example's gradient at a site without a form."""
-
-    def derivative(data: Sequence[Array], cotangent: Array) -> Array:
-        return _pulled(leaf, leaves, lambda p: entry.site.apply(p, data))(cotangent)
-
-    each = jax.vmap(derivative)
-    if platforms.on_cpu() or entry.site.equation.primitive.name != "conv_general_dilated":
-        return each(entry.data, entry.cotangent)
-    # The examples become groups of one convolution. A compiler may fill up groups with zeros,
-    # and 0 * NaN would make a NaN of one example a NaN of all.
-    sound = entry.sound()
-    _, data, cotangent = entry.wiped(sound)
-    found = each(data, cotangent)
-    return jnp.where(trees.expand(sound, found), found, jnp.nan)
+def _may_become_groups(site: Site) -> bool:
+    """Whether `jax.vmap` of the VJP is one convolution, in which the examples are groups."""
+    # A compiler may fill up groups with zeros, and 0 * NaN would make a NaN of one example a NaN of
+    # all.
+    return site.equation.primitive.name == "conv_general_dilated" and not platforms.on_cpu()
 
 
-def _pulled(
-    leaf: int, leaves: Sequence[Array], function: Callable[[Sequence[Array]], Array]
-) -> Callable[[Array], Array]:
-    """The VJP of a function of all leaves with respect to one leaf."""
+def pulled(
+    by: Sequence[int], leaves: Sequence[Array], function: Callable[[Sequence[Array]], Any]
+) -> Callable[[Any], dict[int, Array]]:
+    """The VJP of a function of all leaves with respect to some of them."""
 
-    def of_one(chosen: Array) -> Array:
-        return function([*leaves[:leaf], chosen, *leaves[leaf + 1 :]])
+    def of_some(chosen: dict[int, Array]) -> Any:
+        return function([chosen.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-    # By one leaf at a time: other leaves that the view reads are constants of this derivative.
-    output, pull = jax.vjp(of_one, leaves[leaf])
-    return lambda cotangent: pull(cotangent.astype(output.dtype))[0]
+    # Other leaves that the function reads are constants of this derivative.
+    outputs, pull = jax.vjp(of_some, {i: leaves[i] for i in by})
+
+    def back(cotangents: Any) -> dict[int, Array]:
+        return pull(jax.tree.map(lambda c, y: c.astype(y.dtype), cotangents, outputs))[0]
+
+    return back
 
 
 def _ones_times(x: Array) -> Array:

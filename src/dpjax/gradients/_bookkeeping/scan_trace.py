@@ -7,6 +7,7 @@ of its own. A view that the rounds carry along is materialised.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,17 @@ from dpjax import trees
 from dpjax._jaxpr import scan_counts
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.outer_products import product
-from dpjax.gradients._bookkeeping.sites import Book, Leaves, Memo, Site, View, dtype, plain, union
+from dpjax.gradients._bookkeeping.sites import (
+    Book,
+    Leaves,
+    Memo,
+    Site,
+    View,
+    dtype,
+    plain,
+    settled,
+    union,
+)
 from dpjax.gradients._bookkeeping.structure import ENTRYWISE
 
 Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
@@ -62,13 +73,10 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         outputs = walk(inner.jaxpr, inner.consts, arguments, child)
         return plain(outputs, child, "the carry of a scan")
 
-    probe, known = Book({}), None
-    # As in `trace`: a leaf that is materialised may materialise others.
-    while known != probe.materialised.keys():
-        known = set(probe.materialised)
-        probe = Book(probe.materialised)
-        rows = trees.one_row(slices)
-        jax.eval_shape(lambda c, s, probe=probe: body(probe, c, s), carry, rows)
+    rows = trees.one_row(slices)
+    probe = settled(
+        Book({}), lambda book: jax.eval_shape(functools.partial(body, book), carry, rows)
+    )
     for local, why in probe.materialised.items():
         book.materialise(views[local].leaves, f"{why}, in a scan")
 
@@ -97,8 +105,10 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
     by_round = any(sliced[j] for j in entering)
     alone = views[entering[0]] if len(entering) == 1 else None
 
-    def over_rounds(function: Callable[..., Array], leaves: Leaves, *data: Any) -> Array:
-        memo: Memo = {}
+    def over_rounds(
+        function: Callable[..., Array], leaves: Leaves, memo: Memo | None, *data: Any
+    ) -> Array:
+        memo = {} if memo is None else memo
         chosen = {j: views[j].of(leaves, memo) for j in entering}
         if not data and not by_round:
             return function(chosen)
@@ -118,10 +128,10 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
     return site._replace(
         leaves=union(views[j].leaves for j in site.leaves),
         reads=union(views[j].reads for j in entering),
-        of=lambda leaves: over_rounds(site.of, leaves),
+        of=lambda leaves, memo=None: over_rounds(site.of, leaves, memo),
         isometry=site.isometry and alone is not None and alone.isometry,
         axes=axes,
-        apply=lambda leaves, data: over_rounds(site.apply, leaves, data),
+        apply=lambda leaves, data, memo=None: over_rounds(site.apply, leaves, memo, data),
         data=tuple(jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in site.data),
         output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
         stacks=(by_round, *site.stacks),

@@ -62,10 +62,11 @@ class Site(NamedTuple):
       equation: The equation, with its parameters.
       operand: The index of the input that is the view; of the first, if several are.
       shape: The shape of that input, in one round of the scans around it.
-      of: From all leaves to that input. Sites of one view have the same function.
+      of: ``(leaves, memo={})``: from all leaves to that input. Sites of one view have the same
+        function.
       isometry: Whether that input rearranges the entries of one leaf, and is the only view.
       axes: For each axis of that input the axis of the leaf, if it is a transpose of one.
-      apply: ``(leaves, data) -> output`` in full precision.
+      apply: ``(leaves, data, memo={}) -> output`` in full precision.
       data: Shapes and dtypes of the other inputs, for one example.
       output: Shape and dtype of the output, for one example.
       stacks: For each scan around the equation, outermost first: whether the view is sliced
@@ -82,10 +83,10 @@ class Site(NamedTuple):
     equation: JaxprEqn
     operand: int
     shape: tuple[int, ...]
-    of: Callable[[Leaves], Array]
+    of: Callable[..., Array]
     isometry: bool
     axes: tuple[int, ...] | None
-    apply: Callable[[Leaves, Sequence[Array]], Array]
+    apply: Callable[..., Array]
     data: tuple[jax.ShapeDtypeStruct, ...]
     output: jax.ShapeDtypeStruct
     stacks: tuple[bool, ...] = ()
@@ -142,6 +143,17 @@ class Book:
         trained_by = alone if trained else frozenset[int]()
         own = {leaf: axes} if trained else {}
         return View(trained_by, alone, lambda leaves, *_: leaves[leaf], value, True, axes, own=own)
+
+
+def settled(book: Book, run: Callable[[Book], Any]) -> Book:
+    """The book of a run that materialises no further leaf."""
+    known = None
+    # A materialised leaf counts as data, which other leaves may then meet: repeat until stable.
+    while known != book.materialised.keys():
+        known = set(book.materialised)
+        book = Book(book.materialised)
+        run(book)
+    return book
 
 
 def constant(value: Any) -> View:

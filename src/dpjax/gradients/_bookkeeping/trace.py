@@ -37,6 +37,7 @@ from dpjax.gradients._bookkeeping.sites import (
     constant,
     dtype,
     plain,
+    settled,
     union,
 )
 from dpjax.gradients._bookkeeping.structure import ENTRYWISE, slices, structure
@@ -158,12 +159,10 @@ def _trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
     # A view must be computable a second time; a value written to a reference is not.
     mutates = any(e.primitive.name == "new_ref" for e in equations(closed.jaxpr))
-    book, known = Book(dict.fromkeys(range(len(leaves) * mutates), "a mutable reference")), None
-    # A materialised leaf counts as data, which other leaves may then meet: repeat until stable.
-    while known != book.materialised.keys():
-        known = set(book.materialised)
-        book = Book(book.materialised)
-        jax.eval_shape(lambda p, x, book=book: walk(book, p, x), leaves, inputs)
+    written = dict.fromkeys(range(len(leaves) * mutates), "a mutable reference")
+    book = settled(
+        Book(written), lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs)
+    )
     materialised = book.materialised
 
     def run(
@@ -197,6 +196,11 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         return _walk(inner, constants, inputs, book)
     if name == _REMATERIALISED:
         return _rematerialised(equation, inputs, book)
+    sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
+    if sources and name != "scan" and _mixes(equation):
+        # Norms add a bound on rounding errors in one dtype. The pull-back through this equation
+        # rounds each part of the sum in another one.
+        return bind_fast(equation, plain(inputs, book, f"{name} of float32 and float64"))
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
@@ -208,7 +212,6 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
-    sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if sources and (better := rewritten(equation, inputs)):
         function, arguments = better
         program = jax.make_jaxpr(function)(*plain(arguments))
@@ -403,8 +406,8 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
     name, flat = equation.primitive.name, tuple(view.constant)
     sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
 
-    def mixed(leaves: Leaves, data: Sequence[Array]) -> list[Array]:
-        memo, rest = {}, iter(data)
+    def mixed(leaves: Leaves, data: Sequence[Array], memo: Memo | None = None) -> list[Array]:
+        memo, rest = {} if memo is None else memo, iter(data)
         found = [
             views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
         ]
@@ -443,7 +446,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         of=view.of,
         isometry=view.isometry and len(sources) == 1,
         axes=view.axes if len(sources) == 1 else None,
-        apply=lambda leaves, data: run(mixed(leaves, data)),
+        apply=lambda leaves, data, memo=None: run(mixed(leaves, data, memo)),
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),
         slices=slices(view) if len(sources) == 1 and name in ENTRYWISE else {},
@@ -461,6 +464,12 @@ def _is(kind: Any, x: Any) -> bool:
 def _narrow(x: Any) -> bool:
     """Whether the dtype rounds more coarsely than float32."""
     return _is(jnp.floating, x) and x.dtype.itemsize < 4
+
+
+def _mixes(equation: JaxprEqn) -> bool:
+    """Whether float64 and a narrower dtype meet in an equation, also as input and output."""
+    kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+    return len({trees.wide(x.dtype) for x in kinds if _is(jnp.floating, x)}) > 1
 
 
 def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:
