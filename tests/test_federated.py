@@ -130,8 +130,8 @@ def influences(sum_of, examples):
 @pytest.mark.sample(1)
 @kills(
     "training/step.py",
-    "clipped_sum(scaled, rule,",
-    'clipped_sum(scaled, __import__("dpjax").clipping.flat(jnp.inf),',
+    "clipped_sum(recipe.name, scaled, rule,",
+    'clipped_sum(recipe.name, scaled, __import__("dpjax").clipping.flat(jnp.inf),',
     case="flat-False",
     slow=True,
 )

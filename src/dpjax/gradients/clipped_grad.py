@@ -199,6 +199,7 @@ def _of_reals(
 
 
 def clipped_sum(
+    call: str,
     loss: LossFn,
     rule: Clipping,
     engine: str,
@@ -212,6 +213,7 @@ def clipped_sum(
     """The clipped sum of one microbatch: `clipped_grad` without its layout, in a trace.
 
     Args:
+      call: How errors call the algorithm.
       loss: ``loss(params, example) -> scalar``.
       rule: As for `clipped_grad`, and so ``engine``, ``weights`` and ``key``.
       engine: ``"auto"`` or a name of `ENGINES`.
@@ -222,12 +224,12 @@ def clipped_sum(
       key: For estimated norms.
       start: The sum to which this one is added.
     """
-    refuse_tracking("dpsgd")
+    refuse_tracking(call)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
-    run = _engine(named("dpsgd", engine), rule, key)
+    run = _engine(named(call, engine), rule, key)
     traced = Traced(without_aux(loss))
     # Where the loss is mapped over examples, so that no path to a step goes around it.
-    check_loss(traced, params, trees.one_row(rows), "dpsgd")
+    check_loss(traced, params, trees.one_row(rows), call)
     return run(traced, rule, params, Rows(rows, mask, held), start)
 
 

@@ -93,7 +93,8 @@ def add_clipped(
     directions = trees.step_key(state.key, Purpose.PROJECTIONS, state.step)
     weights = weights_of(recipe, state, examples)
     microbatch = (state.params, examples, real, weights, directions)
-    part = clipped_sum(scaled, rule, recipe.engine, *microbatch, start=sums.gradients.block)
+    start = sums.gradients.block
+    part = clipped_sum(recipe.name, scaled, rule, recipe.engine, *microbatch, start=start)
     finite = jnp.all(jnp.isfinite(part.norms), axis=1)
     # A non-finite example contributed zero to the sum. It is counted here and left out of the
     # means.
