@@ -477,7 +477,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 @kills("training/step.py", "state.key, state.step)", "state.key, 0)", case="3-poisson", slow=True)
 @kills(
     "training/step.py",
-    "start=sums.gradients.block)",
+    "start=start)",
     "start=jax.tree.map(jnp.zeros_like, sums.gradients.block))",
     case="3-poisson",
     slow=True,
