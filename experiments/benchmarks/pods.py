@@ -4,7 +4,7 @@
   result    124 million parameters on a host of 8 H100s, batch 256, data parallel: a private step
             reduces twice the bytes of a plain one and does as many operations in matrix
             products; 4.4 GiB of temporaries, where a plain step takes 1.8
-  hardware  none of the devices: compilers of TPU v5e and v5p (libtpu 0.0.52) and H100, JAX 0.10.2
+  hardware  none of the devices: compilers of TPU v5e and v5p (libtpu 0.0.42.1) and H100, JAX 0.10.2
   command   make bench BENCH=pods ARGS="--out experiments/results/pods.json"
   figures   experiments/results/pods.json; tables in docs/pages/scale.md (``--page``)
 
@@ -12,8 +12,8 @@ These are plans and not measurements. A decoder (AdamW, texts of 1,024 tokens, b
 parameters, layers in a scan) is compiled with and without privacy for the same mesh. Bytes are
 the compiler's; operations are of matrix products alone; collectives and the cycles that the
 compiler of a TPU expects are multiplied by the trips of the loops around them (`pods_hlo`). It
-gives no cycles of collectives, so cycles are of computation alone. For the private step on v5p the
-bytes alone are known: jaxlib 0.10.2 cannot read the program of libtpu 0.0.52 (an `async-update`).
+gives no cycles of collectives, nor of a SparseCore, so cycles are of computation alone. Use the
+libtpu of the same ``jax[tpu]``: of newer ones jaxlib cannot read all programs.
 
 The compilers need an environment of their own: ``python -m venv .venv-compilers``, then
 ``.venv-compilers/bin/pip install . 'jax[tpu]'`` for TPUs, or ``. 'jax[cuda12]'`` for GPUs. One plan
@@ -99,11 +99,6 @@ def show(name: str, found: dict[str, Any]) -> None:
         text = f"no plan: {found['refused']}"
     elif "too_large" in found:
         text = f"does not fit: {found['too_large']}"
-    elif "unread" in found:
-        text = (
-            f"{found['state_bytes'] / 2**20:9,.1f} MiB state"
-            f" {found['temporary_bytes'] / 2**20:9,.1f} MiB temporary; not read: {found['unread']}"
-        )
     else:
         counts = ", ".join(
             f"{n:,} over {axes} ({found['collective_bytes'][axes] / 2**20:,.1f} MiB)"
@@ -174,7 +169,7 @@ def tables(report: dict[str, Any]) -> str:
             rows.append(f"| {place} | {step} | does not fit: {found['too_large']} | | | | | |")
             continue
         cycles = f"{found['cycles'] / 1e9:.2f}" if found.get("cycles") else "-"
-        sent = ["not read" if "unread" in found else _over(found, batch) for batch in (True, False)]
+        sent = [_over(found, batch) for batch in (True, False)]
         held = [_gib(found[kind]) for kind in ("state_bytes", "temporary_bytes")]
         tflop = f"{found['matmul_flop'] / 1e12:.1f}"
         rows.append(markdown.line(place, step, *held, tflop, cycles, *sent))
