@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What compilers expect of one private step on one TPU or GPU that is not there.
 
-  result    a private step on v5e takes 1.6 to 8.4 times the cycles of a plain one (W1 to W5), where
+  result    a private step on v5e takes 1.5 to 8.4 times the cycles of a plain one (W1 to W5), where
             `vmap` takes 4 to 119 times; by the compiler's first estimate 1.4 to 2.8 times. It takes
-            1.47 times the cycles on WRN-16-4, 0.92 on ViT-S, 0.67 on the Transformer and 0.65 with
-            LoRA; on a v5p 1.51 on W5, 2.26 on WRN-16-4, 1.25 on ViT-S and the Transformer, 0.96
-            with LoRA; on a v6e 1.30 on W5, 1.93 on WRN-16-4, 0.86 on ViT-S (`vmap` 2.12), 0.85 on
+            1.47 times the cycles on WRN-16-4, 0.92 on ViT-S, 0.69 on the Transformer and 0.65 with
+            LoRA; on a v5p 1.51 on W5, 2.27 on WRN-16-4, 1.25 on ViT-S and the Transformer, 0.96
+            with LoRA; on a v6e 1.30 on W5, 1.93 on WRN-16-4, 0.88 on ViT-S (`vmap` 2.12), 0.85 on
             the Transformer and 0.75 with LoRA. On an H100 it takes 1.2 to 2.5 times the roofline of
             a plain one (W1 to W5), 2.12 on WRN-16-4, 1.41 on ViT-S (`vmap` 1.35), 1.06 on the
             Transformer and 1.03 with LoRA. Goals are 1.3, and 1.2 for the large models. Plans,
