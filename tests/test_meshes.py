@@ -304,6 +304,8 @@ assert len(phase.step(state)[0].params.sharding.device_set) == 2
 for mesh in two, model:
     other, state = small_run(microbatch_size=2, mesh=mesh)
     before = other.step(state)[0]
+    mixed = state._replace(key=jax.device_put(state.key, devices[0]))
+    np.testing.assert_array_equal(other.step(mixed)[0].params, before.params)
     for to in two, model, None:
         algorithm, _ = small_run(microbatch_size=2, mesh=to)
         after, _ = dpjax.fit(algorithm, before, steps=1, progress=False)
@@ -339,6 +341,7 @@ except ValueError as error:
     "structure), self._held_on(None)",
     slow=True,
 )
+@kills("trees.py", "None if isinstance(leaf, Tracer) else leaf.sharding", "None", slow=True)
 @kills("meshes.py", " and _devices(leaf.sharding) != devices", " and False", slow=True)
 @kills("gradients/layout.py", "if not committed or found.mesh is None", "if True", slow=True)
 def test_committed_arrays_and_states_of_other_meshes_run():

@@ -127,9 +127,16 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 def copy(tree: PyTree) -> PyTree:
     """A tree whose JAX arrays are in buffers of their own; other leaves as they are."""
     leaves, structure = jax.tree.flatten(tree)
-    own = iter(_copies([leaf for leaf in leaves if isinstance(leaf, jax.Array)]))
-    whole = [next(own) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-    return jax.tree.unflatten(structure, whole)
+    places: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array):
+            # A state may lie on several sets of devices, which JAX refuses in one program.
+            place = None if isinstance(leaf, Tracer) else leaf.sharding
+            places.setdefault(place, []).append(i)
+    for some in places.values():
+        for i, own in zip(some, _copies([leaves[i] for i in some]), strict=True):
+            leaves[i] = own
+    return jax.tree.unflatten(structure, leaves)
 
 
 def expand(rows: Shaped[Array, " batch"], like: Array) -> Array:
