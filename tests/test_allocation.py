@@ -279,7 +279,7 @@ def test_other_relations_and_methods_take_the_bin_as_known():
     slow=True,
 )
 @kills(
-    "verify/cards.py", "accountant.rdp + less_by_bins(card, ORDERS)", "accountant.rdp", slow=True
+    "verify/epsilon.py", "accountant.rdp + less_by_bins(card, ORDERS)", "accountant.rdp", slow=True
 )
 @kills("verify/correlated.py", "(1 + bins / 2**32) / bins", "2 / bins", slow=True)
 @pytest.mark.sample(2)

@@ -21,8 +21,8 @@ from dpjax import clipping, reports, sampling, strategies, verify
 from dpjax.accounting import pld
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism.correlated import is_amplified
-from dpjax.verify import cards
-from dpjax.verify.cards import BOUNDS
+from dpjax.verify import cards, events, gaussian
+from dpjax.verify.fields import BOUNDS
 
 DELTA = 1e-5
 SCORED = sampling.scored(np.arange(1000) % 2, [[0.1, 0.2]], steps_per_row=40, batch_size=100)
@@ -95,13 +95,13 @@ def test_every_claim_of_an_honest_card_holds(options):
     assert sum(bool(said.search(line)) for line in lines) == len(claimed)
 
 
-@kills("verify/cards.py", "found[float(q.max()), ", "found[float(q.min()), ", slow=True)
-@kills("verify/cards.py", "float(z.min())] +=", "float(z.max())] +=", slow=True)
+@kills("verify/events.py", "found[float(q.max()), ", "found[float(q.min()), ", slow=True)
+@kills("verify/events.py", "float(z.min())] +=", "float(z.max())] +=", slow=True)
 def test_rounding_to_levels_makes_no_step_cheaper():
     """By dpjax.accounting too, whose rounding is another program."""
     pairs = Counter({(q, z): 3 for q in np.linspace(0.1, 0.2, 12) for z in np.linspace(1, 2, 30)})
     pairs[1.0, 7.77] = pairs[0.3, math.inf] = 2
-    found = cards.at_levels(pairs)
+    found = events.at_levels(pairs)
     assert len(found) <= 64 + 2
     assert found.total() == pairs.total()
     assert found[1.0, 7.77] == found[0.3, math.inf] == 2
@@ -109,11 +109,11 @@ def test_rounding_to_levels_makes_no_step_cheaper():
     assert found == Counter(pld.rounded(pairs - whole)) + whole
     cost = [sum(n * (q / z) ** 2 for (q, z), n in each.items()) for each in (pairs, found)]
     assert cost[0] < cost[1] < 1.3 * cost[0]
-    assert cards.at_levels(few := Counter({(0.1, 1.0): 5})) == few
+    assert events.at_levels(few := Counter({(0.1, 1.0): 5})) == few
 
 
 @kills(
-    "verify/cards.py",
+    "verify/epsilon.py",
     "PLDAccountant(relation, grid(event, exchange))",
     "PLDAccountant(relation)",
     slow=True,
@@ -183,20 +183,20 @@ CHANGES = [
 )
 @kills("verify/cards.py", "is not None or earlier:", "is not None:", slow=True)
 @kills("verify/cards.py", '    if card["not_private"] is not None:', "    if False:", slow=True)
-@kills("verify/cards.py", 'if claim["proven"] is not (name in BOUNDS):', "if False:", slow=True)
-@kills("verify/cards.py", "    if given != expected:", "    if False:", slow=True)
+@kills("verify/fields.py", 'if claim["proven"] is not (name in BOUNDS):', "if False:", slow=True)
+@kills("verify/fields.py", "    if given != expected:", "    if False:", slow=True)
 @kills(
-    "verify/cards.py",
+    "verify/fields.py",
     'mechanism["neighbours"] not in PROVED[sampling["name"]]:',
     "False:",
     slow=True,
 )
-@kills("verify/cards.py", "float(bound) >= 0 for bound", "True for bound", slow=True)
-@kills("verify/cards.py", 'len(bounds) != len(rule["groups"]) or', "", slow=True)
+@kills("verify/fields.py", "float(bound) >= 0 for bound", "True for bound", slow=True)
+@kills("verify/fields.py", 'len(bounds) != len(rule["groups"]) or', "", slow=True)
 @kills(
     "verify/cards.py", "    except Exception as error:", "    except KeyError as error:", slow=True
 )
-@kills("verify/cards.py", "if len(groups) != len(bounds) or not same:", "if False:", slow=True)
+@kills("verify/fields.py", "if len(groups) != len(bounds) or not same:", "if False:", slow=True)
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     CHANGES,
@@ -229,15 +229,15 @@ CONTRADICTIONS = [
 ]
 
 
-@kills("verify/cards.py", "    require_drawn(sampling)\n", "", case="cycle=51")
+@kills("verify/fields.py", "    require_drawn(sampling)\n", "", case="cycle=51")
 @kills(
-    "verify/cards.py",
+    "verify/fields.py",
     "not (both < count or both == count == 0):",
     "False:",
     case="count_multiplier=0.0",
 )
 @kills(
-    "verify/cards.py", "n % 1 == 0 and n >= 1 for", "True for", case="rates=[[0.2, -1]]", slow=True
+    "verify/fields.py", "n % 1 == 0 and n >= 1 for", "True for", case="rates=[[0.2, -1]]", slow=True
 )
 @pytest.mark.parametrize(
     ("options", "path", "value", "expected"),
@@ -277,16 +277,19 @@ WITHOUT_NOISE = {
 
 
 @kills(
-    "verify/cards.py", "    if min(noise, default=math.inf) <= BARE:", "    if False:", case="fixed"
+    "verify/events.py",
+    "    if min(noise, default=math.inf) <= BARE:",
+    "    if False:",
+    case="fixed",
 )
 @kills(
-    "verify/cards.py",
+    "verify/events.py",
     "in (*each, *map(float,",
     "in (*each[:0], *map(float,",
     case="schedule",
     slow=True,
 )
-@kills("verify/cards.py", '*map(float, spent["preparation"]))]', ")]", case="query", slow=True)
+@kills("verify/events.py", '*map(float, spent["preparation"]))]', ")]", case="query", slow=True)
 @pytest.mark.parametrize("name", WITHOUT_NOISE)
 def test_a_run_without_noise_promises_nothing(name):
     options, why = WITHOUT_NOISE[name]
@@ -311,12 +314,12 @@ EXACT = [
 
 @kills("verify/gaussian.py", "erfcx((x + signal) / 2**0.5)", "erfcx(x + signal)", slow=True)
 @kills("verify/gaussian.py", "        return multiplier**-2\n", "        return 1 / multiplier\n")
-@kills("verify/cards.py", "    return exchange * math.sqrt(", "    return math.sqrt(", slow=True)
+@kills("verify/epsilon.py", "    return exchange * math.sqrt(", "    return math.sqrt(", slow=True)
 @kills("verify/gaussian.py", "return count * precision(part)", "return precision(part)", slow=True)
 @pytest.mark.parametrize(("moved", "delta", "expected"), EXACT)
 def test_gaussians_without_sampling_have_a_closed_form(moved, delta, expected):
     """Claims at any delta are compared with it, from both sides."""
-    assert cards.closed_form.epsilon(moved, delta) == pytest.approx(expected, rel=1e-7)
+    assert gaussian.epsilon(moved, delta) == pytest.approx(expected, rel=1e-7)
     z, options = 20**0.5 / moved, {"sampling": sampling.full(1000), "steps": 20}
     for neighbours, noise in (("zero-out", z), ("replace-one", 2 * z)):
         made = mechanism(noise_multiplier=noise, neighbours=neighbours, **options)
@@ -351,15 +354,17 @@ def test_orders_are_fine_enough_for_a_small_delta(options, delta):
 
 
 @kills(
-    "verify/cards.py",
+    "verify/epsilon.py",
     'spare = card["delta"] - error',
     'spare = card["delta"]',
     case="50000",
     slow=True,
 )
-@kills("verify/cards.py", "epsilon = min(epsilon, whole)", "pass", case="99999.9999999", slow=True)
 @kills(
-    "verify/cards.py",
+    "verify/epsilon.py", "epsilon = min(epsilon, whole)", "pass", case="99999.9999999", slow=True
+)
+@kills(
+    "verify/epsilon.py",
     'if card["delta"] < ROUGH * error and exchange == 1:',
     "if False:",
     case="50000",
@@ -442,7 +447,10 @@ def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
 
 
 @kills(
-    "verify/cards.py", "max(float(classic), float(np.min(published)))", "float(classic)", slow=True
+    "verify/epsilon.py",
+    "max(float(classic), float(np.min(published)))",
+    "float(classic)",
+    slow=True,
 )
 @pytest.mark.parametrize("multiplier", [2.0, 8.0, 100.0])
 def test_small_claims_of_every_method_hold(multiplier):
@@ -490,7 +498,7 @@ BATCHES = {
 @kills("sampling/epochs.py", "strategies.apart(1, -(-steps // epoch))", "strategies.cycles(epoch)")
 @kills("sampling/uniform.py", "strategies.apart(1),", "strategies.once(),", slow=True)
 @kills("sampling/epochs.py", "strategies.cycles(epoch),", "strategies.once(),", slow=True)
-@kills("verify/cards.py", "    require_hidden(spent)\n", "", slow=True)
+@kills("verify/fields.py", "    require_hidden(spent)\n", "", slow=True)
 @pytest.mark.parametrize("name", CORRELATED)
 def test_correlated_noise_is_recomputed_with_its_strategy(name):
     """The sensitivity on the card is the one that this file finds by its own arithmetic."""
@@ -507,9 +515,9 @@ def test_correlated_noise_is_recomputed_with_its_strategy(name):
 
 
 @kills("verify/correlated.py", 'bands(noise) <= sampling["cycle"]', "True", slow=True)
-@kills("verify/cards.py", "[steps * rate for rate", "[rate for rate", slow=True)
+@kills("verify/events.py", "[steps * rate for rate", "[rate for rate", slow=True)
 @kills(
-    "verify/cards.py",
+    "verify/events.py",
     "        return dp.ComposedDpEvent([*queries, *map(gaussian, each[:1])])",
     "        pass",
     slow=True,

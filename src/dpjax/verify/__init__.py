@@ -20,7 +20,8 @@ A card proves no more than its facts: its author can state other facts. What is 
 | has another format, other fields, or values that contradict each other | not read further |
 """
 
-from dpjax.verify.cards import event_of, findings, main
+from dpjax.verify.cards import findings, main
 from dpjax.verify.correlated import Unreadable, sensitivity
+from dpjax.verify.events import event_of
 
 __all__ = ["Unreadable", "event_of", "findings", "main", "sensitivity"]
