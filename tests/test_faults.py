@@ -725,6 +725,33 @@ def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     assert _seen(tmp_path, algorithm, state=last).ledger.steps == 4
 
 
+@kills(
+    "training/runner.py",
+    "            _require_saved(self.state, found.state, folder)\n",
+    "            pass\n",
+)
+def test_a_state_that_was_changed_between_two_calls_is_refused(tmp_path):
+    algorithm = runs.make(steps=4)
+    state = _seen(tmp_path, algorithm, steps=2)
+    with pytest.raises(ledger.Refused, match=r"params of the given state .* at this step, 2"):
+        _seen(tmp_path, algorithm, steps=1, state=state._replace(params=state.params + 1))
+    assert _seen(tmp_path, algorithm, steps=1, state=state).ledger.steps == 3
+
+
+@kills("training/fit.py", "evaluate(trees.copy(run.state))", "evaluate(run.state)", slow=True)
+def test_evaluate_may_keep_the_best_parameters():
+    kept = []
+    algorithm = runs.make(steps=4)
+
+    def evaluate(state):
+        kept.append(state.params)
+        return {}
+
+    state = runs.start(algorithm)
+    dpjax.fit(algorithm, state, evaluate=evaluate, evaluate_every=1, progress=False)
+    assert len(np.unique(np.stack(kept), axis=0)) == 4
+
+
 @kills("training/fit.py", "if run.done > terms.begin:", "if False:", slow=True)
 def test_a_given_state_that_is_ignored_is_logged(tmp_path, caplog):
     algorithm = runs.make(steps=4)

@@ -401,6 +401,8 @@ def test_leaves_that_an_optimizer_never_moves_are_named(caplog):
     assert "never moves 1 of 2 leaves (body)" in told(optax.multi_transform(rules, kinds))
     assert "(body)" in told(optax.masked(optax.set_to_zero(), {"body": True, "head": False}))
     assert not told(optax.adam(0.1))
+    climbing = "returns the gradient itself as the update of 1 of 2 leaves (body)"
+    assert climbing in told(optax.masked(optax.adam(0.1), {"body": False, "head": True}))
 
 
 def test_batch_normalisation_of_one_example_is_named(caplog):

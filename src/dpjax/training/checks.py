@@ -94,6 +94,14 @@ def check_optimizer(recipe: Recipe, optimizer_state: Any, params: PyTree) -> Non
             "leaves, and the bound is for the others.",
             *(name, len(idle), len(jax.tree.leaves(params)), _few(idle)),
         )
+    if climbing := _unchanged(program, params):
+        logging.warning(
+            "%s returns the gradient itself as the update of %d of %d leaves (%s), so they climb "
+            "the loss. Usually optax.masked stands alone: it passes on what its mask leaves out. "
+            "To freeze leaves, let the loss close over them; for two kinds of leaves, take "
+            "optax.partition.",
+            *(name, len(climbing), len(jax.tree.leaves(params)), _few(climbing)),
+        )
 
 
 def update_program(
@@ -343,6 +351,13 @@ def _zeros(program: Jaxpr, params: PyTree) -> list[str]:
         for name, v in names
         if _is_zero(v) or any(v is zero for zero in zeros)
     ]
+
+
+def _unchanged(program: Jaxpr, params: PyTree) -> list[str]:
+    """The leaves of the parameters for which a program returns its own input, the gradient."""
+    names = trees.leaf_names(params)
+    each = zip(names, program.outvars[: len(names)], program.invars, strict=False)
+    return [name or "(the array)" for name, update, gradient in each if update is gradient]
 
 
 def _few(names: list[str]) -> str:

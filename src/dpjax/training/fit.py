@@ -61,8 +61,8 @@ def fit(
       steps: How many more steps; by default all that are planned.
       evaluate: ``state -> {name: number}``, for example the accuracy on test data; an array is
         logged as a list. Numbers that depend on private data go under ``{"private": {name:
-        number}}``. The next steps reuse the buffers of the state: copy what you keep. With
-        ``"stop": True`` among the numbers the run ends after this row.
+        number}}``. The state is a copy, which you may keep. With ``"stop": True`` among the
+        numbers the run ends after this row.
       evaluate_every: Steps between evaluations; by default a twentieth of the run.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
         ``mechanism.target``, or 1e-5.
@@ -96,6 +96,7 @@ def fit(
     | holds released steps of other data | refused |
     | ... of another loss, optimizer or rate | refused; not seen if versions or settings changed |
     | holds a run that began with other parameters | refused |
+    | holds this run, and the given state was changed since its step | refused |
     | holds this run, finished or stopped by `evaluate` | returns its last state and rows |
     | holds this run, released further than ``steps`` | refused |
     | is on a full disk | logged; the run continues, and tries the next checkpoint |
@@ -342,7 +343,8 @@ def _evaluated_row(
     # the step counts as released.
     run.mark()
     if evaluate is not None:
-        row |= _evaluated(evaluate(run.state), [*row, _COUNTED])
+        # The next step donates the buffers of the state, and users keep the best parameters.
+        row |= _evaluated(evaluate(trees.copy(run.state)), [*row, _COUNTED])
     # Processes may measure different numbers, and all of them stop at one step.
     ended = processes.from_first(lambda: bool(row.get("stop")))
     if ended:

@@ -86,6 +86,8 @@ class Run:
                 f"fit(directory={str(folder.path)!r}): the state has run {self.done} steps with "
                 "another key than the checkpoints there. Choose another folder for this run."
             )
+        if self.done and found.state.ledger.steps == self.done:
+            _require_saved(self.state, found.state, folder)
         given, began = self.done, found.facts.get("began", self.began)
         if found.state.ledger.steps >= self.done:
             self.state, self.seen = found.state, list(found.facts["seen"])
@@ -231,6 +233,26 @@ def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:
 
 def _finite(leaf: Any) -> bool:
     return bool(jnp.isfinite(leaf).all())
+
+
+def _require_saved(given: Any, saved: Any, folder: Folder) -> None:
+    """Refuses a state that was changed since its step: its run would go on without the change."""
+    names = ("params", "optimizer", "bound_scale", "memory")
+    both = {name: [getattr(state, name, ()) for state in (given, saved)] for name in names}
+    changed = [
+        name
+        for name, (one, other) in both.items()
+        if trees.fingerprint(one) != trees.fingerprint(other)
+    ]
+    if changed:
+        raise Refused(
+            f"fit(directory={str(folder.path)!r}): {', '.join(changed)} of the given state are not "
+            f"those that the folder saved at this step, {given.ledger.steps}. Usually a rate or "
+            "parameters were set by hand between two calls of fit. A folder is one run: give a "
+            "rate that changes as an Optax schedule. Or start from these parameters in another "
+            "folder, and count what was spent: "
+            "Mechanism(..., before=dpjax.training.earlier(folder))."
+        )
 
 
 def _same_key(one: Any, other: Any) -> bool:
