@@ -1008,6 +1008,14 @@ def free_steps(maximum):
     return accounting.largest_steps(lambda n: steps((0.0, 1.0, n)), 1.0, 1e-5, maximum=maximum)
 
 
+@kills("accounting/search.py", "        factor *= factor\n", "", slow=True)
+def test_a_target_that_needs_no_noise_is_found_out_in_few_questions():
+    asked = []
+    with pytest.raises(ValueError, match="nothing to calibrate"):
+        accounting.calibrate(lambda z: asked.append(z) or accounting.gaussian(1e6), 1.0, 1e-5)
+    assert len(asked) < 10
+
+
 @kills("accounting/event_parts.py", "leaf.count, _COUNT, least=0", "leaf.count, _COUNT, least=-1")
 @kills(
     "accounting/event_parts.py",
@@ -1046,7 +1054,10 @@ def free_steps(maximum):
         (lambda: accounting.epsilon_for_users(ONE, 2.0, 3), r"epsilon_for_users\(delta.*swapped"),
         (lambda: accounting.epsilon_for_users(ONE, 1e-5, 3, "users"), "neighbours"),
         (lambda: accounting.calibrate(beside_one, 1.0, 1e-5), "not reachable"),
-        (lambda: accounting.calibrate(lambda z: accounting.gaussian(z, 0), 1.0, 1e-5), "ignores"),
+        (
+            lambda: accounting.calibrate(lambda z: accounting.gaussian(z, 0), 1.0, 1e-5),
+            "does not change it",
+        ),
         (lambda: steps_within(maximum=-3), "maximum"),
         (lambda: free_steps(math.inf), "any number fits"),
         (lambda: steps_within(maximum=1.5), "maximum"),

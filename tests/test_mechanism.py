@@ -316,6 +316,8 @@ def test_a_multiplier_is_a_number_wherever_it_comes_from(given):
 def test_zero_noise_cannot_be_calibrated():
     with pytest.raises(ValueError, match="no factor makes that private"):
         make(noise_multiplier=0.0).calibrate(1.0, 1e-5)
+    with pytest.raises(TypeError, match=r"Mechanism.calibrate\(delta='1e-5'"):
+        make().calibrate(1.0, "1e-5")
 
 
 @kills("mechanism/description.py", "accounting.compose(self.prepared, steps)", "steps")

@@ -421,6 +421,17 @@ def test_searches_weight_what_they_are_given():
     assert heavy.mean < strategies.buffered(steps, 3).errors(momentum=0.9).mean
 
 
+@pytest.mark.parametrize("rates", [[0] + [1] * 11, [1] * 11 + [0], [1] * 6 + [0] * 6])
+def test_steps_without_a_rate_leave_a_dense_search_its_optimum(rates):
+    """Warm-up begins at 0, and linear decay ends there."""
+    for momentum in (0.0, 0.9):
+        options = {"momentum": momentum, "learning_rates": rates}
+        found = strategies.dense(12, **options).errors(**options).mean
+        near = strategies.dense(12, momentum=momentum, learning_rates=np.maximum(rates, 1e-4))
+        assert found == pytest.approx(near.errors(**options).mean, rel=1e-3)
+        assert found < strategies.banded(12, 12, **options).errors(**options).mean
+
+
 def test_a_search_meets_the_optimum_of_few_coefficients():
     # Two bands have one free coefficient.
     def error(second):

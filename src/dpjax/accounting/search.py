@@ -171,11 +171,14 @@ def _bracket(
             )
     while spent(low) <= target:
         low, high = low / factor, low
+        # Ever faster: a PLD takes seconds, and a delta above the sampling rates needs no noise.
+        factor *= factor
         if low < 1e-9:
             raise ValueError(
                 f"accounting.calibrate(epsilon={target}): epsilon is {spent(high):.4g} even at "
-                f"parameter {high:.3g}, so there is nothing to calibrate. make_event usually "
-                "ignores its argument then, or runs no steps."
+                f"parameter {high:.3g}, so there is nothing to calibrate. Usually the event has no "
+                "steps, the parameter does not change it, or delta is so large that no noise is "
+                "needed."
             )
     return low, high
 

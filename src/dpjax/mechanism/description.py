@@ -23,6 +23,7 @@ from absl import logging
 from dpjax import accounting, checks, clipping
 from dpjax._display import brief, short, table
 from dpjax.accounting.events import runs_of
+from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import card, link
 from dpjax.mechanism.adaptive import check_adaptive
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
@@ -363,6 +364,7 @@ class Mechanism:
           >>> round(calibrated.noise_multiplier, 2), round(calibrated.epsilon(1e-5, "rdp"), 2)
           (0.7, 3.0)
         """
+        delta = checked_delta("Mechanism.calibrate", delta)
         # 0 times any factor is 0, so bisection would never end.
         if not np.all(self.multipliers > 0):
             raise ValueError(

@@ -3,7 +3,8 @@ r"""`Strategy`: a name and a form, and what both are good for.
 
 A form is one family of matrices with its own way to multiply by $C^{-1}$ in a stream: `Toeplitz`,
 `InverseToeplitz`, `Buffered`, `Tree` or `Dense`. Coefficients are rounded to float32 when a form is
-made. The stream multiplies by these numbers, so the matrix that is accounted is the one that runs.
+made. The stream multiplies by these numbers, so the matrix that is accounted is the one that runs;
+where it multiplies by an inverse or by normalized columns, to within a rounding of float32.
 """
 
 from __future__ import annotations
