@@ -236,7 +236,7 @@ def _finite(leaf: Any) -> bool:
 
 
 def _require_saved(given: Any, saved: Any, folder: Folder) -> None:
-    """Refuses a state that was changed since its step: its run would go on without the change."""
+    """Refuses a state that was changed since its step: its run would continue without the change."""
     names = ("params", "optimizer", "bound_scale", "memory")
     both = {name: [getattr(state, name, ()) for state in (given, saved)] for name in names}
     changed = [
@@ -246,9 +246,9 @@ def _require_saved(given: Any, saved: Any, folder: Folder) -> None:
     ]
     if changed:
         raise Refused(
-            f"fit(directory={str(folder.path)!r}): {', '.join(changed)} of the given state are not "
-            f"those that the folder saved at this step, {given.ledger.steps}. Usually a rate or "
-            "parameters were set by hand between two calls of fit. A folder is one run: give a "
+            f"fit(directory={str(folder.path)!r}): {', '.join(changed)} of the given state differ "
+            f"from what the folder saved at this step, {given.ledger.steps}. Usually a script set "
+            "a rate or parameters between two calls of fit. A folder is one run: give a "
             "rate that changes as an Optax schedule. Or start from these parameters in another "
             "folder, and count what was spent: "
             "Mechanism(..., before=dpjax.training.earlier(folder))."
