@@ -227,7 +227,8 @@ def test_parameters_are_continued_under_what_they_cost_alone(tmp_path):
         assert "of one run that has ended" in (refused.stdout + refused.stderr).replace("\n", " ")
     given[1] = tmp_path / "b"
     wide = run("train.py", *given, "--hidden=16", status=1)
-    assert "the parameters of the earlier run are of another model" in wide.stdout + wide.stderr
+    said = wide.stdout + wide.stderr
+    assert "--continue_from: found shape [8] at 'Dense_0/bias', expected shape [16]" in said
     assert not (tmp_path / "next").exists()
 
 

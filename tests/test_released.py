@@ -5,13 +5,17 @@ import dataclasses
 import json
 import shutil
 import signal
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
-import flax
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from mutation import kills
 from small_mechanisms import mechanism_with
 
@@ -41,8 +45,7 @@ def started(algorithm):
 
 def left(folder):
     card = json.loads((folder / "privacy.json").read_text())
-    params = flax.serialization.msgpack_restore((folder / "params.msgpack").read_bytes())
-    return card, params
+    return card, dpjax.training.released_params(folder, {"w": jnp.zeros(1)})
 
 
 @kills(
@@ -439,21 +442,71 @@ def test_a_run_that_is_forgotten_leaves_no_half_a_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_parameters_of_any_tree_are_left():
-    class Point:
-        def __init__(self, x):
-            self.x = x
+class Blocks(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(11)])
 
-    jax.tree_util.register_pytree_with_keys(
-        Point,
-        lambda p: (((jax.tree_util.GetAttrKey("x"), p.x),), None),
-        lambda _, leaves: Point(*leaves),
-    )
-    found = flax.serialization.msgpack_restore(serialized(Point(jnp.arange(3.0))))
-    assert [leaf.tolist() for leaf in jax.tree.leaves(found)] == [[0.0, 1.0, 2.0]]
-    nested = {"layer": {"w": jnp.ones(2, jnp.bfloat16)}}
-    again = flax.serialization.from_bytes(nested, serialized(nested))
-    assert again["layer"]["w"].dtype == "bfloat16"
+
+class Half(NamedTuple):
+    scale: Any
+
+
+TREES = {
+    "array": lambda: jnp.ones(3),
+    "bfloat16": lambda: {"layer": {"w": jnp.ones(2, jnp.bfloat16)}},
+    "eleven": lambda: (
+        jnp.ones(1),
+        [jnp.full((2,), float(i)) for i in range(11)],
+        Half(jnp.ones(1)),
+    ),
+    "haiku": lambda: {"mlp/~/linear_0": {"w": jnp.ones(2)}, "mlp": {"~": {"w": jnp.zeros(3)}}},
+    "slash": lambda: OrderedDict(a={"b": jnp.ones(2)}, **{"a/b": jnp.zeros(2)}),
+    "boxed": lambda: nn.Dense(
+        2, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model"))
+    ).init(jax.random.key(0), jnp.ones(2)),
+    "nnx": lambda: nnx.split(Blocks(nnx.Rngs(0)), nnx.Param, ...)[1],
+    "equinox": lambda: eqx.partition(
+        eqx.nn.MLP(1, 1, 2, depth=11, key=jax.random.key(0)), eqx.is_inexact_array
+    )[0],
+}
+
+
+@kills(
+    "training/released.py",
+    "for name in sorted(places, key=places.__getitem__))",
+    "for name in places)",
+    case="nnx",
+    slow=True,
+)
+@pytest.mark.parametrize("name", TREES)
+def test_parameters_of_any_tree_are_left_and_read_again(name, tmp_path):
+    """Leaves without a number of their own come back where they were."""
+    leaves, structure = jax.tree.flatten(TREES[name]())
+    trained = structure.unflatten(x + i for i, x in enumerate(leaves))
+    file = tmp_path / "params.msgpack"
+    file.write_bytes(serialized(trained))
+    for where, like in [(tmp_path, TREES[name]()), (file, jax.eval_shape(TREES[name]))]:
+        found = dpjax.training.released_params(where, like)
+        assert jax.tree.structure(found) == structure
+        for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(trained), strict=True):
+            np.testing.assert_array_equal(new, old)
+            assert isinstance(new, jax.Array)
+            assert new.dtype == old.dtype
+
+
+def test_parameters_of_another_model_are_not_read(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "params.msgpack").write_bytes(serialized({"w": jnp.zeros(1)}))
+    read = dpjax.training.released_params
+    for like, words in [
+        ({"w": jnp.zeros(2)}, r"found shape \[1\] at 'w', expected shape \[2\]\. Usually"),
+        ({"params": {"w": jnp.zeros(1)}}, r"found no leaf at 'params/w', expected shape \[1\]"),
+        ({}, "found shape .* at 'w', expected no leaf"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^training\.released_params\('.*'\): {words}"):
+            read(tmp_path / "run", like)
+    with pytest.raises(FileNotFoundError, match=r"found no params\.msgpack; expected the folder"):
+        read(tmp_path, {"w": jnp.zeros(1)})
 
 
 def test_the_log_is_at_the_delta_of_the_budget_or_of_the_target(capsys):

@@ -6,6 +6,7 @@
 | `dpsgd` | a loss, an Optax optimizer, a `Mechanism` and data, as an `Algorithm` |
 | `fit` | drives an algorithm: progress, evaluation, checkpoints, refusal before overspending |
 | `earlier`, `forget` | what the run in a folder has spent; removes a run |
+| `released_params` | the parameters that the run in a folder has released |
 | `average_parameters`, `averaged` | an Optax link that keeps a running mean, free of privacy cost |
 | `dp_adam`, `scaled_rate` | Adam without the noise in its second moment; a rate for a batch size |
 | `lookahead` | `optax.lookahead` for parameters as the loss takes them |
@@ -18,6 +19,7 @@ from dpjax.training.dpsgd import dpsgd
 from dpjax.training.fit import fit
 from dpjax.training.info import Info
 from dpjax.training.optimizers import dp_adam, lookahead, scaled_rate
+from dpjax.training.released import released_params
 from dpjax.training.run_folder import earlier, forget
 from dpjax.training.samples import keep_samples, predictive, samples
 from dpjax.training.sgld import dp_sgld, on_mean_gradient
@@ -38,6 +40,7 @@ __all__ = [
     "lookahead",
     "on_mean_gradient",
     "predictive",
+    "released_params",
     "samples",
     "scaled_rate",
 ]

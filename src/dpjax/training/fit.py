@@ -69,10 +69,11 @@ def fit(
       method: The `dpjax.accounting` method that computes epsilon; by default that of the budget,
         or of ``mechanism.target``, or "rdp".
       directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
-        ``statement.txt`` and ``params.msgpack``, which may be released, and ``metrics.jsonl``,
-        ``run.json`` (the identity of the run), ``checkpoints`` and, if that extra is installed,
-        TensorBoard's events in ``tensorboard``, which their owner alone can read. While a resumed
-        run repeats rows, the released files of the last row before stay.
+        ``statement.txt`` and ``params.msgpack`` (`released_params` reads it), which may be
+        released, and ``metrics.jsonl``, ``run.json`` (the identity of the run), ``checkpoints``
+        and, if that extra is installed, TensorBoard's events in ``tensorboard``, which their owner
+        alone can read. While a resumed run repeats rows, the released files of the last row before
+        stay.
       configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
         refuses another one. Loss, optimizer, weights and data need no name here: `fit` compares
         the program of a step and the data.

@@ -3,15 +3,20 @@
 
 They are written with each row of the log, for every model and every algorithm, so a run that was
 stopped leaves them too. All three are of the same step, or a kill left a card that counts more.
+`released_params` reads the parameters again.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import logging
 
 from dpjax import processes, reports, trees
@@ -19,7 +24,9 @@ from dpjax._files import replace
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.card import seed_of
 from dpjax.training.run_folder import Folder
-from dpjax.types import Plan, State
+from dpjax.types import Plan, PyTree, State
+
+_FILE = "params.msgpack"
 
 
 def write_released(
@@ -60,7 +67,7 @@ def write_released(
             words = reports.statement(mechanism, delta, **facts)
             replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
             replace(path / "statement.txt", words + "\n", public=True)
-        replace(path / "params.msgpack", serialized(params), public=True)
+        replace(path / _FILE, serialized(params), public=True)
     except OSError as error:
         # As with the log: a full disk does not end a run, and the next row tries again.
         logging.error("fit: %s has no card of this step (%s); the run continues.", path, error)
@@ -73,6 +80,76 @@ def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
     clients = mechanism.sampling.examples
     total = identity.get("weights", {}).get("total", clients)
     return None if total == clients else "the total of weights"
+
+
+def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
+    """The parameters that a run left in its folder, as a tree like ``like``.
+
+    Leaves are found by their names, in every tree that `fit` trains: the parameters of Flax and
+    Haiku, states of NNX, modules of Equinox, tuples.
+
+    Args:
+      folder: The folder of a run of `fit` or of ``dpjax train``, or its ``params.msgpack``.
+      like: The tree that was trained, with any numbers, or its shapes (``jax.eval_shape``).
+
+    Returns:
+      The structure of ``like`` with the arrays of the file: the parameters of the last row of the
+      log, or the averaged ones of a ``dpjax train`` that has ended.
+
+    Raises:
+      ValueError: The file has other leaves, or leaves of other shapes.
+
+    Privacy:
+      Free: the card in the folder says what the parameters cost.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import serialization
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "params.msgpack"
+      >>> _ = file.write_bytes(serialization.to_bytes({"w": jnp.arange(2.0)}))
+      >>> released_params(file.parent, {"w": jnp.zeros(2)})
+      {'w': Array([0., 1.], dtype=float32)}
+    """
+    path, call = pathlib.Path(folder), f"training.released_params({str(folder)!r})"
+    try:
+        saved = (path / _FILE if path.is_dir() else path).read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{call}: found no {_FILE}; expected the folder of a run of dpjax.fit(directory=...) "
+            "or dpjax train. Usually the folder above it was given, or the run wrote no row yet."
+        ) from error
+    return restored(saved, like, call)
+
+
+def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
+    """What `serialized` has written, in the structure of ``like``; ``where`` opens errors."""
+    leaves, structure = jax.tree.flatten(like)
+    # Flax names some leaves otherwise than JAX. A file of the leaves' numbers has Flax's names.
+    numbers = structure.unflatten(np.arange(len(leaves)))
+    places, found = map(_by_name, (serialized(numbers), saved))
+    for name in {**places, **found}:
+        there = np.shape(found[name]) if name in found else None
+        here = np.shape(leaves[places[name]]) if name in places else None
+        if there != here:
+            raise ValueError(
+                f"{where}: found {_shown(there)} at {name!r}, expected {_shown(here)}. Usually the "
+                "parameters are of another model, or of a part of it. Build the model as it was "
+                "trained, and take the tree that was trained."
+            )
+    # A tuple of more than ten is in the file in another order.
+    ordered = (jnp.array(found[name]) for name in sorted(places, key=places.__getitem__))
+    return structure.unflatten(ordered)
+
+
+def _by_name(saved: bytes) -> dict[str, Any]:
+    from flax import serialization
+
+    tree = serialization.msgpack_restore(saved)
+    return dict(zip(trees.leaf_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "no leaf" if shape is None else f"shape {list(shape)}"
 
 
 def serialized(params: Any) -> bytes:

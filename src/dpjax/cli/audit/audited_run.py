@@ -16,7 +16,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +29,7 @@ from dpjax.cli.train.classifier import first_parameters
 from dpjax.cli.train.flags import settings
 from dpjax.cli.train.job import Planned, configuration_of, load, plan
 from dpjax.reports.load_run import SavedRun, read
+from dpjax.training.released import restored
 from dpjax.training.run_identity import differences, identity_of
 
 _MOST = 10_000  # rows whose losses are compared
@@ -96,7 +96,7 @@ def rebuild(folder: pathlib.Path) -> Rebuilt:
     rebuilt = Rebuilt(run, planned, dataset, *jax.tree.map(jnp.asarray, (first, first)))
     # Before the released parameters are read: another network's may not fit this one.
     unseen = _require_same(rebuilt, configuration_of(configured, planned.dataset))
-    released = jax.tree.map(jnp.asarray, flax.serialization.from_bytes(first, parameters))
+    released = restored(parameters, first, str(folder))
     if given.stream:  # the audits need all rows in memory
         given["stream"].value = False
         dataset = load(given)

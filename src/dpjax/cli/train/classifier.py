@@ -16,7 +16,6 @@ from typing import Any
 
 import flax.errors
 import flax.linen as nn
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +25,7 @@ from absl import app
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, processes, reports, training, trees
 from dpjax._files import replace, replacing
+from dpjax.training.released import restored, serialized
 
 _SAMPLE = 128  # training examples whose gradients are measured
 _NO_KEY = (
@@ -88,7 +88,7 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
-        replace(folder / "params.msgpack", flax.serialization.to_bytes(params), public=True)
+        replace(folder / "params.msgpack", serialized(params), public=True)
         x, y = self.test
         probabilities = jax.nn.softmax(self.logits(params, x))
         with replacing(folder / "evaluation.npz", public=True) as file:
@@ -182,7 +182,7 @@ def first_parameters(
     # From a public seed: initial parameters are no secret, and an equal start makes runs
     # comparable.
     fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
-    return fresh if params is None else flax.serialization.from_bytes(fresh, params)
+    return fresh if params is None else restored(params, fresh, "--continue_from")
 
 
 def held(params: Any) -> Any:
@@ -226,10 +226,7 @@ def rehearse(
         # A partition that was made for another model raises here, before any data are read.
         mechanism.clipping.partition.assign(fresh)
         if params is not None:
-            empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), fresh)
-            found = flax.serialization.from_bytes(empty, params)
-            if jax.tree.map(np.shape, found) != jax.tree.map(np.shape, empty):
-                raise ValueError("the parameters of the earlier run are of another model.")
+            restored(params, fresh, "--continue_from")
     except (ArithmeticError, TypeError, ValueError, flax.errors.FlaxError) as error:
         among = f", --model_options={options} among them," if options else ""
         # `losses.of` tells the author of a script; here the call is written down.
