@@ -39,7 +39,7 @@ ABOVE = [
     ("rate", "rate 0.4", "rate 4"),
     ("rate", "rate 4", "rate 40"),
     ("bound", "bound 0.5, rate 0.4", "bound 50, rate 0.004"),
-    ("steps", "112 steps", "28 steps"),
+    ("steps", "448 steps", "28 steps"),
 ]
 # Where it says that two lines are level, their ranges overlap.
 LEVEL = [
@@ -66,6 +66,14 @@ def test_the_tables_of_the_guide_are_current(settings):
     page = SETTINGS.read_text()
     assert settings.markdown.filled(page, settings.tables()) == page
     assert page.count(": begin -->") == len(settings.lines())
+
+
+def test_no_best_rate_is_at_an_end_of_its_search(settings):
+    sweeps = [each for sweep in settings.SWEEPS.values() for each in sweep.items()]
+    for label, tried in sweeps:
+        best = settings.of_sweep(label, tried).source.removeprefix("settings: ")
+        ends = {settings.row_of(tried[0]), settings.row_of(tried[-1])}
+        assert len(tried) == 1 or best not in ends, label
 
 
 def test_what_the_guide_says_in_words_is_so(settings):
