@@ -118,7 +118,10 @@ def check_params(call: str, params: PyTree) -> None:
                 f"{call}: leaf {name or '(the array)'} is "
                 f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
                 "floating-point numbers. Usually a Python number, a counter or a key sits among "
-                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
+                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32). Or "
+                "the state of a module was given with them: hk.transform_with_state(f).init(...) "
+                "returns params, state, and nnx.split(model, nnx.Param, ...) returns graph, "
+                "params, rest. Close the loss over state and rest."
             )
 
 
@@ -194,7 +197,7 @@ def noted(example: PyTree, name: str) -> Iterator[None]:
 def leaks_noted() -> Iterator[None]:
     """Notes at JAX's error of a leaked tracer what a loss usually does to leak one.
 
-    The loss was traced before, without an error: the tracer of that trace is what a later one meets.
+    The first trace of the loss leaves the tracer without an error, and a later trace meets it.
     """
     try:
         yield
