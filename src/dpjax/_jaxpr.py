@@ -313,7 +313,7 @@ def marked_programs(
 
     Args:
       equation: A call or a loop; other equations have no programs.
-      moving: A mark for each of its inputs. Inside of a loop, the marks are those of any round.
+      moving: A mark for each of its inputs. Programs of loops have the marks of any round.
     """
     p, name = equation.params, equation.primitive.name
     if name == "scan":
