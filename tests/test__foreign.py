@@ -130,6 +130,11 @@ def test_tensors_are_parameters_batches_and_the_data_of_clients():
     np.testing.assert_array_equal(clients.examples[0], X[np.argsort(Y, kind="stable")])
 
 
+@of("pandas.core.series")
+class Series(Tensor):
+    pass
+
+
 WORDS = DataFrame(np.array([["a", 1.0]] * 20, object))
 REFUSED = {
     "a tensor with a gradient": (
@@ -140,6 +145,23 @@ REFUSED = {
         lambda: stepped({"x": WORDS}),
         r"leaf x is a pandas.DataFrame.*no number.*frame\[columns\].to_numpy",
     ),
+    "categories": (
+        lambda: stepped((X, Series(np.array(["a", "b"] * 10, object)))),
+        r"leaf 1 is a pandas.Series.*series.cat.codes.to_numpy\(\).*np.unique\(series",
+    ),
+    "text among parameters": (
+        lambda: stepped((X, Y), {"w": jnp.zeros(3), "name": "linear"}),
+        r"init\(params\): leaf name is of type <U6.*a name among the parameters",
+    ),
+    "the state of a module": (
+        lambda: stepped((X, Y), (jnp.zeros(3), {"counter": jnp.int32(0)})),
+        "1/counter is int32.*hk.transform_with_state.*Close the loss over state",
+    ),
+    "lists of numbers": (
+        lambda: stepped(Stream([{"x": x.tolist(), "y": 0} for x in X])),
+        r"an example holds the list \[.*with_format\('numpy'\).*np.asarray",
+    ),
+    "nested lists": (lambda: Stream([(x, [[1, 2], [3, 4]]) for x in X]).row, "the list .*3, 4"),
     "a torch data set": (
         lambda: stepped(Pairs()),
         r"dpsgd data: got a Pairs.*read by index: dpjax.data.Stream\(source\)",

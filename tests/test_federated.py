@@ -770,6 +770,7 @@ VALUES_REFUSED = [
         "from 0 to 2 for each of 3 rows",
     ),
     (lambda: Clients.split(np.ones((2, 2)), [0.0, 1.0], clients=3), "float64"),
+    (lambda: Clients.split(np.ones((2, 2)), ["ann", "bob"], clients=2), r"np\.unique\(owners"),
     (lambda: Clients.of([{"a": ROWS}, {"b": ROWS}]), OTHER_LEAVES),
     (lambda: Clients.of([ROWS, np.ones((0, 3)), np.ones(3)]), "client 2 is a number"),
 ]

@@ -622,3 +622,128 @@ def test_a_loss_that_closes_over_the_data_is_told(caplog):
     with caplog.at_level("WARNING"):
         run(lambda w, x: jnp.sum(frozen @ (w * x)))
     assert "closes over" not in caplog.text
+
+
+KEY, KEYS = jax.random.key(1), jax.random.split(jax.random.key(1), 4)
+
+
+def halved(key, x):
+    return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+def of_row(row, step):
+    return jax.random.fold_in(jax.random.fold_in(KEY, row), step)
+
+
+def in_a_scan(key, x):
+    def body(key, _):
+        key, own = jax.random.split(key)
+        return key, halved(own, x)
+
+    return jax.lax.scan(body, key, None, 2)[1].sum(0)
+
+
+def in_a_loop(key, x):
+    """The key of each round is carried; the first one decides all of them."""
+    end = 3 * jnp.abs(jnp.sum(x)) + 1
+    start = key, 0, jnp.zeros_like(x)
+
+    def body(carry):
+        key, i, total = carry
+        key, own = jax.random.split(key)
+        return key, i + 1, total + halved(own, x)
+
+    return jax.lax.while_loop(lambda carry: carry[1] < end, body, start)[2]
+
+
+# Where a draw stands, as a function of its key and of an input.
+DRAWS = {
+    "plain": halved,
+    "checkpoint": jax.checkpoint(halved),
+    "scan": in_a_scan,
+    "while": in_a_loop,
+    "cond": lambda key, x: jax.lax.cond(x[0] > 0, halved, lambda key, x: x, key, x),
+    "vmap": lambda key, x: jax.vmap(halved, (None, 0))(key, x),
+    "gamma": lambda key, x: x * jax.random.gamma(key, 2.0),
+    "raw key": lambda key, x: halved(jax.random.key_data(key), x),
+}
+
+
+@kills("gradients/loss_checks.py", "_DRAWS and not moving[0]", "_DRAWS and moving[0]")
+@kills(
+    "gradients/loss_checks.py",
+    "follow(inner, marks)",
+    "follow(inner, [False] * len(marks))",
+    case="scan",
+    slow=True,
+)
+@pytest.mark.parametrize("where", DRAWS)
+def test_one_draw_for_all_examples_is_told(where, caplog):
+    draw = DRAWS[where]
+    data = (X, jnp.arange(4))
+    made = {
+        "closed over": (lambda row, step: KEY, True),
+        "made inside": (lambda row, step: jax.random.key(3), True),
+        "from row and step": (of_row, False),
+        "from the step": (lambda row, step: jax.random.fold_in(KEY, step), False),
+        "a row of keys": (lambda row, step: KEYS[row], False),
+    }
+    for name, (key, told) in made.items():
+
+        def loss(w, example, key=key):
+            x, row, step = example
+            return jnp.sum(w * draw(key(row, step), x))
+
+        caplog.clear()
+        algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism(), data, per_step=lambda step: step)
+        with caplog.at_level("WARNING"):
+            algorithm.init(dpjax.noise.secret_key(), W)
+        assert ("share the numbers" in caplog.text) == told, name
+    assert not told
+
+
+def test_one_draw_for_all_clients_is_told(caplog):
+    """And the key by which a client orders its rows is one of the round."""
+    clients = federated.Clients.of([np.ones((2, 3), np.float32)] * 4)
+    for draw, told in ((lambda x: halved(KEY, x), 1), (lambda x: x, 0)):
+        algorithm = federated.fedavg(
+            lambda w, x, draw=draw: jnp.sum(w * draw(x)),
+            optax.sgd(1.0),
+            mechanism(unit="client"),
+            clients,
+            client_optimizer=optax.sgd(1.0),
+            local_batch_size=2,
+            local_steps=2,
+        )
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            algorithm.init(dpjax.noise.secret_key(), W)
+        assert caplog.text.count("federated.fedavg: the loss draws random numbers") == told
+
+
+@pytest.mark.parametrize("kind", ["keys", "list"])
+def test_a_loss_that_keeps_what_is_traced_is_told(kind):
+    seen, keys = [jnp.zeros(3)], iter_of_keys()
+
+    def loss(w, x):
+        if kind == "keys":
+            return jnp.sum(w * halved(next(keys), x))
+        seen.append(x + seen[-1])
+        return jnp.sum(w * seen[-1])
+
+    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism(), X)
+    state = algorithm.init(dpjax.noise.secret_key(), W)
+    for use in (algorithm.step, algorithm.identity):
+        with pytest.raises(jax.errors.JAXTypeError) as caught:
+            use(state)
+        notes = "".join(caught.value.__notes__)
+        assert "keeps a traced value in an object outside of it" in notes
+        assert "written for a batch" not in notes
+
+
+def iter_of_keys():
+    """As `next(hk.PRNGSequence(0))`."""
+    key = jax.random.key(0)
+    while True:
+        key, own = jax.random.split(key)
+        yield own

@@ -33,6 +33,8 @@ __all__ = [
 # From the library to the line that makes an array of numbers.
 _CONVERT = {
     "torch": "tensor.detach().cpu().numpy(), for bfloat16 with .float() before .numpy()",
+    "pandas.Series": "series.cat.codes.to_numpy() for categories (a missing one is -1), "
+    "np.unique(series, return_inverse=True)[1] for words",
     "pandas": "frame[columns].to_numpy('float32'), with the columns that hold numbers",
     "polars": "frame.select(columns).to_numpy(), with the columns that hold numbers",
 }
@@ -98,7 +100,8 @@ def plain(given: Any, called: str) -> np.ndarray:
     if array.dtype.kind in "OSUMm":
         raise TypeError(
             f"{called} is of type {array.dtype}; expected numbers. Usually labels are words: "
-            "np.unique(labels, return_inverse=True)[1] numbers them."
+            "np.unique(labels, return_inverse=True)[1] numbers them. Leave other text out: a name "
+            "among the parameters stands in the loss."
         )
     if array.dtype.names is not None:
         raise TypeError(
@@ -185,7 +188,7 @@ def kind_of(given: Any) -> str:
 def _numbers(leaf: Any, name: str) -> np.ndarray:
     """A tensor or a frame as an array of numbers."""
     kind = kind_of(leaf)
-    line = _CONVERT.get(kind.split(".")[0], "numpy.asarray(array, 'float32')")
+    line = _CONVERT.get(kind) or _CONVERT.get(kind.split(".")[0], "np.asarray(array, 'float32')")
     try:
         found, why = np.asarray(leaf), "some of it is no number"
     except (RuntimeError, TypeError, ValueError) as error:

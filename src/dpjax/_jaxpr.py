@@ -40,6 +40,7 @@ __all__ = [
     "evaluate",
     "fingerprint",
     "inner_programs",
+    "marked_programs",
     "name_of",
     "of_jax",
     "outputs_depend",
@@ -293,20 +294,38 @@ def outputs_depend(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
     p, name, every = equation.params, equation.primitive.name, len(equation.outvars)
     if not any(moving):
         return [False] * every
-    if name == "scan":
-        return depends(p["jaxpr"].jaxpr, steady(equation, moving))
+    inside = marked_programs(equation, moving)
+    each = [depends(program, marks) for program, marks in inside]
     if name == "while":
-        moving, conditions = steady(equation, moving), p["cond_nconsts"]
-        carried = moving[conditions + p["body_nconsts"] :]
         # The number of rounds decides every output.
-        endless = depends(p["cond_jaxpr"].jaxpr, [*moving[:conditions], *carried])[0]
+        endless, carried = each[0][0], inside[1][1][p["body_nconsts"] :]
         return [endless or moved for moved in carried]
     if name == "cond":
-        each = [depends(branch.jaxpr, moving[1:]) for branch in p["branches"]]
         # The index of the branch decides every output.
         return [moving[0] or any(some) for some in zip(*each, strict=True)]
+    return each[0] if each else [True] * every
+
+
+def marked_programs(
+    equation: JaxprEqn, moving: Sequence[bool]
+) -> list[tuple[Jaxpr, Sequence[bool]]]:
+    """The programs inside of an equation, as far as they are followed, with marks of their inputs.
+
+    Args:
+      equation: A call or a loop; other equations have no programs.
+      moving: A mark for each of its inputs. Programs of loops have the marks of any round.
+    """
+    p, name = equation.params, equation.primitive.name
+    if name == "scan":
+        return [(p["jaxpr"].jaxpr, steady(equation, moving))]
+    if name == "while":
+        moving, conditions = steady(equation, moving), p["cond_nconsts"]
+        tested = [*moving[:conditions], *moving[conditions + p["body_nconsts"] :]]
+        return [(p["cond_jaxpr"].jaxpr, tested), (p["body_jaxpr"].jaxpr, moving[conditions:])]
+    if name == "cond":
+        return [(branch.jaxpr, moving[1:]) for branch in p["branches"]]
     inner = called(equation)
-    return [True] * every if inner is None else depends(inner, moving)
+    return [] if inner is None else [(inner, moving)]
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:

@@ -114,6 +114,14 @@ class Stream:
                     "expected numbers. Select the entries that the loss needs: "
                     "Stream(source, example=lambda record: (record['image'], record['label']))."
                 )
+        # They would reach the loss as lists of scalars.
+        parts = jax.tree.leaves(example, is_leaf=_is_list_of_numbers)
+        if lists := [part for part in parts if isinstance(part, list)]:
+            raise TypeError(
+                f"data.Stream: an example holds the list {lists[0]!r:.60}; expected arrays. "
+                "Usually the records are of Hugging Face: Stream(dataset.with_format('numpy')). "
+                "For others, example=lambda record: np.asarray(record, 'float32') makes an array."
+            )
         return jax.tree.map(lambda leaf: _shape(plain(leaf, "data.Stream: example 0")), example)
 
     @property
@@ -221,6 +229,11 @@ def _is_columns(source: Any) -> bool:
     first, second = source[:2]
     arrays = all(hasattr(x, "__array__") and getattr(x, "ndim", 0) for x in (first, second))
     return arrays and (isinstance(source, tuple) or _shape(first) != _shape(second))
+
+
+def _is_list_of_numbers(given: Any) -> bool:
+    """Whether it is a list of Python's numbers, or of lists of them."""
+    return isinstance(given, list) and all(type(x) in (int, float) for x in jax.tree.leaves(given))
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

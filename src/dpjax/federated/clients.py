@@ -90,7 +90,9 @@ class Clients:
             raise ValueError(
                 f"federated.Clients.split(clients={clients}): expected one whole number from 0 to "
                 f"{clients - 1} for each of {rows} rows; got {owners.dtype} of shape "
-                f"{owners.shape}. The number is the client that owns the row."
+                f"{owners.shape}. The number is the client that owns the row. Usually they are "
+                "names, or numbers from 1: owners = np.unique(owners, return_inverse=True)[1] "
+                "numbers them from 0; for clients without examples, by a public list of all names."
             )
         # Stable: the order of a client's rows is that of the data set, so runs are reproducible.
         order = np.argsort(owners, kind="stable")

@@ -14,22 +14,26 @@ import contextlib
 import functools
 import pathlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from dpjax import trees
 from dpjax._jaxpr import (
     VOUCHED,
     equations,
+    evaluate,
     inner_programs,
+    marked_programs,
     name_of,
     of_jax,
+    outputs_depend,
     own_vjp,
     row_by_row,
 )
@@ -77,6 +81,15 @@ _KEPT = {
     "transpose",
 }
 
+# What makes random numbers of a key, its first input.
+_DRAWS = {"random_bits", "random_gamma"}
+# How a loss has a key for each example and step.
+_OWN_KEY = (
+    "Make a key of what the example holds, as dpjax.losses.of shows: jax.random.fold_in("
+    "jax.random.fold_in(root, row), step), where x, y, row, step = example. The row is in the "
+    "data, (x, y, jnp.arange(len(x))), and dpsgd(per_step=lambda step: step) adds the step."
+)
+
 # What takes a mean, gives it the axes of its numbers, and subtracts it from them.
 _CENTRING = {"reduce_sum", "div", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze"}
 _CENTRING |= {"sub"}
@@ -105,7 +118,10 @@ def check_params(call: str, params: PyTree) -> None:
                 f"{call}: leaf {name or '(the array)'} is "
                 f"{type(leaf).__name__ if kind is None else kind}; expected arrays of real "
                 "floating-point numbers. Usually a Python number, a counter or a key sits among "
-                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32)."
+                "the parameters: close the loss over it, or write jnp.asarray(x, jnp.float32). Or "
+                "the state of a module was given with them: hk.transform_with_state(f).init(...) "
+                "returns params, state, and nnx.split(model, nnx.Param, ...) returns graph, "
+                "params, rest. Close the loss over state and rest."
             )
 
 
@@ -147,6 +163,8 @@ def noted(example: PyTree, name: str) -> Iterator[None]:
             "the first, and functions of jax.numpy for the others."
         )
         raise
+    except jax.errors.UnexpectedTracerError:  # `leaks_noted` has its note
+        raise
     except Exception as error:
         if type(error).__name__ == "TraceContextError":  # of Flax, which not all users load
             raise TypeError(
@@ -171,6 +189,25 @@ def noted(example: PyTree, name: str) -> Iterator[None]:
             f"dpjax called loss(params, example), where example is {shapes}: one example, without "
             "a batch axis. Usually the loss was written for a batch (x.mean(0), y[:, None], "
             f"len(x)). {cure}"
+        )
+        raise
+
+
+@contextlib.contextmanager
+def leaks_noted() -> Iterator[None]:
+    """Notes at JAX's error of a leaked tracer what a loss usually does to leak one.
+
+    The first trace of the loss leaves the tracer without an error, and a later trace meets it.
+    """
+    try:
+        yield
+    # The second one where a leaked tracer is a constant of a program that is hashed.
+    except (jax.errors.UnexpectedTracerError, jax.errors.TracerArrayConversionError) as error:
+        error.add_note(
+            "The loss keeps a traced value in an object outside of it, and the next trace meets "
+            "it; expected a pure function. Usually it takes keys from a sequence, next(keys), or "
+            f"appends to a list. {_OWN_KEY} What you want to look at is returned, with "
+            "clipped_grad(has_aux=True)."
         )
         raise
 
@@ -274,6 +311,41 @@ def centres_alone(program: Jaxpr) -> bool:
         if by_one or len(inputs) == 1:
             held[outputs[0]] = of, mean or name == "reduce_sum"
     return False
+
+
+def draws_alike(program: Jaxpr) -> bool:
+    """Whether a program draws random numbers by a key that follows from none of its inputs.
+
+    Dropout with a key that the loss closes over does: all examples and steps have one mask.
+    """
+    found = []
+
+    def rule(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
+        if equation.primitive.name in _DRAWS and not moving[0]:
+            found.append(equation)
+        for inner, marks in marked_programs(equation, moving):
+            follow(inner, marks)
+        return outputs_depend(equation, moving)
+
+    def follow(program: Jaxpr, moving: Sequence[bool]) -> None:
+        still = [False] * len(program.constvars)
+        evaluate(program, still, moving, rule, literal=lambda _: False)
+
+    follow(program, [True] * len(program.invars))
+    return bool(found)
+
+
+def tell_of_one_draw(name: str, loss: Jaxpr) -> None:
+    """Warns about random numbers that all examples and steps share."""
+    # A warning, since a random projection is meant to be fixed.
+    if draws_alike(loss):
+        logging.warning(
+            "%s: the loss draws random numbers by a key that does not depend on the example, so "
+            "all examples and steps share the numbers. If they are a random projection or other "
+            "constants, all is well. Usually they are dropout: with one mask, what it drops is "
+            "never trained. %s",
+            *(name, _OWN_KEY),
+        )
 
 
 def _check_trainable(params: PyTree, name: str) -> None:

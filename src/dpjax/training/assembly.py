@@ -25,7 +25,12 @@ from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
 from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients.clipped_grad import check_rule, checked_size
-from dpjax.gradients.loss_checks import check_loss, check_params
+from dpjax.gradients.loss_checks import (
+    check_loss,
+    check_params,
+    leaks_noted,
+    tell_of_one_draw,
+)
 from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import first_memory
 from dpjax.noise.seals import require_one_release
@@ -146,7 +151,7 @@ class _Assembly:
         check_state(self.name, state)
         ledger.require_untraced(state, f"{self.name}: run")
         count = checks.whole(f"{self.name}: run", "count", count)
-        with meshes.in_force(self.mesh):
+        with meshes.in_force(self.mesh), leaks_noted():
             return self._dispatch(state, count)
 
     def _dispatch(self, state: State, count: int) -> tuple[State, Any]:
@@ -180,7 +185,7 @@ class _Assembly:
 
     def identity(self, state: State) -> dict[str, Any]:
         """What the run is, in JSON types; see `Algorithm`."""
-        with meshes.in_force(self.mesh):
+        with meshes.in_force(self.mesh), leaks_noted():
             everything = self.data if self.shared is None else (self.data, self.shared)
             content = self.data.fingerprint if self.stream else trees.fingerprint(everything)
             return {
@@ -259,6 +264,7 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
     program = check_loss(loss, params, example, name)
     tell_of_idle(name, loss.gradient(params, example), params)
     tell_of_batch_norm(name, program.jaxpr, params)
+    tell_of_one_draw(name, program.jaxpr)
     if tell:
         tell_of_constants(name, program, recipe.mechanism.sampling.examples)
 
