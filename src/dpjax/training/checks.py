@@ -72,7 +72,7 @@ def check_is_optimizer(name: str, given: Any) -> None:
         raise TypeError(
             f"{name} is a {type(given).__name__}; expected an Optax optimizer, such as "
             "optax.sgd(0.1). Usually the learning rate alone was given, the function optax.sgd "
-            "without a rate, or arguments were swapped."
+            "without a rate, or arguments were swapped. Of an nnx.Optimizer, give its tx."
         )
 
 
