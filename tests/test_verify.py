@@ -167,6 +167,8 @@ CHANGES = [
     (["mechanism", "multipliers_by_group"], [1.0], "are worth 1 together"),
     (["mechanism", "clipping", "bounds"], ["inf"], "DOES NOT HOLD"),
     (["mechanism", "clipping", "bounds"], [], "not one of 0 or more for each of its 1 groups"),
+    (["mechanism", "clipping", "bounds"], [1, 1], "not one of 0 or more for each of its 1 groups"),
+    (["mechanism", "clipping"], {"groups": [], "bounds": []}, "0 groups, which are one or more"),
     (["mechanism", "clipping", "bounds"], ["nan"], "not one of 0 or more"),
     (["mechanism", "clipping", "bounds"], [-1.0], "not one of 0 or more"),
     (["mechanism", "unit"], "client", "adds what one example costs to what one client costs"),
@@ -193,6 +195,7 @@ CHANGES = [
 )
 @kills("verify/fields.py", "float(bound) >= 0 for bound", "True for bound", slow=True)
 @kills("verify/fields.py", 'len(bounds) != len(rule["groups"]) or', "", slow=True)
+@kills("verify/fields.py", "sound = bounds and all(", "sound = all(", slow=True)
 @kills(
     "verify/cards.py", "    except Exception as error:", "    except KeyError as error:", slow=True
 )
@@ -217,6 +220,8 @@ INVERSE = strategies.banded_inverse_square_root(steps=40, bands=4)
 CONTRADICTIONS = [
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 0.0, "cost less than"),
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 1.2, "cost less than"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "note"], 1, "note is unknown"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "target"], None, "target is missing"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[-0.2, 40]], "rates of scores"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[0.2, -1]], "rates of scores"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [], "rates of scores"),
@@ -230,6 +235,13 @@ CONTRADICTIONS = [
 
 
 @kills("verify/fields.py", "    require_drawn(sampling)\n", "", case="cycle=51")
+@kills(
+    "verify/fields.py",
+    'require_fields(adaptive, ADAPTIVE, "the adapted bound on the card")',
+    "pass",
+    case="note=1",
+    slow=True,
+)
 @kills(
     "verify/fields.py",
     "not (both < count or both == count == 0):",
