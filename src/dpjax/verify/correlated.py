@@ -105,7 +105,7 @@ def diagonals(noise: dict[str, Any], distances: range) -> np.ndarray:
             row[: steps - apart] = np.diagonal(whole, apart)
         return np.abs(found)
     column = first_column(noise)[: bands(noise)]
-    # The last columns end with the run: of column s, so many terms are left.
+    # The last columns end with the run: how many terms each column has.
     left = np.minimum(len(column), steps - np.arange(steps))
     for row, apart in zip(found, distances, strict=True):
         sums = np.cumsum(column[apart:] * column[: len(column) - apart])
