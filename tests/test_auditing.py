@@ -234,6 +234,8 @@ STEPS = {
     "poisson": (descent(), {"sampler": sampling.poisson(8, 2)}),
     "shuffled": (descent(), {"sampler": sampling.shuffled(8, 2)}),
     "replaced": (descent(), {"sampler": sampling.fixed(8, 2), "instead": 7}),
+    "replaced, of all rows": (descent(), {"instead": 7}),
+    "removed, of a fixed number": (descent(), {"sampler": sampling.fixed(8, 2)}),
     "adapted": (descent(adaptive=ADAPTED), {"pairs": 300}),
     "linear": (descent(adaptive=dataclasses.replace(ADAPTED, geometric=False)), {"pairs": 300}),
     "langevin": (langevin, {}),
@@ -243,7 +245,7 @@ STEPS = {
 
 
 @pytest.mark.slow
-@kills("auditing/algorithm_step.py", "twice = 2.0 if", "twice = 1.0 if", case="replaced", slow=True)
+@kills("auditing/algorithm_step.py", "None else 2.0)", "None else 1.0)", case="replaced", slow=True)
 @kills(
     "auditing/algorithm_step.py", "            return leaves\n", "            leaves\n", slow=True
 )
@@ -263,12 +265,40 @@ def test_a_step_separates_as_its_mechanism_allows(name):
     found = separation(build, **options)
     # An example of all steps moves C G by a row's sum in each of them, and step 0 by C_00 alone.
     share = TREE.matrix()[0, 0] / np.linalg.norm(TREE.matrix().sum(axis=1))
-    allowed = {"replaced": 2.0, "two groups": 1 / 1.2, "tree": share}.get(name, 1.0)
+    allowed = {
+        "replaced": 2.0,
+        "replaced, of all rows": 2.0,
+        "two groups": 1 / 1.2,
+        "tree": share,
+    }.get(name, 1.0)
     assert found.claimed == pytest.approx(allowed)
     assert found.measured[0] == pytest.approx(allowed, rel=0.03)
     assert 0.9 * allowed < found.lower[0] < found.measured[0]
     assert not found.refutes
     assert 0 < found.epsilon(1e-5) < found.claimed_epsilon(1e-5)
+
+
+@kills(
+    "auditing/algorithm_step.py",
+    "1.0 if instead is None else 2.0",
+    "2.0",
+    case="None-1.01",
+    slow=True,
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("multiplier", [2.0, 1.01])
+@pytest.mark.parametrize("instead", [None, 7])
+def test_half_of_the_noise_is_found_for_replace_one_neighbours(instead, multiplier):
+    """A program that runs with this multiplier, and claims 2."""
+    sampler = sampling.fixed(8, 4)
+
+    def build(sampler):
+        runs = descent(noise_multiplier=multiplier)(sampler)
+        return dataclasses.replace(runs, mechanism=described(sampler, noise_multiplier=2.0))
+
+    found = separation(build, sampler, instead=instead, pairs=32)
+    assert build(sampler).mechanism.relation is dpjax.types.Neighbours.REPLACE_ONE
+    assert found.refutes is (multiplier < 2.0)
 
 
 def quiet_noise(monkeypatch):

@@ -24,7 +24,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import accounting, cli, data, features, ledger, models, noise, schedules
+from dpjax import accounting, auditing, cli, data, features, ledger, models, noise, schedules
 from dpjax._files import lock
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compilation_cache
@@ -505,6 +505,26 @@ def test_an_audit_runs_a_part_of_any_run(name, workshop, tmp_path, monkeypatch):
         assert step.audit == "first step of correlated noise"
         assert step.claimed < accounting.epsilon(accounting.gaussian(1.0), 1e-3, "pld")
     assert canaries.claimed == pytest.approx(whole) if name == "tree" else canaries.claimed < whole
+
+
+@kills("cli/audit/job.py", "refutes=False", "refutes=found.epsilon > claimed", slow=True)
+@pytest.mark.slow
+def test_losses_of_another_distribution_are_no_verdict(workshop, tmp_path, monkeypatch, capsys):
+    """A sound run whose test rows are of another kind than its train rows."""
+    built, far = begun("--sampling=poisson"), np.arange(4000) / 4000
+    found = auditing.audit_membership(far + 1, far, delta=1e-3)
+    monkeypatch.setattr(audited_run, "rebuild", lambda _: built)
+    monkeypatch.setattr(audited_run, "membership", lambda *_: (found, (far + 1, far)))
+    given = copy.deepcopy(AUDIT_FLAGS)
+    given(["audit", "--steps=2", "--pairs=8", "--canaries=20"])
+    lines = audit_job.audit_run(given, tmp_path, tmp_path)
+    assert lines[-1].bound > lines[-1].claimed
+    assert not any(line.refutes for line in lines)
+    assert audit_job.ASSUMED in lines[-1].measured
+    audit_job.conclude(lines, 1.0)
+    said = capsys.readouterr().out
+    assert "Above the claim, and no verdict: losses of the released model." in said
+    assert "No audit refutes its claim" in said
 
 
 def test_the_usual_names_of_flags_are_names_of_flags_here():

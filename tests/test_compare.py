@@ -106,11 +106,11 @@ def test_the_page_is_escaped_and_loads_nothing(compared):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_not_private_is_said_to_be(tmp_path):
+def test_a_run_of_an_infinite_epsilon_is_said_to_be_unproved(tmp_path):
     runs = [write(tmp_path / "a", [0.5, 0.9], epsilon=float("inf")), write(tmp_path / "b", [0.5])]
     compare(*runs, "--out", tmp_path / "page.html")
     tree = parsed(tmp_path / "page.html")
-    assert "not private" in text(tree.find(".//header"))
+    assert "not proved to be private" in text(tree.find(".//header"))
     assert "do not publish" in text(tree.find(".//figure"))
     assert text(tree.find(".//p[@id='left-out']")) == "Not drawn: a (metrics.jsonl has no epsilon)."
 
@@ -189,6 +189,25 @@ def test_runs_of_other_data_or_code_are_another_group(tmp_path):
     assert groups(*same[:2], other) == {"jax=1": ["a1", "a2"], "jax=2": ["d"]}
     for label in groups(same[0], data, program, other):
         assert "hash" not in label, "it confirms a guess of the data"
+
+
+@kills(
+    "reports/load_run.py", 'bool(self.card.get("not_private"))', "True", case="unproved", slow=True
+)
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        pytest.param("The noise multiplier is 0.", "is not private, so neither", id="not private"),
+        pytest.param(None, "is not proved to be private, so nothing is proved", id="unproved"),
+    ],
+)
+def test_not_private_and_not_proved_are_two_verdicts(reason, words, tmp_path):
+    run = read(write(tmp_path / "a", [0.5]), arrays=False)
+    claims = {"rdp": {"value": "inf", "proven": True}}
+    other = run._replace(card={"epsilon": claims, "not_private": reason, "delta": 1e-5})
+    assert words in job.price([run, other])
+    assert run.not_private is False
+    assert other.not_private is (reason is not None)
 
 
 @kills("cli/compare/job.py", "if why := apart(runs):", "if why := '':", slow=True)

@@ -167,6 +167,8 @@ CHANGES = [
     (["mechanism", "multipliers_by_group"], [1.0], "are worth 1 together"),
     (["mechanism", "clipping", "bounds"], ["inf"], "DOES NOT HOLD"),
     (["mechanism", "clipping", "bounds"], [], "not one of 0 or more for each of its 1 groups"),
+    (["mechanism", "clipping", "bounds"], [1, 1], "not one of 0 or more for each of its 1 groups"),
+    (["mechanism", "clipping"], {"groups": [], "bounds": []}, "0 groups, which are one or more"),
     (["mechanism", "clipping", "bounds"], ["nan"], "not one of 0 or more"),
     (["mechanism", "clipping", "bounds"], [-1.0], "not one of 0 or more"),
     (["mechanism", "unit"], "client", "adds what one example costs to what one client costs"),
@@ -193,6 +195,7 @@ CHANGES = [
 )
 @kills("verify/fields.py", "float(bound) >= 0 for bound", "True for bound", slow=True)
 @kills("verify/fields.py", 'len(bounds) != len(rule["groups"]) or', "", slow=True)
+@kills("verify/fields.py", "sound = bounds and all(", "sound = all(", slow=True)
 @kills(
     "verify/cards.py", "    except Exception as error:", "    except KeyError as error:", slow=True
 )
@@ -217,6 +220,8 @@ INVERSE = strategies.banded_inverse_square_root(steps=40, bands=4)
 CONTRADICTIONS = [
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 0.0, "cost less than"),
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 1.2, "cost less than"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "note"], 1, "note is unknown"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "target"], None, "target is missing"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[-0.2, 40]], "rates of scores"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[0.2, -1]], "rates of scores"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [], "rates of scores"),
@@ -230,6 +235,13 @@ CONTRADICTIONS = [
 
 
 @kills("verify/fields.py", "    require_drawn(sampling)\n", "", case="cycle=51")
+@kills(
+    "verify/fields.py",
+    'require_fields(adaptive, ADAPTIVE, "the adapted bound on the card")',
+    "pass",
+    case="note=1",
+    slow=True,
+)
 @kills(
     "verify/fields.py",
     "not (both < count or both == count == 0):",
@@ -512,6 +524,56 @@ def test_correlated_noise_is_recomputed_with_its_strategy(name):
         sound, words = verdicts(changed(card, ["mechanism", "noise", "sensitivity"], 0.9 * found))
         assert not sound
         assert "one example moves" in words[0]
+
+
+@kills("verify/correlated.py", "own + 2 * np.sum", "own + np.sum", case="square root", slow=True)
+@kills("verify/correlated.py", "norms[apart:]", "norms[:1]", case="normalized")
+@kills("verify/correlated.py", "- 1 - apart]", "- 1]", case="buffered", slow=True)
+@kills("verify/correlated.py", "np.roll(x, d)", "x", case="dense", slow=True)
+@pytest.mark.parametrize("name", CORRELATED)
+def test_the_diagonals_say_as_much_as_the_whole_matrix(name):
+    made = mechanism(sampling=BATCHES["bins"], noise=CORRELATED[name])
+    noise = json.loads(json.dumps(made.facts["noise"]))
+    correlated = verify.correlated
+    matrix = correlated.strategy(noise)
+    gram = np.abs(matrix.T @ matrix)
+    distances = range(correlated.bands(noise))
+    for row, apart in zip(correlated.diagonals(noise, distances), distances, strict=True):
+        assert row[: 40 - apart] == pytest.approx(np.diagonal(gram, apart), abs=1e-9)
+        assert not row[40 - apart :].any()
+    patterns = [np.arange(start, 40, 2) for start in range(2)]
+    even = max(gram[np.ix_(each, each)].sum() for each in patterns)
+    assert correlated.largest(noise, 40, 2, even=True) == pytest.approx(even)
+    if name in ("normalized", "dense"):  # for others a smaller sum is known, or an exact one
+        own = gram.diagonal()
+        rows = own + np.sort(gram - np.diag(own))[:, -3:].sum(axis=1)
+        most = min(np.sort(rows)[-4:].sum(), np.sort(np.sqrt(own))[-4:].sum() ** 2)
+        assert correlated.largest(noise, 4, 1, even=False) == pytest.approx(most)
+
+
+@kills("verify/correlated.py", "range(0, bands(noise), apart)", "range(0, steps, apart)")
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pytest.param(sampling.balls_in_bins(1000, 100), id="bins"),
+        pytest.param(sampling.cyclic_poisson(1000, 20, cycle=4), id="cyclic"),
+        pytest.param(sampling.shuffled(1000, 100), id="shuffled"),
+    ],
+)
+def test_banded_noise_of_many_steps_is_recomputed(batches):
+    """Bands take memory for steps x bands, so no length of a run is too long for them."""
+    noise = strategies.banded(5000, 16)
+    made = mechanism(sampling=batches, noise=noise, steps=5000, noise_multiplier=40.0)
+    card = json.loads(json.dumps(reports.card(made, DELTA, methods=["rdp"])))
+    assert verdicts(card)[0], verdicts(card)
+    noise, path = card["mechanism"]["noise"], ["mechanism", "noise", "sensitivity"]
+    assert noise["normalized"]
+    least = verify.sensitivity(noise, card["mechanism"]["sampling"])
+    assert 1 < least <= noise["sensitivity"]
+    assert verdicts(changed(card, path, least))[0]
+    sound, words = verdicts(changed(card, path, 0.999 * least))
+    assert not sound
+    assert "one example moves" in words[0]
 
 
 @kills("verify/correlated.py", 'bands(noise) <= sampling["cycle"]', "True", slow=True)

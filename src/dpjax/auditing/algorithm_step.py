@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 
 from dpjax import accounting, checks, noise, trees
 from dpjax.mechanism import Mechanism
-from dpjax.types import Algorithm, Draw, Key, Neighbours, PyTree, Sampler, State
+from dpjax.types import Algorithm, Draw, Key, PyTree, Sampler, State
 
 _SEEDS = 2**16  # how many keys are searched for one that draws the canary
 
@@ -39,7 +39,7 @@ class Separation(NamedTuple):
     lower: Float[np.ndarray, " keys"]
     r"""What $\mu$ is at least, by the confidence limit of the noise's standard deviation."""
     claimed: float
-    r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that for replace-one.
+    r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that with `instead`.
 
     Of noise that is correlated by $C$, it is $C_{00} / \mathrm{sens}(C)$ times that.
     """
@@ -117,8 +117,10 @@ def audit_algorithm(
       params: The parameters at which the step is taken.
       canary: The row of the data that is left out. One whose clipped gradient reaches the bound
         shows most.
-      instead: For replace-one neighbours: the row that takes the canary's place. It takes part
-        nowhere else.
+      instead: The row that takes the canary's place; it takes part nowhere else. A replacement is
+        compared with what the mechanism allows a replacement, twice as much as leaving the canary
+        out. Leave it out for replace-one neighbours too, unless this row's clipped gradient is
+        opposite to the canary's: others move less than a replacement may.
       keys: The number of keys, 200 or more where norms are estimated (`dpjax.clipping.jl`): the
         projections follow from the key.
       pairs: The number of pairs of steps that measure the noise. A leaf of few numbers needs many.
@@ -179,17 +181,19 @@ def audit_algorithm(
         rounding = whole.rounding(with_it, without_it)
         sure.append([np.maximum(0.0, m - r) for m, r in zip(moved[-1], rounding, strict=True)])
     measured, lower = _in_units(moved, deviations), _in_units(sure, limits)
-    return Separation(measured, lower, _claimed(mechanism), estimated, confidence)
+    # By what was done to the canary, not by the relation of the mechanism: a removal that is
+    # compared with the claim of a replacement would hide half of the noise.
+    claimed = _of_one(mechanism) * (1.0 if instead is None else 2.0)
+    return Separation(measured, lower, claimed, estimated, confidence)
 
 
-def _claimed(mechanism: Mechanism) -> float:
-    """How far the mechanism lets one example move its first step, in units of the noise."""
-    twice = 2.0 if mechanism.relation is Neighbours.REPLACE_ONE else 1.0
+def _of_one(mechanism: Mechanism) -> float:
+    """How far the mechanism lets the gradient of one row move its first step, in units of noise."""
     # Step 0 has the first row of C^-1 times the fresh noise, whose multiplier is relative to what
     # one example moves in the whole run.
     row = 1.0 if mechanism.noise is None else float(np.linalg.norm(mechanism.noise.row(0)))
     with np.errstate(divide="ignore"):
-        return float(twice / (mechanism.multipliers[0] * mechanism.strategy_sensitivity * row))
+        return float(1.0 / (mechanism.multipliers[0] * mechanism.strategy_sensitivity * row))
 
 
 def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
@@ -228,7 +232,7 @@ def _check_rows(examples: int, canary: int, instead: int | None) -> None:
     if canary == instead:
         raise ValueError(
             f"auditing.audit_algorithm(canary={canary}, instead={instead}): expected two rows. To "
-            "leave the canary out, which is what most samplers are proved for, drop instead=."
+            "leave the canary out, drop instead=."
         )
 
 

@@ -135,7 +135,7 @@ def _verdict(run: SavedRun, accuracy: str) -> str:
     # An infinite epsilon means two things: known not to be private, or merely not proved.
     if not math.isinf(run.epsilon):
         return f"({upwards(run.epsilon)}, {power(run.delta)})-differentially private{right}."
-    if run.card is not None and run.card.get("not_private"):
+    if run.not_private:
         return f"<strong>Not</strong> differentially private: epsilon is infinite{right}."
     return f"<strong>Not proved</strong> to be differentially private{right}."
 

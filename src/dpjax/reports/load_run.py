@@ -124,6 +124,12 @@ class SavedRun(NamedTuple):
         return min(self.epsilons.values())
 
     @property
+    def not_private(self) -> bool:
+        """Whether the run is known not to be private; other infinite epsilons are not proved."""
+        known = self.card is not None and bool(self.card.get("not_private"))
+        return known and math.isinf(self.epsilon)
+
+    @property
     def accuracy(self) -> float:
         """The test accuracy of the released parameters, a fraction; NaN if it is not one number.
 

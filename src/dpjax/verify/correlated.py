@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = 4_096  # steps for which the whole of X is written down
+LARGEST = 4_096  # steps for which the whole of X, or as many numbers of it, is written down
 
 
 class Unreadable(Exception):
@@ -73,27 +73,48 @@ def largest(noise: dict[str, Any], most: int, apart: int, *, even: bool) -> floa
     if kind == "tree":  # as many of the example's steps as fit below a node, for each step
         sizes = [min(2**level, steps) for level in range((steps - 1).bit_length() + 1)]
         crowded = float(sum(most * min(most, -(-size // apart)) for size in sizes))
-    if steps > LARGEST:
-        if kind == "tree":
+        if steps > LARGEST:
             return crowded
-        if kind == "toeplitz" and len(noise["values"]) <= apart:
-            return float(most)  # normalized columns that do not meet
+    distances = range(0, bands(noise), apart)
+    if steps * len(distances) > LARGEST**2:
         raise Unreadable(
-            f"noise is correlated over {steps} steps by a {kind} strategy, and this file computes "
-            f"its sensitivity for up to {LARGEST}."
+            f"noise is correlated over {steps} steps by a {kind} strategy, whose columns of "
+            f"{len(distances)} steps meet, and this file computes the sensitivity of up to "
+            f"{LARGEST**2:,} pairs."
         )
-    gram = np.abs(products(noise))
+    own, *others = diagonals(noise, distances)
     if even:
-        patterns = [np.arange(start, steps, apart) for start in range(min(apart, steps))]
-        return max(float(gram[np.ix_(each, each)].sum()) for each in patterns)
+        sums = own + 2 * np.sum(others, axis=0)
+        return float(np.bincount(np.arange(steps) % apart, sums).max())
     if apart > 1:
         raise Unreadable("this file knows no batches whose examples are apart, and not evenly so.")
-    # A step collects at most its own entry and the largest others of its row.
-    own = np.diag(gram).copy()
-    np.fill_diagonal(gram, 0)
-    rows = own + np.sort(gram, axis=1)[:, steps - most + 1 :].sum(axis=1)
+    # A step collects at most its own entry and the largest others of its row, on both its sides.
+    rows = np.array([own * 0, *others, *(np.roll(x, d) for d, x in enumerate(others, 1))])
+    rows = own + np.sort(rows, axis=0)[::-1][: most - 1].sum(axis=0)
     norms = np.sort(np.sqrt(own))[steps - most :].sum()
     return float(min(np.sort(rows)[steps - most :].sum(), norms**2, crowded))
+
+
+def diagonals(noise: dict[str, Any], distances: range) -> np.ndarray:
+    """|X| of each step and the one that is so far after it, or 0: ``[distances, steps]``."""
+    steps, kind = int(noise["steps"]), noise["kind"]
+    found = np.zeros((len(distances), steps))
+    if kind in ("tree", "dense"):
+        whole = products(noise)
+        for row, apart in zip(found, distances, strict=True):
+            row[: steps - apart] = np.diagonal(whole, apart)
+        return np.abs(found)
+    column = first_column(noise)[: bands(noise)]
+    # The last columns end with the run: how many terms each column has.
+    left = np.minimum(len(column), steps - np.arange(steps))
+    for row, apart in zip(found, distances, strict=True):
+        sums = np.cumsum(column[apart:] * column[: len(column) - apart])
+        row[: steps - apart] = sums[left[: steps - apart] - 1 - apart]
+    if noise.get("normalized"):
+        norms = np.sqrt(np.cumsum(column**2)[left - 1])
+        for row, apart in zip(found, distances, strict=True):
+            row[: steps - apart] /= norms[: steps - apart] * norms[apart:]
+    return np.abs(found)
 
 
 def products(noise: dict[str, Any]) -> np.ndarray:

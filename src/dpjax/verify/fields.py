@@ -20,6 +20,7 @@ MECHANISM = (
     "multipliers_by_group clipping adaptive before"
 )
 SPENT = "unit sampling multiplier_and_steps preparation projections noise seeded"
+ADAPTIVE = "target rate count_multiplier geometric"
 NEIGHBOURS = ("add-or-remove", "zero-out", "replace-one")
 # The relations for which the batches of each sampler are proved.
 PROVED = {
@@ -144,6 +145,7 @@ def require_count(mechanism: dict[str, Any]) -> None:
     """Refuses a count of adaptive clipping that costs more than count and gradients together."""
     adaptive = mechanism["adaptive"]
     if adaptive is not None:
+        require_fields(adaptive, ADAPTIVE, "the adapted bound on the card")
         count = float(adaptive["count_multiplier"])
         both = max(each_multiplier(mechanism), default=0.0)
         if not (both < count or both == count == 0):
@@ -158,10 +160,11 @@ def require_rule(mechanism: dict[str, Any]) -> None:
     """Refuses a rule without a bound for each group, or groups with other noise than counted."""
     rule, groups = mechanism["clipping"], mechanism["multipliers_by_group"]
     bounds = rule["bounds"]
-    if len(bounds) != len(rule["groups"]) or not all(float(bound) >= 0 for bound in bounds):
+    sound = bounds and all(float(bound) >= 0 for bound in bounds)
+    if len(bounds) != len(rule["groups"]) or not sound:
         raise Unreadable(
             f"the rule has the bounds {bounds!r}, and not one of 0 or more for each of its "
-            f"{len(rule['groups'])} groups."
+            f"{len(rule['groups'])} groups, which are one or more."
         )
     if groups is not None:
         worth = joined([float(z) for z in groups])

@@ -5,9 +5,11 @@ usage: dpjax audit RUN [--out=FOLDER]
 
 A RUN is a folder that `dpjax train` wrote.  Three audits: how far one row moves the first step
 (white box); which canaries took part in a second training with the run's settings; and which rows
-the released model was trained on, by their losses.  `audit.json` and `audit.png` are computed from
-private data without noise and must not be published.  The exit status is 1 if a lower bound
-exceeds its claim.  An audit without a finding proves nothing.  Data are read from DPJAX_DATA_DIR.
+the released model was trained on, by their losses.  The first two may refute the claim, and then
+the exit status is 1: the program itself decides who takes part.  The bound by losses holds only if
+train and test rows are of one distribution, so it is printed and is no verdict.  An audit without
+a finding proves nothing.  `audit.json` and `audit.png` are computed from private data without noise
+and must not be published.  Data are read from DPJAX_DATA_DIR.
 """
 
 from absl import flags

@@ -47,6 +47,7 @@ class Line(NamedTuple):
         )
 
 
+ASSUMED = "a bound only if train and test rows are of one distribution"
 HEAD = f"{'audit':<40}{'epsilon >':>9}{'claimed':>9}{'':>8}  measured"
 
 
@@ -85,10 +86,12 @@ def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) 
     found, scores = audited_run.membership(run, OF_A_RUN)
     words = (
         f"AUC {found.auc:.3f}, {found.true_positives:.1%} of members and "
-        f"{found.false_positives:.1%} of others"
+        f"{found.false_positives:.1%} of others; {ASSUMED}"
     )
     bounds = found.epsilon, claimed, found.confidence
-    third = Line("losses of the released model", words, *bounds, found.epsilon > claimed)
+    # Never a verdict: no coin decided which rows are for the test, and a test part of another
+    # year has other losses under a sound model too.
+    third = Line("losses of the released model", words, *bounds, refutes=False)
     lines = [step, second, third]
     audits = [line._asdict() for line in lines]
     facts = {"run": str(folder), "delta": delta, "publish": PRIVATE, "audits": audits}
@@ -123,17 +126,26 @@ def draw(
         most = np.exp(min(lines[-1].claimed, 50)) * np.linspace(0, 1, 200) + delta
         right.plot(np.linspace(0, 1, 200), np.minimum(most, 1), color=style.PALETTE["blue"])
         right.plot(found.false_positives, found.true_positives, color="black", **style.DOTS)
+        right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
         right.set_xlabel("others guessed to be members")
         right.set_ylabel("members guessed")
         return png(figure, PRIVATE)
 
 
 def conclude(lines: Sequence[Line], seconds: float) -> None:
-    """Prints the verdict; ends the process with status 1 if a lower bound exceeds its claim."""
+    """Prints the verdict; ends the process with status 1 if an audit refutes its claim.
+
+    Only audits in which the program itself decides who takes part refute.
+    """
     print(f"{seconds:.0f} s on {jax.devices()[0].device_kind}")
     if broken := [line.audit for line in lines if line.refutes]:
         sys.exit(f"A LOWER BOUND EXCEEDS ITS CLAIM: {'; '.join(broken)}")
-    print("No lower bound exceeds its claim, which proves nothing.")
+    if open_ := [line.audit for line in lines if line.bound > line.claimed]:
+        print(
+            f"Above the claim, and no verdict: {'; '.join(open_)}. Usually the test rows are of "
+            "another distribution than the train rows. If they are of one, the claim is false."
+        )
+    print("No audit refutes its claim, which proves nothing.")
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:

@@ -292,8 +292,13 @@ def price(runs: list[SavedRun]) -> str:
     if why := apart(runs):
         return f"{chosen}Their costs do not add: {why}."
     epsilon = sum(run.epsilon for run in runs)
-    if math.isinf(epsilon):
+    if any(run.not_private for run in runs):
         return "One of these runs is not private, so neither are all of them together."
+    if math.isinf(epsilon):
+        return (
+            "One of these runs is not proved to be private, so nothing is proved of all of them "
+            "together."
+        )
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     return (
         f"{chosen}All {len(runs)} together, trained on the same data for the same neighbours, cost "
