@@ -35,6 +35,7 @@ MAKERS = {
     "signs": lambda steps: strategies.toeplitz(steps, [1, -0.5, 0.75][:steps]),
     "gap": lambda steps: strategies.toeplitz(steps, [1.0, 0.0, 0.0, 1.0][:steps]),
     "signs-normalized": lambda n: strategies.toeplitz(n, [1, -0.5, 0.75][:n], normalized=True),
+    "signs-dense": lambda n: Strategy(name="signs", form=packed(MAKERS["signs"](n).matrix())),
 }
 PARTICIPATIONS = [once(), apart(1), apart(2, 2), apart(2), apart(3), apart(4), cycles(2), cycles(3)]
 CASES = pytest.mark.parametrize("maker", MAKERS)
@@ -90,9 +91,29 @@ def streamed(strategy, z, *, at=0):
 )
 @kills(
     "strategies/sensitivity.py",
-    "gram = np.abs(whole.T @ whole)",
-    "gram = whole.T @ whole",
+    "np.abs(whole.T @ whole)",
+    "whole.T @ whole",
+    case="signs-dense",
+    slow=True,
+)
+@kills(
+    "strategies/sensitivity.py",
+    "np.abs(products) / np.sqrt(norms)",
+    "products / np.sqrt(norms)",
     case="signs-normalized",
+)
+@kills(
+    "strategies/sensitivity.py",
+    "others[distance:, last - distance] = diagonals[distance]",
+    "pass",
+    case="normalized",
+    slow=True,
+)
+@kills(
+    "strategies/sensitivity.py",
+    "* (1 if distance == 0 else 2)",
+    "",
+    case="normalized",
     slow=True,
 )
 @kills(
@@ -175,6 +196,18 @@ def test_no_pattern_moves_more_than_the_sensitivity(maker):
             assert found >= by_magnitudes(matrix, participation) * (1 - 1e-12)
             # A bound that is far too large costs accuracy.
             assert found <= 1.2 * by_magnitudes(matrix, participation)
+
+
+@pytest.mark.parametrize("participation", PARTICIPATIONS[1:], ids=str)
+def test_the_products_of_bands_are_those_of_the_matrix(participation):
+    strategy = strategies.toeplitz(40, np.linspace(1, 0.2, 7), normalized=True)
+    of_bands = sensitivity(strategy, participation)
+    dense = Strategy(name="dense", form=packed(strategy.matrix()))
+    assert of_bands == pytest.approx(sensitivity(dense, participation), rel=1e-6)
+    # Above the largest matrix too; the triangle bound would be 500.
+    if participation == cycles(2):
+        long = strategies.toeplitz(5_000, np.linspace(1, 0.2, 16), normalized=True)
+        assert sensitivity(long, cycles(10)) < 40
 
 
 @pytest.mark.parametrize("maker", ["white", "square-root", "cut-root", "inverse", "buffered"])

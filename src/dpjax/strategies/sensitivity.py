@@ -15,6 +15,7 @@ patterns that includes all allowed ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -23,6 +24,7 @@ from dpjax import checks
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.search import first_pattern
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
+from dpjax.strategies.toeplitz import Toeplitz
 from dpjax.strategies.tree import Tree
 
 
@@ -38,12 +40,13 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     | bands <= separation, so that columns do not overlap | programming over column norms | exact* |
     | Toeplitz, coefficients not negative and not increasing | the pattern 0, b, 2b, ... | exact |
     | Toeplitz, other coefficients | the same for a decreasing bound on their magnitudes | bound |
-    | at most 4,096 steps, cycles | all patterns | exact if $C^T C$ has no negative entry |
-    | at most 4,096 steps | programming over bounds of rows | bound |
+    | few products, cycles | all patterns | exact if $C^T C$ has no negative entry |
+    | few products | programming over bounds of rows | bound |
     | a tree | the most steps that fit into each node | bound |
     | any | the sum of column norms (triangle inequality) | bound |
 
-    (* For cycles a bound, if the norms of columns differ.)
+    (* For cycles a bound, if the norms of columns differ.) Products of columns are few up to 4,096
+    steps, and where $C$ is Toeplitz up to $4096^2$ numbers in its bands.
 
     Args:
       strategy: Its C.
@@ -92,10 +95,12 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
         exact = bool(np.all(decreasing == column))
     if not exact:
         bounds.append(float(_chosen(np.sqrt(squares), participation)) ** 2)
-    if not exact and strategy.steps <= LARGEST_MATRIX:
+    form, steps = strategy.form, strategy.steps
+    if not exact and isinstance(form, Toeplitz) and steps * len(form.values) <= LARGEST_MATRIX**2:
+        bounds.append(_of_bands(_diagonals(form), participation))
+    elif not exact and steps <= LARGEST_MATRIX:
         whole = strategy.matrix()
-        gram = np.abs(whole.T @ whole)
-        bounds.append((_largest_cycle if participation.even else _row_bounds)(gram, participation))
+        bounds.append(_of_products(np.abs(whole.T @ whole), participation))
     if isinstance(strategy.form, Tree):
         bounds.append(_crowded(strategy.form, participation))
     return _root(min(bounds), _additions(strategy) + 2 * strategy.steps)
@@ -113,24 +118,67 @@ def _chosen(values: Float[np.ndarray, "*rows steps"], participation: Participati
     return best[..., -1]
 
 
-def _row_bounds(gram: Float[np.ndarray, "steps steps"], participation: Participation) -> float:
-    """A step's share of the sum is at most what its row can collect; then steps are chosen."""
-    steps, apart = gram.shape[0], participation.separation
+def _of_products(gram: Float[np.ndarray, "steps steps"], participation: Participation) -> float:
+    """The bound by magnitudes of all products of columns."""
+    steps, apart = len(gram), participation.separation
+    if participation.even:
+        return _largest_cycle([np.diagonal(gram, d) for d in range(0, steps, apart)], participation)
     lag = np.abs(np.arange(steps)[:, None] - np.arange(steps))
-    others = np.where(lag < apart, 0.0, gram)
-    most = participation.within(steps)
-    fewer = Participation(separation=apart, most=most - 1)
-    return float(_chosen(np.diag(gram) + _chosen(others, fewer), participation))
+    return _row_bounds(np.diagonal(gram), np.where(lag < apart, 0.0, gram), participation)
 
 
-def _largest_cycle(gram: Float[np.ndarray, "steps steps"], participation: Participation) -> float:
-    """The largest sum over evenly spaced steps. More steps only add to a sum of magnitudes."""
-    apart, most = participation.separation, participation.within(len(gram))
-    found = 0.0
-    for first in range(len(gram)):
-        pattern = np.arange(first, len(gram), apart)[:most]
-        found = max(found, float(gram[np.ix_(pattern, pattern)].sum()))
+def _of_bands(diagonals: list[np.ndarray], participation: Participation) -> float:
+    """The same where only columns less than ``len(diagonals)`` steps apart overlap."""
+    apart, own, last = participation.separation, diagonals[0], len(diagonals) - 1
+    if participation.even:
+        return _largest_cycle(diagonals[::apart], participation)
+    others = np.zeros((len(own), 2 * last + 1))  # of each step with the steps around it
+    for distance in range(apart, len(diagonals)):
+        others[: len(own) - distance, last + distance] = diagonals[distance]
+        others[distance:, last - distance] = diagonals[distance]
+    return _row_bounds(own, others, participation)
+
+
+def _diagonals(form: Toeplitz) -> list[np.ndarray]:
+    """The magnitudes of $X_{i,i+d}$ for all distances d at which columns overlap."""
+    steps, values = form.steps, np.asarray(form.values)[: form.steps]
+    # The last columns are cut off at the bottom: how many terms each has.
+    terms = np.minimum(len(values), steps - np.arange(steps))
+    squares = np.cumsum(values**2)[terms - 1] if form.normalized else np.ones(steps)
+    found = []
+    for distance in range(len(values)):
+        sums = np.cumsum(values[distance:] * values[: len(values) - distance])
+        products = sums[terms[: steps - distance] - 1 - distance]
+        norms = squares[: steps - distance] * squares[distance:]
+        found.append(np.abs(products) / np.sqrt(norms))
     return found
+
+
+def _row_bounds(
+    own: Float[np.ndarray, " steps"],
+    others: Float[np.ndarray, "steps around"],
+    participation: Participation,
+) -> float:
+    """A step's share of the sum is at most what its row can collect; then steps are chosen."""
+    most = participation.within(len(own))
+    fewer = Participation(separation=participation.separation, most=most - 1)
+    return float(_chosen(own + _chosen(others, fewer), participation))
+
+
+def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation) -> float:
+    """The largest sum over evenly spaced steps. More steps only add to a sum of magnitudes.
+
+    ``diagonals`` are the products of a step with itself, with the next of its cycle, and so on.
+    """
+    steps, apart = len(diagonals[0]), participation.separation
+    most, longest = participation.within(steps), -(-steps // apart)
+    found = np.zeros((longest - most + 1, apart))
+    for distance, products in enumerate(diagonals[:most]):
+        # A column for each first step; the windows of a pattern begin at each of its steps.
+        cycles = np.pad(products, (0, longest * apart - len(products))).reshape(longest, apart)
+        windows = np.lib.stride_tricks.sliding_window_view(cycles, most - distance, axis=0)
+        found += np.sum(windows[: len(found)], axis=-1) * (1 if distance == 0 else 2)
+    return float(np.max(found))
 
 
 def _crowded(form: Tree, participation: Participation) -> float:

@@ -236,7 +236,7 @@ def _finite(leaf: Any) -> bool:
 
 
 def _require_saved(given: Any, saved: Any, folder: Folder) -> None:
-    """Refuses a state that was changed since its step: its run would continue without the change."""
+    """Refuses a state that was changed since its step: the change would be dropped."""
     names = ("params", "optimizer", "bound_scale", "memory")
     both = {name: [getattr(state, name, ()) for state in (given, saved)] for name in names}
     changed = [
