@@ -2,8 +2,9 @@
 """Bounded activations for private training: the tables and figures of tempered_sigmoids_2021.
 
   result    tanh beats ReLU under DP-SGD, as claimed: MNIST 98.0 and 96.5 % (paper: 98.1, 96.6),
-            FashionMNIST 85.6 and 83.1 (86.1, 81.9); on CIFAR-10 58.2 (one seed) and 57.2 (two)
-            at rate 0.4, 52.1 and 47.6 at 0.2 (66.2, 61.6), so larger rates are left to try
+            FashionMNIST 85.6 and 83.1 (86.1, 81.9).  Not shown on CIFAR-10: 57.7 and 57.2 at
+            rate 0.4 (two seeds each; one on a CPU, the others on an H100), 52.1 and 47.6 at 0.2
+            (66.2, 61.6), so larger rates are left to try
   time      5 to 20 minutes a run on a shared CPU core; CIFAR-10 80 to 200
   command   python experiments/papers/papernot2021_tempered_sigmoids.py --table=3 --seeds=3
   figures   experiments/results/papernot2021.json; others with --figure=3 --plot=curves.png
