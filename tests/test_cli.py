@@ -311,7 +311,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(out, tmp_pat
         given = copy.deepcopy(command.FLAGS)
         argv = given([name, *words, f"--out={out}"])
         # Neither draws a run nor audits one.
-        monkeypatch.setattr(audited_run, "rebuild", lambda _: None)
+        monkeypatch.setattr(audited_run, "rebuild", lambda *_: None)
         with pytest.raises(app.UsageError, match=f"--out={out}: "):
             binary.run(given, argv)
 
@@ -451,11 +451,13 @@ def test_a_streamed_run_is_audited_in_memory(workshop, tmp_path, monkeypatch):
     """The hash of a stream is of some rows alone."""
     whole = data.load_file("my.npz", None, None)
     rows = list(zip(*map(np.asarray, whole.train), strict=True))
-    monkeypatch.setattr(job.data, "load", lambda *_: whole)
+    places = []
+    monkeypatch.setattr(job.data, "load", lambda _, place: places.append(place) or whole)
     streamed = whole._replace(train=data.Stream(rows))
     monkeypatch.setattr(job.data, "stream", lambda *_: streamed)
     folder = trained(tmp_path / "run", "--dataset=digits", "--stream")
-    assert audited_run.rebuild(folder).dataset is whole
+    assert audited_run.rebuild(folder, "there").dataset is whole
+    assert places[-1] == "there"
     streamed = whole._replace(train=data.Stream([(x + 1, y) for x, y in rows]))
     with pytest.raises(app.UsageError, match=r"run\.json:\n  data: \"48 streamed"):
         audited_run.rebuild(folder)
@@ -491,7 +493,7 @@ NOISES = {
 def test_an_audit_runs_a_part_of_any_run(name, workshop, tmp_path, monkeypatch):
     """By default 200 steps of it: a strategy is for all of them."""
     built = begun(*NOISES[name])
-    monkeypatch.setattr(audited_run, "rebuild", lambda _: built)
+    monkeypatch.setattr(audited_run, "rebuild", lambda *_: built)
     given = copy.deepcopy(AUDIT_FLAGS)
     given(["audit", "--steps=2", "--pairs=8", "--canaries=20"])
     step, canaries, _ = audit_job.audit_run(given, tmp_path, tmp_path)
@@ -513,7 +515,7 @@ def test_losses_of_another_distribution_are_no_verdict(workshop, tmp_path, monke
     """A sound run whose test rows are of another kind than its train rows."""
     built, far = begun("--sampling=poisson"), np.arange(4000) / 4000
     found = auditing.audit_membership(far + 1, far, delta=1e-3)
-    monkeypatch.setattr(audited_run, "rebuild", lambda _: built)
+    monkeypatch.setattr(audited_run, "rebuild", lambda *_: built)
     monkeypatch.setattr(audited_run, "membership", lambda *_: (found, (far + 1, far)))
     given = copy.deepcopy(AUDIT_FLAGS)
     given(["audit", "--steps=2", "--pairs=8", "--canaries=20"])

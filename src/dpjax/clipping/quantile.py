@@ -38,7 +38,8 @@ class Quantile:
 
     Args:
       target: $\gamma$, the fraction of examples that should be below the bound.
-      rate: $\eta$; 0.2 moves the bound by 10 % a step at most (where the target is 0.5).
+      rate: $\eta$; 0.2 moves the bound by at most 10 % a step (where the target is 0.5), and by
+        more where the batch or the noise of the count is large.
       count_multiplier: The noise multiplier of the count.  By default a tenth of the expected
         batch size: the fraction then has noise of standard deviation 0.05.
       geometric: Whether the bound moves in proportion to itself.  If not, by

@@ -479,7 +479,8 @@ def _checked_before(before: Any) -> tuple[Spent, ...]:
             f"Mechanism(before={reprlib.repr(before)}): expected a list of mechanism.Spent. "
             "Usually: before=training.earlier(folder), with the folder of the run that this one "
             "starts from. For a Mechanism m that ran all its steps: before=[*m.before, "
-            "m.spent(m.multipliers)]."
+            "m.spent(m.multipliers)]. Multipliers of queries, as of private moments, belong to "
+            "preparation=."
         )
     return each
 

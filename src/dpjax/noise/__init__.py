@@ -7,7 +7,7 @@ lets the noise of later steps cancel some of the earlier noise, `langevin` is `g
 multiplier of a step size, and `secret_key` makes a root key.
 
 Privacy: float32 arithmetic and the threefry generator are not a hardened source of
-randomness; see README.
+randomness; see "Floating point" in docs/pages/sharp_edges.md.
 """
 
 from dpjax.noise.correlated import correlated

@@ -65,11 +65,15 @@ class Rebuilt(NamedTuple):
         return dpjax.dpsgd(self.loss, optimizer, mechanism, train, per_step=per_step)
 
 
-def rebuild(folder: pathlib.Path) -> Rebuilt:
-    """Reads a run's folder and builds the run again; refuses folders that lack what it needs."""
+def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
+    """Reads a run's folder and builds the run again; refuses folders that lack what it needs.
+
+    ``data_dir`` is the flag of that name, which no run's folder records.
+    """
     run, parameters = _files(folder)
     try:
         given = _flags(run)
+        given["data_dir"].value = data_dir
         configured = settings(given)
         _fix_steps(given, run)
         planned = plan(given)

@@ -67,7 +67,7 @@ def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
 
 def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) -> list[Line]:
     """Audits the run in a folder, and writes figures and plot into another."""
-    run = audited_run.rebuild(folder)
+    run = audited_run.rebuild(folder, given.data_dir)
     writable_folder(out, out)  # before the audits, which take minutes
     if run.unseen:
         print(f"{folder}:{run.unseen}", flush=True)
