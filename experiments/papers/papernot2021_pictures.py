@@ -86,7 +86,8 @@ FIGURES = {
     ),
     "4": Figure(
         "Norms of gradients before clipping, on MNIST: with ReLU the norms grow under DP-SGD, with "
-        "tanh they stay near the bound.",
+        "tanh they stay near the bound. Here one of three seeds of ReLU without privacy collapsed "
+        "to 11.35 %, and its band holds it.",
         [logged("step", "norm", ("step", "norm of gradient"))],
         **_FOUR,
         command="--figure=4 --seeds=1",
@@ -94,7 +95,7 @@ FIGURES = {
     "5": Figure(
         "Norms of the first convolution's activations: with ReLU the norms grow under DP-SGD, with "
         "tanh they stay bounded. Older rows have norms of pre-activations alone, which tanh does "
-        "not bound.",
+        "not bound, and one of three seeds of ReLU without privacy collapsed to 11.35 %.",
         [
             logged("step", "first activations", ("step", "norm of activations")),
             logged("step", "first layer", ("step", "norm of pre-activations")),
