@@ -7,7 +7,7 @@
             a perceptron has 93.1 %, FedAvg and FedSGD 92.2 and 91.7.  34 of 41 rows ran, 14 of
             them with one seed; SGLD and the six rows of JL did not
   time      about 60 core seconds a run, 10 to 20 of the perceptron with exact norms; 20 steps of JL
-            predict 15 to 60, and its accountant takes 20 more at r = 10
+            predict 12 to 56, and its accountant takes 10 to 20 more
   command   python experiments/papers/bu2023_algorithms.py --seeds=3
   figures   experiments/results/bu2023.json, rows that begin with "algorithms"; --rows=JL or
             --rows='"Adam, global"' selects some, and --smoke trains four on digits
