@@ -27,7 +27,7 @@ ABOVE = [
     ("rate of a paper", "MNIST, rate 0.1414", "MNIST, rate 0.05"),
     ("rate of a paper", "MNIST, rate 0.5", "MNIST, rate 0.1414"),
     ("rules", "bound 1", "bound 200, rate by as much smaller"),
-    ("rules", "flat, for 8 groups", "8 groups, noise for all of them"),
+    ("rules", "flat, for 8 groups", "8 groups, with the same total"),
     ("noise", "falling", "rising"),
     ("group norm", "with group normalisation", "convolutions"),
     ("augmentation", "the image", "4 shifted views"),

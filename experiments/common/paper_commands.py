@@ -3,8 +3,8 @@
 
 A command names the rows that it fills, so that `reproduce.py` counts what is missing without
 running anything; a test compares these names with the binary's.  Claims that are cheap to check
-come first, then CIFAR-10, then sweeps.  All other figures draw rows of these commands, but for
-those of bu2023 on ViT and BERT, its figures 1 and 10 and its table 1.
+come first, then CIFAR-10, then sweeps.  All other figures draw rows of these commands.  Not
+listed are rows of bu2023 on ViT and BERT, its figures 1 and 10 and its table 1.
 """
 
 from __future__ import annotations
