@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guide to settings and the tutorial on text say what the committed results say."""
+"""Guides, tutorials and headers of experiments say what the committed results say."""
 
+import ast
 import json
+import re
 import statistics
 
 import pytest
@@ -25,7 +27,7 @@ ABOVE = [
     ("rate of a paper", "MNIST, rate 0.1414", "MNIST, rate 0.05"),
     ("rate of a paper", "MNIST, rate 0.5", "MNIST, rate 0.1414"),
     ("rules", "bound 1", "bound 200, rate by as much smaller"),
-    ("rules", "flat, for 8 groups", "8 groups, noise for all of them"),
+    ("rules", "flat, for 8 groups", "8 groups, with the same total"),
     ("noise", "falling", "rising"),
     ("group norm", "with group normalisation", "convolutions"),
     ("augmentation", "the image", "4 shifted views"),
@@ -53,6 +55,19 @@ LEVEL = [
     ("rules", "a bound for each layer", "flat, for layers"),
     ("noise", "constant, at an epsilon as large", "falling"),
 ]
+
+
+HEADERS = {  # of experiments, and the file of their results
+    "papers/an2021_noise_curricula": "an2021",
+    "papers/bu2023_algorithms": "bu2023",
+    "papers/bu2023_calibration": "bu2023",
+    "papers/bu2023_finetuning": "finetuning",
+    "papers/liu2021_grouped_clipping": "liu2021",
+    "papers/losing_less2022_loss": "losing_less2022",
+    "papers/papernot2021_tempered_sigmoids": "papernot2021",
+    "papers/tramer2021_scatternet": "tramer2021",
+    "settings": "settings",
+}
 
 
 @pytest.fixture
@@ -110,6 +125,27 @@ def test_the_figures_of_the_tutorial_are_current():
     assert min(head + lora) < max(base), "they stay where the base stands"
     first, _, last = rows["shakespeare at epsilon 2"]["0"]["epsilon_of"].values()
     assert first <= 2 < 60 < last, "nothing is promised for 16 copies"
+
+
+@pytest.mark.parametrize("binary", HEADERS)
+def test_accuracies_in_headers_are_means_of_rows(binary):
+    """At the end of a run, or after the epochs that a claim names; others' are in parentheses."""
+    rows = json.loads((RESULTS / f"{HEADERS[binary]}.json").read_text())["rows"]
+    judged = json.loads((RESULTS / "systems.json").read_text()).get(HEADERS[binary], {})
+    epochs = {claim["at"] for claim in judged.get("claims", [])} - {0}
+    means = set()
+    for runs in rows.values():
+        for measure, scale in (("accuracy", 1), ("ece", 100)):
+            values = [scale * run[measure] for run in runs.values() if measure in run]
+            means |= {f"{statistics.mean(values):.1f}"} if values else set()
+        logs = [run.get("way", []) for run in runs.values()]
+        for epoch in epochs & set(range(1, 1 + min(map(len, logs)))):
+            means.add(f"{statistics.mean(100 * log[epoch - 1]['accuracy'] for log in logs):.1f}")
+    header = ast.get_docstring(ast.parse((ROOT / "experiments" / f"{binary}.py").read_text()))
+    result = re.search(r"^  result(.*?)^  time", header, re.DOTALL | re.MULTILINE)[1]
+    named = re.findall(r"(?<![\d.])\d\d\.\d(?!\d)", re.sub(r"\(.*?\)", "", result, flags=re.DOTALL))
+    assert named
+    assert set(named) <= means, sorted(set(named) - means)
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that fill the results of five papers, in order of value.
+"""The commands that fill the results of the papers, in order of value.
 
 A command names the rows that it fills, so that `reproduce.py` counts what is missing without
 running anything; a test compares these names with the binary's.  Claims that are cheap to check
-come first, then CIFAR-10, then sweeps.  All other figures draw rows of these commands.
+come first, then CIFAR-10, then sweeps.  All other figures draw rows of these commands.  Not
+listed are rows of bu2023 on ViT and BERT, its figures 1 and 10 and its table 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ BINARIES = {
     "an2021": "an2021_noise_curricula.py",
     "losing_less2022": "losing_less2022_loss.py",
     "liu2021": "liu2021_grouped_clipping.py",
+    "bu2023": "bu2023_calibration.py",
 }
 
 
@@ -29,6 +31,11 @@ class Command(NamedTuple):
     rows: str
     minutes: float  # of one core, a run
     seeds: int = 3
+    other: str = ""  # binary than the paper's first
+
+    @property
+    def binary(self) -> str:
+        return self.other or BINARIES[self.paper]
 
     def names(self) -> list[str]:
         return list(dict.fromkeys(_expanded(self.rows)))
@@ -56,6 +63,10 @@ _FALLING = "{exponential|piecewise|linear|quadratic}-down"
 _OWN_RATES = "{flat|equal, 8 groups}{|, rate 0.15|, rate 0.35|, rate 0.5}"
 _PRINTED_RATE = "{paper, 8 groups{|, momentum 0.9}{|, relu}|flat, momentum 0.9}"
 _SWEEP = "{s={1|4} T={1|2|4} o={0.5|1|2}|s=2 T={1|4} o={0.5|1|2}|s=2 T=2 o={0.5|1 (tanh)|2}}"
+_ALGORITHMS = (
+    "{{SGD|heavy ball|NAG|Adam|AdaGrad|RMSprop}, {flat, {small|large} R|global|automatic|layerwise}"
+    "|SGLD|{SGD|Adam}{, exact norms|-JL, r = {10|30|100}}|FedAvg|FedSGD}"
+)
 _MOVES = ", batch 1024, momentum 0.9"
 COMMANDS = (
     Command("losing_less2022", "--figure=3 --rows=mnist,fashion",
@@ -70,6 +81,8 @@ COMMANDS = (
             "{constant {0|1|2|3|4|5}|{linear|piecewise|quadratic}-down}{|, easy first}", 3),
     Command("an2021", "--table=sound", "{constant 1.38|1.38, {weights"
             "|public scorer, {growing|full} batches|private scorer, growing batches}}", 3),
+    Command("bu2023", "--table=2", "mnist {not private|{small|large|mixed} R}", 8),
+    Command("bu2023", "", f"algorithms {_ALGORITHMS}", 1, other="bu2023_algorithms.py"),
     Command("tramer2021", "--rows=mnist,fashion",
             f"{_GREY} {{pixels cnn|wavelets {{linear|cnn}}}}", 8),
     Command("papernot2021", "--table=3 --datasets=mnist",
@@ -81,6 +94,9 @@ COMMANDS = (
             f"{_GREY} pixels cnn {_PARTS}", 3.5),
     Command("liu2021", "--table=rates --datasets=fashion_mnist",
             f"fashion_mnist {{{_OWN_RATES}|{_PRINTED_RATE}}}, {{10546|4901}} steps", 7),
+    Command("bu2023", "--figure=6-right", "mnist {R = {0.1|10|50|100|500}|{small|large} R}", 8),
+    Command("bu2023", "--table=clippings", "mnist {{|layerwise, }{small|large} R|global, large R"
+            "|automatic|normalised|layerwise, the paper's noise}", 8),
     Command("losing_less2022", "--figure=9 --rows='mnist wavelets,fashion wavelets'",
             f"{_GREY} wavelets cnn {_PARTS}", 2),
     Command("tramer2021", "--rows='cifar wavelets cnn'", "cifar wavelets cnn", 16),

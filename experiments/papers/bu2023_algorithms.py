@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All algorithms of the calibration paper on MNIST, at one epsilon: convergence_calibration_2023.
+"""The algorithms of the calibration paper on MNIST, at one epsilon: convergence_calibration_2023.
 
   result    SGD has 96.4 % and a calibration error of 2.6 % at R = 1, and 92.5 and 1.3 at R = 200,
             as in table 2; heavy ball and NAG are alike.  With Adam the large R is worse in both,
             91.2 and 4.1 against 95.6 and 3.0, and with AdaGrad and RMSprop (3 seeds).  One seed:
-            a perceptron has 93.1 %, FedAvg and FedSGD 92.2 and 91.7
-  time      about 60 core seconds a run, 10 to 20 of the perceptron with exact norms; JL adds 20 for
-            its accountant.  Three seeds of the whole table: about 2 core hours
+            a perceptron has 93.1 %, FedAvg and FedSGD 92.2 and 91.7.  34 of 41 rows ran, 14 of
+            them with one seed; SGLD and the six rows of JL did not
+  time      about 60 core seconds a run, 10 to 20 of the perceptron with exact norms; 20 steps of JL
+            predict 12 to 56, and its accountant takes 10 to 20 more
   command   python experiments/papers/bu2023_algorithms.py --seeds=3
   figures   experiments/results/bu2023.json, rows that begin with "algorithms"; --rows=JL or
             --rows='"Adam, global"' selects some, and --smoke trains four on digits

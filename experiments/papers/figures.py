@@ -68,7 +68,7 @@ class Drawn(NamedTuple):
             words = [f"{verdict}: {'; '.join(of)}" for verdict, of in sorted(by_verdict.items())]
             parts.append(f"**Here.** By the rule of the results, {'. '.join(words)}.")
         else:
-            parts.append("**Here.** No number is published; compare the lines.")
+            parts.append("**Here.** No claim of it is judged; compare the lines.")
         if self.missing:
             how = self.figure.why or f"`{self.command}` runs these rows."
             absent = ", ".join(self.missing[:SHOWN])

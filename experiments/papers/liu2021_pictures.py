@@ -42,7 +42,8 @@ def best(draw: Draw, x_scale: str = "linear") -> Draw:
 FIGURES = {
     "2": Figure(
         "Training loss: the proposed groups converge faster than DP-SGD and come close to training "
-        "without noise. Here the loss is that of the drawn batches.",
+        "without noise. Here the loss is that of the drawn batches; its training accuracy, and "
+        "training without noise, are not drawn.",
         [best(logged("step", "loss", ("step", "training loss")))],
         **_AT,
         command="--figure=2 --table=3 --seeds=3",
