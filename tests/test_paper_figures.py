@@ -203,7 +203,7 @@ ROWS = {
         ({"rows": ["ReLU"], "published": "above", "than": ["tanh"]}, "does not hold"),
         (
             {"rows": ["tanh"], "published": "above", "than": ["near"]},
-            "does not hold: within chance",
+            "does not hold, within chance",
         ),
         ({"rows": ["tanh"], "published": "above", "than": ["none"]}, "not run"),
         ({"rows": ["alone"], "published": "above", "than": ["ReLU"]}, "open: 1 seed"),

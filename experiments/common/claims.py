@@ -123,7 +123,7 @@ def _compared(claim: Claim, ours: list[float], theirs: list[float]) -> str:
     test: Any = scipy.stats.ttest_ind(better, worse, equal_var=False, alternative="greater")
     if test.pvalue < CHANCE:
         return HOLDS
-    return f"{FAILS}: within chance" if lead > 0 else FAILS
+    return f"{FAILS}, within chance" if lead > 0 else FAILS
 
 
 def _speaking(

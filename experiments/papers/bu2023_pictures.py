@@ -111,7 +111,7 @@ def _classifier(
         rows=rf"(?P<title>{task}{COPY}) (?P<line>R = \S+)" if swept else "",
         command=f"--figure={figure} --seeds={seeds}{_FLAGS[task]}",
         why=_WEIGHTS.get(task, ""),
-        claims={"mnist": "^MNIST", "cifar10": "^CIFAR-10", "snli": "^SNLI"}[task],
+        claims={"mnist": "^MNIST:", "cifar10": "^CIFAR-10", "snli": "^SNLI"}[task],
     )
 
 
@@ -131,7 +131,7 @@ FIGURES = {
         FOUR,
         command="--figure=2 --seeds=3 --tasks=mnist",
         why="CIFAR-10 and SNLI need published weights of ViT-Base and BERT-Base.",
-        claims="^MNIST",
+        claims="^MNIST:",
     ),
     "3": _classifier(
         "3", "cifar10", "CIFAR-10 with ViT: large bounds calibrate.", bounds, lines=()
