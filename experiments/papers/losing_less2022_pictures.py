@@ -39,7 +39,7 @@ FIGURES = {
         [accuracy],
         PIXELS,
         BOTH,
-        claims="pixels",
+        claims="pixels cnn: (all|CE)(?! above SSE)",
     ),
     "4": Figure(
         "From wavelets, the composite loss has 66.8 % on CIFAR-10 against 64.5 while epsilon is "
@@ -47,7 +47,7 @@ FIGURES = {
         [accuracy],
         WAVELETS,
         BOTH,
-        claims="wavelets",
+        claims="wavelets cnn: (all|CE)(?! above SSE)",
     ),
     "5": Figure(
         "Weights and pre-activations of a hidden and of the last layer: the composite loss keeps "
@@ -80,7 +80,7 @@ FIGURES = {
         [accuracy],
         PIXELS + WAVELETS,
         PARTS,
-        claims="SSE",
+        claims=r"SSE\+focal",
     ),
     "10": Figure(
         "Accuracy over threshold, beta and gamma of the composite loss: beta has little influence.",
@@ -118,6 +118,7 @@ FIGURES = {
         [accuracy],
         PIXELS,
         ERRORS,
+        claims="SAE|Huber",
     ),
 }
 FIGURES = {

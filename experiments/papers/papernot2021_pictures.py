@@ -82,7 +82,7 @@ FIGURES = {
         [logged("epsilon", "accuracy", ("epsilon (rdp)", "test accuracy, %"), 100)],
         **_kinds("ReLU", "tanh"),
         command="--figure=3 --seeds=3",
-        claims=": (tanh|ReLU)",
+        claims=": (tanh|ReLU)( above ReLU)?$",
     ),
     "4": Figure(
         "Norms of gradients before clipping, on MNIST: with ReLU the norms grow under DP-SGD, with "
