@@ -200,9 +200,8 @@ PAPERS: dict[str, list[tuple[str, str, str]]] = {
         ("automatic", "bu2023", "mnist automatic"),
         ("a bound for each layer", "bu2023", "algorithms SGD, layerwise"),
         ("flat, for layers", "bu2023", "algorithms SGD, flat, small R"),
-        # Groups of bound 1 at the printed 0.05 move as groups of total 1 do at sqrt(8) times that.
-        ("8 groups, with the same total", "liu2021", "mnist full, 8 groups, 1324 steps"),
-        ("flat, for 8 groups", "liu2021", "mnist flat, rate 0.1414, 1324 steps"),
+        ("8 groups, with the same total", "liu2021", "mnist equal, 8 groups, rate 0.5, 1324 steps"),
+        ("flat, for 8 groups", "liu2021", "mnist flat, rate 0.5, 1324 steps"),
     ],
     "noise": [
         ("falling", "an2021", "exponential-down"),
