@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first step of a run, with tracing and compilation, beside that of plain JAX.
 
-  result    12 blocks of a Transformer 1.8 times plain JAX (13.9 and 7.5 s), a CNN 2.7 times (3.9
-            and 1.5 s); DP-SGD in a few lines of JAX, with `jax.vmap`, takes 19.1 and 4.5 s.  About
+  result    12 blocks of a Transformer 2.0 times plain JAX (15.2 and 7.7 s), a CNN 2.7 times (3.8
+            and 1.4 s); DP-SGD in a few lines of JAX, with `jax.vmap`, takes 18.4 and 4.7 s.  About
             1.4 s are draw, exact sums, noise and checksum, whatever the model: a linear one takes
-            1.7 s, with `jax.vmap` 1.4, plain 0.3.  12 blocks in a scan take 5.4 s.  One round
+            1.7 s, with `jax.vmap` 1.4, plain 0.3.  12 blocks in a scan take 5.5 s.  One round
   hardware  one core of an AMD EPYC; JAX 0.10.2
   command   make bench BENCH=compilation ARGS="--rounds 1 --out FILE"
   figures   experiments/results/compilation.json
