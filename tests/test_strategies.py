@@ -111,6 +111,13 @@ def streamed(strategy, z, *, at=0):
 )
 @kills(
     "strategies/sensitivity.py",
+    "range(apart, len(diagonals))",
+    "range(apart + 1, len(diagonals))",
+    case="normalized",
+    slow=True,
+)
+@kills(
+    "strategies/sensitivity.py",
     "* (1 if distance == 0 else 2)",
     "",
     case="normalized",

@@ -8,7 +8,7 @@
             projections (JL), for more noise and time: 1.72 and 0.91 with 10 and 30, where exact
             norms need 0.74.  SGLD has 93.8 % and an error of 1.3, that of a large R; FedAvg and
             FedSGD have 92.2 and 91.7.  21 of 41 rows have one seed
-  time      about 60 core seconds a run; of the perceptron 8 to 56, and of JL's accountant 10 to 20
+  time      about 60 core seconds a run; of the perceptron 8 to 51, and of JL's accountant 13 to 21
   command   python experiments/papers/bu2023_algorithms.py --seeds=3
   figures   experiments/results/bu2023.json, rows that begin with "algorithms"; --rows=JL or
             --rows='"Adam, global"' selects some, and --smoke trains four on digits

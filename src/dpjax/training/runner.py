@@ -237,21 +237,21 @@ def _finite(leaf: Any) -> bool:
 
 def _require_saved(given: Any, saved: Any, folder: Folder) -> None:
     """Refuses a state that was changed since its step: the change would be dropped."""
+
+    def content(state: Any, name: str) -> str:
+        return trees.fingerprint(getattr(state, name, ()))
+
     names = ("params", "optimizer", "bound_scale", "memory")
-    both = {name: [getattr(state, name, ()) for state in (given, saved)] for name in names}
-    changed = [
-        name
-        for name, (one, other) in both.items()
-        if trees.fingerprint(one) != trees.fingerprint(other)
-    ]
-    if changed:
+    changed = [name for name in names if content(given, name) != content(saved, name)]
+    # A process that refused alone would leave the others waiting.
+    if processes.any_process(bool(changed)):
+        where = ", ".join(changed) or "in another process, parts"
         raise Refused(
-            f"fit(directory={str(folder.path)!r}): {', '.join(changed)} of the given state differ "
-            f"from what the folder saved at this step, {given.ledger.steps}. Usually a script set "
-            "a rate or parameters between two calls of fit. A folder is one run: give a "
-            "rate that changes as an Optax schedule. Or start from these parameters in another "
-            "folder, and count what was spent: "
-            "Mechanism(..., before=dpjax.training.earlier(folder))."
+            f"fit(directory={str(folder.path)!r}): {where} of the given state differ from what the "
+            f"folder saved at this step, {given.ledger.steps}. Usually a script set a rate or "
+            "parameters between two calls of fit. A folder is one run: give a rate that changes "
+            "as an Optax schedule. Or start from these parameters in another folder, and count "
+            "what was spent: Mechanism(..., before=dpjax.training.earlier(folder))."
         )
 
 

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from dpjax.verify.correlated import Unreadable, is_amplified, sensitivity
+from dpjax.verify.epsilon import RELATION
 from dpjax.verify.events import each_multiplier
 
 FORMAT = 3  # of the description that dpjax.mechanism.card documents
@@ -21,10 +22,11 @@ MECHANISM = (
 )
 SPENT = "unit sampling multiplier_and_steps preparation projections noise seeded"
 ADAPTIVE = "target rate count_multiplier geometric"
-NEIGHBOURS = ("add-or-remove", "zero-out", "replace-one")
 # The relations for which the batches of each sampler are proved.
 PROVED = {
-    **dict.fromkeys(("poisson", "full", "scored", "cyclic_poisson", "balls_in_bins"), NEIGHBOURS),
+    **dict.fromkeys(
+        ("poisson", "full", "scored", "cyclic_poisson", "balls_in_bins"), tuple(RELATION)
+    ),
     **dict.fromkeys(("shuffled", "curriculum"), ("zero-out", "replace-one")),
     "fixed": ("replace-one",),
 }
