@@ -729,6 +729,7 @@ def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     "training/runner.py",
     "            _require_saved(self.state, found.state, folder)\n",
     "            pass\n",
+    slow=True,
 )
 def test_a_state_that_was_changed_between_two_calls_is_refused(tmp_path):
     algorithm = runs.make(steps=4)
