@@ -69,12 +69,13 @@ def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, pieces in kept.items():
         each = factors[:, groups[i]]
         found = own.get(i, [])
+        # Kept gradients come first: a norm of theirs does not bound the roundings of another sum.
+        if pieces is not None:
+            totals[i] = Kept(pieces, each)
         # In place: a microbatch of a language model touches few rows of a table that is larger than
         # all its other leaves.
-        if found and (put := into_table(i, found)):
+        elif found and (put := into_table(i, found)):
             sums[i] = put(sums[i], each)
-        elif pieces is not None:
-            totals[i] = Kept(pieces, each)
         elif found:
             scaled = [entry.rounded().scaled(each) for entry in found]
             totals[i] = Recomputed(i, scaled, leaves)
