@@ -30,9 +30,11 @@ BLOCK, _SLOWER = 16, 10
 # On accelerators, in multiplications of a matrix product of one pass: writing, squaring and scaling
 # one number; rounding, writing, bounding and summing for one inner product of positions; and one
 # multiplication of a product at the highest precision, which takes six passes on a TPU and more for
-# small matrices. A sum of rounded numbers takes two. Read from expected cycles for TPU v5e
+# small matrices. A sum of rounded numbers takes two. For positions of a table: comparing two, and
+# one multiplication where a factor is 0 or 1. Read from expected cycles for TPU v5e
 # (docs/pages/speed.md).
 _KEPT, _PAIR, _EXACT, _TWO = 1250, 20_000, 16, 2
+_COMPARED, _ADDED = 500, 4
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
 _MANY = 6
 # VJPs of these primitives are elementwise, so they add no rounding error beyond the cotangent's.
@@ -101,7 +103,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         # Pixels give the inner products of patches, which are then not written.
         pixels = outers[0].pixels if len(outers) == 1 else None
         inner, written = (pixels.image.shape[-1], 0) if pixels else (width, copied)
-        gram, again = pairs * (exact * (inner + depth) + _PAIR), twice * product
+        each = _ADDED * depth + _COMPARED if by_rows else exact * (inner + depth) + _PAIR
+        gram, again = pairs * each, twice * product
         written += 2 * pairs
     # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
     # only if the view is an isometry.
