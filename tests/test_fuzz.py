@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from dpjax import clipped_grad, clipping
 from dpjax.gradients import platforms
@@ -911,6 +912,40 @@ def test_every_part_beside_another(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_bfloat16_inside(seed):
     hunt(seed, ["dense", "narrow"], "bfloat16")
+
+
+# These parts have parameters for six rows.
+OF_SIX = {"vector", "wide", "long", "left", "transposed_convolution"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in OF_SIX])
+def test_what_cancels_stays_within_the_bound(name, platform, monkeypatch):
+    """Huge cotangents that no parameter feels: its gradient in float32 is what rounding leaves."""
+    monkeypatch.setitem(globals(), "ROWS", 40)
+    params, apply = PARTS[name](Draw(0, 0, *name.encode()))
+    rng = np.random.default_rng(2)
+    x, ids = 100 * rng.normal(size=(ROWS, WIDTH)), rng.integers(8, size=ROWS, dtype=np.int32)
+    example = {"x": x, "ids": jnp.asarray(ids), "key": jnp.zeros(2, jnp.uint32)}
+
+    def outputs(params, example):
+        return jnp.ravel(apply(params, example["x"], example)).astype(example["x"].dtype)
+
+    with jax.enable_x64(True):
+        flat, tree = ravel_pytree(jax.tree.map(jnp.float64, params))
+        slopes = jax.jacobian(lambda flat: outputs(tree(flat), example))(flat)
+    left, sizes, _ = np.linalg.svd(np.nan_to_num(slopes))
+    felt, unfelt = np.split(left, [np.sum(sizes > 1e-9 * sizes[0])], axis=1)
+    params, example = jax.tree.map(jnp.float32, params), {**example, "x": jnp.float32(x)}
+    for rest in (0, 1e-3, 1):
+        cotangent = 1e6 * unfelt @ rng.normal(size=unfelt.shape[1]) + rest * felt[:, 0] / sizes[0]
+        batch = jax.tree.map(lambda x: x[None], {**example, "pull": jnp.float32(cotangent)})
+        with platforms.traced_for(platform):
+            loss = lambda p, e: jnp.vdot(outputs(p, e), e["pull"])  # noqa: E731
+            for bound in (1e-6, 1e-3, 1):
+                total = clipped_grad(loss, clipping.flat(bound), "ghost")(params, batch).value
+                assert np.linalg.norm(ravel_pytree(total)[0]) <= 1.001 * bound
 
 
 @pytest.mark.slow
