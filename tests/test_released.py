@@ -347,7 +347,7 @@ def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
     assert seen == [2, 4, 6, 8], "no row is evaluated again"
 
 
-@kills("training/released.py", "int(state.ledger.chosen)) < folder.marked", "0) < 0", slow=True)
+@kills("training/released.py", "int(state.ledger.chosen)) < furthest", "0) < 0", slow=True)
 @kills(
     "training/fit.py",
     "if max(run.done, furthest) > terms.end",
@@ -356,7 +356,7 @@ def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
 )
 @kills("reports/load_run.py", "not steps < counted <= released", "True", slow=True)
 @kills("reports/load_run.py", "steps < counted <= released", "steps < counted", slow=True)
-@kills("training/released.py", "int(state.ledger.chosen)) < folder", "0) < folder", slow=True)
+@kills("training/released.py", "int(state.ledger.chosen)) < furthest", "0) < furthest", slow=True)
 def test_no_file_states_fewer_steps_than_are_public(tmp_path):
     """A run that was killed after step 8 repeats steps, and is killed again."""
 

@@ -837,7 +837,7 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
     show.begin()
     assert "compiling" in show.stream.getvalue()
     show.tick(5)
-    assert show.rate() == 0, "compilation is no throughput"
+    assert show.take_rate() == 0, "compilation is no throughput"
     private = {"private": {"loss": 0.3}}
     show.line(
         5, {"epsilon": 0.991, "accuracy": 0.5, "nll": 0.7, "examples_per_second": 10.0, **private}
@@ -845,7 +845,7 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
     show.shown -= 1
     show.begin()
     show.tick(6)
-    assert show.rate() > 0
+    assert show.take_rate() > 0
     show.close()
     text = show.stream.getvalue()
     assert text.count("\n") == 1

@@ -126,7 +126,10 @@ class Folder:
         if changed:
             logging.warning(
                 "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s%s",
-                *(self.path, done, changed, "" if PLACES.issuperset(names) else BLIND),
+                self.path,
+                done,
+                changed,
+                "" if PLACES.issuperset(names) else BLIND,
             )
             # The run keeps the key of its checkpoint, whatever key the caller gave.
             kept = {**self.identity, "small seed": before.get("small seed", False)}
@@ -179,11 +182,6 @@ class Folder:
         # Of one length, so that it needs no room on a full disk.
         overwrite(self.path / "furthest", 0, f"{step:19} {chosen:19}\n".encode())
 
-    @property
-    def marked(self) -> int:
-        """The last released step, in the first process, which counts them."""
-        return self._mark.furthest
-
     @processes.in_first
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
@@ -204,7 +202,7 @@ class Folder:
 
     @processes.in_first
     def furthest(self) -> int:
-        """The last step that was ever on disk, or that an evaluation saw."""
+        """The last released step: that was ever on disk, or that an evaluation saw."""
         return self._mark.furthest
 
     @processes.in_first
