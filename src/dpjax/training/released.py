@@ -22,7 +22,7 @@ from absl import logging
 from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.card import seed_of
+from dpjax.reports.load_run import seed_of
 from dpjax.training.run_folder import Folder
 from dpjax.types import Plan, PyTree, State
 

@@ -27,7 +27,8 @@ from dpjax._files import overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
-from dpjax.mechanism.card import check_format, seed_of, spent_of
+from dpjax.mechanism.card import check_format, spent_of
+from dpjax.reports.load_run import seed_of
 from dpjax.training.folder_lock import close, is_lock, locked
 from dpjax.training.run_identity import BLIND, PLACES, changed_numerics, differences
 
