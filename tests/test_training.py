@@ -8,6 +8,7 @@ import math
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -1280,8 +1281,9 @@ class TestBoundSchedule:
         facts = {"clipping": rule, "noise_multiplier": multiplier, "steps": steps}
         mechanism = mechanism_with(sampling=sampling.full(50), **facts)
         algorithm = algorithm_with(mechanism, DATA * 3, optimizer=optax.sgd(1.0), **options)
-        self.late = -1.0  # the table that was checked runs, whatever the function reads later
-        return algorithm, algorithm.run(start(algorithm), steps)
+        # The table that was checked runs, whatever the function reads later.
+        with mock.patch.object(self, "late", -1.0):
+            return algorithm, algorithm.run(start(algorithm), steps)
 
     @kills("training/step.py", "p, x: loss(p, x) / scale", "p, x: loss(p, x)", slow=True)
     @kills(
