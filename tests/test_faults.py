@@ -548,7 +548,7 @@ CHANGES = {
         r"XLA_FLAGS: \S+ there, --xla_cpu_max_isa=AVX2 now\nThe steps",
     ),
     "processor": (
-        lambda: mock.patch.object(training.environment, "_processor", return_value="another"),
+        lambda: mock.patch.object(training.environment, "processor", return_value="another"),
         r"  processor: \w.*(avx|asimd).* there, another now",
     ),
 }
@@ -574,7 +574,7 @@ CHANGES = {
     case="flags",
     slow=True,
 )
-@kills("training/environment.py", ', "processor": _processor()}', "}", case="processor", slow=True)
+@kills("training/environment.py", ', "processor": processor()}', "}", case="processor", slow=True)
 @kills(
     "training/environment.py",
     '        "platform": jax.default_backend(),\n',
@@ -654,7 +654,7 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     assert "microbatch_size: 32 there, 2 now" in caplog.text
     assert "not compared" not in caplog.text
     caplog.clear()
-    elsewhere = mock.patch.object(training.environment, "_processor", return_value="another")
+    elsewhere = mock.patch.object(training.environment, "processor", return_value="another")
     flags = mock.patch.dict(os.environ, {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"})
     with jax.threefry_partitionable(False), elsewhere, flags, caplog.at_level("WARNING"):
         assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4

@@ -107,7 +107,7 @@ def released(rule, shares, **work):
 
     @jax.jit
     def run(clients):
-        recipe = recipe_of("fedavg", what, optimizer, plan, clients, 1.0, 2)
+        recipe = recipe_of("fedavg", what, optimizer, plan, clients, scale=1.0, microbatch_size=2)
         rows = rounds.Row(jnp.arange(4), jnp.asarray(shares), clients.counts)
         return private_step(bound_to(recipe, clients), rows, state)[0].params
 
@@ -412,7 +412,7 @@ def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
     """XLA computes convolutions fast in a loop if their channels are last and have no groups."""
     clients, plan, server = images(2, 3), mechanism(2), optax.sgd(1.0)
     what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, steps=None, ball=None)
-    recipe = recipe_of("fedavg", what, server, plan, clients, 1.0, None)
+    recipe = recipe_of("fedavg", what, server, plan, clients, scale=1.0)
     key, scale = jax.random.key(0), jnp.float32(1)
     state = State(KERNELS, server.init(KERNELS), scale, key, jnp.int32(0), None)
 

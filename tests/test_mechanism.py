@@ -54,12 +54,7 @@ def ran_with(mechanism, step):
     "return self.schedule(step)",
     slow=True,
 )
-@kills(
-    "mechanism/multipliers.py",
-    "return lambda step: schedule(step) * factor",
-    "return schedule",
-    slow=True,
-)
+@kills("schedules.py", "(lambda step: value(step) * factor) if", "value if", slow=True)
 @pytest.mark.promotes
 def test_a_schedule_is_evaluated_once():
     """It may close over what changes; claimed, written down and run is what it said first."""

@@ -234,7 +234,7 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
 
 @kills("training/run_identity.py", "= trees.seeded(state.key)", "= False", slow=True)
 @kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
-@kills("mechanism/card.py", 'run.get("small seed") or None', "None", slow=True)
+@kills("reports/load_run.py", 'run.get("small seed") or None', "None", slow=True)
 @kills("reports/load_run.py", "else before or None", "else None", slow=True)
 @kills(
     "reports/claims.py",
@@ -281,7 +281,7 @@ def test_the_key_of_the_first_step_says_whether_its_seed_is_small(small, tmp_pat
 
 @kills("training/run_folder.py", "seeded=seed_of(run) is not None", "seeded=False", slow=True)
 @kills(
-    "mechanism/card.py", 'in ("--seed", "seed") if', 'in ("--seed",) if', case="seed-3", slow=True
+    "reports/load_run.py", 'in ("--seed", "seed") if', 'in ("--seed",) if', case="seed-3", slow=True
 )
 @kills("verify/cards.py", 'in ("--seed", "seed"))', 'in ("--seed",))', case="seed-3", slow=True)
 @pytest.mark.sample(3)
@@ -347,7 +347,7 @@ def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
     assert seen == [2, 4, 6, 8], "no row is evaluated again"
 
 
-@kills("training/released.py", "int(state.ledger.chosen)) < folder.marked", "0) < 0", slow=True)
+@kills("training/released.py", "int(state.ledger.chosen)) < furthest", "0) < 0", slow=True)
 @kills(
     "training/fit.py",
     "if max(run.done, furthest) > terms.end",
@@ -356,7 +356,7 @@ def test_what_a_full_disk_cost_is_left_by_the_same_call(tmp_path):
 )
 @kills("reports/load_run.py", "not steps < counted <= released", "True", slow=True)
 @kills("reports/load_run.py", "steps < counted <= released", "steps < counted", slow=True)
-@kills("training/released.py", "int(state.ledger.chosen)) < folder", "0) < folder", slow=True)
+@kills("training/released.py", "int(state.ledger.chosen)) < furthest", "0) < furthest", slow=True)
 def test_no_file_states_fewer_steps_than_are_public(tmp_path):
     """A run that was killed after step 8 repeats steps, and is killed again."""
 

@@ -90,17 +90,17 @@ def test_no_verdict_claims_less_than_is_proved(noise):
 @pytest.mark.parametrize(
     ("methods", "expected"),
     [
-        (["pdl"], r"method='pdl'\): there is no such method. There are: 'rdp'"),
-        (["rdp", "pdl"], "method='pdl'"),
-        ("pdl", "method='pdl'"),
+        (["pdl"], r"'pdl'\): expected one of rdp, "),
+        (["rdp", "pdl"], "'pdl'"),
+        ("pdl", "'pdl'"),
         (["gdp"], "expected a method that proves a bound: one of rdp, pld, rdp-classic"),
         ([], "expected a method that proves a bound"),
     ],
     ids=str,
 )
 def test_methods_are_names_of_methods_and_one_proves_a_bound(methods, expected):
-    for said in (dpjax.statement, reports.card):
-        with pytest.raises(ValueError, match=expected):
+    for name, said in (("statement", dpjax.statement), ("reports.card", reports.card)):
+        with pytest.raises(ValueError, match=rf"^{name}\(methods=.*?{expected}"):
             said(make(), 1e-5, methods=methods)
     found = reports.card(make(), 1e-5, methods="rdp-classic")["epsilon"]
     assert set(found) == {"rdp-classic"}, "a text is one name"
@@ -349,7 +349,7 @@ def test_the_rate_that_is_counted_is_the_one_stated():
 
 def test_a_delta_above_one_over_n_is_pointed_out():
     assert "is not below 1/examples" in dpjax.statement(make(), 1e-3)
-    with pytest.raises(ValueError, match=r"dpjax\.statement\(delta.*between 0 and 1"):
+    with pytest.raises(ValueError, match=r"^statement\(delta.*between 0 and 1"):
         dpjax.statement(make(), 1.0)
 
 

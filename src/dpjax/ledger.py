@@ -247,9 +247,8 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
     """
     if budget is None:
         return mechanism.steps
-    checks.instance(
-        "ledger.affordable", "budget", budget, Budget, "Write ledger.Budget(3.0, 1e-5)."
-    )
+    hint = "Write ledger.Budget(epsilon=3.0, delta=1e-5)."
+    checks.instance("ledger.affordable", "budget", budget, Budget, hint)
     _, method = mechanism.stated(budget.delta, budget.method)
     return _affordable(mechanism, budget.epsilon, budget.delta, method)
 

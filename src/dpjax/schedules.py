@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,11 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
             "Write jnp.where(step < 5, 2.0, 1.0), use an Optax schedule, or index a table: "
             "schedules.table([2.0, 1.0], steps_per_epoch=5)."
         ) from error
+
+
+def times(value: float | optax.Schedule, factor: float) -> Any:
+    """A number or a schedule, multiplied by a factor."""
+    return (lambda step: value(step) * factor) if callable(value) else value * factor
 
 
 def _linear(t: np.ndarray, epochs: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 from dpjax import checks, trees
 from dpjax.gradients.clipped_grad import clipped_grad
 from dpjax.mechanism import Mechanism
+from dpjax.training.dpsgd import entry_of
 from dpjax.training.recipe import Entry, with_entry
 from dpjax.types import Algorithm, LossFn, PyTree, State
 
@@ -126,9 +127,7 @@ def score_canaries(
         Mechanism,
         "It clips the canaries' gradients; dpjax.dpsgd keeps it.",
     )
-    # The entry of a step is a part of every example, as in the step itself.
-    entry = None if per_step is None else (lambda key, step: per_step(step))
-    add = jax.jit(partial(_added, loss, entry, mechanism))
+    add = jax.jit(partial(_added, loss, entry_of(per_step), mechanism))
     scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
     for _ in range(steps):
         before = state._replace(ledger=None)

@@ -132,9 +132,10 @@ def fedavg(
     within = ball(mechanism.clipping) if project else None
     local = Local(loss, client_optimizer, size, epochs, steps, within)
     work = {"batch_size": local.batch_size, "epochs": epochs, "steps": steps, "project": project}
-    name = {"algorithm": "fedavg", "local": work}
-    options = (weights, microbatch_size, budget)
-    return _algorithm(local, server_optimizer, mechanism, clients, name, *options)
+    identity = {"algorithm": "fedavg", "local": work}
+    return _algorithm(
+        local, server_optimizer, mechanism, clients, identity, weights, microbatch_size, budget
+    )
 
 
 def fedsgd(
@@ -175,9 +176,10 @@ def fedsgd(
     # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
     # this client.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, ball=None)
-    options = (weights, microbatch_size, budget)
-    name = {"algorithm": "fedsgd"}
-    return _algorithm(local, server_optimizer, mechanism, clients, name, *options)
+    identity = {"algorithm": "fedsgd"}
+    return _algorithm(
+        local, server_optimizer, mechanism, clients, identity, weights, microbatch_size, budget
+    )
 
 
 def _algorithm(
@@ -185,22 +187,24 @@ def _algorithm(
     server: optax.GradientTransformation,
     mechanism: Mechanism,
     clients: Clients,
-    name: Mapping[str, Any],
+    identity: Mapping[str, Any],
     weights: Weights | None,
     microbatch_size: int | None,
     budget: ledger.Budget | None,
 ) -> Algorithm:
     """Rounds as steps of `dpjax.training`, with clients as the rows of the data."""
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
-    call = f"federated.{name['algorithm']}"
+    call = f"federated.{identity['algorithm']}"
     _check_clients(call, mechanism, clients, weights)
     # Shares are relative to the largest weight. Their public total, not their drawn total, makes
     # the mean.
     scale = len(clients) / weights.total_share
-    recipe = recipe_of(call, local, server, mechanism, clients, scale, microbatch_size)
+    recipe = recipe_of(
+        call, local, server, mechanism, clients, scale=scale, microbatch_size=microbatch_size
+    )
     rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
     held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
-    identity = {**name, "weights": held}
+    identity = {**identity, "weights": held}
     algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
     def init(key: Key, params: PyTree) -> State:
@@ -224,8 +228,9 @@ def recipe_of(
     server: optax.GradientTransformation,
     mechanism: Mechanism,
     clients: Clients,
+    *,
     scale: float,
-    microbatch_size: int | None,
+    microbatch_size: int | None = None,
 ) -> Recipe:
     """One round as a private step, on `Row`s that stand for clients.
 

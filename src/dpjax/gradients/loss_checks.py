@@ -37,6 +37,7 @@ from dpjax._jaxpr import (
     own_vjp,
     row_by_row,
 )
+from dpjax.checks import KEY_OF_EXAMPLE
 from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.types import PyTree
 
@@ -83,12 +84,6 @@ _KEPT = {
 
 # What makes random numbers of a key, its first input.
 _DRAWS = {"random_bits", "random_gamma"}
-# How a loss has a key for each example and step.
-_OWN_KEY = (
-    "Make a key of what the example holds, as dpjax.losses.of shows: jax.random.fold_in("
-    "jax.random.fold_in(root, row), step), where x, y, row, step = example. The row is in the "
-    "data, (x, y, jnp.arange(len(x))), and dpsgd(per_step=lambda step: step) adds the step."
-)
 
 # What takes a mean, gives it the axes of its numbers, and subtracts it from them.
 _CENTRING = {"reduce_sum", "div", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze"}
@@ -206,7 +201,7 @@ def leaks_noted() -> Iterator[None]:
         error.add_note(
             "The loss keeps a traced value in an object outside of it, and the next trace meets "
             "it; expected a pure function. Usually it takes keys from a sequence, next(keys), or "
-            f"appends to a list. {_OWN_KEY} What you want to look at is returned, with "
+            f"appends to a list. {KEY_OF_EXAMPLE} What you want to look at is returned, with "
             "clipped_grad(has_aux=True)."
         )
         raise
@@ -344,7 +339,7 @@ def tell_of_one_draw(name: str, loss: Jaxpr) -> None:
             "all examples and steps share the numbers. If they are a random projection or other "
             "constants, all is well. Usually they are dropout: with one mask, what it drops is "
             "never trained. %s",
-            *(name, _OWN_KEY),
+            *(name, KEY_OF_EXAMPLE),
         )
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dpjax import checks
 from dpjax.types import LossFn, PyTree
 
 ExampleLoss: TypeAlias = Callable[..., Float[Array, ""]]
@@ -138,11 +139,8 @@ def _check_module(model: Any) -> None:
 
 
 _OWN_KEY = (
-    "derive the key in a loss of your own, from the example: "
-    'loss(model.apply({"params": params}, x, rngs={"dropout": key}), y) with '
-    "key = jax.random.fold_in(jax.random.fold_in(root, row), step), where x, y, row, step = "
-    "example; the row is in the data, (x, y, jnp.arange(len(x))), and the step is added by "
-    "dpsgd(per_step=lambda step: step)."
+    'write a loss of your own, loss(model.apply({"params": params}, x, rngs={"dropout": key}), y). '
+    + checks.KEY_OF_EXAMPLE
 )
 
 _ONE_KEY = (

@@ -110,18 +110,6 @@ def spent_of(facts: Mapping[str, Any], steps: int, *, seeded: bool = False) -> t
     return tuple(map(_read, (*facts["before"], ran)))
 
 
-def seed_of(run: Mapping[str, Any]) -> Any:
-    """The published seed of a run; True for another below 2^32, and None for a secret key.
-
-    Args:
-      run: What ``run.json`` holds.
-    """
-    # A command publishes its flag --seed, and a script may make its key from a "seed" by other
-    # means than `jax.random.key`, so that the key does not show it.
-    named = [run[name] for name in ("--seed", "seed") if run.get(name) is not None]
-    return named[0] if named else run.get("small seed") or None
-
-
 def protects(facts: Mapping[str, Any]) -> str:
     """Whose data a described mechanism protects, in words: costs of others do not add."""
     return f"{facts['neighbours']} neighbours of one {facts['unit']}"

@@ -27,7 +27,7 @@ from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import card, link
 from dpjax.mechanism.adaptive import check_adaptive
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
-from dpjax.mechanism.multipliers import Planned, growth, left_for_gradients, planned, scaled
+from dpjax.mechanism.multipliers import Planned, left_for_gradients, planned, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
 from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.strategies import Strategy
@@ -202,10 +202,6 @@ class Mechanism:
         # Andrew et al. (2021) give the count, which one example moves by 1/2, noise of deviation
         # batch / 20: at this multiplier it costs almost nothing.
         return self.batch_size / 10 if given is None else given
-
-    def gradient_multipliers(self, totals: np.ndarray) -> np.ndarray:
-        """The multipliers of the sums alone, for steps with these effective multipliers."""
-        return totals * growth(totals, self.count_multiplier)
 
     @property
     def gradient_multiplier(self) -> NoiseMultiplier:

@@ -21,8 +21,8 @@ from dpjax.types import NoiseMultiplier
 class Planned:
     """A schedule as the table of its values at every planned step.
 
-    The same table is accounted, written down and run. A second evaluation of the function could
-    differ: compiled, in another dtype, or after a variable that it closes over has changed.
+    The same table is checked, accounted, written down and run. A second evaluation of the function
+    could differ: compiled, in another dtype, or after a variable that it closes over has changed.
 
     Args:
       schedule: The function, evaluated again only if more steps are planned.
@@ -32,17 +32,22 @@ class Planned:
     schedule: optax.Schedule
     table: bytes
 
+    @classmethod
+    def of(cls, schedule: optax.Schedule, steps: int) -> Planned:
+        """Evaluates a schedule at this many steps."""
+        return cls(schedule, schedules.values(schedule, steps).tobytes())
+
     def __repr__(self) -> str:
         ends = [f"{value:.4g}" for value in (*self.values[:1], *self.values[-1:])]
         return f"<schedule from {' to '.join(ends)}>"
 
     @property
     def values(self) -> Float[np.ndarray, " steps"]:
-        """The multiplier of each planned step."""
+        """The value at each planned step."""
         return np.frombuffer(self.table, np.float32)
 
     def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
-        """The multiplier of a step or of several steps; NaN beyond the plan."""
+        """The value at a step or at several steps; NaN beyond the plan."""
         step = jnp.asarray(step)
         # Steps outside the plan read the appended last entry.
         answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
@@ -54,27 +59,21 @@ def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
     if not callable(multiplier):
         return multiplier
     if not isinstance(multiplier, Planned):
-        return Planned(multiplier, schedules.values(multiplier, steps).tobytes())
+        return Planned.of(multiplier, steps)
     # A shorter plan keeps the values; only new steps evaluate the function again.
     if steps > multiplier.values.size:
-        return planned(multiplier.schedule, steps)
+        return Planned.of(multiplier.schedule, steps)
     return Planned(multiplier.schedule, multiplier.values[:steps].tobytes())
 
 
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
     """A multiplier with all its noise ``factor`` times as large."""
     if isinstance(multiplier, Planned):
-        schedule = _times(multiplier.schedule, factor)
+        schedule = schedules.times(multiplier.schedule, factor)
         return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())
-    if callable(multiplier):
-        return _times(multiplier, factor)
     if isinstance(multiplier, Sequence):
         return tuple(m * factor for m in multiplier)
-    return multiplier * factor
-
-
-def _times(schedule: optax.Schedule, factor: float) -> optax.Schedule:
-    return lambda step: schedule(step) * factor
+    return schedules.times(multiplier, factor)
 
 
 def growth(total: Any, count: float) -> Any:

@@ -28,7 +28,6 @@ def langevin(
     batch_size: float,
     key: Key,
     temperature: float = 1.0,
-    replay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Optax link of Langevin dynamics: `gaussian` with `langevin_multiplier`.
 
@@ -46,7 +45,6 @@ def langevin(
       batch_size: $L$, the *expected* batch size, which divides the sum.
       key: The root key of this run, consumed by it.
       temperature: $T$; 1 for the posterior itself, less for a sharper one.
-      replay: As in `gaussian`.
 
     Returns:
       A link on sums.
@@ -64,9 +62,9 @@ def langevin(
       ...     optax.scale(-rate * n / 2),
       ... )
     """
-    sizes = (examples, batch_size)
-    multiplier = multiplier_of("noise.langevin", learning_rate, rule, *sizes, temperature)
-    return gaussian(multiplier, rule, key=key, replay=replay)
+    call = "noise.langevin"
+    multiplier = multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
+    return gaussian(multiplier, rule, key=key)
 
 
 def langevin_multiplier(
@@ -108,8 +106,8 @@ def langevin_multiplier(
       Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
       Differential Privacy", 2023, section 4.5.
     """
-    sizes = (examples, batch_size)
-    return multiplier_of("noise.langevin_multiplier", learning_rate, rule, *sizes, temperature)
+    call = "noise.langevin_multiplier"
+    return multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
 
 
 def multiplier_of(

@@ -15,7 +15,7 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, checks
-from dpjax.accounting.methods import checked_delta, checked_method
+from dpjax.accounting.methods import checked_delta
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.types import Sampler
@@ -57,26 +57,27 @@ def claim_of(
       ValueError: A name is no method, or none of ``methods`` proves a bound.
     """
     checks.instance(who, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
-    delta, _ = mechanism.stated(delta, None)
+    delta = checked_delta(who, mechanism.stated(delta, None)[0])
     ran = mechanism.multipliers if ledger is None else counted(ledger, mechanism)
-    found = _epsilons(mechanism, tuple(ran.tolist()), delta, _asked(methods))
+    found = _epsilons(mechanism, tuple(ran.tolist()), delta, _asked(who, methods))
     why, published = _why_infinite(mechanism, ran), _published_seed(seed, ledger, mechanism)
     return Claim(mechanism, ran, delta, dict(found), why, published)
 
 
-def _asked(methods: Sequence[str] | None) -> tuple[str, ...]:
+def _asked(who: str, methods: Sequence[str] | None) -> tuple[str, ...]:
     """The names of methods, in the order of their table."""
     given = accounting.METHODS if methods is None else methods
     names = [given] if isinstance(given, str) else list(given)
-    rows = [checked_method("dpjax.statement", name) for name in names]
+    table, hint = accounting.METHODS, "Leave methods out for all that have an answer."
+    rows = [table[checks.one_of(who, "methods", name, table, hint)] for name in names]
     # Without a bound a statement would say that nothing is proved, whatever other methods prove.
     if not any(row.proven for row in rows):
-        bounds = ", ".join(name for name, row in accounting.METHODS.items() if row.proven)
+        bounds = ", ".join(name for name, row in table.items() if row.proven)
         raise ValueError(
-            f"dpjax.statement(methods={methods!r}): expected a method that proves a bound: one of "
+            f"{who}(methods={methods!r}): expected a method that proves a bound: one of "
             f"{bounds}. gdp is an estimate. Add one of these, or leave methods out."
         )
-    return tuple(name for name in accounting.METHODS if name in names)
+    return tuple(name for name in table if name in names)
 
 
 # Statement and card of one run ask for the same numbers, which can take seconds.
@@ -84,8 +85,6 @@ def _asked(methods: Sequence[str] | None) -> tuple[str, ...]:
 def _epsilons(
     mechanism: Mechanism, multipliers: tuple[float, ...], delta: float, methods: tuple[str, ...]
 ) -> tuple[tuple[str, float], ...]:
-    # Before the loop, which takes a ValueError for "no answer".
-    checked_delta("dpjax.statement", delta)
     event, found = mechanism.event_of(np.array(multipliers, np.float64)), []
     for method in methods:
         try:

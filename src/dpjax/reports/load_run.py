@@ -23,12 +23,24 @@ from jaxtyping import Float
 from dpjax import accounting
 from dpjax._files import read_arrays, read_json, read_log
 from dpjax.accounting.rounding import upwards
-from dpjax.mechanism.card import check_format, seed_of
+from dpjax.mechanism.card import check_format
 
 _INTERRUPTED = (
     "Usually the run was interrupted while it wrote the file, or the disk was full. Run the same "
     "command again, which writes it again, or remove the file to read the others."
 )
+
+
+def seed_of(run: Mapping[str, Any]) -> Any:
+    """The published seed of a run; True for another below 2^32, and None for a secret key.
+
+    Args:
+      run: What ``run.json`` holds.
+    """
+    # A command publishes its flag --seed, and a script may make its key from a "seed" by other
+    # means than `jax.random.key`, so that the key does not show it.
+    named = [run[name] for name in ("--seed", "seed") if run.get(name) is not None]
+    return named[0] if named else run.get("small seed") or None
 
 
 class Missing(LookupError):

@@ -19,6 +19,7 @@ from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.correlated import is_amplified
+from dpjax.mechanism.multipliers import growth
 from dpjax.reports.claims import Claim, claim_of
 from dpjax.reports.references import references
 from dpjax.reports.statement_html import Statement
@@ -230,7 +231,7 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iter
     by_group = isinstance(groups, Sequence)
     # With an adapted bound the total multiplier covers the sum and the count; the sum alone has
     # more noise than it says.
-    on_sum = ran if mechanism.adaptive is None else mechanism.gradient_multipliers(ran)
+    on_sum = ran if mechanism.adaptive is None else ran * growth(ran, mechanism.count_multiplier)
     if mechanism.adaptive is None:
         of = "in all" if by_group else "x sensitivity"
         yield f"  noise         multiplier {_range(ran)} {of}, on the sum"

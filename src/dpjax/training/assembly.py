@@ -31,11 +31,11 @@ from dpjax.gradients.loss_checks import (
     leaks_noted,
     tell_of_one_draw,
 )
-from dpjax.mechanism.check_sampler import check_draw
 from dpjax.noise.link import first_memory
 from dpjax.noise.seals import require_one_release
 from dpjax.training import environment
 from dpjax.training.checks import (
+    check_draw,
     check_optimizer,
     check_same_optimizer,
     check_state,

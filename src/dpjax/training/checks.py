@@ -18,14 +18,17 @@ from absl import logging
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from dpjax import clipping, ledger, noise, schedules, trees
+from dpjax import clipping, ledger, noise, trees
 from dpjax._foreign import arrays, no_arrays
+from dpjax._jaxpr import depends
+from dpjax.accounting.event_parts import split
 from dpjax.data import Dataset, Stream
 from dpjax.gradients.engines import named
 from dpjax.gradients.loss_checks import centres_alone, closed_over
 from dpjax.mechanism import Mechanism
+from dpjax.mechanism.multipliers import Planned
 from dpjax.training.recipe import Recipe, extra_arguments
-from dpjax.types import PyTree, State
+from dpjax.types import PyTree, Sampler, Schedule, State
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
@@ -92,7 +95,10 @@ def check_optimizer(recipe: Recipe, optimizer_state: Any, params: PyTree) -> Non
             "%s never moves %d of %d leaves (%s). Their gradients take a part of the bound all the "
             "same. Usually they are frozen by optax.set_to_zero: let the loss close over frozen "
             "leaves, and the bound is for the others.",
-            *(name, len(idle), len(jax.tree.leaves(params)), _few(idle)),
+            name,
+            len(idle),
+            len(jax.tree.leaves(params)),
+            _few(idle),
         )
     if climbing := _unchanged(program, params):
         logging.warning(
@@ -100,7 +106,10 @@ def check_optimizer(recipe: Recipe, optimizer_state: Any, params: PyTree) -> Non
             "the loss. Usually optax.masked stands alone: it passes on what its mask leaves out. "
             "To freeze leaves, let the loss close over them; for two kinds of leaves, take "
             "optax.partition.",
-            *(name, len(climbing), len(jax.tree.leaves(params)), _few(climbing)),
+            name,
+            len(climbing),
+            len(jax.tree.leaves(params)),
+            _few(climbing),
         )
 
 
@@ -214,23 +223,44 @@ def _deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
-def check_schedule(recipe: Recipe) -> None:
-    """Refuses a schedule of bounds that is not positive at every planned step."""
-    name, bound_schedule, mechanism = recipe.name, recipe.bound_schedule, recipe.mechanism
-    if bound_schedule is not None and mechanism.adaptive is not None:
+def check_draw(call: str, sampler: Sampler) -> None:
+    """Refuses a sampler whose batch is the same at every step, unless its event pays for that."""
+    key = jax.random.key(0, impl="threefry2x32")
+    # Traced and not drawn: NumPy's random numbers are constants of the program, which `depends`
+    # sees.
+    program = jax.make_jaxpr(sampler.draw)(key, jnp.int32(0)).jaxpr
+    moved, *_ = depends(program, [True] * len(program.invars))
+    # A batch that stays is sound where each step is paid for without amplification.
+    parts = split(sampler.event(np.ones(2)))
+    paid = not parts.sampled and not parts.foreign and parts.precision >= 2
+    if sampler.batch_size < sampler.examples and not moved and not paid:
+        raise ValueError(
+            f"{call}: the sampler {sampler.name!r} draws indices that depend neither on its key "
+            "nor on the step, so every step would see the same examples, but the accounting "
+            "assumes fresh draws. Usually the indices were drawn with NumPy, which runs once, when "
+            "the step is compiled. Draw with jax.random, from dpjax.trees.step_key(key, "
+            "dpjax.types.Purpose.SAMPLING, step)."
+        )
+
+
+def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -> Planned | None:
+    """A schedule of bounds as its table, which must be positive at every planned step."""
+    if schedule is None:
+        return None
+    if mechanism.adaptive is not None:
         raise ValueError(
             f"{name}(bound_schedule=...): the mechanism adapts its bounds to the gradients, so "
             "they cannot follow a schedule. Leave one of the two out."
         )
-    # The table of all planned steps, as the ledger's multipliers are: a schedule cannot answer
-    # differently later.
-    scales = schedules.values(bound_schedule, mechanism.steps) if bound_schedule else np.ones(1)
-    if not np.all((scales > 0) & np.isfinite(scales)):
+    bounds = Planned.of(schedule, mechanism.steps)
+    good = (bounds.values > 0) & np.isfinite(bounds.values)
+    if not np.all(good):
         raise ValueError(
             f"{name}(bound_schedule=...): expected positive numbers at all planned steps; the "
-            f"number at step {int(np.argmin((scales > 0) & np.isfinite(scales)))} is not positive "
-            "and finite. It multiplies the bounds of the rule; to silence a step, do not plan it."
+            f"number at step {int(np.argmin(good))} is not positive and finite. It multiplies the "
+            "bounds of the rule; to silence a step, do not plan it."
         )
+    return bounds
 
 
 def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
@@ -295,7 +325,9 @@ def tell_of_constants(name: str, loss: ClosedJaxpr, examples: int) -> None:
             "%s: the loss closes over an array of shape %s, one row for each of the %d examples. "
             "If these are the data, each loss sees all examples, and clipping bounds nothing: "
             "give them as data. If they are fixed weights, all is well.",
-            *(name, shape, examples),
+            name,
+            shape,
+            examples,
         )
 
 
@@ -313,7 +345,10 @@ def tell_of_idle(name: str, gradient: Jaxpr, params: PyTree) -> None:
             "%s: %d of %d leaves have no gradient (%s). They receive noise like all others "
             "and drift. Usually they are frozen by stop_gradient, or unused: let the loss close "
             "over frozen leaves, and they receive no noise.",
-            *(name, len(idle), count, _few(idle)),
+            name,
+            len(idle),
+            count,
+            _few(idle),
         )
 
 
@@ -332,7 +367,8 @@ def tell_of_batch_norm(name: str, loss: Jaxpr, params: PyTree) -> None:
             "%s: %s belong to a batch normalisation, by their names. A private loss sees one "
             "example and has its statistics alone: use group or layer normalisation. If the "
             "statistics are fixed (use_running_average=True), all is well.",
-            *(name, _few(found)),
+            name,
+            _few(found),
         )
 
 

@@ -13,10 +13,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from dpjax import ledger, meshes, schedules, trees
+from dpjax import ledger, meshes, trees
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
-from dpjax.training.checks import check_kinds, check_schedule, checked_data
+from dpjax.training.checks import check_kinds, checked_data, planned_bounds
 from dpjax.training.recipe import Entry, Recipe
 from dpjax.types import Algorithm, LossFn, PyTree, Schedule
 
@@ -121,12 +121,11 @@ def dpsgd(
         mechanism=mechanism,
         engine=engine,
         entry=entry_of(per_step),
-        bound_schedule=bound_schedule,
         weights=weights,
         microbatch_size=microbatch_size,
         mesh=meshes.of(mesh),
     )
-    return on_examples(recipe, data, budget)
+    return on_examples(recipe, data, budget, bound_schedule)
 
 
 def entry_of(per_step: Callable[[Int[Array, ""]], PyTree] | None) -> Entry | None:
@@ -134,22 +133,27 @@ def entry_of(per_step: Callable[[Int[Array, ""]], PyTree] | None) -> Entry | Non
     return None if per_step is None else (lambda key, step: per_step(step))
 
 
-def on_examples(recipe: Recipe, data: PyTree, budget: ledger.Budget | None) -> Algorithm:
+def on_examples(
+    recipe: Recipe,
+    data: PyTree,
+    budget: ledger.Budget | None,
+    bound_schedule: Schedule | None = None,
+) -> Algorithm:
     """The algorithm of a recipe whose rows are examples, checked.
 
     Args:
       recipe: What every step does.
       data: As for `dpsgd`.
       budget: As for `dpsgd`.
+      bound_schedule: As for `dpsgd`.
     """
     check_kinds(recipe, budget)
-    check_schedule(recipe)
-    data = checked_data(recipe, data)
-    bound_schedule = recipe.bound_schedule
-    # A function cannot be compared with the one of a resumed run; the table of its values can.
-    scales = schedules.values(bound_schedule, recipe.mechanism.steps) if bound_schedule else None
+    # One table is checked, run, and compared with that of a resumed run: the function could answer
+    # otherwise when it is traced, after a variable that it reads has changed.
+    scales = planned_bounds(recipe.name, bound_schedule, recipe.mechanism)
     identity = {
         "algorithm": "dpsgd",
-        "bound schedule": scales if scales is None else trees.fingerprint(scales),
+        "bound schedule": scales and trees.fingerprint(scales.values),
     }
-    return assemble(recipe, data, identity, budget=budget)
+    data = checked_data(recipe, data)
+    return assemble(recipe._replace(bound_scales=scales), data, identity, budget=budget)

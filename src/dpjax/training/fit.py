@@ -13,6 +13,7 @@ changed, so that it would not be the same step, no released step runs again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -161,7 +162,7 @@ def fit(
         show = Progress(run.done, terms.end, most, unit=unit, enabled=shown)
         stack.callback(show.close)
         follow = progress if callable(progress) and processes.first_process() else None
-        _loop(run, terms, stop, show, evaluate, follow)
+        _loop(run, terms, stop, show, functools.partial(_log, run, terms, show, evaluate, follow))
         return run.state, run.rows
 
 
@@ -276,19 +277,13 @@ def _check_further(run: Run, terms: _Terms) -> None:
     if run.done > terms.begin:
         logging.info(
             "fit: resuming from step %d of %s. The given state and its key are ignored.",
-            *(run.done, terms.directory),
+            run.done,
+            terms.directory,
         )
 
 
-def _loop(
-    run: Run,
-    terms: _Terms,
-    stop: Stop,
-    show: Progress,
-    evaluate: Evaluate | None,
-    follow: Show | None,
-) -> None:
-    """Runs the steps; ``follow`` gets the rows of the log after each evaluation."""
+def _loop(run: Run, terms: _Terms, stop: Stop, show: Progress, log: Callable[[], bool]) -> None:
+    """Runs the steps; ``log`` is `_log`."""
     if terms.begin < run.done < terms.end:
         show.say(f"The run in {terms.directory} resumes at step {run.done:,} of {terms.end:,}.")
     over = run.stopped or run.done == terms.end
@@ -297,7 +292,7 @@ def _loop(
         run.write_released(terms.delta, terms.method, last=over)
     # Or between the checkpoint of the last step and its row.
     elif terms.begin < run.done == terms.end:
-        _log(run, terms, show, evaluate, follow)
+        log()
     while not over:
         show.begin()
         run.advance(terms.steps_from(run.done))
@@ -306,7 +301,7 @@ def _loop(
         interrupted = processes.any_process(stop.asked)
         over = run.done == terms.end
         if terms.has_row(run.done):
-            over = _log(run, terms, show, evaluate, follow)
+            over = log()
         if run.folder is not None:
             _save(run, terms.save_every, now=over or interrupted)
         if interrupted:
@@ -321,8 +316,23 @@ def _loop(
 def _log(
     run: Run, terms: _Terms, show: Progress, evaluate: Evaluate | None, follow: Show | None
 ) -> bool:
-    """Evaluates the last step, logs it and writes its files; returns whether the run ends here."""
-    row, chosen = _evaluated_row(run, terms, evaluate, show.rate())
+    """Releases the last step: evaluates it, logs it and writes its files.
+
+    Returns:
+      Whether the run ends here.
+    """
+    row = _row(run, terms, show.take_rate())
+    # Before `evaluate` or a file gets the parameters: what happens with them is out of reach, so
+    # the step counts as released.
+    run.mark()
+    if evaluate is not None:
+        # The next step donates the buffers of the state, and users keep the best parameters.
+        row |= _evaluated(evaluate(trees.copy(run.state)), [*row, _COUNTED])
+    # Processes may measure different numbers, and all of them stop at one step.
+    chosen = processes.from_first(lambda: bool(row.get("stop")))
+    if chosen:
+        run.end()
+        row |= _cost(run.state.ledger, terms)
     over = chosen or run.done == terms.end
     # The row is on disk before the line is printed: what a user saw is in the log.
     show.line(run.done, run.add(row))
@@ -332,30 +342,8 @@ def _log(
     return over
 
 
-def _evaluated_row(
-    run: Run, terms: _Terms, evaluate: Evaluate | None, speed: float
-) -> tuple[dict[str, Any], bool]:
-    """The row of the last step, and whether the evaluation ends the run.
-
-    ``speed`` is in steps per second.
-    """
-    row = _row(run, terms, speed)
-    # Before `evaluate` or a file gets the parameters: what happens with them is out of reach, so
-    # the step counts as released.
-    run.mark()
-    if evaluate is not None:
-        # The next step donates the buffers of the state, and users keep the best parameters.
-        row |= _evaluated(evaluate(trees.copy(run.state)), [*row, _COUNTED])
-    # Processes may measure different numbers, and all of them stop at one step.
-    ended = processes.from_first(lambda: bool(row.get("stop")))
-    if ended:
-        run.end()
-        row |= _cost(run.state.ledger, terms)
-    return row, ended
-
-
 def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
-    """What the log says of a step before it is evaluated."""
+    """What the log says of a step before it is evaluated; ``speed`` is in steps per second."""
     mechanism, spent = terms.mechanism, run.state.ledger
     row: dict[str, Any] = {
         "step": spent.steps,

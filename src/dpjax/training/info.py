@@ -108,7 +108,9 @@ def tell_of_unscored(name: str, seen: Seen) -> bool:
             "%s: %d of %d examples have a finite gradient and a loss that is not finite. They "
             "count in the step and not in info.loss. Usually their labels are out of range, 1 to K "
             "instead of 0 to K-1: the losses of dpjax.losses learn nothing from such an example.",
-            *(name, unscored, counted),
+            name,
+            unscored,
+            counted,
         )
     return unscored > 0
 

@@ -74,7 +74,7 @@ class Progress:
         if self.live and now - self.shown > 0.2:
             self._draw()
 
-    def rate(self) -> float:
+    def take_rate(self) -> float:
         """Steps per second since the last call; 0 if none ran but the one that compiled."""
         rate = self.steps / max(1e-9, self.seconds)
         self.steps, self.seconds = 0, 0.0

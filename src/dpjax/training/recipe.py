@@ -26,7 +26,8 @@ from dpjax.gradients.batching import Layout
 from dpjax.gradients.loss_checks import require_one_example
 from dpjax.gradients.nan_isolation import each
 from dpjax.mechanism import Mechanism
-from dpjax.types import Key, LossFn, PyTree, Schedule, State
+from dpjax.mechanism.multipliers import Planned
+from dpjax.types import Key, LossFn, PyTree, State
 
 Entry = Callable[[Key, Int[Array, ""]], PyTree]
 """``entry(key, step)``, one more leaf of every example of a step."""
@@ -43,7 +44,8 @@ class Recipe(NamedTuple):
     engine: str = "auto"
     entry: Entry | None = None
     """What the step appends to every example; `per_step` of dpsgd."""
-    bound_schedule: Schedule | None = None
+    bound_scales: Planned | None = None
+    """The factor on the rule's bounds at each planned step; from `bound_schedule` of dpsgd."""
     weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None = None
     microbatch_size: int | None = None
     sizes: Callable[[PyTree], Int[Array, " size"]] | None = None
@@ -54,13 +56,12 @@ class Recipe(NamedTuple):
     @property
     def rescales(self) -> bool:
         """Whether the rule's bounds change with the step."""
-        return self.bound_schedule is not None or self.mechanism.adaptive is not None
+        return self.bound_scales is not None or self.mechanism.adaptive is not None
 
     def bound_scale(self, state: State) -> Any:
         """The factor on the rule's bounds, and on the noise with them, at this step."""
-        if self.bound_schedule is not None:
-            # In float32, like the table that was checked for positive values.
-            return jnp.asarray(self.bound_schedule(state.step), jnp.float32)
+        if self.bound_scales is not None:
+            return self.bound_scales(state.step)
         return state.bound_scale if self.mechanism.adaptive is not None else 1.0
 
 

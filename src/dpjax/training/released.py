@@ -22,7 +22,7 @@ from absl import logging
 from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.card import seed_of
+from dpjax.reports.load_run import seed_of
 from dpjax.training.run_folder import Folder
 from dpjax.types import Plan, PyTree, State
 
@@ -48,12 +48,12 @@ def write_released(
       method: The method of the log.
       last: Whether the run ends here.
     """
-    params = jax.tree.map(trees.on_host, state.params)
+    params, furthest = jax.tree.map(trees.on_host, state.params), folder.furthest()
     if not processes.first_process():
         return
     # A resumed run repeats steps. Those after them are public, and a card of this step would count
     # fewer.
-    if max(state.ledger.steps, int(state.ledger.chosen)) < folder.marked:
+    if max(state.ledger.steps, int(state.ledger.chosen)) < furthest:
         return
     path = folder.path
     try:

@@ -27,7 +27,8 @@ from dpjax._files import overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
-from dpjax.mechanism.card import check_format, seed_of, spent_of
+from dpjax.mechanism.card import check_format, spent_of
+from dpjax.reports.load_run import seed_of
 from dpjax.training.folder_lock import close, is_lock, locked
 from dpjax.training.run_identity import BLIND, PLACES, changed_numerics, differences
 
@@ -126,7 +127,10 @@ class Folder:
         if changed:
             logging.warning(
                 "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s%s",
-                *(self.path, done, changed, "" if PLACES.issuperset(names) else BLIND),
+                self.path,
+                done,
+                changed,
+                "" if PLACES.issuperset(names) else BLIND,
             )
             # The run keeps the key of its checkpoint, whatever key the caller gave.
             kept = {**self.identity, "small seed": before.get("small seed", False)}
@@ -179,11 +183,6 @@ class Folder:
         # Of one length, so that it needs no room on a full disk.
         overwrite(self.path / "furthest", 0, f"{step:19} {chosen:19}\n".encode())
 
-    @property
-    def marked(self) -> int:
-        """The last released step, in the first process, which counts them."""
-        return self._mark.furthest
-
     @processes.in_first
     def seals(self) -> np.ndarray:
         """The seals of all released steps."""
@@ -204,7 +203,7 @@ class Folder:
 
     @processes.in_first
     def furthest(self) -> int:
-        """The last step that was ever on disk, or that an evaluation saw."""
+        """The last released step: that was ever on disk, or that an evaluation saw."""
         return self._mark.furthest
 
     @processes.in_first

@@ -196,7 +196,11 @@ class Run:
             logging.warning(
                 "fit: of %d %s drawn up to step %d, %d had no finite gradient and contributed "
                 "zero. Usually %s.",
-                *(drawn, units, self.done, dropped, usual),
+                drawn,
+                units,
+                self.done,
+                dropped,
+                usual,
             )
 
     def close(self) -> None:

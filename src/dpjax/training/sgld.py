@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from dpjax import checks, ledger, meshes, schedules, trees
 from dpjax.mechanism import Mechanism, Spent
+from dpjax.mechanism.multipliers import Planned
 from dpjax.noise.langevin import multiplier_of
 from dpjax.training.dpsgd import entry_of, on_examples
 from dpjax.training.recipe import Recipe
@@ -126,9 +127,10 @@ def dp_sgld(
         preparation=preparation,
         before=before,
     )
-    rate = _fixed(learning_rate, steps)
-    sizes = (sampling.examples, sampling.batch_size)
-    multiplier = multiplier_of("training.dp_sgld", rate, clipping, *sizes, temperature)
+    rate = _planned(learning_rate, steps) if callable(learning_rate) else learning_rate
+    multiplier = multiplier_of(
+        "training.dp_sgld", rate, clipping, sampling.examples, sampling.batch_size, temperature
+    )
     # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
     burn_in = steps // 2 if burn_in is None else burn_in
@@ -145,7 +147,7 @@ def dp_sgld(
         # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
         # examples.
         optax.add_decayed_weights(1 / (sampling.examples * prior_deviation**2)),
-        optax.scale_by_learning_rate(_times(rate, sampling.examples / 2)),
+        optax.scale_by_learning_rate(schedules.times(rate, sampling.examples / 2)),
         keep_samples(samples, burn_in=burn_in, every=every),
     )
     # Langevin dynamics are DP-SGD with this multiplier and this optimizer: draw, clipping, noise
@@ -170,8 +172,8 @@ def dp_sgld(
         return {
             **inner.identity(state),
             "algorithm": "dp_sgld",
-            "learning rate": trees.fingerprint(_rates(rate, steps))
-            if callable(rate)
+            "learning rate": trees.fingerprint(rate.values)
+            if isinstance(rate, Planned)
             else float(rate),
             "temperature": float(temperature),
             # As text, because JSON has no infinity.
@@ -207,17 +209,14 @@ def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str
       Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
       Differential Privacy", 2023, algorithm 3; its section 4.5 has the other reading.
     """
-    return {"learning_rate": _times(learning_rate, 2 / examples), "temperature": examples / 2}
+    rate = schedules.times(learning_rate, 2 / examples)
+    return {"learning_rate": rate, "temperature": examples / 2}
 
 
-def _fixed(value: float | Schedule, steps: int) -> float | Schedule:
-    """A schedule as the table of its values. Compiled and vmapped schedules differ in last bits."""
-    return schedules.table(_rates(value, steps)) if callable(value) and steps else value
-
-
-def _rates(schedule: Schedule, steps: int) -> np.ndarray:
-    rates = schedules.values(schedule, steps)
-    good = (rates > 0) & np.isfinite(rates)
+def _planned(schedule: Schedule, steps: int) -> Planned:
+    """A schedule of rates as its table, which must be positive at every step."""
+    planned = Planned.of(schedule, steps)
+    rates, good = planned.values, (planned.values > 0) & np.isfinite(planned.values)
     if not np.all(good):
         step = int(np.argmin(good))
         raise ValueError(
@@ -225,12 +224,7 @@ def _rates(schedule: Schedule, steps: int) -> np.ndarray:
             "expected a positive number at every step, because the rate is the variance of the "
             "noise. End the schedule above 0 (end_value=...), or take fewer steps."
         )
-    return rates
-
-
-def _times(value: float | Schedule, factor: float) -> float | Schedule:
-    """A number or a schedule, multiplied by a factor."""
-    return (lambda step: value(step) * factor) if callable(value) else value * factor
+    return planned
 
 
 def _check_width(params: PyTree) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from dpjax import meshes, trees
 from dpjax.gradients.batching import Layout, join, settled, sum_over
@@ -30,7 +30,7 @@ from dpjax.training.recipe import (
     weights_of,
     with_entry,
 )
-from dpjax.types import Draw, Key, Purpose, PyTree, State
+from dpjax.types import Purpose, PyTree, State
 
 
 def private_step(
@@ -50,7 +50,7 @@ def private_step(
     Privacy:
       ``state.params`` may be released. What the step saw may not.
     """
-    draw = draw_step(recipe, state.key, state.step)  # line 3: sample
+    draw = recipe.mechanism.sampling.draw(state.key, state.step)  # line 3: sample
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
 
@@ -62,11 +62,6 @@ def private_step(
     held = without_optimizer(state), shared
     sums = sum_over(add, zero, layout, draw, data, held, end_block)
     return release(recipe, layout, state, sums)  # lines 6 and 7: noise, mean, update
-
-
-def draw_step(recipe: Recipe, key: Key, step: Int[Array, ""]) -> Draw:
-    """The rows of one step, a pure function of the root key and the step."""
-    return recipe.mechanism.sampling.draw(key, step)
 
 
 def without_optimizer(state: State) -> State:

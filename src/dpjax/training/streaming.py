@@ -24,7 +24,7 @@ from dpjax.sampling import on_host
 from dpjax.training.environment import repeatable
 from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
-from dpjax.training.step import add_clipped, draw_step, end_block, release, without_optimizer
+from dpjax.training.step import add_clipped, end_block, release, without_optimizer
 from dpjax.types import PyTree, State
 
 
@@ -117,7 +117,7 @@ def _programs(recipe: Recipe, layout: Layout) -> _Programs:
 
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
     return _Programs(
-        draw=repeatable(functools.partial(draw_step, recipe)),
+        draw=repeatable(recipe.mechanism.sampling.draw),
         begin=repeatable(begin),
         add=repeatable(add, donate_argnums=3),
         settle=repeatable(end_block, donate_argnums=0),

@@ -38,7 +38,8 @@ class Board:
                 "fit: tensorboardX is installed and cannot be imported (%s: %s), so no events are "
                 "written. metrics.jsonl has all of their numbers. Usually another package changed "
                 "the version of protobuf or NumPy: pip install --upgrade tensorboardX.",
-                *(type(error).__name__, error),
+                type(error).__name__,
+                error,
             )
             return
         with self._dropped_on_error():
@@ -72,7 +73,8 @@ class Board:
             logging.warning(
                 "fit: no more TensorBoard events are written (%s: %s); the run continues. "
                 "metrics.jsonl has all of their numbers. Usually the disk is full.",
-                *(type(error).__name__, error),
+                type(error).__name__,
+                error,
             )
 
 

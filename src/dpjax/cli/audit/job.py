@@ -113,8 +113,8 @@ def draw(
         for place, line in enumerate(reversed(lines)):
             ends = [line.bound, line.claimed]
             left.plot(ends, [place, place], color=style.PALETTE["rule"], linewidth=4)
-            left.plot(*([line.bound], [place]), color=style.PALETTE["clay"], **style.DOTS)
-            left.plot(*([line.claimed], [place]), color=style.PALETTE["blue"], **style.DOTS)
+            left.plot([line.bound], [place], color=style.PALETTE["clay"], **style.DOTS)
+            left.plot([line.claimed], [place], color=style.PALETTE["blue"], **style.DOTS)
         left.set_yticks(range(len(lines)), [line.audit for line in reversed(lines)])
         left.set_xlim(left=0)
         left.set_ylim(-0.5, len(lines) - 0.5)

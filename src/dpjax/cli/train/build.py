@@ -211,24 +211,24 @@ def earlier_runs(given: flags.FlagValues) -> tuple[Spent, ...]:
 
 def build_sampler(given: flags.FlagValues, examples: int) -> Sampler:
     """How batches are drawn."""
-    parts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
-    return getattr(sampling, given.sampling)(examples, given.batch_size, **parts)
+    return sampling.by_name(given.sampling, examples, given.batch_size, cycle=given.bands)
 
 
 def build_strategy(given: flags.FlagValues, batches: Sampler, steps: int) -> Strategy | None:
     """How the noise of different steps is correlated; optimised for SGD with this momentum."""
     if given.noise == "white" or not steps:
         return None
-    options: dict[str, Any] = {}
-    if given.noise in ("banded", "buffered"):
-        options["momentum"] = given.momentum if given.optimizer == "sgd" else 0.0
-        if batches.participation is not None:
-            options["participation"] = batches.participation(steps)
-    if given.noise == "buffered":
-        return strategies.buffered(steps, **options)
-    if given.noise == "tree":
-        return strategies.tree(steps)
-    return getattr(strategies, given.noise)(steps, bands=min(given.bands, steps), **options)
+    bands = min(given.bands, steps)
+    momentum = given.momentum if given.optimizer == "sgd" else 0.0
+    taken = None if batches.participation is None else batches.participation(steps)
+    build = {
+        "banded": lambda: strategies.banded(steps, bands, taken, momentum=momentum),
+        "square_root": lambda: strategies.square_root(steps, bands),
+        "banded_inverse_square_root": lambda: strategies.banded_inverse_square_root(steps, bands),
+        "buffered": lambda: strategies.buffered(steps, participation=taken, momentum=momentum),
+        "tree": lambda: strategies.tree(steps),
+    }
+    return build[given.noise]()
 
 
 def accountant(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> str:

@@ -196,7 +196,8 @@ def price_in_words(given: flags.FlagValues, planned: Planned) -> str:
                 "--target_epsilon=%g --continue_from=%s: the earlier runs left less than a tenth "
                 "of the target, so these steps are nearly all noise. Usually the target was left "
                 "as it was: raise it.",
-                *(target, given.continue_from),
+                target,
+                given.continue_from,
             )
     epsilon = upwards(mechanism.epsilon(*by))
     return f"{words} cost epsilon {epsilon} at delta={upwards(by[0], '.6g')} ({by[1]})"
