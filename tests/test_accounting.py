@@ -892,7 +892,12 @@ TINY = [
 ]
 
 
-@kills("accounting/loss_distributions.py", "epsilon(given - off)", "epsilon(given)", case="43224")
+@kills(
+    "accounting/loss_distributions.py",
+    "float(epsilon(given - off)) if given > off else math.inf",
+    "float(epsilon(given))",
+    case="43224",
+)
 @kills(
     "accounting/loss_distributions.py",
     "float(delta(given)) + off",
